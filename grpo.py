@@ -24,22 +24,18 @@ Deliberate choices:
     torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen2.5-7B                       # eight GPUs
 """
 
-import contextlib
 import functools
 import math
 import os
 import sys
-import time
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 import torch
 import tyro
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import logits_process
 
 import utils
@@ -240,30 +236,6 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / mask.sum(dim).clamp(min=1)
 
 
-def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
-    """Group-relative advantages (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
-
-    Args:
-        scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is no score.
-        scale: divide by the "group"'s or the "batch"'s unbiased standard deviation + 1e-6, or by nothing ("none").
-    Returns:
-        (N,): (R - mean) / (std + eps); exactly 0 in a group whose scores are all equal, and for a missing score, which
-        does not count in its group either.
-    """
-    grouped = scores.view(-1, group_size)  # (N / G, G)
-    present = grouped.isfinite()
-    mean = masked_mean(grouped, present, 1)[:, None]
-    centred = torch.where(present, grouped - mean, 0.0)
-    equal = torch.where(present, grouped, -torch.inf).amax(1) <= torch.where(present, grouped, torch.inf).amin(1)
-    if scale == "group":
-        variance = centred.square().sum(1, keepdim=True) / (present.sum(1, keepdim=True) - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + 1e-6)
-    elif scale == "batch":
-        everything = scores[scores.isfinite()]
-        centred = centred / (everything.std() + 1e-6) if len(everything) > 1 else centred
-    return centred.masked_fill(equal[:, None], 0.0).view(-1)
-
-
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
 
@@ -362,7 +334,8 @@ class Policy(nn.Module):
 
     def __init__(self, model: nn.Module, temperature: float, chunk_tokens: int, train_entropy: bool = False):
         super().__init__()
-        self.model, self.temperature, self.chunk_tokens, self.train_entropy = model, temperature, chunk_tokens, train_entropy
+        self.model, self.temperature = model, temperature
+        self.chunk_tokens, self.train_entropy = chunk_tokens, train_entropy
 
     def forward(self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None):
         """
@@ -419,23 +392,67 @@ class Policy(nn.Module):
         own = self.logits(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         theirs = self.model(input_ids=ids, use_cache=False).logits.to(own.dtype)
         if not torch.allclose(own, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
-            utils.fail(f"{flag}: {type(self.model).__name__} changes its logits after the head in a way that Policy.logits lacks")
+            utils.fail(
+                f"{flag}: {type(self.model).__name__} changes its logits in a way that Policy.logits does not know"
+            )
 
 
-def collate(queries: list[list[int]], responses: list[list[int]], device) -> tuple[Tensor, Tensor]:
-    """Rows of query and response, padded on the right: input_ids (N, L) and response_mask (N, L) bool."""
-    lengths = [len(q) + len(r) for q, r in zip(queries, responses)]
-    input_ids = torch.zeros(max(1, len(queries)), max(lengths, default=2), dtype=torch.long)
-    response_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for i, (query, response) in enumerate(zip(queries, responses)):
-        input_ids[i, : lengths[i]] = torch.tensor(query + response)
-        response_mask[i, len(query) : lengths[i]] = True
-    return input_ids.to(device), response_mask.to(device)
+@dataclass
+class Batch:
+    """The rollout of a step: N responses of all ranks, the G responses of a prompt next to each other.
+
+    Every rank holds the whole of it, so that advantages, mini-batches and counts are global by construction.
+    """
+
+    rows: list[dict]  # the prompt's row of each response
+    queries: list[list[int]]
+    responses: list[list[int]]  # up to and including the stop token
+    texts: list[str]
+    rollout_logprobs: Tensor  # (N, T), by the sampler
+    response_mask: Tensor  # (N, T) bool, set on response tokens
+    stopped: Tensor  # (N,) bool, whether a stop token was sampled
+    parts: dict[str, Tensor]  # reward source: (N,) scores, NaN where it gave none
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of query and response together."""
+        return [len(query) + len(response) for query, response in zip(self.queries, self.responses)]
+
+    def collate(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Some rows, query and response, padded on the right: input_ids (n, L) and a mask (n, L) of response tokens.
+
+        No rows at all make one row of padding, with which a rank that has nothing to do takes part.
+        """
+        rows = [torch.tensor(self.queries[i] + self.responses[i]) for i in indices] or [
+            torch.zeros(2, dtype=torch.long)
+        ]
+        input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.zeros_like(input_ids, dtype=torch.bool)
+        for row, i in zip(mask, indices):
+            row[len(self.queries[i]) : len(self.queries[i]) + len(self.responses[i])] = True
+        return input_ids.to(self.response_mask.device), mask.to(self.response_mask.device)
 
 
 def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
     """Lay values of response tokens, row after row, out as (N, T) along a mask (N, T); 0 elsewhere. Differentiable."""
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
+
+
+def token_logprobs(policy: Policy, batch: Batch, reference: Policy | None, budget: int, world, autocast):
+    """Log-probabilities of every response token under a policy, without gradient, the work spread over the ranks.
+
+    Returns:
+        logprobs (N, T), and the exact KL to `reference` (N, T) or None without one; 0 after a response's end.
+    """
+    share = []
+    with torch.no_grad(), autocast():
+        for rows in utils.micro_batches(batch.lengths, budget, world):
+            logprobs, _, kl = policy(*batch.collate(rows), reference)
+            both = torch.stack([logprobs, logprobs if kl is None else kl]).cpu()
+            share += zip(rows, both.split([len(batch.responses[i]) for i in rows], dim=1))
+    values = [value for _, value in sorted(world.gather(share), key=lambda pair: pair[0])]
+    logprobs, kl = (pad_rows(x, batch.response_mask) for x in torch.cat(values, 1).to(batch.response_mask.device))
+    return logprobs, kl if reference else None
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -468,67 +485,68 @@ class Sampler(logits_process.LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)  # generate takes the argmax
 
 
-class Finished:
-    """Stopping criterion: note the rows that drew a stop token, and leave `generate` when half of them have."""
+class Finished(StoppingCriteria):
+    """Notes the rows that drew a stop token, and leaves `generate` when half of them have."""
 
-    def __init__(self, stop_ids: list[int], interrupted):
-        self.stop_ids, self.interrupted, self.rows = stop_ids, interrupted, None
+    def __init__(self, stop_ids: Tensor, rows: int, interrupted):
+        self.stop_ids, self.interrupted = stop_ids, interrupted
+        self.rows = torch.zeros(rows, dtype=torch.bool, device=stop_ids.device)
 
     def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
-        stopped = torch.isin(input_ids[:, -1], torch.tensor(self.stop_ids, device=input_ids.device))
-        self.rows = stopped if self.rows is None else self.rows | stopped
+        self.rows |= torch.isin(input_ids[:, -1], self.stop_ids)
         leave = self.interrupted() or self.rows.sum() * 2 >= len(self.rows)
         return self.rows | leave
 
 
 @torch.no_grad()
-def generate(model, queries: list[list[int]], uniforms: Tensor | None, args, stop_ids: list[int], pad_id: int, interrupted):
+def generate(
+    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], pad_id: int, args, interrupted
+):
     """Sample one response a query with transformers' generate; see `Sampler` for the random numbers.
 
     Args:
         queries: token ids, left-padded here. uniforms: (N, max_response_length) float64, or None for greedy.
         interrupted: a function that is asked at every token; once true, what there is comes back at once.
     Returns:
-        responses, list of token ids up to and including the first stop token; their log-probabilities, alike.
+        responses, token ids up to and including the first stop token; their log-probabilities, alike.
     """
     device, width = model.device, max(map(len, queries))
     input_ids = torch.tensor([[pad_id] * (width - len(q)) + q for q in queries], device=device)  # (N, width)
     attention_mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in queries], device=device)
     sampler = Sampler(uniforms, len(queries), args.max_response_length, device)
-    processors = LogitsProcessorList([sampler])
-    if uniforms is not None:
-        if args.top_p < 1:
-            processors.insert(0, logits_process.TopPLogitsWarper(args.top_p))
-        if args.top_k > 0:
-            processors.insert(0, logits_process.TopKLogitsWarper(args.top_k))
-        processors.insert(0, logits_process.TemperatureLogitsWarper(args.temperature))
-    if args.min_response_length > 0:
-        processors.insert(0, logits_process.MinNewTokensLengthLogitsProcessor(width, args.min_response_length, stop_ids, device=device))
+    steps = []  # what happens to the logits of the next token, in this order
     if args.repetition_penalty != 1:
-        processors.insert(0, logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
+        steps.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
+    if args.min_response_length > 0:
+        steps.append(
+            logits_process.MinNewTokensLengthLogitsProcessor(width, args.min_response_length, stop_ids, device)
+        )
+    if uniforms is not None:
+        steps.append(logits_process.TemperatureLogitsWarper(args.temperature))
+        steps += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
+        steps += [logits_process.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
+    settings = {"max_length": width + args.max_response_length, "do_sample": False, "return_dict_in_generate": True}
     # The model's own generation defaults (Qwen2.5 has a repetition penalty there) would change the distribution.
-    defaults, model.generation_config = model.generation_config, GenerationConfig()
-    settings = GenerationConfig(max_length=width + args.max_response_length, do_sample=False, pad_token_id=pad_id, return_dict_in_generate=True)
+    defaults, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=pad_id)
     tokens = torch.full((len(queries), args.max_response_length), pad_id, device=device)  # (N, T)
     cache = None
-    try:
-        # Whenever half of the rows are finished, go on without them: a long tail of responses runs in a small batch.
-        while len(sampler.rows) and sampler.position < args.max_response_length and not interrupted():
-            finished = Finished(stop_ids, interrupted)
-            output = model.generate(
-                input_ids, attention_mask=attention_mask, past_key_values=cache, generation_config=settings,
-                logits_processor=processors, stopping_criteria=StoppingCriteriaList([finished]),
-            )  # fmt: skip
-            tokens[sampler.rows, : sampler.position] = output.sequences[:, width:]
-            going = ~finished.rows
-            sampler.rows, input_ids, cache = sampler.rows[going], output.sequences[going], output.past_key_values
-            attention_mask = nn.functional.pad(attention_mask[going], (0, input_ids.shape[1] - attention_mask.shape[1]), value=1)
-            cache.batch_select_indices(going.nonzero()[:, 0])
-    finally:
-        model.generation_config = defaults
+    # Whenever half of the rows are finished, go on without them: the long tail of responses runs in a small batch.
+    while len(sampler.rows) and sampler.position < args.max_response_length and not interrupted():
+        finished = Finished(torch.tensor(stop_ids, device=device), len(sampler.rows), interrupted)
+        output = model.generate(
+            input_ids, attention_mask=attention_mask, past_key_values=cache, **settings,
+            logits_processor=LogitsProcessorList([*steps, sampler]), stopping_criteria=StoppingCriteriaList([finished]),
+        )  # fmt: skip
+        tokens[sampler.rows, : sampler.position] = output.sequences[:, width:]
+        going = ~finished.rows
+        sampler.rows, input_ids, cache = sampler.rows[going], output.sequences[going], output.past_key_values
+        attention_mask = nn.functional.pad(
+            attention_mask[going], (0, width + sampler.position - attention_mask.shape[1]), value=1
+        )
+        cache.batch_select_indices(going.nonzero()[:, 0])
+    model.generation_config = defaults
     responses = [truncate_at_stop(row, stop_ids) for row in tokens[:, : sampler.position].tolist()]
-    logprobs = [row[: len(response)] for row, response in zip(sampler.logprobs.tolist(), responses)]
-    return responses, logprobs
+    return responses, [row[: len(response)] for row, response in zip(sampler.logprobs.tolist(), responses)]
 
 
 def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
@@ -537,228 +555,187 @@ def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
     return tokens[: end + 1]
 
 
-def rollout(rows: list[dict], samples: int, key: tuple, model, args, rewards, tokenizer, stop_ids, interrupt, world) -> dict:
-    """Sample and score `samples` responses for each row, spread over the ranks; every rank gets the whole result.
+def rollout(
+    rows: list[dict], samples: int, key: tuple, *, model, tokenizer, stop_ids, rewards, args, interrupt, world, autocast
+):
+    """Sample and score `samples` responses for each row, spread over the ranks.
 
     Args:
-        rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one. key: names the randomness.
+        rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
+        key: names the random numbers, see `utils.generator`.
     Returns:
-        Columns of N = rows * samples entries, the responses of a prompt next to each other: queries, responses (lists of
-        token ids), logprobs (lists, of the sampler), texts, stopped (bool), parts {source: scores}, row (prompt rows).
+        The Batch, the same on every rank; None if the run is interrupted.
     """
-    rows = [row for row in rows for _ in range(max(1, samples))]
+    rows = [row for row in rows for _ in range(samples or 1)]
     uniforms = None
-    if samples:  # one row of numbers a response of the whole step, whichever rank generates it
+    if samples:  # a line of numbers for each response of all ranks, whichever rank generates it
         uniforms = torch.rand(len(rows), args.max_response_length, dtype=torch.float64, generator=utils.generator(*key))
-    mine, responses, logprobs = world.deal(list(range(len(rows)))), [], []
-    for i in range(0, len(mine), args.generation_batch_size):
-        batch = mine[i : i + args.generation_batch_size]
-        new = generate(model, [rows[j]["query"] for j in batch], None if uniforms is None else uniforms[batch], args, stop_ids, tokenizer.pad_token_id, lambda: interrupt.requested)
-        responses, logprobs = responses + new[0], logprobs + new[1]
+    share = []  # (response, logprobs) of this rank's rows
+    mine = world.deal(list(range(len(rows))))
+    for start in range(0, len(mine), args.generation_batch_size):
+        part = mine[start : start + args.generation_batch_size]
+        queries, numbers = [rows[i]["query"] for i in part], None if uniforms is None else uniforms[part]
+        with autocast():
+            share += zip(
+                *generate(model, queries, numbers, stop_ids, tokenizer.pad_token_id, args, lambda: interrupt.requested)
+            )
     if interrupt.agreed():
-        return {}
-    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    columns = {k: [rows[j][k] for j in mine] for k in rows[0] if k not in ("prompt", "query")}
-    parts = rewards.score([rows[j]["prompt"] for j in mine], texts, columns)
-    share = [
-        (response, logprob, text, bool(response) and response[-1] in stop_ids, {name: part[i] for name, part in parts.items()})
-        for i, (response, logprob, text) in enumerate(zip(responses, logprobs, texts))
-    ]
-    responses, logprobs, texts, stopped, scored = zip(*world.undeal(share, len(rows)))
-    return {
-        "rows": rows, "queries": [row["query"] for row in rows], "responses": list(responses), "logprobs": list(logprobs),
-        "texts": texts, "stopped": torch.tensor(stopped), "parts": {name: torch.tensor([s[name] for s in scored], dtype=torch.float64) for name in scored[0]},
-    }  # fmt: skip
-
-
-def token_logprobs(policy, queries, responses, mask: Tensor, args, world, autocast, reference=None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of every response token under a policy, without gradient, the work spread over the ranks.
-
-    Returns:
-        logprobs (N, T), and the exact KL to `reference` (N, T), zeros without one; 0 after a response's end.
-    """
-    lengths, share = [len(q) + len(r) for q, r in zip(queries, responses)], []
-    with torch.no_grad(), autocast():
-        for rows in utils.micro_batches(lengths, args.micro_batch_tokens, world):
-            ids, response_mask = collate([queries[i] for i in rows], [responses[i] for i in rows], mask.device)
-            logprobs, _, kl = policy(ids, response_mask, reference)
-            both = torch.stack([logprobs, torch.zeros_like(logprobs) if kl is None else kl]).cpu()
-            share += zip(rows, both.split([len(responses[i]) for i in rows], dim=1))
-    values = [value for _, value in sorted(world.gather(share), key=lambda pair: pair[0])]
-    logprobs, kl = torch.cat(values, 1).to(mask.device)
-    return pad_rows(logprobs, mask), pad_rows(kl, mask)
+        return None
+    texts = tokenizer.batch_decode([response for response, _ in share], skip_special_tokens=True)
+    parts = rewards.score([rows[i] for i in mine], texts)  # {source: scores}
+    everything = world.undeal(list(zip(*zip(*share), texts, *parts.values())), len(rows))
+    responses, logprobs, texts, *scores = zip(*everything)
+    lengths = torch.tensor([len(response) for response in responses])
+    mask = (torch.arange(lengths.max()) < lengths[:, None]).to(model.device)
+    return Batch(
+        rows, [row["query"] for row in rows], list(responses), list(texts),
+        pad_rows(torch.tensor([x for row in logprobs for x in row], device=model.device), mask), mask,
+        torch.tensor([response[-1] in stop_ids for response in responses], device=model.device),
+        {name: torch.tensor(column, device=model.device) for name, column in zip(parts, scores)},
+    )  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# What a fork changes first: how scores become rewards, and rewards advantages
+# What a fork changes first: how reward parts become one score, and scores become advantages
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def final_scores(parts: dict[str, Tensor], weights: tuple[float, ...], stopped: Tensor, args) -> Tensor:
-    """One score a response: the weighted sum of its reward parts, replaced where no stop token was sampled.
+def final_scores(parts: dict[str, Tensor], stopped: Tensor, args: Args) -> Tensor:
+    """One score a response (N,): the weighted sum of its reward parts, replaced where no stop token was sampled.
 
-    Args:
-        parts: {source: (N,)}, NaN where a source gave no score, which leaves the response without one.
-        stopped: (N,) bool, the response ends with a stop token.
+    A response that a source gave no score (NaN) has none.
     """
+    weights = args.reward_weights or (1.0,) * len(parts)
     scores = sum(weight * part for weight, part in zip(weights, parts.values()))
     return torch.where(stopped, scores, args.penalty_reward_value) if args.non_stop_penalty else scores
 
 
-def sample_rows(batch: dict, count: int, advantages: list[float] | None = None) -> list[dict]:
-    """The first `count` responses of a rollout for samples.jsonl and the console."""
-    return [
-        {
-            "prompt": batch["rows"][i]["prompt"], "response": batch["texts"][i],
-            **{name: part[i].item() for name, part in batch["parts"].items()},
-            **({} if advantages is None else {"advantage": advantages[i]}),
-            "stop": "stop" if batch["stopped"][i] else "length",
-        }
-        for i in range(min(count, len(batch["texts"])))
-    ]  # fmt: skip
-
-
-def zero_std_fraction(scores: Tensor, group_size: int) -> float:
-    """Share of groups whose scores are all equal, which teach nothing."""
-    grouped = scores.view(-1, group_size)
-    return (grouped == grouped[:, :1]).all(1).double().mean().item()
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
-    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def evaluate(sample, eval_rows: list[dict], args) -> tuple[dict, dict]:
-    """Greedy and sampled accuracy on rows that are never trained on, with the same random numbers at every call.
+def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
+    """Group-relative advantages (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
     Args:
-        sample: `rollout`, given rows, samples and key.
+        scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is no score.
+        scale: divide by the "group"'s or the "batch"'s unbiased standard deviation + 1e-6, or by nothing ("none").
     Returns:
-        metrics, and the sampled rollout; both empty if the run is interrupted. accuracy: mean over all samples, the same
-        as pass@1; a response is correct if the first reward source gives it 1 or more and it stopped.
+        (N,): (R - mean) / (std + eps); exactly 0 in a group whose scores are all equal, and for a missing score, which
+        does not count in its group either.
     """
-    metrics, k = {}, args.eval_samples
-    for name, samples in (("greedy_", 0), ("", k)):
-        batch = sample(eval_rows, samples, ("evaluation", args.seed))
-        if not batch:
-            return {}, {}
-        correct = (batch["parts"][args.reward[0]] >= 1) & batch["stopped"]  # NaN, a missing score, counts as not correct
-        metrics[f"eval/{name}accuracy"] = correct.double().mean().item()
-    counts = correct.view(len(eval_rows), k).sum(1).tolist()
-    for power in range(1, k.bit_length()):  # 2, 4, ... up to the number of samples
-        metrics[f"eval/pass@{2**power}"] = sum(pass_at_k(k, c, 2**power) for c in counts) / len(counts)
-    metrics["eval/stop_rate"] = batch["stopped"].double().mean().item()
-    metrics["eval/sequence_lengths"] = sum(map(len, batch["responses"])) / len(batch["responses"])
-    metrics["eval/missing_scores"] = sum(part.isnan() for part in batch["parts"].values()).count_nonzero().item()
-    return metrics, batch
+    grouped = scores.view(-1, group_size)  # (N / G, G)
+    present = grouped.isfinite()
+    centred = torch.where(present, grouped - masked_mean(grouped, present, 1)[:, None], 0.0)
+    if scale == "group":
+        variance = centred.square().sum(1, keepdim=True) / (present.sum(1, keepdim=True) - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + 1e-6)
+    elif scale == "batch":
+        centred = centred / (scores[scores.isfinite()].std() + 1e-6)
+    return centred.masked_fill(equal_scores(grouped)[:, None], 0.0).view(-1)
+
+
+def equal_scores(grouped: Tensor) -> Tensor:
+    """Groups (N / G, G) whose scores, as far as there are any, are all equal: such a group teaches nothing. (N / G,)"""
+    present = grouped.isfinite()
+    highest, lowest = (
+        grouped.masked_fill(~present, -torch.inf).amax(1),
+        grouped.masked_fill(~present, torch.inf).amin(1),
+    )
+    return highest <= lowest
 
 
 def check_args(args: Args) -> None:
-    """End the run for flags that cannot work together, before anything is loaded; warn of those that rarely should."""
-    responses = args.rollout_batch_size * args.group_size
+    """End the run for flags of this file that cannot work together; warn of those that rarely should."""
+    utils.check_common_args(args)
     if args.group_size < 2:
-        utils.fail(f"--group_size {args.group_size}: advantages are relative to a group, which takes 2 responses or more")
-    for name in ("rollout_batch_size", "mini_batch_size", "num_epochs", "max_response_length", "max_prompt_length", "micro_batch_tokens",
-                 "logits_chunk_tokens", "generation_batch_size", "eval_samples", "temperature", "learning_rate", "max_grad_norm", "reward_timeout"):  # fmt: skip
-        if not getattr(args, name) > 0:
-            utils.fail(f"--{name} {getattr(args, name)}: has to be above 0")
-    if responses % args.mini_batch_size:
-        utils.fail(f"--mini_batch_size {args.mini_batch_size}: has to divide --rollout_batch_size x --group_size = {responses}")
-    if args.total_episodes < responses:
-        utils.fail(f"--total_episodes {args.total_episodes}: is less than one step of {responses} (--rollout_batch_size x --group_size)")
-    if not 0 <= args.min_response_length <= args.max_response_length:
-        utils.fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length {args.max_response_length}")
-    if not args.reward or args.reward_weights and len(args.reward_weights) != len(args.reward):
-        utils.fail(f"--reward_weights: {len(args.reward_weights)} weights for {len(args.reward)} reward sources")
+        utils.fail(
+            f"--group_size {args.group_size}: advantages are relative to a group, which takes 2 responses or more"
+        )
     if args.dual_clip and args.dual_clip <= 1:
         utils.fail(f"--dual_clip {args.dual_clip}: has to be above 1 (or 0 for none)")
-    if args.min_learning_rate > args.learning_rate:
-        utils.fail(f"--min_learning_rate {args.min_learning_rate}: is above --learning_rate {args.learning_rate}")
-    if not 0 < args.top_p <= 1 or args.top_k < 0 or args.repetition_penalty <= 0:
-        utils.fail("--top_p has to lie in (0, 1], --top_k to be 0 or more, --repetition_penalty above 0")
-    if args.top_p < 1 or args.top_k > 0 or args.repetition_penalty != 1:
-        utils.warn("--top_p, --top_k and --repetition_penalty change the distribution that is sampled, not the one that is trained: the ratio is biased")
-    if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":
-        utils.warn("--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is noise and no penalty; take k2, k3 or full")
+    if args.dual_clip and VARIANTS[args.loss][0] not in ("ppo", "gspo"):
+        utils.fail(f"--dual_clip {args.dual_clip}: --loss {args.loss} has no clipped loss to bound")
     if args.ref_refresh_every and not args.kl_coef:
         utils.fail(f"--ref_refresh_every {args.ref_refresh_every}: with --kl_coef 0 there is no reference to refresh")
+    if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":
+        utils.warn(
+            "--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is no penalty; take k2, k3 or full"
+        )
 
 
 def main(args: Args) -> None:
-    # ---- set up: processes, data, models, optimizer -----------------------------------------------------------------
+    # ---- set up: processes, data, rewards ---------------------------------------------------------------------------
     check_args(args)
     world = utils.setup_processes()
     interrupt = utils.Interrupt(world)
     folder, resume_from = utils.run_folder(args, "grpo")
-    rewards = utils.Rewards(args.reward, args.reward_timeout)
     tokenizer = utils.load_tokenizer(args.model, args.pad_token)
-    prompts, eval_prompts = utils.load_train_and_eval(args, tokenizer)
     stop_ids = utils.stop_token_ids(tokenizer, args.model, args.stop_token)
+    prompts, eval_prompts = utils.load_train_and_eval(args, tokenizer)
+    rewards = utils.Rewards(args.reward, args.reward_timeout)
 
+    choices = (None, args.loss_aggregation, args.advantage_scale, args.clip_low, args.clip_high)
     token_loss, aggregation, scale, clip_low, clip_high = (
-        default if chosen is None else chosen
-        for default, chosen in zip(VARIANTS[args.loss], (None, args.loss_aggregation, args.advantage_scale, args.clip_low, args.clip_high))
+        default if choice is None else choice for default, choice in zip(VARIANTS[args.loss], choices)
     )
-    weights = args.reward_weights or (1.0,) * len(args.reward)
     N = args.rollout_batch_size * args.group_size  # responses a step
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
 
+    # ---- models and optimizer ---------------------------------------------------------------------------------------
     dtype = torch.float64 if args.precision == "float64" else torch.float32
     bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
-    autocast = lambda: torch.autocast(world.device.type, torch.bfloat16, enabled=bf16)  # noqa: E731
+    autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
     model = utils.load_model("--model", resume_from or args.model, dtype, world.device)
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
     policy.check_head(f"--model {args.model}", prompts[0]["query"])
-    reference = None
+    reference, exact = None, None  # the model of the KL; the same again if its exact KL is asked for
     if args.kl_coef:
-        moved = os.path.join(resume_from or "", "reference")  # is there only if it was refreshed
-        source = moved if os.path.isdir(moved) else args.ref_model or args.model
-        ref_model = utils.load_model("--ref_model", source, dtype, world.device).requires_grad_(False)
+        refreshed = os.path.join(resume_from or "", "reference")  # a checkpoint has it once it was refreshed
+        name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
+        ref_model = utils.load_model("--ref_model", name, dtype, world.device).requires_grad_(False)
         reference = Policy(ref_model, args.temperature, args.logits_chunk_tokens)
+        exact = reference if args.kl_estimator == "full" else None
+    kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    wrapped = DistributedDataParallel(policy, gradient_as_bucket_view=True) if world.size > 1 else policy
-    groups = utils.parameter_groups(policy, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), fused=True)
+    wrapped = utils.wrap(policy, world)
+    optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
 
     # ---- resume -----------------------------------------------------------------------------------------------------
     # What the next step depends on, beside the weights and the optimizer: random numbers are functions of the step.
-    state = {"step": 0, "position": 0, "update": 0, "skipped": 0, "kl_coef": args.kl_coef, "seconds": 0.0, "metrics": {}, "logged": False}
+    state = {"step": 0, "position": 0, "kl_coef": args.kl_coef, "seconds": 0.0, "metrics": {}, "logged": False}
     if resume_from:
         state = utils.load_checkpoint(resume_from, world)
         optimizer.load_state_dict(state.pop("optimizer"))
-    run = utils.Run(folder, args, world, total_steps, state["step"] - (not state["logged"]) if resume_from else None)
-    started = time.time() - state["seconds"]
+    run = utils.Run(folder, args, world, total_steps, state["step"] if resume_from else None)
+    clock = utils.Clock(world.device, state["seconds"])
     sample = functools.partial(
-        rollout, model=model, args=args, rewards=rewards, tokenizer=tokenizer, stop_ids=stop_ids, interrupt=interrupt, world=world
-    )
+        rollout, model=model, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args, interrupt=interrupt,
+        world=world, autocast=autocast,
+    )  # fmt: skip
 
     def save() -> None:
         run.phase("save")
-        state["seconds"] = time.time() - started
-        moving = reference.model if args.ref_refresh_every else None
-        utils.save_checkpoint(folder, world, model, tokenizer, {**state, "optimizer": optimizer.state_dict()}, args.keep_checkpoints, moving)
+        state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
+        moved = reference.model if args.ref_refresh_every else None
+        utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, moved)
 
     def leave() -> NoReturn:
         save()
-        run.close()
-        print(f"interrupted: step {state['step']} is saved, go on with --resume", flush=True) if world.main else None
+        run.close(f"interrupted: step {state['step']} is saved, go on with --resume")
         sys.exit(utils.EXIT_INTERRUPTED)
 
     while True:
-        # ---- evaluate, log, save: the policy after `step` steps -----------------------------------------------------
+        # ---- evaluate, log, save: the policy after `step` steps (a run interrupted here resumes here) ---------------
         step, metrics = state["step"], state["metrics"]
-        if not state["logged"]:  # a run that was interrupted after this step's update comes here, too
+        if not state["logged"]:
             if args.eval_every and eval_prompts and (step % args.eval_every == 0 or step == total_steps):
                 run.phase("evaluate")
-                with autocast():
-                    results, batch = evaluate(sample, eval_prompts, args)
+                results, batch = utils.evaluate(sample, eval_prompts, args)
                 if not results:
                     leave()
                 metrics = {"step": step, "episode": step * N, **metrics, **results}
-                run.table(f"held-out samples after step {step}", sample_rows(batch, 4), list(map(len, batch["responses"])))
+                run.table(
+                    f"held-out samples after step {step}", utils.sample_rows(batch, 4, apart=args.eval_samples), batch
+                )
             if metrics:
                 run.log(metrics, {"score": "objective/scores", "kl": "objective/kl", "held-out": "eval/accuracy"})
             state.update(metrics={}, logged=True)
@@ -770,171 +747,136 @@ def main(args: Args) -> None:
             leave()
 
         # ---- rollout and scores -------------------------------------------------------------------------------------
-        clock = [utils.now(world.device)]
         step += 1
+        clock.start()
         run.phase("rollout")
         rows = utils.take_prompts(prompts, state["position"], args.rollout_batch_size, args.seed)
-        with autocast():
-            batch = sample(rows, args.group_size, ("rollout", args.seed, step))
-        if not batch:
+        batch = sample(rows, args.group_size, ("rollout", args.seed, step))
+        if batch is None:
             leave()
-        scores = final_scores(batch["parts"], weights, batch["stopped"], args).to(world.device)  # (N,)
-        for name, part in batch["parts"].items():
+        for name, part in batch.parts.items():
             if part.isnan().all():
-                run.close()
-                utils.fail(f"--reward {name}: gave no score to any response of step {step}; last failure: {rewards.failures.get(name)}")
-        clock.append(utils.now(world.device))
+                save()
+                run.close(f"step {state['step']} is saved, go on with --resume")
+                utils.fail(f"--reward {name}: gave no response of step {step} a score ({rewards.failures.get(name)})")
+        scores = final_scores(batch.parts, batch.stopped, args)  # (N,)
+        mask = batch.response_mask  # (N, T)
+        clock.lap("rollout")
 
         # ---- old and reference log-probs ----------------------------------------------------------------------------
         run.phase("log-probs")
-        queries, responses = batch["queries"], batch["responses"]
-        response_lengths = torch.tensor([len(r) for r in responses], device=world.device)  # (N,)
-        response_mask = torch.arange(response_lengths.max(), device=world.device) < response_lengths[:, None]  # (N, T)
-        flat = torch.tensor([x for row in batch["logprobs"] for x in row], dtype=dtype, device=world.device)
-        rollout_logprobs = pad_rows(flat, response_mask)  # (N, T)
-        old_logprobs, ref_logprobs, kl = None, None, None
-        kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
+        old_logprobs, ref_logprobs, kl = None, None, None  # (N, T)
         if updates_a_step > 1 or kl_in_reward:  # else the log-probs of the only update are the old ones
-            full = reference if kl_in_reward and args.kl_estimator == "full" else None
-            old_logprobs, kl = token_logprobs(policy, queries, responses, response_mask, args, world, autocast, full)  # (N, T)
-        if reference is not None and args.kl_estimator != "full":
-            ref_logprobs, _ = token_logprobs(reference, queries, responses, response_mask, args, world, autocast)  # (N, T)
-        clock.append(utils.now(world.device))
+            old_logprobs, kl = token_logprobs(
+                policy, batch, exact if kl_in_reward else None, args.micro_batch_tokens, world, autocast
+            )
+        if reference is not None and exact is None:
+            ref_logprobs, _ = token_logprobs(reference, batch, None, args.micro_batch_tokens, world, autocast)
+        clock.lap("logprobs")
 
         # ---- advantages ---------------------------------------------------------------------------------------------
-        returns = scores  # R, (N,)
+        outcomes = scores  # R, (N,)
         if kl_in_reward:
-            kl = kl if args.kl_estimator == "full" else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)  # (N, T)
-            returns = scores - state["kl_coef"] * masked_sum(kl, response_mask, 1)
-        advantages = group_advantages(returns, args.group_size, scale).to(dtype)  # (N,)
+            kl = kl if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
+            outcomes = scores - state["kl_coef"] * masked_sum(kl, mask, 1)
+        advantages = group_advantages(outcomes, args.group_size, scale).to(dtype)  # (N,)
 
         # ---- update: epochs, mini-batches (an optimizer step each), micro-batches -----------------------------------
         run.phase("update")
-        model.train()
-        sums = defaultdict(float)  # sums over this rank's tokens or sequences, for the metrics
-        largest_diff, skipped, grad_norms = torch.zeros((), dtype=dtype, device=world.device), 0, []
-        lengths = [len(q) + len(r) for q, r in zip(queries, responses)]
+        model.train()  # for gradient checkpointing; there is no dropout
+        sums = utils.Sums(world)
         for epoch in range(args.num_epochs):
             order = torch.randperm(N, generator=utils.generator("mini-batches", args.seed, step, epoch)).tolist()
-            for start in range(0, N, args.mini_batch_size):
-                mini = order[start : start + args.mini_batch_size]
-                tokens = response_lengths[mini].sum().item()
-                if aggregation == "step_token":  # the mean over updates of their sums / this is the step's token mean
-                    tokens = response_lengths.sum().item() * args.mini_batch_size / N
-                cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, world)
+            for mini in (order[i : i + args.mini_batch_size] for i in range(0, N, args.mini_batch_size)):
+                tokens = mask[mini].sum().item()
+                if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
+                    tokens = mask.sum().item() * len(mini) / N
+                mean = functools.partial(
+                    aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
+                )
+                cuts = utils.micro_batches([batch.lengths[i] for i in mini], args.micro_batch_tokens, world)
                 for number, cut in enumerate(cuts, 1):
                     micro = [mini[i] for i in cut]
-                    mask = response_mask[micro]  # (n, T)
-                    wait = wrapped.no_sync() if world.size > 1 and number < len(cuts) else contextlib.nullcontext()
-                    with wait:
-                        ids, ids_mask = collate([queries[i] for i in micro], [responses[i] for i in micro], world.device)
-                        full = reference if kl_in_loss and args.kl_estimator == "full" else None
+                    m = mask[micro]  # (n, T)
+                    with utils.gradient_sync(wrapped, number == len(cuts)):
                         with autocast():
-                            flat = wrapped(ids, ids_mask, full)  # 3 x (tokens,)
-                        logprobs, entropies = (pad_rows(x, mask) for x in flat[:2])  # (n, T)
+                            logprobs, entropies, full_kl = wrapped(*batch.collate(micro), exact if kl_in_loss else None)
+                        logprobs, entropies = pad_rows(logprobs, m), pad_rows(entropies, m)  # (n, T)
                         old = logprobs.detach() if old_logprobs is None else old_logprobs[micro]
                         token_losses, clipped = policy_loss(
-                            logprobs, old, advantages[micro, None], mask, token_loss, clip_low, clip_high,
+                            logprobs, old, advantages[micro, None], m, token_loss, clip_low, clip_high,
                             args.dual_clip, args.sapo_tau_positive, args.sapo_tau_negative,
                         )  # fmt: skip
-                        share = functools.partial(aggregate, mask=mask, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length)
-                        policy_term = share(token_losses)
-                        loss = policy_term - args.entropy_coef * share(entropies)
+                        policy_term = mean(token_losses, m)
+                        loss = policy_term - args.entropy_coef * mean(entropies, m)
+                        token_kl = kl[micro] if kl_in_reward else torch.zeros_like(old)
                         if kl_in_loss:
-                            token_kl = pad_rows(flat[2], mask) if full else kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
-                            loss = loss + state["kl_coef"] * share(token_kl)
-                        (loss * world.size).backward()  # DDP takes the mean over ranks; `share` divided by the global count
-                    with torch.no_grad():
-                        log_ratio = logprobs - old
-                        sums["policy_loss"] += policy_term
-                        sums["loss"] += loss
-                        sums["entropy"] += masked_sum(entropies, mask)
-                        sums["approxkl"] += masked_sum(log_ratio.square() / 2, mask)
-                        sums["clipped"] += masked_sum(clipped.to(dtype), mask)
-                        if epoch == 0:  # each response once, before or hardly after the policy moved
-                            token_kl = token_kl if kl_in_loss else kl[micro] if kl_in_reward else torch.zeros_like(logprobs)
-                            diff = torch.where(mask, (old - rollout_logprobs[micro]).abs(), 0.0)
-                            sums["surprise"] -= masked_sum(old, mask)
-                            sums["kl"] += masked_sum(token_kl, mask)
-                            sums["kl_mean"] += masked_mean(token_kl, mask, 1).sum()
-                            sums["diff"] += diff.sum()
-                            largest_diff = torch.maximum(largest_diff, diff.amax() if diff.numel() else largest_diff)
-                grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
-                for group in optimizer.param_groups:
-                    floor = args.min_learning_rate / args.learning_rate
-                    group["lr"] = args.learning_rate * utils.lr_factor(state["update"], total_steps * updates_a_step, args.warmup_ratio, args.lr_schedule, floor)
-                if math.isfinite(grad_norm):
-                    optimizer.step()
-                    state["skipped"] = 0
-                    grad_norms.append(grad_norm)
-                else:  # the gradient is the same on all ranks, so all of them skip
-                    skipped, state["skipped"] = skipped + 1, state["skipped"] + 1
-                optimizer.zero_grad()
-                state["update"] += 1
-                if state["skipped"] > args.max_skipped_updates:
-                    run.close()
-                    utils.fail(f"--max_skipped_updates {args.max_skipped_updates}: the gradient was not finite {state['skipped']} updates in a row, at step {step}; try a lower --learning_rate")
+                            token_kl = (
+                                pad_rows(full_kl, m)
+                                if exact
+                                else kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
+                            )
+                            loss = loss + state["kl_coef"] * mean(token_kl, m)
+                        # DDP takes the mean over ranks, and `mean` has divided by the counts of all ranks.
+                        (loss * world.size).backward()
+                    sums.add(
+                        policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m), clipped=masked_sum(clipped.float(), m),
+                        approxkl=masked_sum((logprobs - old).square() / 2, m),
+                    )  # fmt: skip
+                    if epoch == 0:  # each response once
+                        diff = torch.where(m, (old - batch.rollout_logprobs[micro]).abs(), 0.0)
+                        sums.add(
+                            surprise=-masked_sum(old, m), kl=masked_sum(token_kl, m), mean_kl=masked_mean(token_kl, m, 1).sum(),
+                            diff=diff.sum(),
+                        )  # fmt: skip
+                        sums.max(diff=diff)
+                optimizer.step()
         model.eval()
-        clock.append(utils.now(world.device))
+        clock.lap("training")
 
         # ---- KL controller and reference ----------------------------------------------------------------------------
-        names = sorted(sums)
-        totals = world.sum(torch.stack([sums[name].double() for name in names])).tolist()
-        total = dict(zip(names, totals))
-        if args.kl_controller == "adaptive" and reference is not None:
-            state["kl_coef"] = adapt_kl_coef(state["kl_coef"], total["kl_mean"] / N, args.kl_target, N, args.kl_horizon)
+        total = sums.totals()
+        kl_coef = state["kl_coef"]
+        if reference is not None and args.kl_controller == "adaptive":
+            state["kl_coef"] = adapt_kl_coef(kl_coef, total["mean_kl"] / N, args.kl_target, N, args.kl_horizon)
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             with torch.no_grad():
-                for kept, new in zip(reference.model.parameters(), model.parameters()):
+                for kept, new in zip(reference.parameters(), policy.parameters()):
                     kept.lerp_(new, args.ref_refresh_mix)
 
         # ---- metrics ------------------------------------------------------------------------------------------------
         state.update(step=step, position=state["position"] + args.rollout_batch_size, logged=False)
-        seconds = [b - a for a, b in zip(clock, clock[1:])]  # rollout, log-probs, update
-        step_tokens, all_tokens = response_lengths.sum().item(), sum(lengths)
-        passes = args.num_epochs * step_tokens  # response tokens that the update saw
-        updates = updates_a_step
-        state["metrics"] = metrics = {
+        tokens = mask.sum().item()
+        kl_sum = total["kl"] / N if reference is not None else math.nan
+        passes = 2 * (1 + (old_logprobs is not None) + (reference is not None)) + 6 * args.num_epochs
+        state["metrics"] = {
             "step": step,
             "episode": step * N,
             "epoch": state["position"] / len(prompts),
-            "lr": optimizer.param_groups[0]["lr"],
+            "lr": optimizer.lr,
+            "objective/kl": kl_sum,
+            "objective/kl_coef": kl_coef,
             "objective/scores": scores.nanmean().item(),
-            "objective/verifiable_correct_rate": ((batch["parts"][args.reward[0]] >= 1) & batch["stopped"]).double().mean().item(),
-            "objective/kl": total["kl"] / N if reference else None,
-            "objective/kl_coef": state["kl_coef"],
-            "objective/non_score_reward": -state["kl_coef"] * total["kl"] / N if reference else None,
-            "objective/rlhf_reward": scores.nanmean().item() - state["kl_coef"] * total["kl"] / N,
+            "objective/non_score_reward": -kl_coef * kl_sum,
+            "objective/rlhf_reward": scores.nanmean().item() - (kl_coef * kl_sum if reference is not None else 0.0),
             "objective/entropy": total["surprise"] / N,
-            "objective/loss": total["loss"] / updates,
-            "loss/policy_avg": total["policy_loss"] / updates,
-            "loss/grad_norm": sum(grad_norms) / len(grad_norms) if grad_norms else None,
-            "policy/approxkl_avg": total["approxkl"] / passes,
-            "policy/clipfrac_avg": total["clipped"] / passes,
-            "policy/entropy_avg": total["entropy"] / passes,
-            "rollout/logprob_diff_mean": total["diff"] / step_tokens,
-            "rollout/logprob_diff_max": world.max(largest_diff).item(),
-            "val/sequence_lengths": step_tokens / N,
-            "val/num_stop_token_ids": int(batch["stopped"].sum()),
-            "val/zero_std_fraction": zero_std_fraction(returns, args.group_size),
-            "val/missing_scores": int(scores.isnan().sum()),
-            "val/skipped_updates": skipped,
-            "time/from_scratch": time.time() - started,
-            "time/rollout": seconds[0],
-            "time/logprobs": seconds[1],
-            "time/training": seconds[2],
-            "time/step": sum(seconds),
-            "perf/tokens_per_second": all_tokens / sum(seconds),
-            "perf/mfu": utils.step_flops(model, all_tokens, args.num_epochs, (old_logprobs is not None) + (reference is not None)) / sum(seconds) / world.size / utils.peak_flops(world.device),
-            "perf/peak_memory_gb": utils.peak_memory_gb(world.device),
+            "objective/loss": total["loss"] / updates_a_step,
+            "loss/policy_avg": total["policy_loss"] / updates_a_step,
+            "policy/approxkl_avg": total["approxkl"] / (tokens * args.num_epochs),
+            "policy/clipfrac_avg": total["clipped"] / (tokens * args.num_epochs),
+            "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
+            "rollout/logprob_diff_mean": total["diff"] / tokens,
+            "rollout/logprob_diff_max": total["max_diff"],
+            "val/zero_std_fraction": equal_scores(outcomes.view(-1, args.group_size)).double().mean().item(),
+            **optimizer.metrics(),
+            **utils.batch_metrics(batch, args.reward),
+            **clock.metrics(model, sum(batch.lengths), passes, world),
         }
-        for name, part in batch["parts"].items():
-            metrics[f"reward/{name}"] = part.nanmean().item()
-        run.samples(step, sample_rows(batch, args.log_samples, advantages.tolist()))
+        run.samples(step, utils.sample_rows(batch, args.log_samples, advantages))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
     utils.save_final(folder, world, model, tokenizer, args.model)
-    run.close()
+    run.close(f"model: {os.path.join(folder, 'final')}")
 
 
 if __name__ == "__main__":

@@ -139,6 +139,40 @@ def generator(*key) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def check_common_args(args) -> None:
+    """End the run for flags of the RL scripts that are out of range or don't fit together, before anything is loaded."""
+    positive = (
+        "rollout_batch_size group_size mini_batch_size num_epochs max_response_length max_prompt_length micro_batch_tokens "
+        "logits_chunk_tokens generation_batch_size eval_samples temperature learning_rate max_grad_norm reward_timeout"
+    )
+    for name in positive.split():
+        if not getattr(args, name) > 0:
+            fail(f"--{name} {getattr(args, name)}: has to be above 0")
+    responses = args.rollout_batch_size * args.group_size
+    if responses % args.mini_batch_size:
+        fail(
+            f"--mini_batch_size {args.mini_batch_size}: has to divide --rollout_batch_size x --group_size = {responses}"
+        )
+    if args.total_episodes < responses:
+        fail(
+            f"--total_episodes {args.total_episodes}: is less than a step's {responses} (--rollout_batch_size x --group_size)"
+        )
+    if not 0 <= args.min_response_length <= args.max_response_length:
+        fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length")
+    if not args.reward or args.reward_weights and len(args.reward_weights) != len(args.reward):
+        fail(f"--reward_weights: has {len(args.reward_weights)} weights for {len(args.reward)} sources in --reward")
+    if not 0 <= args.min_learning_rate <= args.learning_rate:
+        fail(
+            f"--min_learning_rate {args.min_learning_rate}: has to lie between 0 and --learning_rate {args.learning_rate}"
+        )
+    if not 0 < args.top_p <= 1 or args.top_k < 0 or args.repetition_penalty <= 0:
+        fail("--top_p has to lie in (0, 1], --top_k to be 0 or more, --repetition_penalty to be above 0")
+    if args.top_p < 1 or args.top_k > 0 or args.repetition_penalty != 1:
+        warn(
+            "--top_p, --top_k and --repetition_penalty bias the ratio: they change what is sampled, not what is trained"
+        )
+
+
 class Interrupt:
     """SIGTERM and SIGINT ask the run to save and end; a second SIGINT ends it at once.
 
@@ -176,7 +210,9 @@ def load_tokenizer(name: str, pad_token: str):
             fail(f"--pad_token {pad_token}: the tokenizer of --model {name} has no such token")
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None:
-        fail(f"--model {name}: its tokenizer has no pad token; name one with --pad_token (`--pad_token eos` is safe here)")
+        fail(
+            f"--model {name}: its tokenizer has no pad token; name one with --pad_token (`--pad_token eos` is safe here)"
+        )
     return tokenizer
 
 
@@ -204,7 +240,9 @@ def load_config(flag: str, name: str):
     except (OSError, ValueError, KeyError) as error:
         fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
     for key in config.to_dict():
-        if key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate")) and isinstance(getattr(config, key), float):
+        if key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate")) and isinstance(
+            getattr(config, key), float
+        ):
             setattr(config, key, 0.0)
     return config
 
@@ -223,29 +261,86 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Optimizer groups: weight decay on matrices, none on biases and norms."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+class Optimizer:
+    """AdamW with a schedule, gradient clipping, and a guard: a gradient that is not finite never reaches the weights.
+
+    Weight decay acts on matrices, not on biases and norms.
+
+    Args:
+        model: the parameters; all ranks hold the same gradient of them when `step` is called.
+        total_updates: how many updates the schedule spans.
+    """
+
+    def __init__(self, model: torch.nn.Module, args, total_updates: int):
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        matrices, others = [p for p in self.parameters if p.ndim >= 2], [p for p in self.parameters if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=(args.adam_beta1, args.adam_beta2), fused=True)
+        self.args, self.total_updates = args, total_updates
+        self.updates = self.skipped_in_a_row = 0
+        self.norms: list[float] = []  # of the gradients since the last `metrics`, before clipping
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last update."""
+        return self.adam.param_groups[0]["lr"]
+
+    def step(self) -> None:
+        """Clip, check, update the weights, and clear the gradient."""
+        args = self.args
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, args.max_grad_norm).item()
+        factor = lr_factor(self.updates, self.total_updates, args.warmup_ratio, args.lr_schedule)
+        for group in self.adam.param_groups:
+            group["lr"] = args.min_learning_rate + factor * (args.learning_rate - args.min_learning_rate)
+        if math.isfinite(norm):  # the same on all ranks, so all of them skip or none does
+            self.adam.step()
+        self.adam.zero_grad()
+        self.updates += 1
+        self.norms.append(norm)
+        self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row > args.max_skipped_updates:
+            fail(
+                f"--max_skipped_updates {args.max_skipped_updates}: the gradient was not finite in "
+                f"{self.skipped_in_a_row} updates in a row; go on from the last checkpoint with a lower --learning_rate"
+            )
+
+    def metrics(self) -> dict[str, float]:
+        """Mean gradient norm and number of skipped updates since the last call."""
+        finite = [norm for norm in self.norms if math.isfinite(norm)]
+        skipped, self.norms = len(self.norms) - len(finite), []
+        return {"loss/grad_norm": sum(finite) / len(finite) if finite else math.nan, "val/skipped_updates": skipped}
+
+    def state_dict(self) -> dict:
+        return {"adam": self.adam.state_dict(), "updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.adam.load_state_dict(state["adam"])
+        self.updates, self.skipped_in_a_row = state["updates"], state["skipped_in_a_row"]
 
 
-def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str, floor: float) -> float:
-    """The learning rate of an optimizer update as a fraction of the peak.
+def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:
+    """Where between its floor (0) and its peak (1) the learning rate of an optimizer update stands.
 
-    Rises linearly over the first `warmup_ratio * total` updates (the first update already moves), then is "constant",
-    or falls to `floor` (a fraction of the peak) at the last update: "linear" or "cosine".
+    Rises linearly over the first `warmup_ratio * total` updates (the first one already moves), then stays ("constant")
+    or falls to 0 at the last update ("linear", "cosine").
     """
     warmup = math.ceil(warmup_ratio * total)
     if update < warmup:
         return (update + 1) / warmup
-    if schedule == "constant":
-        return 1.0
     progress = min(1.0, (update - warmup) / max(1, total - 1 - warmup))
-    decay = 1 - progress if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return floor + (1 - floor) * decay
+    return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
+
+
+def wrap(module: torch.nn.Module, world: World) -> torch.nn.Module:
+    """The module as it is trained: itself in one process, DDP over several."""
+    if world.size == 1:
+        return module
+    return torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def gradient_sync(module: torch.nn.Module, now: bool):
+    """A context that averages gradients over the ranks only in the last backward pass of an update."""
+    return module.no_sync() if hasattr(module, "no_sync") and not now else contextlib.nullcontext()
 
 
 def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[list[int]]:
@@ -305,7 +400,11 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
         split: the split to read; a single file has only one, whatever it is called.
     """
     if name == "arithmetic":
-        return arithmetic_rows(split, {"train": 20_000, "test": 1_000}.get(split) or fail(f"{flag} {name}: has the splits train and test, not {split!r}"))
+        return arithmetic_rows(
+            split,
+            {"train": 20_000, "test": 1_000}.get(split)
+            or fail(f"{flag} {name}: has the splits train and test, not {split!r}"),
+        )
     import datasets
 
     datasets.utils.logging.set_verbosity_error()
@@ -323,7 +422,9 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
                 configs = datasets.get_dataset_config_names(path)
                 config = configs[0] if len(configs) == 1 else next((c for c in ("main", "default") if c in configs), "")
                 if not config:
-                    fail(f"{flag} {name}: choose one of its configurations as {name}:CONFIG, they are {', '.join(configs)}")
+                    fail(
+                        f"{flag} {name}: choose one of its configurations as {name}:CONFIG, they are {', '.join(configs)}"
+                    )
             data = datasets.load_dataset(path, config or None, split=split)
     except Exception as error:  # the hub client raises a score of unrelated types; all of them mean the same to a user
         fail(f"{flag} {name}: could not be read, split {split!r} ({first_line(error)})")
@@ -365,8 +466,18 @@ def read_file(flag: str, name: str) -> list[dict]:
     return rows
 
 
-def load_prompts(flag: str, name: str, split: str, tokenizer, *, prompt_column: str, answer_column: str,
-                 system_prompt: str, max_prompt_length: int, answer_for: str = "") -> list[dict]:
+def load_prompts(
+    flag: str,
+    name: str,
+    split: str,
+    tokenizer,
+    *,
+    prompt_column: str,
+    answer_column: str,
+    system_prompt: str,
+    max_prompt_length: int,
+    answer_for: str = "",
+) -> list[dict]:
     """Read a data set and turn each row into a prompt, once and for all, as token ids.
 
     Args:
@@ -389,7 +500,9 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, *, prompt_column: 
     answer_column = answer_column or next((c for c in ANSWER_COLUMNS if c in columns), "")
     if answer_for and answer_column not in columns:
         wanted = f"--answer_column {answer_column}" if answer_column else f"one of {', '.join(ANSWER_COLUMNS)}"
-        fail(f"{flag} {name}: has no column for the answer ({wanted}), which --reward {answer_for} needs; its columns are {', '.join(columns)}")
+        fail(
+            f"{flag} {name}: has no column for the answer ({wanted}), which --reward {answer_for} needs; its columns are {', '.join(columns)}"
+        )
     prompts = []
     for number, row in enumerate(tqdm(rows, desc=f"reading {name}", delay=2, leave=False), 1):
         where = f"{flag} {name} row {number}"
@@ -397,7 +510,9 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, *, prompt_column: 
             fail(f"{where}: has no {prompt_column!r}")
         text, query = encode_prompt(where, row[prompt_column], tokenizer, system_prompt)
         if len(query) > max_prompt_length:
-            fail(f"{where}: its prompt has {len(query)} tokens, over --max_prompt_length {max_prompt_length}; raise it or drop the row")
+            fail(
+                f"{where}: its prompt has {len(query)} tokens, over --max_prompt_length {max_prompt_length}; raise it or drop the row"
+            )
         others = {key: value for key, value in row.items() if key not in (prompt_column, answer_column)}
         answer = row.get(answer_column)
         if answer_for and (answer is None or not str(answer).strip()):
@@ -414,7 +529,9 @@ def load_train_and_eval(args, tokenizer) -> tuple[list[dict], list[dict]]:
     )  # fmt: skip
     train, held_out = load("--dataset", args.dataset, args.dataset_split), []
     if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
-        held_out = load("--eval_dataset", args.eval_dataset or args.dataset, args.eval_split)[: args.eval_prompts or None]
+        held_out = load("--eval_dataset", args.eval_dataset or args.dataset, args.eval_split)[
+            : args.eval_prompts or None
+        ]
     seen = {row["prompt"] for row in held_out}
     kept = [row for row in train if row["prompt"] not in seen]
     if len(kept) < len(train):
@@ -538,8 +655,11 @@ class Rewards:
         if not os.path.isfile(path):
             fail(f"--reward {name}: there is no file {path}")
 
-    def score(self, prompts: list[str], responses: list[str], columns: dict[str, list]) -> dict[str, list[float]]:
-        """Each source's score of each response, NaN where there is none: {name: [float] * N}."""
+    def score(self, rows: list[dict], responses: list[str]) -> dict[str, list[float]]:
+        """Each source's score of each response to its row's prompt, NaN where there is none: {name: [float] * N}."""
+        prompts = [row["prompt"] for row in rows]
+        names = {name for row in rows for name in row} - {"prompt", "query"}
+        columns = {name: [row.get(name) for row in rows] for name in sorted(names)}
         return {name: self._score(name, prompts, responses, columns) for name in self.names}
 
     def _score(self, name: str, prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
@@ -587,16 +707,84 @@ class Rewards:
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# Evaluation
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def correct_responses(batch, rewards: tuple[str, ...]) -> torch.Tensor:
+    """(N,) bool: the first reward source gives 1 or more, and the response stopped. A missing score is not correct."""
+    return (batch.parts[rewards[0]] >= 1) & batch.stopped
+
+
+def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, object]:
+    """Greedy and sampled accuracy on rows that are never trained on, with the same random numbers at every call.
+
+    Args:
+        sample: the script's `rollout`, called with rows, samples and key.
+    Returns:
+        metrics and the sampled Batch; both empty if the run is interrupted. eval/accuracy is the mean over all samples,
+        which is pass@1.
+    """
+    metrics, k = {}, args.eval_samples
+    for name, samples in (("greedy_", 0), ("", k)):
+        batch = sample(rows, samples, ("evaluation", args.seed))
+        if batch is None:
+            return {}, None
+        correct = correct_responses(batch, args.reward)
+        metrics[f"eval/{name}accuracy"] = correct.double().mean().item()
+    counts = correct.view(len(rows), k).sum(1).tolist()
+    for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
+        metrics[f"eval/pass@{n}"] = sum(pass_at_k(k, count, n) for count in counts) / len(counts)
+    common = batch_metrics(batch, args.reward)
+    return metrics | {
+        f"eval/{name.split('/')[1]}": common[name] for name in ("val/sequence_lengths", "val/missing_scores")
+    }, batch
+
+
+def batch_metrics(batch, rewards: tuple[str, ...]) -> dict[str, float]:
+    """What a Batch says of itself: lengths, stops, correctness, and each reward source."""
+    return {
+        "objective/verifiable_correct_rate": correct_responses(batch, rewards).double().mean().item(),
+        "val/sequence_lengths": sum(map(len, batch.responses)) / len(batch.responses),
+        "val/num_stop_token_ids": int(batch.stopped.sum()),
+        "val/missing_scores": int(sum(part.isnan() for part in batch.parts.values()).count_nonzero()),
+        **{f"reward/{name}": part.nanmean().item() for name, part in batch.parts.items()},
+    }
+
+
+def sample_rows(batch, count: int, advantages: torch.Tensor | None = None, apart: int = 1) -> list[dict]:
+    """`count` responses of a Batch, every `apart`-th, for samples.jsonl and the console."""
+    rows = []
+    for i in range(0, len(batch.texts), apart)[:count]:
+        scores = {name: part[i].item() for name, part in batch.parts.items()}
+        extra = {} if advantages is None else {"advantage": advantages[i].item()}
+        stop = "stop" if batch.stopped[i] else "length"
+        rows.append(
+            {"prompt": batch.rows[i]["prompt"], "response": batch.texts[i], **scores, **extra, "stop_reason": stop}
+        )
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # Checkpoints
 # ----------------------------------------------------------------------------------------------------------------
 
 
 def run_folder(args, algorithm: str) -> tuple[str, str | None]:
     """The run's folder, and its newest complete checkpoint if `--resume` is to go on from one. Creates nothing."""
-    name = args.run_name or "__".join([algorithm, *(os.path.basename(n.rstrip("/")) for n in (args.model, args.dataset)), str(args.seed)])
+    name = args.run_name or "__".join(
+        [algorithm, *(os.path.basename(n.rstrip("/")) for n in (args.model, args.dataset)), str(args.seed)]
+    )
     folder = os.path.join(args.output_dir, name)
     if os.path.exists(folder) and not args.resume:
-        fail(f"--run_name {name}: {folder} exists; go on from its newest checkpoint with --resume, or choose another name")
+        fail(
+            f"--run_name {name}: {folder} exists; go on from its newest checkpoint with --resume, or choose another name"
+        )
     checkpoints = checkpoint_folders(folder)
     return folder, checkpoints[-1] if checkpoints else None
 
@@ -708,21 +896,44 @@ class Run:
             return
         os.makedirs(folder, exist_ok=True)
         for name in ("metrics.jsonl", "samples.jsonl"):  # lines of steps that the checkpoint does not know are redone
-            kept = [r for r in read_jsonl(os.path.join(folder, name)) if resumed_step is not None and r["step"] <= resumed_step]
+            kept = [
+                r
+                for r in read_jsonl(os.path.join(folder, name))
+                if resumed_step is not None and r["step"] <= resumed_step
+            ]
             with open(os.path.join(folder, name), "w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in kept)
         with open(os.path.join(folder, "args.json"), "w") as file:
-            json.dump({"args": asdict(args), "versions": versions(), "git_commit": git_commit(), "ranks": world.size}, file, indent=2)
+            json.dump(
+                {"args": asdict(args), "versions": versions(), "git_commit": git_commit(), "ranks": world.size},
+                file,
+                indent=2,
+            )
         if args.track:
             import wandb
 
             id_file = os.path.join(folder, "wandb_run_id.txt")
-            run_id = open(id_file).read() if resumed_step is not None and os.path.exists(id_file) else wandb.util.generate_id()
+            run_id = (
+                open(id_file).read()
+                if resumed_step is not None and os.path.exists(id_file)
+                else wandb.util.generate_id()
+            )
             with open(id_file, "w") as file:
                 file.write(run_id)
-            self.wandb = wandb.init(project=args.wandb_project, name=os.path.basename(folder), id=run_id, resume="allow", dir=folder, config=asdict(args))
-        print(f"run: {folder}" + (f" (goes on after step {resumed_step})" if resumed_step is not None else ""), flush=True)
-        self.progress = tqdm(total=total_steps, initial=resumed_step or 0, unit="step", dynamic_ncols=True, smoothing=0.1)
+            self.wandb = wandb.init(
+                project=args.wandb_project,
+                name=os.path.basename(folder),
+                id=run_id,
+                resume="allow",
+                dir=folder,
+                config=asdict(args),
+            )
+        print(
+            f"run: {folder}" + (f" (goes on after step {resumed_step})" if resumed_step is not None else ""), flush=True
+        )
+        self.progress = tqdm(
+            total=total_steps, initial=resumed_step or 0, unit="step", dynamic_ncols=True, smoothing=0.1
+        )
 
     def phase(self, name: str) -> None:
         """Say in the progress bar what the run is doing."""
@@ -753,8 +964,8 @@ class Run:
             with open(os.path.join(self.folder, "samples.jsonl"), "a") as file:
                 file.writelines(json.dumps({"step": step, **row}, default=str) + "\n" for row in rows)
 
-    def table(self, title: str, rows: list[dict], lengths: list[int]) -> None:
-        """Show sample responses as a table on the console; with wandb, as a table and a histogram of token lengths."""
+    def table(self, title: str, rows: list[dict], batch) -> None:
+        """Show rows as a table on the console; in wandb also, with a histogram of the Batch's response lengths."""
         if not self.world.main:
             return
         import rich.console
@@ -771,22 +982,30 @@ class Run:
         if self.wandb:
             import wandb
 
-            self.wandb.log({"samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows]), "response_tokens": wandb.Histogram(lengths)}, commit=False)
+            self.wandb.log(
+                {
+                    "samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows]),
+                    "response_tokens": wandb.Histogram([len(response) for response in batch.responses]),
+                },
+                commit=False,
+            )
 
-    def close(self) -> None:
+    def close(self, message: str) -> None:
         """Draw curves.png, say what the run came to, end the progress bar and the tracking."""
-        if self.world.main:
-            self.progress.close()
-            curves = os.path.join(self.folder, "curves.png")
-            plot_curves([self.folder], curves)
-            for name, key in (("sampled", "eval/accuracy"), ("greedy", "eval/greedy_accuracy")):
-                values = [(r["step"], r[key]) for r in read_jsonl(os.path.join(self.folder, "metrics.jsonl")) if key in r]
-                if values:
-                    (first_step, first), (last_step, last) = values[0], values[-1]
-                    print(f"held-out accuracy, {name}: {first:.3f} at step {first_step}, {last:.3f} at step {last_step}")
-            print(f"curves: {curves}", flush=True)
-            if self.wandb:
-                self.wandb.finish()
+        if not self.world.main:
+            return
+        self.progress.close()
+        curves = os.path.join(self.folder, "curves.png")
+        rows = read_jsonl(os.path.join(self.folder, "metrics.jsonl"))
+        plot_curves([self.folder], curves)
+        for name, key in (("sampled", "eval/accuracy"), ("greedy", "eval/greedy_accuracy")):
+            values = [(row["step"], row[key]) for row in rows if key in row]
+            if values:
+                (first_step, first), (last_step, last) = values[0], values[-1]
+                print(f"held-out accuracy, {name}: {first:.3f} at step {first_step}, {last:.3f} at step {last_step}")
+        print(f"{message}\ncurves: {curves}", flush=True)
+        if self.wandb:
+            self.wandb.finish()
 
 
 CURVES = {  # what curves.png shows, as far as a run has it
@@ -811,13 +1030,20 @@ def plot_curves(folders: list[str], path: str) -> None:
     if not keys:
         return
     columns = min(3, len(keys))
-    figure, axes = plt.subplots(math.ceil(len(keys) / columns), columns, figsize=(4.2 * columns, 2.9 * math.ceil(len(keys) / columns)), squeeze=False)
+    figure, axes = plt.subplots(
+        math.ceil(len(keys) / columns),
+        columns,
+        figsize=(4.2 * columns, 2.9 * math.ceil(len(keys) / columns)),
+        squeeze=False,
+    )
     for axis in axes.flat[len(keys) :]:
         axis.axis("off")
     for axis, key in zip(axes.flat, keys):
         for name, rows in runs.items():
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-            axis.plot(*zip(*points), marker="o" if len(points) < 20 else None, markersize=3, linewidth=1.4, label=name) if points else None
+            axis.plot(
+                *zip(*points), marker="o" if len(points) < 20 else None, markersize=3, linewidth=1.4, label=name
+            ) if points else None
         axis.set_title(CURVES[key], fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
@@ -864,20 +1090,85 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
-def now(device: torch.device) -> float:
-    """Seconds of a clock, read once the GPU has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+class Clock:
+    """Seconds that the phases of a step take, and what follows from them."""
+
+    def __init__(self, device: torch.device, seconds_before: float):
+        self.device, self.begin = device, time.perf_counter() - seconds_before
+        self.laps: dict[str, float] = {}
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the GPU works on after a call has returned
+        return time.perf_counter()
+
+    def start(self) -> None:
+        self.last, self.laps = self._now(), {}
+
+    def lap(self, name: str) -> None:
+        """The phase that ends now."""
+        now = self._now()
+        self.laps[name], self.last = now - self.last, now
+
+    def total(self) -> float:
+        """Seconds since the run began, those before a resume included."""
+        return time.perf_counter() - self.begin
+
+    def metrics(self, model: torch.nn.Module, tokens: int, flops_a_token: int, world: World) -> dict[str, float]:
+        """time/... of the laps and perf/... of the step.
+
+        Args:
+            tokens: of the step's sequences, prompts included, over all ranks.
+            flops_a_token: per parameter: 2 for each pass forward, 6 for each pass forward and backward.
+        """
+        step = sum(self.laps.values())
+        flops = flops_a_token * tokens * sum(p.numel() for p in model.parameters())
+        return {
+            **{f"time/{name}": seconds for name, seconds in self.laps.items()},
+            "time/step": step,
+            "time/from_scratch": self.total(),
+            "perf/tokens_per_second": tokens / step,
+            "perf/mfu": flops / step / world.size / peak_flops(self.device),
+            "perf/peak_memory_gb": peak_memory_gb(self.device),
+        }
 
 
-def step_flops(model: torch.nn.Module, tokens: int, epochs: int, extra_passes: int) -> float:
-    """FLOPs of a step by the usual count: 6 per parameter and token trained, 2 per token generated or scored."""
-    return sum(p.numel() for p in model.parameters()) * tokens * (6 * epochs + 2 * (1 + extra_passes))
+class Sums:
+    """Sums (and largest values) of tensors over micro-batches and ranks; nothing waits for the GPU until `totals`."""
+
+    def __init__(self, world: World):
+        self.world, self.sums, self.largest = world, {}, {}
+
+    def add(self, **tensors: torch.Tensor) -> None:
+        for name, x in tensors.items():
+            self.sums[name] = self.sums.get(name, 0) + x.detach().double()
+
+    def max(self, **tensors: torch.Tensor) -> None:
+        for name, x in tensors.items():  # an empty micro-batch has none; 0 is below every value that is asked for
+            self.largest[name] = torch.cat(
+                [x.detach().flatten().double(), self.largest.get(name, x.new_zeros(1))]
+            ).amax(0, True)
+
+    def totals(self) -> dict[str, float]:
+        """{name: sum over all ranks} and {"max_" + name: largest over all ranks}."""
+        sums = self.world.sum(torch.stack(list(self.sums.values()))).tolist()
+        largest = self.world.max(torch.cat(list(self.largest.values()))).tolist()
+        return dict(zip(self.sums, sums)) | {f"max_{name}": value for name, value in zip(self.largest, largest)}
 
 
 def peak_flops(device: torch.device) -> float:
     """Dense bf16 FLOP/s of the GPU by its data sheet; NaN where it is not known, as on a CPU."""
-    sheet = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "4090": 165e12, "3090": 71e12, "A10": 125e12}
+    sheet = {
+        "H100": 989e12,
+        "H200": 989e12,
+        "H800": 989e12,
+        "B200": 2250e12,
+        "A100": 312e12,
+        "A800": 312e12,
+        "L40S": 362e12,
+        "4090": 165e12,
+        "3090": 71e12,
+        "A10": 125e12,
+    }
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for key, flops in sheet.items() if key in name), math.nan)

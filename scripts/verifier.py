@@ -48,7 +48,9 @@ def math(response: str, answer) -> float:
 def format(response: str, answer) -> float:
     """1 for the form of DeepSeek-R1: <think> ... </think> <answer> ... </answer> and nothing else, each once."""
     whole = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", response, re.DOTALL)
-    return float(bool(whole) and all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>")))
+    return float(
+        bool(whole) and all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    )
 
 
 BUILTIN = {"math": math, "gsm8k": gsm8k, "exact": exact, "format": format}
@@ -97,7 +99,8 @@ def main() -> None:
                 answer(scores=as_numbers(functions[name](request["prompts"], responses, **columns), len(responses)))
                 continue
         except BaseException as error:
-            traceback.print_exc()
+            if not request.get("load_only"):  # then the caller's one line says it all
+                traceback.print_exc()
             answer(error=f"{type(error).__name__}: {error}")
             continue
         for response, reference in zip(responses, columns["answer"]):
