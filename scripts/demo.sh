@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Trains the bundled tiny model on 3-digit addition, on a CPU, in a few minutes; installs what is missing first.
+#   bash scripts/demo.sh                     GRPO
+#   bash scripts/demo.sh grpo --seed 2       with other flags; they override the ones below
+set -euo pipefail
+cd "$(dirname "$0")/.."
+algorithm=${1:-grpo}
+[ $# -gt 0 ] && shift
+case "$algorithm" in
+grpo) ;;
+*)
+    echo "error: no demo called '$algorithm'; there is: grpo" >&2
+    exit 2
+    ;;
+esac
+
+bash scripts/setup.sh
+exec .venv/bin/python "$algorithm.py" \
+    --run_name "demo-$algorithm-$(date +%Y%m%d-%H%M%S)" \
+    --model assets/tiny --dataset arithmetic --system_prompt "" --reward gsm8k \
+    --max_prompt_length 16 --max_response_length 48 \
+    --rollout_batch_size 32 --group_size 8 --mini_batch_size 256 --total_episodes 30720 \
+    --learning_rate 3e-4 --adam_beta2 0.95 --warmup_ratio 0.04 --kl_coef 0.001 \
+    --eval_every 20 --eval_prompts 256 --eval_samples 4 --save_every 60 "$@"
