@@ -76,14 +76,14 @@ class Args:
     ref_model: str = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
     precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
-    """bf16 keeps float32 weights and computes in bfloat16 (autocast); float64 is for tests of exactness; auto takes bf16
-    on GPUs and float32 elsewhere."""
+    """bf16 keeps float32 weights and computes in bfloat16 (autocast); float64 is for exactness tests; auto is bf16 on
+    GPUs and float32 elsewhere."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     # ---- data ----
     dataset: str = "openai/gsm8k"
-    """Prompts: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or a hub name (owner/name[:config])."""
+    """Prompts: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or owner/name[:config] on the hub."""
     dataset_split: str = "train"
     """Split of --dataset to train on."""
     prompt_column: str = ""
@@ -170,8 +170,8 @@ class Args:
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "reinforce"] = "grpo"
     """Variant: fixes token loss, aggregation, advantage scale and clip range (VARIANTS), each open to its own flag."""
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None = None
-    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means, of
-    sequence sums, or sum / (sequences * max_response_length); default: the variant's."""
+    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
+    of sequence sums, or sum / (sequences * max_response_length); default: the variant's."""
     advantage_scale: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the group's scores, of the step's, or by nothing; default: the
     variant's."""
@@ -240,9 +240,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
 
     d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1, with its exponent clamped to
-    +-20 and its value to +-10. Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
-    As a loss: the gradient of k1 has zero mean, the gradient of k3 is not that of the reverse KL (it is, on policy, that
-    of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath's GRPO uses k3.
+    +-20 and its value to +-10. As a loss: the gradient of k1 has zero mean, the gradient of k3 is not that of the
+    reverse KL (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
+    Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -263,8 +263,8 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, hori
 
 
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, kind: str, clip_low: float, clip_high: float,
-    dual_clip: float = 0.0, tau_positive: float = 1.0, tau_negative: float = 1.05,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, kind: str, clip_low: float,
+    clip_high: float, dual_clip: float = 0.0, tau_positive: float = 1.0, tau_negative: float = 1.05,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss of each response token.
 
@@ -344,8 +344,8 @@ class Policy(nn.Module):
             response_mask: (N, L) bool, set on response tokens.
             reference: give the exact KL to this model, too.
         Returns:
-            logprobs (tokens,), entropies (tokens,) and KL to the reference (tokens,) or None, where `tokens` are the set
-            entries of the mask row by row; float32 or better.
+            logprobs (tokens,), entropies (tokens,) and KL to the reference (tokens,) or None, where `tokens` are the
+            set entries of the mask row by row; float32 or better.
         """
         hidden, labels = self.hidden(input_ids, response_mask)  # (tokens, H), (tokens,)
         with torch.no_grad():
@@ -819,16 +819,14 @@ def main(args: Args) -> None:
                             loss = loss + state["kl_coef"] * mean(token_kl, m)
                         # DDP takes the mean over ranks, and `mean` has divided by the counts of all ranks.
                         (loss * world.size).backward()
+                    sums.add(policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m))
                     sums.add(
-                        policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m), clipped=masked_sum(clipped.float(), m),
-                        approxkl=masked_sum((logprobs - old).square() / 2, m),
-                    )  # fmt: skip
+                        clipped=masked_sum(clipped.float(), m), approxkl=masked_sum((logprobs - old).square() / 2, m)
+                    )
                     if epoch == 0:  # each response once
                         diff = torch.where(m, (old - batch.rollout_logprobs[micro]).abs(), 0.0)
-                        sums.add(
-                            surprise=-masked_sum(old, m), kl=masked_sum(token_kl, m), mean_kl=masked_mean(token_kl, m, 1).sum(),
-                            diff=diff.sum(),
-                        )  # fmt: skip
+                        sums.add(kl=masked_sum(token_kl, m), mean_kl=masked_mean(token_kl, m, 1).sum())
+                        sums.add(surprise=-masked_sum(old, m), diff=diff.sum())
                         sums.max(diff=diff)
                 optimizer.step()
         model.eval()

@@ -140,37 +140,31 @@ def generator(*key) -> torch.Generator:
 
 
 def check_common_args(args) -> None:
-    """End the run for flags of the RL scripts that are out of range or don't fit together, before anything is loaded."""
+    """End the run for flags of the RL scripts that are out of range or don't fit together."""
     positive = (
-        "rollout_batch_size group_size mini_batch_size num_epochs max_response_length max_prompt_length micro_batch_tokens "
-        "logits_chunk_tokens generation_batch_size eval_samples temperature learning_rate max_grad_norm reward_timeout"
+        "rollout_batch_size group_size mini_batch_size num_epochs max_response_length max_prompt_length reward_timeout "
+        "micro_batch_tokens logits_chunk_tokens generation_batch_size eval_samples temperature learning_rate "
+        "max_grad_norm"
     )
     for name in positive.split():
         if not getattr(args, name) > 0:
             fail(f"--{name} {getattr(args, name)}: has to be above 0")
     responses = args.rollout_batch_size * args.group_size
+    product = f"--rollout_batch_size x --group_size = {responses}"
     if responses % args.mini_batch_size:
-        fail(
-            f"--mini_batch_size {args.mini_batch_size}: has to divide --rollout_batch_size x --group_size = {responses}"
-        )
+        fail(f"--mini_batch_size {args.mini_batch_size}: has to divide {product}")
     if args.total_episodes < responses:
-        fail(
-            f"--total_episodes {args.total_episodes}: is less than a step's {responses} (--rollout_batch_size x --group_size)"
-        )
+        fail(f"--total_episodes {args.total_episodes}: is less than one step of {product}")
     if not 0 <= args.min_response_length <= args.max_response_length:
         fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length")
     if not args.reward or args.reward_weights and len(args.reward_weights) != len(args.reward):
         fail(f"--reward_weights: has {len(args.reward_weights)} weights for {len(args.reward)} sources in --reward")
     if not 0 <= args.min_learning_rate <= args.learning_rate:
-        fail(
-            f"--min_learning_rate {args.min_learning_rate}: has to lie between 0 and --learning_rate {args.learning_rate}"
-        )
+        fail(f"--min_learning_rate {args.min_learning_rate}: has to lie between 0 and --learning_rate")
     if not 0 < args.top_p <= 1 or args.top_k < 0 or args.repetition_penalty <= 0:
         fail("--top_p has to lie in (0, 1], --top_k to be 0 or more, --repetition_penalty to be above 0")
     if args.top_p < 1 or args.top_k > 0 or args.repetition_penalty != 1:
-        warn(
-            "--top_p, --top_k and --repetition_penalty bias the ratio: they change what is sampled, not what is trained"
-        )
+        warn("--top_p, --top_k, --repetition_penalty bias the ratio: they change what is sampled, not what is trained")
 
 
 class Interrupt:
@@ -210,9 +204,7 @@ def load_tokenizer(name: str, pad_token: str):
             fail(f"--pad_token {pad_token}: the tokenizer of --model {name} has no such token")
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None:
-        fail(
-            f"--model {name}: its tokenizer has no pad token; name one with --pad_token (`--pad_token eos` is safe here)"
-        )
+        fail(f"--model {name}: its tokenizer has no pad token; name one with --pad_token, such as eos (safe here)")
     return tokenizer
 
 
@@ -400,11 +392,10 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
         split: the split to read; a single file has only one, whatever it is called.
     """
     if name == "arithmetic":
-        return arithmetic_rows(
-            split,
-            {"train": 20_000, "test": 1_000}.get(split)
-            or fail(f"{flag} {name}: has the splits train and test, not {split!r}"),
-        )
+        sizes = {"train": 20_000, "test": 1_000}
+        if split not in sizes:
+            fail(f"{flag} {name}: has the splits {' and '.join(sizes)}, not {split!r}")
+        return arithmetic_rows(split, sizes[split])
     import datasets
 
     datasets.utils.logging.set_verbosity_error()
@@ -422,11 +413,9 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
                 configs = datasets.get_dataset_config_names(path)
                 config = configs[0] if len(configs) == 1 else next((c for c in ("main", "default") if c in configs), "")
                 if not config:
-                    fail(
-                        f"{flag} {name}: choose one of its configurations as {name}:CONFIG, they are {', '.join(configs)}"
-                    )
+                    fail(f"{flag} {name}: take one of its configurations as {name}:CONFIG: {', '.join(configs)}")
             data = datasets.load_dataset(path, config or None, split=split)
-    except Exception as error:  # the hub client raises a score of unrelated types; all of them mean the same to a user
+    except Exception as error:  # the hub's clients raise many unrelated types, all of one meaning here
         fail(f"{flag} {name}: could not be read, split {split!r} ({first_line(error)})")
     return data.to_list()
 
@@ -442,22 +431,17 @@ def read_file(flag: str, name: str) -> list[dict]:
             fail(f"{flag} {name}: not a readable parquet file ({first_line(error)})")
     if not name.endswith((".jsonl", ".json")):
         fail(f"{flag} {name}: a file has to end in .jsonl, .json or .parquet")
-    with open(name, encoding="utf-8") as file:
-        try:
-            text = file.read()
-        except UnicodeDecodeError as error:
-            fail(f"{flag} {name}: is not UTF-8 text ({error.reason} at byte {error.start})")
-    rows = []
+    with open(name, "rb") as file:
+        text = file.read()
+    rows, line = [], 0
     try:
         if name.endswith(".json"):
             rows = json.loads(text)
         else:
-            for number, line in enumerate(text.split("\n"), 1):
-                if line.strip():
-                    rows.append(json.loads(line))
-    except (json.JSONDecodeError, RecursionError) as error:
-        line_number = number if name.endswith(".jsonl") else getattr(error, "lineno", 1)
-        fail(f"{flag} {name}: line {line_number} is not valid JSON ({first_line(error)})")
+            for line, item in enumerate(text.split(b"\n"), 1):  # noqa: B007
+                rows += [json.loads(item)] if item.strip() else []
+    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
+        fail(f"{flag} {name}: line {line or getattr(error, 'lineno', 1)} is not valid JSON ({first_line(error)})")
     if not isinstance(rows, list):
         fail(f"{flag} {name}: has to hold a list of rows")
     for number, row in enumerate(rows, 1):
@@ -466,95 +450,78 @@ def read_file(flag: str, name: str) -> list[dict]:
     return rows
 
 
-def load_prompts(
-    flag: str,
-    name: str,
-    split: str,
-    tokenizer,
-    *,
-    prompt_column: str,
-    answer_column: str,
-    system_prompt: str,
-    max_prompt_length: int,
-    answer_for: str = "",
-) -> list[dict]:
+def load_prompts(flag: str, name: str, split: str, tokenizer, args) -> list[dict]:
     """Read a data set and turn each row into a prompt, once and for all, as token ids.
 
     Args:
         flag, name, split: as in `read_rows`.
-        prompt_column, answer_column: the columns to take; "" takes the first known one (PROMPT_COLUMNS, ANSWER_COLUMNS).
-        answer_for: the reward that needs an answer in every row, or "" if none does.
+        args: --prompt_column and --answer_column, where "" takes the first known one (PROMPT_COLUMNS, ANSWER_COLUMNS),
+            --system_prompt, --max_prompt_length, and --reward, some of which need an answer in every row.
     Returns:
         Rows {"prompt": the text that the model sees, "query": its token ids, "answer": ..., every other column}.
-    Text goes through the tokenizer's chat template as one user turn after `system_prompt`; a tokenizer without a
-    template gets the text as it is. Ends the run, naming the row, on whatever is missing, empty or too long.
+    Ends the run, naming the row, on whatever is missing, empty or too long.
     """
     rows = read_rows(flag, name, split)
     if not rows:
         fail(f"{flag} {name}: has no rows in split {split!r}")
+    answer_for = next((f"--reward {reward}" for reward in args.reward if reward in ANSWER_REWARDS), "")
     columns = list(rows[0])
-    prompt_column = prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
-    if prompt_column not in columns:
-        wanted = f"--prompt_column {prompt_column}" if prompt_column else f"one of {', '.join(PROMPT_COLUMNS)}"
-        fail(f"{flag} {name}: has no column for the prompt ({wanted}); its columns are {', '.join(columns)}")
-    answer_column = answer_column or next((c for c in ANSWER_COLUMNS if c in columns), "")
-    if answer_for and answer_column not in columns:
-        wanted = f"--answer_column {answer_column}" if answer_column else f"one of {', '.join(ANSWER_COLUMNS)}"
-        fail(
-            f"{flag} {name}: has no column for the answer ({wanted}), which --reward {answer_for} needs; its columns are {', '.join(columns)}"
-        )
+    prompt_column = args.prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
+    answer_column = args.answer_column or next((c for c in ANSWER_COLUMNS if c in columns), "")
+    for option, column, known, needed in (
+        ("--prompt_column", prompt_column, PROMPT_COLUMNS, True),
+        ("--answer_column", answer_column, ANSWER_COLUMNS, args.answer_column or answer_for),
+    ):
+        if needed and column not in columns:
+            missing = f"no column {column!r}" if column else f"none of the columns {', '.join(known)}"
+            fail(f"{flag} {name}: has {missing}; name one with {option}, there are {', '.join(columns)}")
     prompts = []
     for number, row in enumerate(tqdm(rows, desc=f"reading {name}", delay=2, leave=False), 1):
         where = f"{flag} {name} row {number}"
-        if row.get(prompt_column) is None:
-            fail(f"{where}: has no {prompt_column!r}")
-        text, query = encode_prompt(where, row[prompt_column], tokenizer, system_prompt)
-        if len(query) > max_prompt_length:
-            fail(
-                f"{where}: its prompt has {len(query)} tokens, over --max_prompt_length {max_prompt_length}; raise it or drop the row"
-            )
-        others = {key: value for key, value in row.items() if key not in (prompt_column, answer_column)}
+        text, query = encode_prompt(where, row.get(prompt_column), tokenizer, args.system_prompt)
+        if len(query) > args.max_prompt_length:
+            fail(f"{where}: the prompt has {len(query)} tokens, over --max_prompt_length {args.max_prompt_length}")
         answer = row.get(answer_column)
         if answer_for and (answer is None or not str(answer).strip()):
-            fail(f"{where}: has no answer in {answer_column!r}, which --reward {answer_for} needs")
+            fail(f"{where}: has no answer in {answer_column!r}, which {answer_for} needs")
+        others = {key: value for key, value in row.items() if key not in (prompt_column, answer_column)}
         prompts.append({**others, "prompt": text, "query": query, "answer": answer})
     return prompts
 
 
 def load_train_and_eval(args, tokenizer) -> tuple[list[dict], list[dict]]:
     """The prompts to train on, and those to evaluate on ([] if there are none), which are never trained on."""
-    load = functools.partial(
-        load_prompts, tokenizer=tokenizer, prompt_column=args.prompt_column, answer_column=args.answer_column, system_prompt=args.system_prompt,
-        max_prompt_length=args.max_prompt_length, answer_for=next((name for name in args.reward if name in ANSWER_REWARDS), ""),
-    )  # fmt: skip
-    train, held_out = load("--dataset", args.dataset, args.dataset_split), []
+    train, held_out = load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args), []
     if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
-        held_out = load("--eval_dataset", args.eval_dataset or args.dataset, args.eval_split)[
-            : args.eval_prompts or None
-        ]
-    seen = {row["prompt"] for row in held_out}
-    kept = [row for row in train if row["prompt"] not in seen]
+        held_out = load_prompts("--eval_dataset", args.eval_dataset or args.dataset, args.eval_split, tokenizer, args)
+        held_out = held_out[: args.eval_prompts or None]
+    evaluated = {row["prompt"] for row in held_out}
+    kept = [row for row in train if row["prompt"] not in evaluated]
     if len(kept) < len(train):
         warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
-    return kept or fail(f"--dataset {args.dataset}: every row is evaluated on, none is left to train on"), held_out
+    if not kept:
+        fail(f"--dataset {args.dataset}: every row is evaluated on, none is left to train on")
+    return kept, held_out
 
 
 def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[str, list[int]]:
-    """A prompt (text, or a list of {"role", "content"} turns) as the text and the token ids that the model sees."""
-    is_turn = lambda turn: isinstance(turn, dict) and {"role", "content"} <= set(turn)  # noqa: E731
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt and all(map(is_turn, prompt))):
+    """A prompt (text, or a list of {"role", "content"} turns) as the text and the token ids that the model sees.
+
+    Text becomes one user turn of the tokenizer's chat template, after `system_prompt`; a tokenizer without a template
+    gets the text as it is.
+    """
+    is_text = isinstance(prompt, str)
+    if not is_text and not (isinstance(prompt, list) and prompt and all({"role", "content"} <= set(t) for t in prompt)):
         fail(f"{where}: a prompt is text or a list of messages with role and content, not {str(prompt)[:60]!r}")
-    if isinstance(prompt, str) and not prompt.strip():
+    if is_text and not prompt.strip():
         fail(f"{where}: the prompt is empty")
     if tokenizer.chat_template is None:
-        if not isinstance(prompt, str):
+        if not is_text:
             fail(f"{where}: has messages, but the tokenizer of --model has no chat template")
         text = f"{system_prompt}\n{prompt}" if system_prompt else prompt
         ids = tokenizer.encode(text)
-        if ids[:2] == [tokenizer.bos_token_id] * 2:  # the text brought its own
-            ids = ids[1:]
-        return text, ids
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return text, ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids  # if the text brought its own BOS
+    messages = [{"role": "user", "content": prompt}] if is_text else prompt
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
@@ -586,14 +553,16 @@ BUILTIN_REWARDS = (*ANSWER_REWARDS, "format")
 class _Worker:
     """One `scripts/verifier.py` process: a line of JSON goes in, lines of JSON come out."""
 
-    def __init__(self):
+    def __init__(self, names: tuple[str, ...]):
         self.process = subprocess.Popen(
             [sys.executable, os.path.join(ROOT, "scripts", "verifier.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             start_new_session=True,  # a Ctrl-C at the terminal is for the trainer
-        )  # fmt: skip
+        )
         self.lines: queue.Queue = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
+        self.send({"load": names})
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -601,19 +570,19 @@ class _Worker:
         self.lines.put(None)
 
     def send(self, message: dict) -> None:
-        with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when its answer is read
-            self.process.stdin.write(json.dumps(message) + "\n")
+        with contextlib.suppress(BrokenPipeError):  # that the process has died is seen when its answer is read
+            self.process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self.process.stdin.flush()
 
     def receive(self, timeout: float) -> dict:
-        """The next answer, or {"error": why}. After an error of this kind the process is gone."""
+        """The next answer; where none comes, {"error": why, "dead": True}, and the process is ended."""
         try:
             line = self.lines.get(timeout=timeout)
         except queue.Empty:
             self.kill()
             return {"error": f"gave no answer within --reward_timeout {timeout:g} s", "dead": True}
         if line is None:
-            return {"error": f"ended its process with exit code {self.process.wait()}", "dead": True}
+            return {"error": f"its process ended with exit code {self.process.wait()}", "dead": True}
         return json.loads(line)
 
     def kill(self) -> None:
@@ -625,80 +594,69 @@ class _Worker:
 class Rewards:
     """The reward sources of a run, by the names given to `--reward`.
 
-    A built-in name (math, gsm8k, exact, format) scores one response a call; "path/to/file.py:function" is called once
-    with all responses of a rank. A call that raises, hangs past `timeout` seconds or returns None, NaN or infinity
-    leaves its samples without a score (NaN): it is never a silent zero.
+    A built-in one (math, gsm8k, exact, format) scores response by response, spread over a few processes;
+    "path/to/file.py:function" is called once with all responses of a rank. A call that raises, takes over `timeout`
+    seconds, or returns None, NaN or infinity leaves its responses without a score (NaN): never a silent zero.
     """
 
     def __init__(self, names: tuple[str, ...], timeout: float):
-        workers = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self.names, self.timeout = names, timeout
         self.failures: dict[str, str] = {}  # the last failure of each source, for messages
         for name in names:
-            self._check(name)
-        self.workers = [_Worker() for _ in range(workers)]
+            path, _, function = name.rpartition(":")
+            if name not in BUILTIN_REWARDS and not (path.endswith(".py") and function.isidentifier()):
+                fail(f"--reward {name}: no such reward; take {', '.join(BUILTIN_REWARDS)} or path/to/file.py:function")
+            if name not in BUILTIN_REWARDS and not os.path.isfile(path):
+                fail(f"--reward {name}: there is no file {path}")
+        count = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        self.workers = [_Worker(names) for _ in range(count)]
         atexit.register(self.close)
-        for name in names:
-            if name not in BUILTIN_REWARDS:
-                self.workers[0].send({"reward": name, "prompts": [], "responses": [], "columns": {}, "load_only": True})
-                answer = self.workers[0].receive(max(timeout, 60.0))  # importing may take longer than a call
-                if "error" in answer:
-                    fail(f"--reward {name}: {answer['error']}")
+        for worker in self.workers:
+            self._await_loaded(worker)
 
-    @staticmethod
-    def _check(name: str) -> None:
-        path, colon, function = name.rpartition(":")
-        if name in BUILTIN_REWARDS:
-            return
-        if not colon or not path.endswith(".py") or not function.isidentifier():
-            fail(f"--reward {name}: no such reward; take {', '.join(BUILTIN_REWARDS)} or path/to/file.py:function")
-        if not os.path.isfile(path):
-            fail(f"--reward {name}: there is no file {path}")
+    def _await_loaded(self, worker: _Worker) -> None:
+        answer = worker.receive(timeout=300.0)  # importing may take long on a busy file system
+        if "error" in answer:
+            fail(f"--reward {answer.get('reward', ' '.join(self.names))}: {answer['error']}")
 
     def score(self, rows: list[dict], responses: list[str]) -> dict[str, list[float]]:
         """Each source's score of each response to its row's prompt, NaN where there is none: {name: [float] * N}."""
-        prompts = [row["prompt"] for row in rows]
-        names = {name for row in rows for name in row} - {"prompt", "query"}
-        columns = {name: [row.get(name) for row in rows] for name in sorted(names)}
-        return {name: self._score(name, prompts, responses, columns) for name in self.names}
+        return {name: self._score(name, rows, responses) for name in self.names}
 
-    def _score(self, name: str, prompts: list[str], responses: list[str], columns: dict[str, list]) -> list[float]:
-        message = {"reward": name, "prompts": prompts, "responses": responses, "columns": columns}
+    def _score(self, name: str, rows: list[dict], responses: list[str]) -> list[float]:
         if name not in BUILTIN_REWARDS:
-            return self._call(0, message, per_response=False) if responses else []
-        shares = [range(i, len(responses), len(self.workers)) for i in range(len(self.workers))]
-        cut = lambda share: {  # noqa: E731
-            "reward": name,
-            "prompts": [prompts[i] for i in share],
-            "responses": [responses[i] for i in share],
-            "columns": {"answer": [columns["answer"][i] for i in share]},
-        }
-        scores = [math.nan] * len(responses)
-        with ThreadPoolExecutor(len(self.workers)) as pool:
-            done = pool.map(lambda i: self._call(i, cut(shares[i]), per_response=True), range(len(self.workers)))
-            for share, part in zip(shares, done):
-                for i, score in zip(share, part):
-                    scores[i] = score
+            return self._call(0, name, rows, responses)
+        scores, count = [math.nan] * len(responses), len(self.workers)
+        with ThreadPoolExecutor(count) as pool:
+            shares = pool.map(lambda i: self._call(i, name, rows[i::count], responses[i::count]), range(count))
+        for i, share in enumerate(shares):
+            scores[i::count] = share
         return scores
 
-    def _call(self, index: int, message: dict, per_response: bool) -> list[float]:
-        """Run one message in worker `index`. Built-in rewards answer response by response, so that a stuck one is
-        killed alone and the rest goes on in a new process."""
-        count = len(message["responses"])
+    def _call(self, index: int, name: str, rows: list[dict], responses: list[str]) -> list[float]:
+        """Scores from worker `index`. If it gets stuck or dies, a new one takes its place and goes on after that."""
         scores: list[float] = []
-        self.workers[index].send(message) if count else None
-        while len(scores) < count:
-            answer = self.workers[index].receive(self.timeout)
-            if "error" in answer:
-                self.failures[message["reward"]] = answer["error"]
-                answer["scores"] = [None] if per_response else [None] * count
-            scores += [float(s) if s is not None and math.isfinite(s) else math.nan for s in answer["scores"]]
-            if answer.get("dead"):
-                self.workers[index] = _Worker()
-                if len(scores) < count:
-                    rest = {k: message[k][len(scores) :] for k in ("prompts", "responses")}
-                    rest_columns = {k: v[len(scores) :] for k, v in message["columns"].items()}
-                    self.workers[index].send({**message, **rest, "columns": rest_columns})
+        while len(scores) < len(responses):
+            worker, rest = self.workers[index], rows[len(scores) :]
+            columns = sorted({column for row in rest for column in row} - {"prompt", "query"})
+            worker.send(
+                {
+                    "reward": name,
+                    "prompts": [row["prompt"] for row in rest],
+                    "responses": responses[len(scores) :],
+                    "columns": {column: [row.get(column) for row in rest] for column in columns},
+                }
+            )
+            answer: dict = {}
+            while len(scores) < len(responses) and "dead" not in answer:
+                answer = worker.receive(self.timeout)
+                if "error" in answer:
+                    self.failures[name] = answer["error"]
+                    answer["scores"] = [None] * (1 if name in BUILTIN_REWARDS else len(rest))
+                scores += [math.nan if x is None or not math.isfinite(x) else x for x in answer["scores"]]
+            if "dead" in answer:
+                self.workers[index] = _Worker(self.names)
+                self._await_loaded(self.workers[index])
         return scores
 
     def close(self) -> None:
@@ -741,9 +699,9 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, object]:
     for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
         metrics[f"eval/pass@{n}"] = sum(pass_at_k(k, count, n) for count in counts) / len(counts)
     common = batch_metrics(batch, args.reward)
-    return metrics | {
-        f"eval/{name.split('/')[1]}": common[name] for name in ("val/sequence_lengths", "val/missing_scores")
-    }, batch
+    metrics["eval/sequence_lengths"] = common["val/sequence_lengths"]
+    metrics["eval/missing_scores"] = common["val/missing_scores"]
+    return metrics, batch
 
 
 def batch_metrics(batch, rewards: tuple[str, ...]) -> dict[str, float]:
@@ -762,11 +720,10 @@ def sample_rows(batch, count: int, advantages: torch.Tensor | None = None, apart
     rows = []
     for i in range(0, len(batch.texts), apart)[:count]:
         scores = {name: part[i].item() for name, part in batch.parts.items()}
-        extra = {} if advantages is None else {"advantage": advantages[i].item()}
+        if advantages is not None:
+            scores["advantage"] = advantages[i].item()
         stop = "stop" if batch.stopped[i] else "length"
-        rows.append(
-            {"prompt": batch.rows[i]["prompt"], "response": batch.texts[i], **scores, **extra, "stop_reason": stop}
-        )
+        rows.append({"prompt": batch.rows[i]["prompt"], "response": batch.texts[i], **scores, "stop_reason": stop})
     return rows
 
 
@@ -782,9 +739,7 @@ def run_folder(args, algorithm: str) -> tuple[str, str | None]:
     )
     folder = os.path.join(args.output_dir, name)
     if os.path.exists(folder) and not args.resume:
-        fail(
-            f"--run_name {name}: {folder} exists; go on from its newest checkpoint with --resume, or choose another name"
-        )
+        fail(f"--run_name {name}: {folder} exists; go on from its last checkpoint with --resume, or take another name")
     checkpoints = checkpoint_folders(folder)
     return folder, checkpoints[-1] if checkpoints else None
 
@@ -1014,7 +969,7 @@ CURVES = {  # what curves.png shows, as far as a run has it
     "objective/kl": "KL to the reference (sum over tokens)",
     "policy/entropy_avg": "entropy per token (nats)",
     "val/sequence_lengths": "response length (tokens)",
-    "loss/policy_avg": "policy loss",
+    "loss/grad_norm": "gradient norm",
 }
 
 

@@ -1,13 +1,15 @@
 """The process in which answers are checked: whatever hangs or crashes here is killed without harm to the training.
 
-`utils.Rewards` starts it and sends a line of JSON a call:
+`utils.Rewards` starts it with a line {"load": [names]}, answered by {"loaded": true} or {"reward": name, "error": why},
+then sends a line of JSON a call:
     {"reward": name, "prompts": [...], "responses": [...], "columns": {"answer": [...], ...}}
-and gets lines {"scores": [...]} until every response has its score, or {"error": why}. A built-in reward answers one
-response a line, so that the reader can tell which one is stuck; a function from a file answers all at once.
+A built-in reward answers {"scores": [x]} or {"error": why} response by response, so that the reader can tell which one
+is stuck; a function from a file answers once for all.
 """
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import sys
@@ -42,6 +44,8 @@ def math(response: str, answer) -> float:
     gold = gold_answer(answer)
     # The library's own time limits need signals; this process is killed from outside instead.
     reference = parse(gold if "$" in gold or "\\" not in gold else f"${gold}$", parsing_timeout=None)
+    if not reference:
+        raise ValueError(f"math-verify cannot parse the reference answer {gold!r}")
     return float(verify(reference, parse(response, parsing_timeout=None), timeout_seconds=None))
 
 
@@ -77,36 +81,39 @@ def as_numbers(scores, count: int) -> list:
 
 
 def main() -> None:
+    logging.disable(logging.WARNING)  # math-verify warns at every call that its time limits are off
     # What a reward function prints must not get between the answers: it goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    functions = {}
 
     def answer(**message) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
+    functions = dict(BUILTIN)
+    for name in json.loads(sys.stdin.readline())["load"]:
+        try:
+            if name == "math":
+                import math_verify  # noqa: F401  (slow to import: not within the time limit of the first call)
+            functions[name] = functions.get(name) or load_function(name)
+        except BaseException as error:
+            answer(reward=name, error=f"{type(error).__name__}: {error}")
+            return
+    answer(loaded=True)
+
     for line in sys.stdin:
         request = json.loads(line)
-        name, responses, columns = request["reward"], request["responses"], request["columns"]
-        try:
-            if name not in BUILTIN:
-                if name not in functions:
-                    functions[name] = load_function(name)
-                if request.get("load_only"):
-                    answer(scores=[])
-                    continue
-                answer(scores=as_numbers(functions[name](request["prompts"], responses, **columns), len(responses)))
-                continue
-        except BaseException as error:
-            if not request.get("load_only"):  # then the caller's one line says it all
-                traceback.print_exc()
-            answer(error=f"{type(error).__name__}: {error}")
-            continue
-        for response, reference in zip(responses, columns["answer"]):
+        function, responses, columns = functions[request["reward"]], request["responses"], request["columns"]
+        # A built-in reward is called once a response, a function from a file once with all of them.
+        calls = zip(responses, columns["answer"]) if request["reward"] in BUILTIN else [None]
+        for call in calls:
             try:
-                answer(scores=[BUILTIN[name](response, reference)])
-            except Exception as error:
+                if call is None:
+                    answer(scores=as_numbers(function(request["prompts"], responses, **columns), len(responses)))
+                else:
+                    answer(scores=[function(*call)])
+            except BaseException as error:
+                traceback.print_exc()
                 answer(error=f"{type(error).__name__}: {error}")
 
 
