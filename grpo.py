@@ -287,7 +287,7 @@ def policy_loss(
         weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
         return -weight * advantages * logprobs, weight != ratio
     if kind == "sapo":
-        tau = torch.where(advantages > 0, tau_positive, tau_negative)
+        tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(mask)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     if dual_clip:

@@ -1,0 +1,308 @@
+"""Runs of the scripts for the tests: tiny models, real processes, and signals at an exact place.
+
+A process of its own costs five seconds of imports, so most runs are forked from a server that has imported everything:
+each is a real process with its own signals and exit code. `start` can make such a process send itself a signal at the
+n-th call of any function, which hits a phase of the training exactly, where a sleep would only hit it mostly.
+"""
+
+import atexit
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+for path in (ROOT, ROOT / "scripts", ROOT / "tests"):
+    if str(path) not in sys.path:
+        sys.path.insert(0, str(path))
+
+# Some of these are imported here only so that the forked runs have them.
+import datasets  # noqa: E402, F401
+import matplotlib.pyplot  # noqa: E402, F401
+import rich.console  # noqa: E402, F401
+import rich.table  # noqa: E402, F401
+import torch  # noqa: E402
+import transformers  # noqa: E402
+import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
+import tyro  # noqa: E402
+from make_tiny_model import make_tokenizer  # noqa: E402
+
+import utils  # noqa: E402
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 40, 3), range(2, 93, 7))]  # 13
+HELD_OUT = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in (5, 6, 9)]
+
+# Scores that differ from response to response, whatever a random model writes.
+REWARD = '''
+def score(prompts, responses, **columns):
+    return [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
+'''
+
+
+def tiny_model(folder, kind: str = "qwen2", chat: bool = False, **changes) -> str:
+    """Save a random model of two layers and its tokenizer (one token a character) in a folder."""
+    tokenizer = make_tokenizer()
+    if chat:
+        tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
+    torch.manual_seed(0)
+    shape = dict(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=256, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    if kind != "gpt_neox":
+        shape |= dict(num_key_value_heads=1)
+    if kind.startswith("gemma"):
+        shape |= dict(head_dim=16)
+    config = transformers.AutoConfig.for_model(kind, **{**shape, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # far from uniform, so that a step changes something
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def write_rows(path, rows: list) -> str:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def workspace(folder) -> dict:
+    """Flags of a small run (2 prompts x 4 responses a step) in which all of mini-batches, epochs, micro-batches,
+    evaluation and KL occur, with its model, data and reward in a folder."""
+    folder = Path(folder)
+    (folder / "reward.py").write_text(REWARD)
+    return {
+        "model": tiny_model(folder / "model"),
+        "dataset": write_rows(folder / "train.jsonl", ROWS),
+        "eval_dataset": write_rows(folder / "held_out.jsonl", HELD_OUT),
+        "reward": f"{folder / 'reward.py'}:score",
+        "system_prompt": "",
+        "output_dir": str(folder / "runs"),
+        "rollout_batch_size": 2,
+        "group_size": 4,
+        "mini_batch_size": 4,
+        "num_epochs": 2,
+        "total_episodes": 32,
+        "micro_batch_tokens": 40,
+        "logits_chunk_tokens": 8,
+        "max_response_length": 10,
+        "non_stop_penalty": False,
+        "learning_rate": 3e-3,
+        "kl_coef": 0.1,
+        "eval_every": 2,
+        "eval_samples": 2,
+        "save_every": 2,
+    }
+
+
+def flags(values: dict) -> list[str]:
+    """{"resume": True, "kl_coef": 0.1} as ["--resume", "--kl_coef", "0.1"]."""
+    words = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name.replace('_', '-')}")
+        elif isinstance(value, tuple):
+            words += [f"--{name}", *map(str, value)]
+        else:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+# ---- processes -------------------------------------------------------------------------------------------------
+
+
+def _signal_at(place: str) -> None:
+    """Make the n-th call of a function send this process a signal first: "utils.Optimizer.step:3:SIGTERM"."""
+    if ";" in place:
+        for part in place.split(";"):
+            _signal_at(part)
+        return
+    name, count, signal_name = place.split(":")
+    *path, function = name.split(".")
+    owner = sys.modules[path[0]]
+    for part in path[1:]:
+        owner = getattr(owner, part)
+    original, calls = getattr(owner, function), []
+
+    def call(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == int(count):
+            os.kill(os.getpid(), getattr(signal, signal_name))
+        return original(*args, **kwargs)
+
+    setattr(owner, function, call)
+
+
+def _main(script: str, words: list[str], log: str, environment: dict, place: str) -> None:
+    """What `python SCRIPT WORDS` does, in a process that has its imports."""
+    for number, name in ((1, "out"), (2, "err")):
+        descriptor = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    os.environ.update(environment)
+    module = __import__(script)
+    if place:
+        _signal_at(place)
+    code = 1
+    try:
+        module.main(tyro.cli(module.Args, args=words))
+        code = 0
+    except SystemExit as error:
+        code = error.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()  # closes the reward processes, as the end of an interpreter does
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+class Running:
+    """A run in a process of its own."""
+
+    def __init__(self, values: dict, script: str = "grpo", environment: dict | None = None, place: str = ""):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["helpers", script])
+        self.log = tempfile.mktemp(prefix="log_", dir=_logs.name)
+        environment = {"RUN_TEST_LOG": self.log, **(environment or {})}
+        self.process = context.Process(target=_main, args=(script, flags(values), self.log, environment, place))
+        self.process.start()
+
+    def wait(self, seconds: float = 90) -> "Running":
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise TimeoutError(f"still running after {seconds} s\n{self.err[-3000:]}")
+        return self
+
+    @property
+    def code(self) -> int:
+        return self.process.exitcode
+
+    @property
+    def out(self) -> str:
+        return Path(f"{self.log}.out").read_text()
+
+    @property
+    def err(self) -> str:
+        return Path(f"{self.log}.err").read_text()
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines that say why a run ended. (A progress bar shares its line with what comes after it.)"""
+        return [line for line in self.err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+
+
+_logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
+
+
+def start(values: dict, **options) -> Running:
+    return Running(values, **options)
+
+
+def run(values: dict, code: int = 0, **options) -> Running:
+    """Run to the end, and check the exit code."""
+    done = Running(values, **options).wait()
+    assert done.code == code, f"exit code {done.code}\n{done.err[-4000:]}"
+    return done
+
+
+def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None, **options) -> list[Running]:
+    """The same over several ranks; `places` gives one rank a signal: {1: "grpo.Sampler.__call__:3:SIGTERM"}."""
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        Running(
+            values, environment={**group, "RANK": str(r), "LOCAL_RANK": str(r)}, place=(places or {}).get(r, ""), **options
+        )
+        for r in range(size)
+    ]
+    for rank in ranks:
+        rank.wait()
+    assert tuple(rank.code for rank in ranks) == codes, [rank.err[-3000:] for rank in ranks]
+    return ranks
+
+
+def run_here(values: dict, script: str = "grpo") -> None:
+    """`main` in this process, which is left as it was: signal handlers, reward processes, logging."""
+    module = __import__(script)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    made, rewards = [], utils.Rewards
+
+    class Closed(rewards):
+        def __init__(self, *args):
+            self.workers = []
+            made.append(self)
+            super().__init__(*args)
+
+    utils.Rewards = Closed
+    try:
+        module.main(tyro.cli(module.Args, args=flags(values)))
+    finally:
+        utils.Rewards = rewards
+        for each in made:
+            each.close()
+            atexit.unregister(each.close)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+# ---- what a run left --------------------------------------------------------------------------------------------
+
+
+def refuse(constant: str):
+    raise ValueError(f"{constant} is not JSON")
+
+
+def read_lines(path) -> list[dict]:
+    """The rows of a .jsonl file; NaN and Infinity, which are no JSON, raise."""
+    return [json.loads(line, parse_constant=refuse) for line in Path(path).read_text().splitlines()]
+
+
+def folder_of(values: dict) -> Path:
+    return Path(values["output_dir"]) / values["run_name"]
+
+
+def metrics_of(values: dict) -> list[dict]:
+    """metrics.jsonl without what a clock or a memory gauge says."""
+    rows = read_lines(folder_of(values) / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
+
+
+def weights_of(folder) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def steps_of(values: dict) -> list[str]:
+    return sorted(path.name for path in (folder_of(values) / "checkpoints").iterdir())
+
+
+def same_weights(one, other) -> bool:
+    one, other = weights_of(one), weights_of(other)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def all_finite(folder) -> bool:
+    return all(tensor.isfinite().all() for tensor in weights_of(folder).values())
+
+
+def finite_or_null(rows: list[dict]) -> bool:
+    return all(math.isfinite(v) for row in rows for v in row.values() if isinstance(v, (int, float)))

@@ -1,0 +1,688 @@
+"""Whole runs of grpo.py, in processes of their own: what they leave, two ranks, resuming, signals, failing rewards."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+
+import helpers
+import pytest
+import torch
+from helpers import (
+    ROOT, all_finite, finite_or_null, flags, folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights,
+    steps_of, weights_of,
+)  # fmt: skip
+
+import grpo
+import utils
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    return helpers.workspace(tmp_path_factory.mktemp("run"))
+
+
+def variant(base: dict, tmp_path, **changes) -> dict:
+    """The small run with other flags, in a folder of its own."""
+    return {**base, "output_dir": str(tmp_path / "runs"), "run_name": "run", **changes}
+
+
+# ---- what a run leaves ---------------------------------------------------------------------------------------------
+
+METRICS = """episode epoch lr objective/kl objective/scores objective/rlhf_reward objective/non_score_reward objective/entropy
+    objective/loss objective/verifiable_correct_rate loss/policy_avg policy/approxkl_avg policy/clipfrac_avg policy/entropy_avg
+    time/from_scratch time/training time/rollout val/sequence_lengths val/num_stop_token_ids val/zero_std_fraction
+    rollout/logprob_diff_mean perf/tokens_per_second perf/mfu perf/peak_memory_gb""".split()
+
+
+def test_what_a_run_leaves(base, tmp_path):
+    """The command as a user types it, from another folder, and every file that the design promises."""
+    from matplotlib.image import imread
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    values = variant(base, tmp_path, total_episodes=16, save_every=1, output_dir="here")
+    words = [sys.executable, str(ROOT / "grpo.py"), *flags(values)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"\b(nan|inf)\b", done.stdout + done.stderr, re.IGNORECASE)
+    folder = tmp_path / "here" / "run"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "args.json", "checkpoints", "curves.png", "final", "metrics.jsonl", "samples.jsonl",
+    ]  # fmt: skip
+
+    facts = json.loads((folder / "args.json").read_text())
+    assert facts["args"].keys() == {field.name for field in dataclasses.fields(grpo.Args)}
+    assert all(facts["args"][name] in (value, [value]) for name, value in values.items())
+    assert facts["versions"]["torch"] == torch.__version__ and {"python", "transformers"} <= facts["versions"].keys()
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    assert (facts["git_commit"] or "").rstrip("+") == head.stdout.strip()
+
+    rows = read_lines(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2] and [row["episode"] for row in rows] == [0, 8, 16]
+    assert all(set(METRICS) <= row.keys() for row in rows[1:])
+    assert all("eval/accuracy" in rows[i] for i in (0, 2)) and "eval/accuracy" not in rows[1]
+    assert finite_or_null(rows)
+    assert [name for name, value in rows[2].items() if value is None] == (
+        [] if torch.cuda.is_available() else ["perf/mfu"]
+    )
+
+    samples = read_lines(folder / "samples.jsonl")
+    assert [row["step"] for row in samples] == [1] * 8 + [2] * 8
+    prompts = {row["prompt"] for row in helpers.ROWS}
+    for row in samples:
+        assert row["prompt"] in prompts and row["stop_reason"] in ("stop", "length")
+        assert math.isfinite(row["advantage"])
+        assert row[base["reward"]] == pytest.approx(sum(map(ord, row["prompt"] + row["response"])) % 7 / 7)
+    assert rows[2]["objective/scores"] == pytest.approx(sum(row[base["reward"]] for row in samples[8:]) / 8)
+
+    picture = imread(folder / "curves.png")
+    assert min(picture.shape[:2]) > 200 and picture.std() > 0.01
+
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_1", "step_2"]
+    start = weights_of(base["model"])
+    for name in ("checkpoints/step_1", "checkpoints/step_2", "final"):
+        model = AutoModelForCausalLM.from_pretrained(folder / name)
+        tokenizer = AutoTokenizer.from_pretrained(folder / name)
+        assert tokenizer.decode(tokenizer.encode("12+34=")) == "12+34="
+        output = model.generate(**tokenizer(["12+34="], return_tensors="pt"), max_new_tokens=3)
+        assert output.shape == (1, 9)
+        assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+        weights = weights_of(folder / name)
+        assert all_finite(folder / name) and any(not torch.equal(weights[key], start[key]) for key in start)
+    assert same_weights(folder / "checkpoints/step_2", folder / "final")
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_git_commit_marks_changed_files(tmp_path, monkeypatch):
+    git = lambda *words: subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True, text=True)
+    monkeypatch.setattr(utils, "ROOT", str(tmp_path))
+    assert utils.git_commit() is None
+    git("init")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "x")
+    assert utils.git_commit() == git("rev-parse", "HEAD").stdout.strip()
+    (tmp_path / "new.py").touch()
+    assert utils.git_commit() == git("rev-parse", "HEAD").stdout.strip() + "+"
+
+
+def test_track_offline(base, tmp_path):
+    pytest.importorskip("wandb")
+    values = variant(base, tmp_path, total_episodes=8, track=True)
+    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    run(values, environment=quiet)
+    assert list(folder_of(values).glob("wandb/offline-run-*/*.wandb"))
+
+
+# ---- the same numbers for any cut of the batch -----------------------------------------------------------------------
+
+EXACT = dict(precision="float64", total_episodes=24, save_every=3, eval_every=3, entropy_coef=0.01)
+
+
+def assert_close(values: dict, reference: dict, step: int) -> None:
+    """Metrics and the weights after `step` equal within 1e-9 relative."""
+    ours, theirs = metrics_of(values), metrics_of(reference)
+    assert len(ours) == len(theirs)
+    for row, expected in zip(ours, theirs):
+        assert row == pytest.approx(expected, rel=1e-9, abs=1e-11)
+    name = f"checkpoints/step_{step}"
+    weights, start = weights_of(folder_of(values) / name), weights_of(values["model"])
+    for key, expected in weights_of(folder_of(reference) / name).items():
+        assert expected.dtype == torch.float64
+        torch.testing.assert_close(weights[key], expected, rtol=1e-9, atol=1e-11)
+        assert not torch.allclose(expected, start[key].double(), atol=1e-4)  # else there is nothing to compare
+
+
+def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
+    """torchrun with two ranks, and another --micro_batch_tokens: mini-batches, epochs, KL in the loss, entropy."""
+    one = variant(base, tmp_path, run_name="one", **EXACT)
+    run(one)
+    cut = variant(base, tmp_path, run_name="cut", **EXACT)
+    cut.update(micro_batch_tokens=1000, logits_chunk_tokens=1000, generation_batch_size=3)
+    run(cut)
+    assert_close(cut, one, 3)
+    two = variant(base, tmp_path, run_name="two", **EXACT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    words = [*torchrun, str(ROOT / "grpo.py"), *flags(two)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert_close(two, one, 3)
+    assert json.loads((folder_of(two) / "args.json").read_text())["ranks"] == 2
+    assert read_lines(folder_of(two) / "samples.jsonl") == [
+        pytest.approx(row, rel=1e-6) for row in read_lines(folder_of(one) / "samples.jsonl")
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(kl_in="reward", kl_estimator="full", loss_aggregation="token", advantage_scale="batch"),
+        dict(kl_estimator="full", loss="gspo", loss_aggregation="step_token", gradient_checkpointing=True),
+        dict(mini_batch_size=8, num_epochs=1, loss="dr_grpo"),  # one update a step: the old log-probs are the current
+    ],
+    ids=lambda changes: changes.get("loss", "reward"),
+)
+def test_two_ranks(base, tmp_path, changes):
+    one = variant(base, tmp_path, run_name="one", **{**EXACT, **changes})
+    run(one)
+    two = variant(base, tmp_path, run_name="two", **{**EXACT, **changes})
+    run_ranks(two, 2, (0, 0))
+    assert_close(two, one, 3)
+
+
+def test_more_ranks_than_responses_of_a_mini_batch(base, tmp_path):
+    """Ranks with nothing to do take part with empty batches: three ranks, mini-batches of two, one prompt evaluated."""
+    small = dict(EXACT, mini_batch_size=2, eval_prompts=1, eval_samples=1)
+    one = variant(base, tmp_path, run_name="one", **small)
+    run(one)
+    three = variant(base, tmp_path, run_name="three", **small)
+    run_ranks(three, 3, (0, 0, 0))
+    assert_close(three, one, 3)
+
+
+# ---- resume ----------------------------------------------------------------------------------------------------------
+
+# All that a step can depend on: schedule, Adam's moments, the KL controller, a reference that moves, passes over the data.
+MOVING = dict(
+    kl_controller="adaptive", kl_horizon=20, kl_target=0.05, ref_refresh_every=2, ref_refresh_mix=0.5, lr_schedule="linear",
+    warmup_ratio=0.3, seed=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def straight(base) -> dict:
+    """Four steps in one go."""
+    values = {**base, **MOVING, "run_name": "straight"}
+    run(values)
+    return values
+
+
+def resume(values: dict, straight: dict, after: int, **options) -> None:
+    """Resume a stopped run, which has to go on after step `after` and to end like the uninterrupted one, bit for bit."""
+    done = run({**values, "resume": True}, **options)
+    assert re.findall(r"goes on after step (\d+)", done.out) == [str(after)]
+    assert metrics_of(values) == metrics_of(straight)
+    ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (values, straight))
+    assert ours == theirs
+    assert same_weights(folder_of(values) / "final", folder_of(straight) / "final")
+    assert not list((folder_of(values) / "checkpoints").glob(".*"))
+
+
+def test_the_straight_run_moves(straight):
+    """What the comparisons below compare does change from step to step."""
+    rows = metrics_of(straight)[1:]
+    for name in ("objective/kl", "objective/kl_coef", "lr", "objective/scores", "loss/policy_avg", "val/sequence_lengths"):
+        assert len({row[name] for row in rows}) >= 3, name
+
+
+def test_resume_after_a_stop(straight, tmp_path):
+    values = {**straight, "output_dir": str(tmp_path)}
+    shutil.copytree(folder_of(straight), folder_of(values))
+    shutil.rmtree(folder_of(values) / "final")
+    shutil.rmtree(folder_of(values) / "checkpoints" / "step_4")
+    half_written = folder_of(values) / "checkpoints" / ".step_4.tmp"
+    half_written.mkdir()
+    (half_written / "config.json").write_text('{"half": ')
+    resume(values, straight, after=2)
+
+
+def test_resume_of_a_finished_run_changes_nothing(straight, tmp_path):
+    values = {**straight, "output_dir": str(tmp_path)}
+    shutil.copytree(folder_of(straight), folder_of(values))
+    resume(values, straight, after=4)
+
+
+def test_resume_without_a_checkpoint_starts_anew(straight, tmp_path):
+    values = {**straight, "output_dir": str(tmp_path)}
+    folder_of(values).mkdir()
+    (folder_of(values) / "metrics.jsonl").write_text('{"step": 1}\n{"st')
+    done = run({**values, "resume": True})
+    assert "goes on" not in done.out
+    assert metrics_of(values) == metrics_of(straight)
+
+
+def test_resume_with_fewer_episodes_ends(straight, tmp_path):
+    """A run that is already past --total_episodes must not train on for ever."""
+    values = {**straight, "output_dir": str(tmp_path)}
+    shutil.copytree(folder_of(straight), folder_of(values))
+    before = metrics_of(values)
+    running = helpers.start({**values, "resume": True, "total_episodes": 16}).wait(20)
+    assert running.code in (0, 2) and metrics_of(values) == before
+
+
+# Four updates a step, ten tokens a generation: what is in the middle of step 3, and inside of the saving of step 4.
+KILLS = {
+    "update": ("utils.Optimizer.step:10", 2),
+    "rollout": ("grpo.generate:8", 2),
+    "samples": ("utils.Run.samples:3", 2),
+    "log": ("utils.Run.log:5", 2),
+    "save, before writing": ("utils.save_folder:2", 2),
+    "save, before the rename": ("os.rename:2", 2),
+    "final": ("utils.save_final:1", 4),
+}
+
+
+@pytest.mark.parametrize("place", KILLS)
+def test_resume_after_sigkill(straight, tmp_path, place):
+    values = {**straight, "output_dir": str(tmp_path)}
+    where, after = KILLS[place]
+    run(values, code=-9, place=f"{where}:SIGKILL")
+    resume(values, straight, after=after)
+
+
+def test_a_kill_while_a_checkpoint_is_saved_again(straight, tmp_path):
+    """SIGTERM in step 3 saves step 2, which --save_every has saved; SIGKILL, as a scheduler sends after its grace time,
+    in the middle of that must leave a complete checkpoint of step 2."""
+    values = {**straight, "output_dir": str(tmp_path)}
+    run(values, code=-9, place="grpo.generate:8:SIGTERM;os.rename:2:SIGKILL")
+    resume(values, straight, after=2)
+
+
+def test_every_row_once_if_killed_after_a_resume(straight, tmp_path):
+    """Interrupted in the evaluation of step 2, resumed, killed in step 3, resumed: no line of metrics.jsonl twice."""
+    values = {**straight, "output_dir": str(tmp_path), "save_every": 4}
+    run(values, code=75, place="grpo.generate:5:SIGTERM")
+    run({**values, "resume": True}, code=-9, place="utils.Optimizer.step:2:SIGKILL")
+    resume(values, straight, after=2)
+
+
+# ---- signals -----------------------------------------------------------------------------------------------------------
+
+# Where the signal comes -> the phase it comes in, and the step that is saved. Calls of `generate`: 2 evaluation, 2 steps,
+# 2 evaluation, 2 steps, 2 evaluation.
+PHASES = {
+    "first evaluation": ("grpo.generate:1", "evaluate", 0),
+    "rollout": ("grpo.Finished.__call__:23", "rollout", 0),
+    "scoring": ("utils.Rewards.score:4", "rollout", 2),  # comes after the generation: the step is finished first
+    "evaluation": ("grpo.generate:6", "evaluate", 2),
+    "log-probs": ("grpo.token_logprobs:5", "log-probs", 3),
+    "update": ("utils.Optimizer.step:2", "update", 1),
+    "last update": ("utils.Optimizer.step:16", "update", 4),
+    "save": ("utils.save_checkpoint:1", "save", 2),
+}
+
+
+@pytest.mark.parametrize(
+    "phase, number", [*((phase, "SIGTERM") for phase in PHASES), *((p, "SIGINT") for p in ("rollout", "evaluation", "update"))]
+)  # fmt: skip
+def test_signals(straight, tmp_path, phase, number):
+    """Exit code 75, a complete checkpoint of the newest step, and nothing of it to be seen in the resumed run."""
+    where, shown, step = PHASES[phase]
+    values = {**straight, "output_dir": str(tmp_path), "save_every": 2 if phase == "save" else 0}
+    done = run(values, code=75, place=f"{where}:{number}")
+    phases = re.findall(r"(evaluate|rollout|log-probs|update|save)(?=:)", done.err)
+    phases = [name for name, after in zip(phases, [*phases[1:], None]) if name != after]
+    if phase not in ("scoring", "log-probs", "last update", "save"):  # these finish the step
+        assert phases[-2] == shown, phases
+    assert shown in phases and "Traceback" not in done.err
+    assert steps_of(values) == [f"step_{step}"] and f"step {step} is saved" in done.out
+    assert not (folder_of(values) / "final").exists()
+    resume(values, straight, after=step)
+
+
+def test_signal_from_a_reward_function(base, tmp_path):
+    """The same from outside: the reward process sends SIGTERM to its parent in the middle of scoring."""
+    (tmp_path / "reward.py").write_text(
+        "import os, signal, time\n"
+        "def score(prompts, responses, **columns):\n"
+        f"    if not os.path.exists({str(tmp_path / 'sent')!r}):\n"
+        f"        open({str(tmp_path / 'sent')!r}, 'w').close()\n"
+        "        os.kill(os.getppid(), signal.SIGTERM)\n"
+        "        time.sleep(0.5)\n"
+        "    return [len(response) for response in responses]\n"
+    )
+    values = variant(base, tmp_path, reward=f"{tmp_path / 'reward.py'}:score", eval_every=0, save_every=0)
+    run(values, code=75)
+    assert steps_of(values) == ["step_1"]
+    run({**values, "resume": True})
+    whole = {**values, "run_name": "whole"}
+    run(whole)
+    assert metrics_of(values) == metrics_of(whole)
+
+
+def test_a_second_sigint_ends_at_once(base, tmp_path):
+    values = variant(base, tmp_path)
+    done = helpers.start(values, place="utils.Optimizer.step:1:SIGINT;utils.Optimizer.step:2:SIGINT").wait()
+    assert done.code != 0 and "KeyboardInterrupt" in done.err
+
+
+@pytest.mark.parametrize("phase, rank", [("rollout", 1), ("evaluation", 0), ("update", 1)])
+def test_signal_to_one_of_two_ranks(base, two_ranks, tmp_path, phase, rank):
+    where, _, step = PHASES[phase]
+    values = {**two_ranks, "output_dir": str(tmp_path), "save_every": 0}
+    run_ranks(values, 2, (75, 75), {rank: f"{where}:SIGTERM"})
+    assert steps_of(values) == [f"step_{step}"]
+    run_ranks({**values, "resume": True}, 2, (0, 0))
+    assert metrics_of(values) == metrics_of(two_ranks)
+    assert same_weights(folder_of(values) / "final", folder_of(two_ranks) / "final")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(base) -> dict:
+    values = {**base, **MOVING, "run_name": "two_ranks"}
+    run_ranks(values, 2, (0, 0))
+    return values
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
+    """By number, not by name: step_11 is newer than step_9."""
+    values = variant(base, tmp_path, total_episodes=88, save_every=1, keep_checkpoints=2, eval_every=0, num_epochs=1)
+    run_here(values)
+    assert steps_of(values) == ["step_10", "step_11"]
+    _, newest = utils.run_folder(grpo.Args(run_name="run", output_dir=values["output_dir"], resume=True), "grpo")
+    assert newest.endswith("step_11")
+
+
+def test_keep_all_checkpoints(base, tmp_path):
+    values = variant(base, tmp_path, save_every=1, keep_checkpoints=0, eval_every=0)
+    run_here(values)
+    assert steps_of(values) == ["step_1", "step_2", "step_3", "step_4"]
+
+
+# ---- rewards that fail -----------------------------------------------------------------------------------------------------
+
+FAILING = '''
+import os, time
+
+def some(prompts, responses, bad=None):
+    return [bad if i % 4 == 1 else float(len(r) % 3) for i, r in enumerate(responses)]
+
+def some_none(prompts, responses, **columns): return some(prompts, responses, None)
+def some_nan(prompts, responses, **columns): return some(prompts, responses, float("nan"))
+def some_infinite(prompts, responses, **columns): return some(prompts, responses, float("inf"))
+def all_none(prompts, responses, **columns): return [None] * len(responses)
+def all_nan(prompts, responses, **columns): return [float("nan")] * len(responses)
+def too_few(prompts, responses, **columns): return [1.0] * (len(responses) - 1)
+def words(prompts, responses, **columns): return ["good"] * len(responses)
+def number(prompts, responses, **columns): return 1.0
+def raises(prompts, responses, **columns): raise RuntimeError("the judge is away")
+def hangs(prompts, responses, **columns): time.sleep(600)
+def ends(prompts, responses, **columns): os._exit(7)
+def good(prompts, responses, **columns): return [float(len(r) % 3) for r in responses]
+
+calls = 0
+def third_call(prompts, responses, **columns):
+    """Fails in the third step, as long as the file next to this one says so."""
+    global calls
+    calls += 1
+    if calls >= 3 and os.path.exists(__file__ + ".broken"):
+        raise RuntimeError("the judge is away")
+    return good(prompts, responses)
+
+def printing(prompts, responses, **columns):
+    print('{"scores": [9, 9, 9, 9, 9, 9, 9, 9]}')
+    return good(prompts, responses)
+'''
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("rewards") / "failing.py"
+    path.write_text(FAILING)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["some_none", "some_nan", "some_infinite"])
+def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name):
+    values = variant(base, tmp_path, reward=(f"{failing}:good", f"{failing}:{name}"), total_episodes=8)
+    run_here(values)
+    row = metrics_of(values)[1]
+    assert row["val/missing_scores"] == 2  # responses 1 and 5 of 8
+    samples = read_lines(folder_of(values) / "samples.jsonl")  # null, and not NaN, which is no JSON
+    second = f"{failing}:{name}"
+    assert [sample[second] is None for sample in samples] == [i % 4 == 1 for i in range(8)]
+    assert all(sample["advantage"] == 0 for sample in samples if sample[second] is None)
+    totals = [sample[f"{failing}:good"] + sample[second] for sample in samples if sample[second] is not None]
+    assert row["objective/scores"] == pytest.approx(sum(totals) / 6)
+    assert finite_or_null([row])
+
+
+def test_missing_scores_of_an_evaluation_are_counted(base, tmp_path, failing):
+    values = variant(base, tmp_path, reward=f"{failing}:some_none", total_episodes=8, eval_every=1)
+    done = run(values)
+    assert [row["eval/missing_scores"] for row in metrics_of(values)] == [2, 2]  # of 3 prompts x 2 samples
+    assert not re.search(r"\bnan\b", done.out)
+
+
+@pytest.mark.parametrize("name", ["all_none", "all_nan", "too_few", "words", "number", "raises", "hangs", "ends"])
+def test_a_step_without_scores_ends_the_run(base, tmp_path, capfd, failing, name):
+    source = f"{failing}:{name}"
+    values = variant(base, tmp_path, reward=(f"{failing}:good", source), eval_every=0, reward_timeout=2.0)
+    with pytest.raises(SystemExit) as end:
+        run_here(values)
+    assert end.value.code == 2
+    errors = [line for line in capfd.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+    assert len(errors) == 1 and f"--reward {source}" in errors[0], errors
+    why = {"hangs": "--reward_timeout 2", "raises": "the judge is away", "ends": "exit code 7", "too_few": "7 scores for 8"}
+    assert why.get(name, "") in errors[0]
+    assert "(None)" not in errors[0]
+    assert steps_of(values) == ["step_0"]
+
+
+def test_go_on_once_the_reward_works_again(base, tmp_path, failing):
+    values = variant(base, tmp_path, reward=f"{failing}:third_call", eval_every=0, save_every=0)
+    broken = failing + ".broken"
+    open(broken, "w").close()
+    done = run(values, code=2)
+    assert len(done.errors) == 1 and "step 3" in done.errors[0]
+    assert steps_of(values) == ["step_2"]
+    os.remove(broken)
+    run({**values, "resume": True})
+    whole = {**values, "run_name": "whole"}
+    run(whole)
+    assert metrics_of(values) == metrics_of(whole)
+
+
+def test_a_failing_reward_on_two_ranks(base, tmp_path, failing):
+    values = variant(base, tmp_path, reward=f"{failing}:raises", eval_every=0)
+    ranks = run_ranks(values, 2, (2, 2))
+    assert [len(rank.errors) for rank in ranks] == [1, 0]
+
+
+def row(answer: str, **columns) -> dict:
+    return {"prompt": "p", "query": [1], "answer": answer, **columns}
+
+
+@pytest.fixture
+def rewards():
+    made = []
+
+    def make(*names, timeout=30.0):
+        made.append(utils.Rewards(names, timeout))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_math_from_a_thread(rewards):
+    """math-verify's own time limits need signals, which fail outside of the main thread (verl issue 5635)."""
+    found = []
+    texts = ["so $\\boxed{\\frac{1}{2}}$", "\\boxed{0.5}", "The answer is 0.25.", "no idea", ""]
+    work = lambda: found.append(rewards("math").score([row("1/2")] * 5, texts)["math"])
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [[1.0, 1.0, 0.0, 0.0, 0.0]]
+
+
+def test_math_that_hangs_costs_one_score(rewards):
+    math_rewards = rewards("math", timeout=2.0)
+    texts = ["\\boxed{4}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{5}", "\\boxed{4}", "\\boxed{4}"]
+    scores = math_rewards.score([row("4")] * 5, texts)["math"]
+    assert [None if math.isnan(score) else score for score in scores] == [1.0, None, 0.0, 1.0, 1.0]
+    assert "--reward_timeout 2" in math_rewards.failures["math"]
+
+
+def test_a_process_that_died_is_replaced(rewards, failing):
+    source = rewards(f"{failing}:ends", f"{failing}:hangs", f"{failing}:good", timeout=1.0)
+    for _ in range(2):
+        scores = source.score([row("")] * 2, ["a", "bb"])
+        assert [[None if math.isnan(x) else x for x in part] for part in scores.values()] == [[None] * 2, [None] * 2, [1, 2]]
+
+
+def test_what_a_reward_function_prints_is_not_its_answer(rewards, failing, capfd):
+    name = f"{failing}:printing"
+    assert rewards(name).score([row("")] * 2, ["a", "bb"]) == {name: [1.0, 2.0]}
+    assert '{"scores": [9' in capfd.readouterr().err
+
+
+def test_a_slow_import_is_not_within_the_time_limit(rewards, tmp_path):
+    """Neither at the start nor after a call was killed."""
+    (tmp_path / "slow.py").write_text(
+        "import time\ntime.sleep(1.5)\n"
+        "def score(prompts, responses, **columns):\n"
+        "    if responses[0] == 'hang':\n        time.sleep(600)\n"
+        "    return [1.0] * len(responses)\n"
+    )
+    name = f"{tmp_path / 'slow.py'}:score"
+    slow = rewards(name, timeout=0.7)
+    assert [slow.score([row("")], [text])[name][0] for text in ("a", "hang", "b")] == pytest.approx(
+        [1.0, math.nan, 1.0], nan_ok=True
+    )
+
+
+def test_columns_reach_the_reward_function(rewards, tmp_path):
+    """All of them, those of some rows only too, and of types that JSON does not know."""
+    import datetime
+
+    (tmp_path / "look.py").write_text(
+        "def score(prompts, responses, answer, level, day, **rest):\n"
+        "    assert not rest and prompts == ['p', 'p'] and day[0].startswith('2024-02-29') and level[1] is None, (day, rest)\n"
+        "    return [level[0] + float(answer[0]), float(answer[1])]\n"
+    )
+    name = f"{tmp_path / 'look.py'}:score"
+    rows = [row("1", level=2, day=datetime.date(2024, 2, 29)), row("5", day=None)]
+    assert rewards(name).score(rows, ["a", "b"]) == {name: [3.0, 5.0]}
+
+
+# ---- gradients that are not finite -------------------------------------------------------------------------------------------
+
+HUGE = '''
+calls = 0
+def always(prompts, responses, **columns):  # their sum overflows float32
+    return [3e38 - i for i in range(len(responses))]
+
+def first(prompts, responses, **columns):
+    global calls
+    calls += 1
+    return always(prompts, responses) if calls == 1 else [float(len(r) % 3) for r in responses]
+'''
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(base, tmp_path):
+    (tmp_path / "huge.py").write_text(HUGE)
+    values = variant(
+        base, tmp_path, reward=f"{tmp_path / 'huge.py'}:first", eval_every=0, total_episodes=16, save_every=1,
+        kl_controller="adaptive",
+    )  # fmt: skip
+    run_here(values)
+    first, second = metrics_of(values)
+    assert first["val/skipped_updates"] == 4 and second["val/skipped_updates"] == 0
+    assert finite_or_null([first, second]) and second["loss/grad_norm"] > 0 and first["loss/grad_norm"] is None
+    assert second["objective/kl_coef"] is not None
+    assert same_weights(folder_of(values) / "checkpoints" / "step_1", values["model"])
+    assert all_finite(folder_of(values) / "final")
+    assert not same_weights(folder_of(values) / "final", values["model"])
+
+
+def test_too_many_skipped_updates_end_the_run(base, tmp_path, capsys):
+    (tmp_path / "huge.py").write_text(HUGE)
+    values = variant(
+        base, tmp_path, reward=f"{tmp_path / 'huge.py'}:always", eval_every=0, save_every=1, max_skipped_updates=5
+    )
+    with pytest.raises(SystemExit) as end:
+        run_here(values)  # four updates a step: ends in the second update of the second step
+    errors = [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+    assert end.value.code == 2 and len(errors) == 1 and "--max_skipped_updates 5" in errors[0] and " 6 updates" in errors[0]
+    assert steps_of(values) == ["step_1"] and same_weights(folder_of(values) / "checkpoints" / "step_1", values["model"])
+
+
+@pytest.mark.parametrize("learning_rate", ["1e15", "1e37"])
+def test_a_huge_learning_rate(base, tmp_path, learning_rate):
+    """Weights that no number comes out of end the run with a line, not in a traceback, and no checkpoint has a NaN."""
+    values = variant(base, tmp_path, learning_rate=learning_rate, eval_every=0, save_every=1, max_skipped_updates=2)
+    done = helpers.start(values).wait()
+    assert "Traceback" not in done.err, done.err[-2000:]
+    assert done.code == 0 or done.code == 2 and len(done.errors) == 1
+    for checkpoint in (folder_of(values) / "checkpoints").glob("step_*"):
+        assert all_finite(checkpoint), checkpoint
+
+
+# ---- every option runs a step --------------------------------------------------------------------------------------------------
+
+ONCE = dict(total_episodes=8, eval_every=0, save_every=0)
+OPTIONS = [
+    *(dict(loss=loss) for loss in grpo.VARIANTS),
+    *(dict(loss_aggregation=how) for how in ("token", "step_token", "sequence", "sequence_sum", "constant")),
+    *(
+        dict(kl_in=place, kl_estimator=estimator)
+        for place in ("reward", "loss")
+        for estimator in ("k1", "abs", "k2", "k3", "full")
+        if (place, estimator) not in (("reward", "full"), ("loss", "k3"))  # elsewhere in this file
+    ),
+    *(dict(advantage_scale=scale) for scale in ("group", "batch", "none")),
+    dict(kl_coef=0.0),
+    dict(kl_coef=0.0, kl_in="reward"),
+    dict(dual_clip=3.0),
+    dict(dual_clip=3.0, loss="gspo", gradient_checkpointing=True),
+    dict(precision="bf16"),
+    dict(precision="bf16", gradient_checkpointing=True, kl_estimator="full", entropy_coef=0.01),
+    dict(entropy_coef=0.01, num_epochs=1, mini_batch_size=8),
+    dict(ref_refresh_every=1, ref_refresh_mix=0.3),
+    dict(kl_controller="adaptive"),
+    dict(top_p=0.9, top_k=5, repetition_penalty=1.1, min_response_length=3, temperature=0.7),
+    dict(stop_token="+", non_stop_penalty=True, penalty_reward_value=-1.0),
+    dict(lr_schedule="cosine", min_learning_rate=1e-4, weight_decay=0.1, warmup_ratio=0.0),
+    dict(system_prompt="Add:", dataset="arithmetic", reward=("gsm8k", "format", "exact"), reward_weights=(1.0, 0.5, 2.0)),
+]
+
+
+def runs_a_step(values: dict) -> dict:
+    run_here(values)
+    (row,) = metrics_of(values)
+    assert finite_or_null([row]) and row["val/skipped_updates"] == 0
+    empty = [name for name, value in row.items() if value is None]
+    assert set(empty) <= ({"objective/kl", "objective/non_score_reward"} if values["kl_coef"] == 0 else set()), empty
+    assert all_finite(folder_of(values) / "final")
+    if "gsm8k" not in values["reward"]:
+        assert row["loss/grad_norm"] > 0 and not same_weights(folder_of(values) / "final", values["model"])
+    return row
+
+
+@pytest.mark.parametrize("changes", OPTIONS, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
+def test_options(base, tmp_path, changes):
+    runs_a_step(variant(base, tmp_path, **{**ONCE, **changes}))
+
+
+def test_gradient_checkpointing_changes_nothing(base, tmp_path):
+    for name, changes in (("plain", {}), ("recomputed", {"gradient_checkpointing": True})):
+        run_here(variant(base, tmp_path, **{**ONCE, "run_name": name, **changes}))
+    torch.testing.assert_close(weights_of(tmp_path / "runs/plain/final"), weights_of(tmp_path / "runs/recomputed/final"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "gemma2", "gpt_neox", "qwen3", "untied qwen2"])
+def test_architectures(base, tmp_path, kind):
+    """Models of other families, with the reference, entropy and exact KL; rollout and training agree on their logits."""
+    extra = {"gemma2": dict(final_logit_softcapping=5.0, attn_logit_softcapping=None)}.get(kind, {})
+    if kind == "untied qwen2":
+        extra = dict(tie_word_embeddings=False)
+    model = helpers.tiny_model(tmp_path / "model", kind.removeprefix("untied "), **extra)
+    changes = dict(model=model, kl_estimator="full", entropy_coef=0.01, num_epochs=1, mini_batch_size=8)
+    row = runs_a_step(variant(base, tmp_path, **{**ONCE, **changes}))
+    assert row["rollout/logprob_diff_max"] < 1e-4
+
+
+def test_a_head_that_is_not_known_ends_the_run(base, tmp_path, capsys):
+    """Cohere multiplies its logits by a constant, which `Policy.logits` does not know."""
+    model = helpers.tiny_model(tmp_path / "model", "cohere", logit_scale=0.25)
+    with pytest.raises(SystemExit) as end:
+        run_here(variant(base, tmp_path, model=model, **ONCE))
+    assert end.value.code == 2 and "error: --model" in capsys.readouterr().err
