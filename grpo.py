@@ -2,7 +2,7 @@
 
 For each prompt q, sample G responses o_1..o_G from the current policy, score them, and minimise
 
-    J = mean over the tokens of  max(-A_i * r_it, -A_i * clip(r_it, 1 - low, 1 + high)) + beta * KL_it
+    mean over i of the mean over t of  max(-A_i * r_it, -A_i * clip(r_it, 1 - low, 1 + high)) + beta * KL_it
     r_it = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)          A_i = (R_i - mean(R)) / (std(R) + 1e-6)
 
 Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4. `--loss` takes the variants in VARIANTS below.
@@ -145,7 +145,7 @@ class Args:
     """Passes over one rollout."""
     micro_batch_tokens: int = 16_384
     """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result."""
-    logits_chunk_tokens: int = 2_048
+    logits_chunk_tokens: int = 512
     """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
@@ -257,9 +257,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
     """The adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
-    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), kl the mean over sequences of the token mean.
+    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), kl the mean over sequences of the token mean;
+    a KL that is not finite leaves beta as it is.
     """
-    return kl_coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * sequences / horizon)
+    error = min(max(kl / target - 1, -0.2), 0.2) if math.isfinite(kl) else 0.0
+    return kl_coef * (1 + error * sequences / horizon)
 
 
 def policy_loss(
@@ -278,7 +280,7 @@ def policy_loss(
     log_ratio = logprobs - old_logprobs
     if kind == "gspo":  # one ratio a sequence; logprobs - logprobs.detach() is 0 and carries the token's gradient
         sequence = masked_mean(log_ratio, mask, 1)[:, None]
-        log_ratio = sequence.detach() + logprobs - logprobs.detach()
+        log_ratio = sequence.detach() + (logprobs - logprobs.detach())
     ratio = torch.exp(log_ratio.clamp(-20, 20))
     outside = (ratio < 1 - clip_low) & (advantages < 0) | (ratio > 1 + clip_high) & (advantages > 0)
     if kind == "reinforce":
@@ -391,7 +393,7 @@ class Policy(nn.Module):
         ids = torch.tensor([input_ids], device=self.model.device)
         own = self.logits(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         theirs = self.model(input_ids=ids, use_cache=False).logits.to(own.dtype)
-        if not torch.allclose(own, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item()):
+        if not torch.allclose(own, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item()):
             utils.fail(
                 f"{flag}: {type(self.model).__name__} changes its logits in a way that Policy.logits does not know"
             )
@@ -480,6 +482,7 @@ class Sampler(logits_process.LogitsProcessor):
             cdf = logprobs.double().exp().cumsum(-1)
             u = self.uniforms[self.rows, self.position, None]
             tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` says so, once it has all responses
         self.logprobs[self.rows, self.position] = logprobs.gather(1, tokens)[:, 0]
         self.position += 1
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)  # generate takes the argmax
@@ -511,7 +514,8 @@ def generate(
         responses, token ids up to and including the first stop token; their log-probabilities, alike.
     """
     device, width = model.device, max(map(len, queries))
-    input_ids = torch.tensor([[pad_id] * (width - len(q)) + q for q in queries], device=device)  # (N, width)
+    # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
+    input_ids = torch.tensor([[q[0]] * (width - len(q)) + q for q in queries], device=device)  # (N, width)
     attention_mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in queries], device=device)
     sampler = Sampler(uniforms, len(queries), args.max_response_length, device)
     steps = []  # what happens to the logits of the next token, in this order
@@ -569,7 +573,7 @@ def rollout(
     rows = [row for row in rows for _ in range(samples or 1)]
     uniforms = None
     if samples:  # a line of numbers for each response of all ranks, whichever rank generates it
-        uniforms = torch.rand(len(rows), args.max_response_length, dtype=torch.float64, generator=utils.generator(*key))
+        uniforms = torch.from_numpy(utils.generator(*key).random((len(rows), args.max_response_length)))  # (N, T)
     share = []  # (response, logprobs) of this rank's rows
     mine = world.deal(list(range(len(rows))))
     for start in range(0, len(mine), args.generation_batch_size):
@@ -587,6 +591,8 @@ def rollout(
     responses, logprobs, texts, *scores = zip(*everything)
     lengths = torch.tensor([len(response) for response in responses])
     mask = (torch.arange(lengths.max()) < lengths[:, None]).to(model.device)
+    if not all(math.isfinite(x) for row in logprobs for x in row):
+        utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
     return Batch(
         rows, [row["query"] for row in rows], list(responses), list(texts),
         pad_rows(torch.tensor([x for row in logprobs for x in row], device=model.device), mask), mask,
@@ -648,6 +654,8 @@ def check_args(args: Args) -> None:
         utils.fail(
             f"--group_size {args.group_size}: advantages are relative to a group, which takes 2 responses or more"
         )
+    if args.kl_target <= 0 or args.kl_horizon <= 0:
+        utils.fail("--kl_target and --kl_horizon have to be above 0")
     if args.dual_clip and args.dual_clip <= 1:
         utils.fail(f"--dual_clip {args.dual_clip}: has to be above 1 (or 0 for none)")
     if args.dual_clip and VARIANTS[args.loss][0] not in ("ppo", "gspo"):
@@ -692,6 +700,8 @@ def main(args: Args) -> None:
         name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
         ref_model = utils.load_model("--ref_model", name, dtype, world.device).requires_grad_(False)
         reference = Policy(ref_model, args.temperature, args.logits_chunk_tokens)
+        reference.check_head(f"--ref_model {name}", prompts[0]["query"])
+        utils.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
         exact = reference if args.kl_estimator == "full" else None
     kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
     if args.gradient_checkpointing:
@@ -754,30 +764,28 @@ def main(args: Args) -> None:
         batch = sample(rows, args.group_size, ("rollout", args.seed, step))
         if batch is None:
             leave()
-        for name, part in batch.parts.items():
-            if part.isnan().all():
-                save()
-                run.close(f"step {state['step']} is saved, go on with --resume")
-                utils.fail(f"--reward {name}: gave no response of step {step} a score ({rewards.failures.get(name)})")
+        if sum(batch.parts.values()).isnan().all():
+            save()
+            run.close(f"step {state['step']} is saved, go on with --resume")
+            utils.fail(f"--reward: no response of step {step} got a score ({rewards.why_missing(batch.parts)})")
         scores = final_scores(batch.parts, batch.stopped, args)  # (N,)
         mask = batch.response_mask  # (N, T)
         clock.lap("rollout")
 
         # ---- old and reference log-probs ----------------------------------------------------------------------------
         run.phase("log-probs")
-        old_logprobs, ref_logprobs, kl = None, None, None  # (N, T)
-        if updates_a_step > 1 or kl_in_reward:  # else the log-probs of the only update are the old ones
-            old_logprobs, kl = token_logprobs(
-                policy, batch, exact if kl_in_reward else None, args.micro_batch_tokens, world, autocast
-            )
+        old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled
         if reference is not None and exact is None:
             ref_logprobs, _ = token_logprobs(reference, batch, None, args.micro_batch_tokens, world, autocast)
+        if updates_a_step > 1 or kl_in_reward:  # else the log-probs of the only update are the old ones
+            old_logprobs, kl = token_logprobs(policy, batch, exact, args.micro_batch_tokens, world, autocast)
+            if ref_logprobs is not None:
+                kl = kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
         clock.lap("logprobs")
 
         # ---- advantages ---------------------------------------------------------------------------------------------
         outcomes = scores  # R, (N,)
         if kl_in_reward:
-            kl = kl if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
             outcomes = scores - state["kl_coef"] * masked_sum(kl, mask, 1)
         advantages = group_advantages(outcomes, args.group_size, scale).to(dtype)  # (N,)
 
@@ -786,7 +794,7 @@ def main(args: Args) -> None:
         model.train()  # for gradient checkpointing; there is no dropout
         sums = utils.Sums(world)
         for epoch in range(args.num_epochs):
-            order = torch.randperm(N, generator=utils.generator("mini-batches", args.seed, step, epoch)).tolist()
+            order = utils.generator("mini-batches", args.seed, step, epoch).permutation(N).tolist()
             for mini in (order[i : i + args.mini_batch_size] for i in range(0, N, args.mini_batch_size)):
                 tokens = mask[mini].sum().item()
                 if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
@@ -802,21 +810,19 @@ def main(args: Args) -> None:
                         with autocast():
                             logprobs, entropies, full_kl = wrapped(*batch.collate(micro), exact if kl_in_loss else None)
                         logprobs, entropies = pad_rows(logprobs, m), pad_rows(entropies, m)  # (n, T)
-                        old = logprobs.detach() if old_logprobs is None else old_logprobs[micro]
+                        old = logprobs.detach() if updates_a_step == 1 else old_logprobs[micro]
                         token_losses, clipped = policy_loss(
                             logprobs, old, advantages[micro, None], m, token_loss, clip_low, clip_high,
                             args.dual_clip, args.sapo_tau_positive, args.sapo_tau_negative,
                         )  # fmt: skip
                         policy_term = mean(token_losses, m)
                         loss = policy_term - args.entropy_coef * mean(entropies, m)
-                        token_kl = kl[micro] if kl_in_reward else torch.zeros_like(old)
-                        if kl_in_loss:
-                            token_kl = (
-                                pad_rows(full_kl, m)
-                                if exact
-                                else kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
-                            )
-                            loss = loss + state["kl_coef"] * mean(token_kl, m)
+                        token_kl = torch.zeros_like(old)
+                        if kl_in_loss and exact:
+                            token_kl = pad_rows(full_kl, m)
+                        elif kl_in_loss:
+                            token_kl = kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
+                        loss = loss + state["kl_coef"] * mean(token_kl, m) if kl_in_loss else loss
                         # DDP takes the mean over ranks, and `mean` has divided by the counts of all ranks.
                         (loss * world.size).backward()
                     sums.add(policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m))
@@ -824,6 +830,7 @@ def main(args: Args) -> None:
                         clipped=masked_sum(clipped.float(), m), approxkl=masked_sum((logprobs - old).square() / 2, m)
                     )
                     if epoch == 0:  # each response once
+                        token_kl = token_kl if kl is None else kl[micro]
                         diff = torch.where(m, (old - batch.rollout_logprobs[micro]).abs(), 0.0)
                         sums.add(kl=masked_sum(token_kl, m), mean_kl=masked_mean(token_kl, m, 1).sum())
                         sums.add(surprise=-masked_sum(old, m), diff=diff.sum())
@@ -865,7 +872,7 @@ def main(args: Args) -> None:
             "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
             "rollout/logprob_diff_mean": total["diff"] / tokens,
             "rollout/logprob_diff_max": total["max_diff"],
-            "val/zero_std_fraction": equal_scores(outcomes.view(-1, args.group_size)).double().mean().item(),
+            "val/zero_std_fraction": equal_scores(scores.view(-1, args.group_size)).double().mean().item(),
             **optimizer.metrics(),
             **utils.batch_metrics(batch, args.reward),
             **clock.metrics(model, sum(batch.lengths), passes, world),

@@ -38,9 +38,12 @@ EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
 EXIT_INTERRUPTED = 75  # SIGTERM or SIGINT: a checkpoint was saved, `--resume` goes on from it
 
 
-def fail(message: str) -> NoReturn:
-    """End the run for a reason that the user can mend: one line on stderr (rank 0's), exit code 2."""
-    if int(os.environ.get("RANK", "0")) == 0:
+def fail(message: str, local: bool = False) -> NoReturn:
+    """End the run for a reason that the user can mend: one line on stderr, exit code 2.
+
+    All ranks of a node are taken to fail alike, and one speaks for them, unless the reason is `local` to this rank.
+    """
+    if local or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(EXIT_BAD_INPUT)
 
@@ -129,14 +132,13 @@ def setup_processes() -> World:
     return World(rank, size, device)
 
 
-def generator(*key) -> torch.Generator:
-    """A CPU random generator that is a function of `key` alone, such as ("rollout", seed, step).
+def generator(*key) -> np.random.Generator:
+    """A random generator that is a function of `key` alone, such as ("rollout", seed, step).
 
     Nothing random in a run depends on what ran before, so a resumed run, or one with another number of ranks, draws
-    the same numbers.
+    the same numbers. (torch's CPU generator would use 32 bits of the seed only.)
     """
-    seed = int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "big") >> 1
-    return torch.Generator().manual_seed(seed)
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(key).encode()).digest(), "big"))
 
 
 def check_common_args(args) -> None:
@@ -149,6 +151,15 @@ def check_common_args(args) -> None:
     for name in positive.split():
         if not getattr(args, name) > 0:
             fail(f"--{name} {getattr(args, name)}: has to be above 0")
+    not_negative = (
+        "warmup_ratio weight_decay adam_beta1 adam_beta2 max_skipped_updates kl_coef entropy_coef eval_every "
+        "eval_prompts log_samples save_every keep_checkpoints seed"
+    )
+    for name in not_negative.split():
+        if not getattr(args, name) >= 0:
+            fail(f"--{name} {getattr(args, name)}: has to be 0 or more")
+    if max(args.adam_beta1, args.adam_beta2) >= 1 or args.warmup_ratio > 1:
+        fail("--adam_beta1 and --adam_beta2 have to be below 1, --warmup_ratio at most 1")
     responses = args.rollout_batch_size * args.group_size
     product = f"--rollout_batch_size x --group_size = {responses}"
     if responses % args.mini_batch_size:
@@ -163,15 +174,18 @@ def check_common_args(args) -> None:
         fail(f"--min_learning_rate {args.min_learning_rate}: has to lie between 0 and --learning_rate")
     if not 0 < args.top_p <= 1 or args.top_k < 0 or args.repetition_penalty <= 0:
         fail("--top_p has to lie in (0, 1], --top_k to be 0 or more, --repetition_penalty to be above 0")
-    if args.top_p < 1 or args.top_k > 0 or args.repetition_penalty != 1:
-        warn("--top_p, --top_k, --repetition_penalty bias the ratio: they change what is sampled, not what is trained")
+    if args.top_p < 1 or args.top_k > 0 or args.repetition_penalty != 1 or args.min_response_length > 0:
+        warn(
+            "--top_p, --top_k, --repetition_penalty and --min_response_length bias the ratio: "
+            "they change the distribution that is sampled, not the one that is trained"
+        )
 
 
 class Interrupt:
     """SIGTERM and SIGINT ask the run to save and end; a second SIGINT ends it at once.
 
-    `requested` is this process's flag and is polled where ranks run on their own (generation, scoring). `agreed` is
-    collective and is asked where ranks meet, so that all of them leave at the same place.
+    `requested` is this process's flag and is polled where ranks run on their own (generation). `agreed` is collective
+    and is asked where ranks meet, so that all of them leave at the same place.
     """
 
     def __init__(self, world: World):
@@ -246,6 +260,16 @@ def load_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -
         return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype).to(device)
     except (OSError, ValueError) as error:
         fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
+
+
+def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
+    """End the run if a model has another vocabulary than the policy or, where `everything` counts, another shape."""
+    sizes = [m.model.get_output_embeddings().weight.shape[0] for m in (model, policy)]
+    if sizes[0] != sizes[1]:
+        fail(f"{flag}: its vocabulary has {sizes[0]} tokens, that of --model {sizes[1]}")
+    shapes = [{name: p.shape for name, p in m.named_parameters()} for m in (model, policy)]
+    if everything and shapes[0] != shapes[1]:
+        fail(f"{flag}: --ref_refresh_every takes a reference of the same architecture as --model")
 
 
 def first_line(error: BaseException) -> str:
@@ -533,7 +557,7 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[st
 
 @functools.lru_cache(maxsize=2)
 def _shuffled(seed: int, epoch: int, size: int) -> list[int]:
-    return torch.randperm(size, generator=generator("prompts", seed, epoch)).tolist()
+    return generator("prompts", seed, epoch).permutation(size).tolist()
 
 
 def take_prompts(prompts: list[dict], position: int, count: int, seed: int) -> list[dict]:
@@ -617,7 +641,12 @@ class Rewards:
     def _await_loaded(self, worker: _Worker) -> None:
         answer = worker.receive(timeout=300.0)  # importing may take long on a busy file system
         if "error" in answer:
-            fail(f"--reward {answer.get('reward', ' '.join(self.names))}: {answer['error']}")
+            fail(f"--reward {answer.get('reward', ' '.join(self.names))}: {answer['error']}", local=True)
+
+    def why_missing(self, parts: dict[str, torch.Tensor]) -> str:
+        """What is known of the scores that are missing in `parts`, source by source."""
+        missing = [name for name, part in parts.items() if part.isnan().any()]
+        return "; ".join(f"{name}: {self.failures.get(name, 'it returned None, NaN or infinity')}" for name in missing)
 
     def score(self, rows: list[dict], responses: list[str]) -> dict[str, list[float]]:
         """Each source's score of each response to its row's prompt, NaN where there is none: {name: [float] * N}."""
