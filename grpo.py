@@ -585,7 +585,7 @@ def rollout(
             )
     if interrupt.agreed():
         return None
-    texts = tokenizer.batch_decode([response for response, _ in share], skip_special_tokens=True)
+    texts = [tokenizer.decode(response, skip_special_tokens=True) for response, _ in share]
     parts = rewards.score([rows[i] for i in mine], texts)  # {source: scores}
     everything = world.undeal(list(zip(*zip(*share), texts, *parts.values())), len(rows))
     responses, logprobs, texts, *scores = zip(*everything)

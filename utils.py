@@ -30,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -257,9 +258,12 @@ def load_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -
     """A causal language model in `dtype` on `device`, without dropout."""
     config = load_config(flag, name)
     try:
-        return AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype).to(device)
-    except (OSError, ValueError) as error:
+        model, report = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
+    if report["missing_keys"]:  # transformers would leave them at random values
+        fail(f"{flag} {name}: its files lack weights of the model, such as {min(report['missing_keys'])}")
+    return model.to(device)
 
 
 def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
@@ -535,16 +539,19 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[st
     gets the text as it is.
     """
     is_text = isinstance(prompt, str)
-    if not is_text and not (isinstance(prompt, list) and prompt and all({"role", "content"} <= set(t) for t in prompt)):
+    is_turn = lambda turn: isinstance(turn, dict) and {"role", "content"} <= set(turn)
+    if not is_text and not (isinstance(prompt, list) and prompt and all(map(is_turn, prompt))):
         fail(f"{where}: a prompt is text or a list of messages with role and content, not {str(prompt)[:60]!r}")
     if is_text and not prompt.strip():
         fail(f"{where}: the prompt is empty")
     if tokenizer.chat_template is None:
         if not is_text:
             fail(f"{where}: has messages, but the tokenizer of --model has no chat template")
-        text = f"{system_prompt}\n{prompt}" if system_prompt else prompt
+        bos = tokenizer.bos_token or ""  # the text may bring its own; the tokenizer may add another
+        text = (f"{system_prompt}\n" if system_prompt else "") + prompt.removeprefix(bos)
+        text = bos + text if prompt.startswith(bos) else text
         ids = tokenizer.encode(text)
-        return text, ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids  # if the text brought its own BOS
+        return text, ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
     messages = [{"role": "user", "content": prompt}] if is_text else prompt
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]

@@ -42,10 +42,10 @@ ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 4
 HELD_OUT = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in (5, 6, 9)]
 
 # Scores that differ from response to response, whatever a random model writes.
-REWARD = '''
+REWARD = """
 def score(prompts, responses, **columns):
     return [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
-'''
+"""
 
 
 def tiny_model(folder, kind: str = "qwen2", chat: bool = False, **changes) -> str:
@@ -226,10 +226,18 @@ def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None,
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    group = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     ranks = [
         Running(
-            values, environment={**group, "RANK": str(r), "LOCAL_RANK": str(r)}, place=(places or {}).get(r, ""), **options
+            values,
+            environment={**group, "RANK": str(r), "LOCAL_RANK": str(r)},
+            place=(places or {}).get(r, ""),
+            **options,
         )
         for r in range(size)
     ]

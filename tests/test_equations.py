@@ -210,6 +210,7 @@ def test_adapt_kl_coef():
     assert adapt_kl_coef(0.5, 9.0, 0.1, 100, 1000) == pytest.approx(0.5 * 1.02, rel=1e-12)  # at most + 20 %
     assert adapt_kl_coef(0.5, 0.0, 0.1, 100, 1000) == pytest.approx(0.5 * 0.98, rel=1e-12)
     assert adapt_kl_coef(0.5, 9.0, 0.1, 50, 10_000) == pytest.approx(0.5 * 1.001, rel=1e-12)
+    assert adapt_kl_coef(0.5, NAN, 0.1, 100, 1000) == adapt_kl_coef(0.5, INF, 0.1, 100, 1000) == 0.5
 
 
 # ---- policy losses ----------------------------------------------------------------------------------------------
@@ -519,8 +520,9 @@ def test_take_prompts_goes_through_all_in_each_pass(count):
 
 
 def test_generator_depends_on_its_key_alone():
-    draw = lambda *key: torch.rand(4, generator=utils.generator(*key)).tolist()  # noqa: E731
+    draw = lambda *key: utils.generator(*key).random(4).tolist()  # noqa: E731
     first = draw("rollout", 1, 2)
     torch.rand(10)
     assert draw("rollout", 1, 2) == first
-    assert len({tuple(draw(*key)) for key in [("rollout", 1, 2), ("rollout", 2, 1), ("prompts", 1, 2)]}) == 3
+    keys = [("rollout", 1, 2), ("rollout", 2, 1), ("rollout", 1, 12), ("rollout", 11, 2), ("prompts", 1, 2)]
+    assert len({tuple(draw(*key)) for key in keys}) == 5

@@ -111,7 +111,7 @@ def test_sampler_is_exact_in_a_large_vocabulary():
 def test_sampler_frequencies_match_softmax():
     logits = torch.tensor([2.0, 0.5, -1.0, 1.0, -math.inf, 0.0, -2.5])
     rows = 20_000
-    tokens, _ = draw(logits.expand(rows, 7), torch.rand(rows, 1, dtype=F64, generator=utils.generator("chi-square")))
+    tokens, _ = draw(logits.expand(rows, 7), uniforms_of(rows, 1))
     counts, expected = torch.bincount(tokens, minlength=7).double(), logits.double().softmax(0) * rows
     assert counts[4] == 0
     kept = expected > 0
@@ -352,7 +352,7 @@ def test_rollout_lays_out_the_batch(setting, tokenizer):
     rows, options = setting
     args, rewards = Args(max_response_length=10, temperature=0.8), Scores()
     batch = roll(setting, args=args, rewards=rewards)
-    numbers = torch.rand(15, 10, dtype=F64, generator=utils.generator("rollout", 1, 1))
+    numbers = torch.from_numpy(utils.generator("rollout", 1, 1).random((15, 10)))
     widest = max(map(len, batch.responses))
     for i in range(15):  # the three responses of a prompt stand next to each other
         assert batch.rows[i] is rows[i // 3] and batch.queries[i] == rows[i // 3]["query"]
@@ -424,6 +424,15 @@ def test_an_interrupted_rollout_is_none(setting):
     rewards = Scores()
     assert roll(setting, requested=True, rewards=rewards) is None
     assert not rewards.seen
+
+
+def test_a_model_that_gives_no_numbers_ends_the_run(setting, capsys):
+    rows, options = setting
+    hook = options["model"].get_output_embeddings().register_forward_hook(lambda _, __, logits: logits * math.nan)
+    with pytest.raises(SystemExit) as end:
+        roll(setting)
+    hook.remove()
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: --model: ")
 
 
 def test_training_sees_the_sampled_ids_where_text_would_give_others(load):
@@ -508,7 +517,7 @@ def test_a_chat_gets_exactly_what_its_template_says(adds_bos, system_prompt):
 
 @pytest.mark.parametrize(
     "prompt, template",
-    [("", None), ("  \n", None), (None, None), (7, None), ([], TEMPLATE), ([{"role": "user"}], TEMPLATE), 
+    [("", None), ("  \n", None), (None, None), (7, None), ([], TEMPLATE), ([{"role": "user"}], TEMPLATE),
      ("", TEMPLATE), ([{"role": "user", "content": "x"}], None), ([7], TEMPLATE), ([["role", "content"]], TEMPLATE),
      ("x", "{{ raise_exception('only poems') }}")],
 )  # fmt: skip

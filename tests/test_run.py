@@ -99,7 +99,9 @@ def test_what_a_run_leaves(base, tmp_path):
 
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_git_commit_marks_changed_files(tmp_path, monkeypatch):
-    git = lambda *words: subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True, text=True)
+    git = lambda *words: subprocess.run(
+        ["git", "-C", str(tmp_path), *words], check=True, capture_output=True, text=True
+    )
     monkeypatch.setattr(utils, "ROOT", str(tmp_path))
     assert utils.git_commit() is None
     git("init")
@@ -147,7 +149,9 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
     two = variant(base, tmp_path, run_name="two", **EXACT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     words = [*torchrun, str(ROOT / "grpo.py"), *flags(two)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     assert_close(two, one, 3)
     assert json.loads((folder_of(two) / "args.json").read_text())["ranks"] == 2
@@ -214,7 +218,14 @@ def resume(values: dict, straight: dict, after: int, **options) -> None:
 def test_the_straight_run_moves(straight):
     """What the comparisons below compare does change from step to step."""
     rows = metrics_of(straight)[1:]
-    for name in ("objective/kl", "objective/kl_coef", "lr", "objective/scores", "loss/policy_avg", "val/sequence_lengths"):
+    for name in (
+        "objective/kl",
+        "objective/kl_coef",
+        "lr",
+        "objective/scores",
+        "loss/policy_avg",
+        "val/sequence_lengths",
+    ):
         assert len({row[name] for row in rows}) >= 3, name
 
 
@@ -459,7 +470,12 @@ def test_a_step_without_scores_ends_the_run(base, tmp_path, capfd, failing, name
     assert end.value.code == 2
     errors = [line for line in capfd.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
     assert len(errors) == 1 and f"--reward {source}" in errors[0], errors
-    why = {"hangs": "--reward_timeout 2", "raises": "the judge is away", "ends": "exit code 7", "too_few": "7 scores for 8"}
+    why = {
+        "hangs": "--reward_timeout 2",
+        "raises": "the judge is away",
+        "ends": "exit code 7",
+        "too_few": "7 scores for 8",
+    }
     assert why.get(name, "") in errors[0]
     assert "(None)" not in errors[0]
     assert steps_of(values) == ["step_0"]
@@ -525,7 +541,11 @@ def test_a_process_that_died_is_replaced(rewards, failing):
     source = rewards(f"{failing}:ends", f"{failing}:hangs", f"{failing}:good", timeout=1.0)
     for _ in range(2):
         scores = source.score([row("")] * 2, ["a", "bb"])
-        assert [[None if math.isnan(x) else x for x in part] for part in scores.values()] == [[None] * 2, [None] * 2, [1, 2]]
+        assert [[None if math.isnan(x) else x for x in part] for part in scores.values()] == [
+            [None] * 2,
+            [None] * 2,
+            [1, 2],
+        ]
 
 
 def test_what_a_reward_function_prints_is_not_its_answer(rewards, failing, capfd):
@@ -565,7 +585,7 @@ def test_columns_reach_the_reward_function(rewards, tmp_path):
 
 # ---- gradients that are not finite -------------------------------------------------------------------------------------------
 
-HUGE = '''
+HUGE = """
 calls = 0
 def always(prompts, responses, **columns):  # their sum overflows float32
     return [3e38 - i for i in range(len(responses))]
@@ -574,7 +594,7 @@ def first(prompts, responses, **columns):
     global calls
     calls += 1
     return always(prompts, responses) if calls == 1 else [float(len(r) % 3) for r in responses]
-'''
+"""
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(base, tmp_path):
@@ -601,8 +621,15 @@ def test_too_many_skipped_updates_end_the_run(base, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         run_here(values)  # four updates a step: ends in the second update of the second step
     errors = [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
-    assert end.value.code == 2 and len(errors) == 1 and "--max_skipped_updates 5" in errors[0] and " 6 updates" in errors[0]
-    assert steps_of(values) == ["step_1"] and same_weights(folder_of(values) / "checkpoints" / "step_1", values["model"])
+    assert (
+        end.value.code == 2
+        and len(errors) == 1
+        and "--max_skipped_updates 5" in errors[0]
+        and " 6 updates" in errors[0]
+    )
+    assert steps_of(values) == ["step_1"] and same_weights(
+        folder_of(values) / "checkpoints" / "step_1", values["model"]
+    )
 
 
 @pytest.mark.parametrize("learning_rate", ["1e15", "1e37"])
@@ -641,7 +668,9 @@ OPTIONS = [
     dict(top_p=0.9, top_k=5, repetition_penalty=1.1, min_response_length=3, temperature=0.7),
     dict(stop_token="+", non_stop_penalty=True, penalty_reward_value=-1.0),
     dict(lr_schedule="cosine", min_learning_rate=1e-4, weight_decay=0.1, warmup_ratio=0.0),
-    dict(system_prompt="Add:", dataset="arithmetic", reward=("gsm8k", "format", "exact"), reward_weights=(1.0, 0.5, 2.0)),
+    dict(
+        system_prompt="Add:", dataset="arithmetic", reward=("gsm8k", "format", "exact"), reward_weights=(1.0, 0.5, 2.0)
+    ),
 ]
 
 
@@ -665,7 +694,9 @@ def test_options(base, tmp_path, changes):
 def test_gradient_checkpointing_changes_nothing(base, tmp_path):
     for name, changes in (("plain", {}), ("recomputed", {"gradient_checkpointing": True})):
         run_here(variant(base, tmp_path, **{**ONCE, "run_name": name, **changes}))
-    torch.testing.assert_close(weights_of(tmp_path / "runs/plain/final"), weights_of(tmp_path / "runs/recomputed/final"))
+    torch.testing.assert_close(
+        weights_of(tmp_path / "runs/plain/final"), weights_of(tmp_path / "runs/recomputed/final")
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "gemma2", "gpt_neox", "qwen3", "untied qwen2"])
