@@ -15,10 +15,12 @@ grpo) ;;
 esac
 
 bash scripts/setup.sh
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" # more only get into each other's way in so small a model
 exec .venv/bin/python "$algorithm.py" \
     --run_name "demo-$algorithm-$(date +%Y%m%d-%H%M%S)" \
     --model assets/tiny --dataset arithmetic --system_prompt "" --reward gsm8k \
     --max_prompt_length 16 --max_response_length 48 \
     --rollout_batch_size 32 --group_size 8 --mini_batch_size 256 --total_episodes 30720 \
+    --micro_batch_tokens 4096 \
     --learning_rate 3e-4 --adam_beta2 0.95 --warmup_ratio 0.04 --kl_coef 0.001 \
     --eval_every 20 --eval_prompts 256 --eval_samples 4 --save_every 60 "$@"

@@ -7,6 +7,7 @@ n-th call of any function, which hits a phase of the training exactly, where a s
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import math
 import multiprocessing
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 
@@ -153,6 +155,7 @@ def _main(script: str, words: list[str], log: str, environment: dict, place: str
         descriptor = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     os.environ.update(environment)
     module = __import__(script)
     if place:
@@ -179,12 +182,14 @@ class Running:
         context.set_forkserver_preload(["helpers", script])
         self.log = tempfile.mktemp(prefix="log_", dir=_logs.name)
         environment = {"RUN_TEST_LOG": self.log, **(environment or {})}
-        self.process = context.Process(target=_main, args=(script, flags(values), self.log, environment, place))
+        self.process = context.Process(target=_main, args=(script, flags(values), self.log, environment, place), daemon=True)
         self.process.start()
 
     def wait(self, seconds: float = 90) -> "Running":
         self.process.join(seconds)
         if self.process.exitcode is None:
+            os.kill(self.process.pid, signal.SIGUSR1)  # shows where it is
+            time.sleep(0.5)
             self.process.kill()
             raise TimeoutError(f"still running after {seconds} s\n{self.err[-3000:]}")
         return self
@@ -241,8 +246,12 @@ def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None,
         )
         for r in range(size)
     ]
-    for rank in ranks:
-        rank.wait()
+    try:
+        for rank in ranks:
+            rank.wait()
+    finally:
+        for rank in ranks:
+            rank.process.kill()
     assert tuple(rank.code for rank in ranks) == codes, [rank.err[-3000:] for rank in ranks]
     return ranks
 
