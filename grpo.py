@@ -769,7 +769,7 @@ def main(args: Args) -> None:
             run.close(f"step {state['step']} is saved, go on with --resume")
             utils.fail(f"--reward: no response of step {step} got a score ({rewards.why_missing(batch.parts)})")
         scores = final_scores(batch.parts, batch.stopped, args)  # (N,)
-        mask = batch.response_mask  # (N, T)
+        mask, lengths = batch.response_mask, batch.lengths  # (N, T), [N]
         clock.lap("rollout")
 
         # ---- old and reference log-probs ----------------------------------------------------------------------------
@@ -802,7 +802,7 @@ def main(args: Args) -> None:
                 mean = functools.partial(
                     aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
                 )
-                cuts = utils.micro_batches([batch.lengths[i] for i in mini], args.micro_batch_tokens, world)
+                cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, world)
                 for number, cut in enumerate(cuts, 1):
                     micro = [mini[i] for i in cut]
                     m = mask[micro]  # (n, T)
@@ -818,11 +818,12 @@ def main(args: Args) -> None:
                         policy_term = mean(token_losses, m)
                         loss = policy_term - args.entropy_coef * mean(entropies, m)
                         token_kl = torch.zeros_like(old)
-                        if kl_in_loss and exact:
-                            token_kl = pad_rows(full_kl, m)
-                        elif kl_in_loss:
-                            token_kl = kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
-                        loss = loss + state["kl_coef"] * mean(token_kl, m) if kl_in_loss else loss
+                        if kl_in_loss:
+                            if exact:
+                                token_kl = pad_rows(full_kl, m)
+                            else:
+                                token_kl = kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
+                            loss = loss + state["kl_coef"] * mean(token_kl, m)
                         # DDP takes the mean over ranks, and `mean` has divided by the counts of all ranks.
                         (loss * world.size).backward()
                     sums.add(policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m))
@@ -875,7 +876,7 @@ def main(args: Args) -> None:
             "val/zero_std_fraction": equal_scores(scores.view(-1, args.group_size)).double().mean().item(),
             **optimizer.metrics(),
             **utils.batch_metrics(batch, args.reward),
-            **clock.metrics(model, sum(batch.lengths), passes, world),
+            **clock.metrics(model, sum(lengths), passes, world),
         }
         run.samples(step, utils.sample_rows(batch, args.log_samples, advantages))
 
