@@ -743,9 +743,7 @@ def main(args: Args) -> None:
                 if not results:
                     leave()
                 metrics = {"step": step, "episode": step * N, **metrics, **results}
-                run.table(
-                    f"held-out samples after step {step}", utils.sample_rows(batch, 4, apart=args.eval_samples), batch
-                )
+                run.table(step, utils.sample_rows(batch, 4, apart=args.eval_samples), batch)
             if metrics:
                 run.log(metrics, {"score": "objective/scores", "kl": "objective/kl", "held-out": "eval/accuracy"})
             state.update(metrics={}, logged=True)

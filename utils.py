@@ -955,14 +955,15 @@ class Run:
             with open(os.path.join(self.folder, "samples.jsonl"), "a") as file:
                 file.writelines(json.dumps({"step": step, **row}, default=str) + "\n" for row in rows)
 
-    def table(self, title: str, rows: list[dict], batch) -> None:
-        """Show rows as a table on the console; in wandb also, with a histogram of the Batch's response lengths."""
+    def table(self, step: int, rows: list[dict], batch) -> None:
+        """Show held-out samples on the console; in wandb also, with a histogram of the Batch's response lengths."""
         if not self.world.main:
             return
         import rich.console
         import rich.table
         import rich.text
 
+        title = f"held-out samples after step {step}"
         table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
         for row in rows:
             cells = [f"{v:g}" if isinstance(v, float) else str(v) for v in row.values()]
@@ -973,13 +974,9 @@ class Run:
         if self.wandb:
             import wandb
 
-            self.wandb.log(
-                {
-                    "samples": wandb.Table(columns=list(rows[0]), data=[list(r.values()) for r in rows]),
-                    "response_tokens": wandb.Histogram([len(response) for response in batch.responses]),
-                },
-                commit=False,
-            )
+            samples = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+            lengths = wandb.Histogram([len(response) for response in batch.responses])
+            self.wandb.log({"samples": samples, "response_tokens": lengths}, step=step, commit=False)
 
     def close(self, message: str) -> None:
         """Draw curves.png, say what the run came to, end the progress bar and the tracking."""

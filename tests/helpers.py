@@ -8,9 +8,11 @@ n-th call of any function, which hits a phase of the training exactly, where a s
 import atexit
 import contextlib
 import faulthandler
+import functools
 import json
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -23,7 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-for path in (ROOT, ROOT / "scripts", ROOT / "tests"):
+PATHS = (ROOT, ROOT / "scripts", ROOT / "tests")
+for path in PATHS:
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
 
@@ -156,6 +159,7 @@ def _main(script: str, words: list[str], log: str, environment: dict, place: str
         os.dup2(descriptor, number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    os.environ.pop("PYTHONPATH", None)
     os.environ.update(environment)
     module = __import__(script)
     if place:
@@ -174,12 +178,26 @@ def _main(script: str, words: list[str], log: str, environment: dict, place: str
         os._exit(code)
 
 
+@functools.cache
+def _server():
+    """The process that has imported everything and forks the runs."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["helpers", "grpo"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))  # Python 3.11's server does not take over sys.path
+    multiprocessing.forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+    return context
+
+
 class Running:
     """A run in a process of its own."""
 
     def __init__(self, values: dict, script: str = "grpo", environment: dict | None = None, place: str = ""):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["helpers", script])
+        context = _server()
         self.log = tempfile.mktemp(prefix="log_", dir=_logs.name)
         environment = {"RUN_TEST_LOG": self.log, **(environment or {})}
         self.process = context.Process(target=_main, args=(script, flags(values), self.log, environment, place), daemon=True)

@@ -147,7 +147,7 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
     run(cut)
     assert_close(cut, one, 3)
     two = variant(base, tmp_path, run_name="two", **EXACT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     words = [*torchrun, str(ROOT / "grpo.py"), *flags(two)]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -155,9 +155,8 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
     assert done.returncode == 0, done.stderr
     assert_close(two, one, 3)
     assert json.loads((folder_of(two) / "args.json").read_text())["ranks"] == 2
-    assert read_lines(folder_of(two) / "samples.jsonl") == [
-        pytest.approx(row, rel=1e-6) for row in read_lines(folder_of(one) / "samples.jsonl")
-    ]
+    for ours, theirs in zip(*(read_lines(folder_of(each) / "samples.jsonl") for each in (two, one)), strict=True):
+        assert ours.pop("advantage") == pytest.approx(theirs.pop("advantage")) and ours == theirs
 
 
 @pytest.mark.parametrize(
@@ -178,13 +177,17 @@ def test_two_ranks(base, tmp_path, changes):
 
 
 def test_more_ranks_than_responses_of_a_mini_batch(base, tmp_path):
-    """Ranks with nothing to do take part with empty batches: three ranks, mini-batches of two, one prompt evaluated."""
+    """Ranks with nothing to do take part with empty batches: mini-batches of two, one prompt evaluated.
+
+    Four ranks, not three: DDP wants the loss times the number of ranks, and transformers' norms round gradients to
+    float32, which only a power of two leaves as it is.
+    """
     small = dict(EXACT, mini_batch_size=2, eval_prompts=1, eval_samples=1)
     one = variant(base, tmp_path, run_name="one", **small)
     run(one)
-    three = variant(base, tmp_path, run_name="three", **small)
-    run_ranks(three, 3, (0, 0, 0))
-    assert_close(three, one, 3)
+    four = variant(base, tmp_path, run_name="four", **small)
+    run_ranks(four, 4, (0, 0, 0, 0))
+    assert_close(four, one, 3)
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ def test_the_straight_run_moves(straight):
         "lr",
         "objective/scores",
         "loss/policy_avg",
-        "val/sequence_lengths",
+        "policy/entropy_avg",
     ):
         assert len({row[name] for row in rows}) >= 3, name
 
@@ -267,7 +270,7 @@ def test_resume_with_fewer_episodes_ends(straight, tmp_path):
 # Four updates a step, ten tokens a generation: what is in the middle of step 3, and inside of the saving of step 4.
 KILLS = {
     "update": ("utils.Optimizer.step:10", 2),
-    "rollout": ("grpo.generate:8", 2),
+    "rollout": ("grpo.generate:7", 2),
     "samples": ("utils.Run.samples:3", 2),
     "log": ("utils.Run.log:5", 2),
     "save, before writing": ("utils.save_folder:2", 2),
@@ -288,7 +291,7 @@ def test_a_kill_while_a_checkpoint_is_saved_again(straight, tmp_path):
     """SIGTERM in step 3 saves step 2, which --save_every has saved; SIGKILL, as a scheduler sends after its grace time,
     in the middle of that must leave a complete checkpoint of step 2."""
     values = {**straight, "output_dir": str(tmp_path)}
-    run(values, code=-9, place="grpo.generate:8:SIGTERM;os.rename:2:SIGKILL")
+    run(values, code=-9, place="grpo.generate:7:SIGTERM;os.rename:2:SIGKILL")
     resume(values, straight, after=2)
 
 
@@ -469,7 +472,7 @@ def test_a_step_without_scores_ends_the_run(base, tmp_path, capfd, failing, name
         run_here(values)
     assert end.value.code == 2
     errors = [line for line in capfd.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
-    assert len(errors) == 1 and f"--reward {source}" in errors[0], errors
+    assert len(errors) == 1 and source in errors[0] and "--reward" in errors[0], errors
     why = {
         "hangs": "--reward_timeout 2",
         "raises": "the judge is away",
@@ -588,7 +591,7 @@ def test_columns_reach_the_reward_function(rewards, tmp_path):
 HUGE = """
 calls = 0
 def always(prompts, responses, **columns):  # their sum overflows float32
-    return [3e38 - i for i in range(len(responses))]
+    return [3e38 / (1 + i % 4) for i in range(len(responses))]
 
 def first(prompts, responses, **columns):
     global calls
@@ -681,7 +684,7 @@ def runs_a_step(values: dict) -> dict:
     empty = [name for name, value in row.items() if value is None]
     assert set(empty) <= ({"objective/kl", "objective/non_score_reward"} if values["kl_coef"] == 0 else set()), empty
     assert all_finite(folder_of(values) / "final")
-    if "gsm8k" not in values["reward"]:
+    if not {"gsm8k", "+"} & {*values["reward"], values.get("stop_token")}:  # else all scores are equal
         assert row["loss/grad_norm"] > 0 and not same_weights(folder_of(values) / "final", values["model"])
     return row
 
