@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -895,33 +896,23 @@ class Run:
             with open(os.path.join(folder, name), "w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in kept)
         with open(os.path.join(folder, "args.json"), "w") as file:
-            json.dump(
-                {"args": asdict(args), "versions": versions(), "git_commit": git_commit(), "ranks": world.size},
-                file,
-                indent=2,
-            )
+            about = {"versions": versions(), "git_commit": git_commit(), "ranks": world.size}
+            json.dump({"args": asdict(args), **about}, file, indent=2)
         if args.track:
             import wandb
 
-            id_file = os.path.join(folder, "wandb_run_id.txt")
-            run_id = (
-                open(id_file).read()
-                if resumed_step is not None and os.path.exists(id_file)
-                else wandb.util.generate_id()
-            )
-            with open(id_file, "w") as file:
-                file.write(run_id)
+            id_file = os.path.join(folder, "wandb_run_id.txt")  # a resumed run goes on in the same place there, too
+            if resumed_step is None or not os.path.exists(id_file):
+                with open(id_file, "w") as file:
+                    file.write(uuid.uuid4().hex)
+            with open(id_file) as file:
+                run_id = file.read()
             self.wandb = wandb.init(
-                project=args.wandb_project,
-                name=os.path.basename(folder),
-                id=run_id,
-                resume="allow",
-                dir=folder,
-                config=asdict(args),
-            )
-        print(
-            f"run: {folder}" + (f" (goes on after step {resumed_step})" if resumed_step is not None else ""), flush=True
-        )
+                project=args.wandb_project, name=os.path.basename(folder), id=run_id, resume="allow", dir=folder,
+                config=asdict(args), settings=wandb.Settings(silent=True),
+            )  # fmt: skip
+        after = "" if resumed_step is None else f" (goes on after step {resumed_step})"
+        print(f"run: {folder}{after}", flush=True)
         self.progress = tqdm(
             total=total_steps, initial=resumed_step or 0, unit="step", dynamic_ncols=True, smoothing=0.1
         )
