@@ -673,7 +673,7 @@ def main(args: Args) -> None:
     check_args(args)
     world = utils.setup_processes()
     interrupt = utils.Interrupt(world)
-    folder, resume_from = utils.run_folder(args, "grpo")
+    folder, resume_from = utils.run_folder(args, __file__)
     tokenizer = utils.load_tokenizer(args.model, args.pad_token)
     stop_ids = utils.stop_token_ids(tokenizer, args.model, args.stop_token)
     prompts, eval_prompts = utils.load_train_and_eval(args, tokenizer)

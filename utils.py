@@ -769,11 +769,15 @@ def sample_rows(batch, count: int, advantages: torch.Tensor | None = None, apart
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def run_folder(args, algorithm: str) -> tuple[str, str | None]:
-    """The run's folder, and its newest complete checkpoint if `--resume` is to go on from one. Creates nothing."""
-    name = args.run_name or "__".join(
-        [algorithm, *(os.path.basename(n.rstrip("/")) for n in (args.model, args.dataset)), str(args.seed)]
-    )
+def run_folder(args, script: str) -> tuple[str, str | None]:
+    """The run's folder, and its newest complete checkpoint if `--resume` is to go on from one. Creates nothing.
+
+    The default name is made of the script's, the model's and the data set's and the seed.
+    """
+    named_after = [
+        os.path.splitext(os.path.basename(name.rstrip("/")))[0] for name in (script, args.model, args.dataset)
+    ]
+    name = args.run_name or "__".join([*named_after, str(args.seed)])
     folder = os.path.join(args.output_dir, name)
     if os.path.exists(folder) and not args.resume:
         fail(f"--run_name {name}: {folder} exists; go on from its last checkpoint with --resume, or take another name")
