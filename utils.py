@@ -774,10 +774,8 @@ def run_folder(args, script: str) -> tuple[str, str | None]:
 
     The default name is made of the script's, the model's and the data set's and the seed.
     """
-    named_after = [
-        os.path.splitext(os.path.basename(name.rstrip("/")))[0] for name in (script, args.model, args.dataset)
-    ]
-    name = args.run_name or "__".join([*named_after, str(args.seed)])
+    parts = [os.path.basename(part.rstrip("/")) for part in (script.removesuffix(".py"), args.model, args.dataset)]
+    name = args.run_name or "__".join([*parts, str(args.seed)])
     folder = os.path.join(args.output_dir, name)
     if os.path.exists(folder) and not args.resume:
         fail(f"--run_name {name}: {folder} exists; go on from its last checkpoint with --resume, or take another name")
