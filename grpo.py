@@ -660,6 +660,8 @@ def check_args(args: Args) -> None:
         utils.fail(f"--dual_clip {args.dual_clip}: has to be above 1 (or 0 for none)")
     if args.dual_clip and VARIANTS[args.loss][0] not in ("ppo", "gspo"):
         utils.fail(f"--dual_clip {args.dual_clip}: --loss {args.loss} has no clipped loss to bound")
+    if args.ref_refresh_every < 0 or not 0 <= args.ref_refresh_mix <= 1:
+        utils.fail("--ref_refresh_every has to be 0 or more, --ref_refresh_mix to lie between 0 and 1")
     if args.ref_refresh_every and not args.kl_coef:
         utils.fail(f"--ref_refresh_every {args.ref_refresh_every}: with --kl_coef 0 there is no reference to refresh")
     if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":

@@ -214,6 +214,8 @@ def load_tokenizer(name: str, pad_token: str):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except (OSError, ValueError, KeyError, ImportError) as error:
         fail(f"--model {name}: no tokenizer could be loaded from it ({first_line(error)})")
+    if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
+        fail(f"--model {name}: has no tokenizer")
     if pad_token:
         pad_token = tokenizer.eos_token if pad_token == "eos" else pad_token
         if pad_token is None or tokenizer.convert_tokens_to_ids(pad_token) in (None, tokenizer.unk_token_id):
@@ -508,6 +510,8 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args) -> list[dict
     for number, row in enumerate(tqdm(rows, desc=f"reading {name}", delay=2, leave=False), 1):
         where = f"{flag} {name} row {number}"
         text, query = encode_prompt(where, row.get(prompt_column), tokenizer, args.system_prompt)
+        if not query:
+            fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
         if len(query) > args.max_prompt_length:
             fail(f"{where}: the prompt has {len(query)} tokens, over --max_prompt_length {args.max_prompt_length}")
         answer = row.get(answer_column)

@@ -1,0 +1,313 @@
+"""Bad input ends with one line that names the flag, file and row, and exit code 2; no traceback, and no run folder left."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+from helpers import HELD_OUT, ROOT, ROWS, flags, run_here, tiny_model, write_rows
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    values = helpers.workspace(tmp_path_factory.mktemp("bad"))
+    return {**values, "run_name": "run", "total_episodes": 8, "eval_every": 0, "save_every": 0}
+
+
+@pytest.fixture(scope="module")
+def models(base, tmp_path_factory) -> dict[str, str]:
+    """Model folders, each with one thing wrong."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {name: tiny_model(folder / name, chat=name == "chat") for name in ("no tokenizer", "no model", "chat")}
+    made["no pad"] = tiny_model(folder / "no pad", "gpt_neox")
+    for name in os.listdir(made["no tokenizer"]):
+        if "token" in name:
+            os.remove(folder / "no tokenizer" / name)
+    config = folder / "no pad" / "tokenizer_config.json"
+    settings = json.loads(config.read_text()) | {"tokenizer_class": "TokenizersBackend"}  # Qwen2's has a default
+    del settings["pad_token"]
+    config.write_text(json.dumps(settings))
+    os.remove(folder / "no model" / "model.safetensors")
+    (folder / "empty").mkdir()
+    return {**made, "empty": str(folder / "empty"), "gone": str(folder / "gone")}
+
+
+@pytest.fixture
+def refuses(base, tmp_path, capsys):
+    """Run with flags, in this process; it has to end with one line of which every word of `named` is a part."""
+
+    def check(named: tuple[str, ...], **changes) -> None:
+        values = {**base, "output_dir": str(tmp_path / "runs"), **changes}
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            run_here(values)
+        said = capsys.readouterr()
+        lines = [line for line in said.err.splitlines() if line and not line.startswith("warning:")]
+        assert end.value.code == 2
+        assert len(lines) == 1 and lines[0].startswith("error: "), said.err
+        assert len(lines[0]) < 600 and not said.out
+        for word in named:
+            assert word in lines[0], (word, lines[0])
+        assert not (Path(values["output_dir"]) / "run").exists()
+
+    return check
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def with_row(k: int, row) -> list:
+    return [*ROWS[: k - 1], row, *ROWS[k:]]
+
+
+ROW_FAULTS = {
+    "empty prompt": (with_row(3, {"prompt": " \n", "answer": "1"}), "row 3", "empty"),
+    "no prompt in this row": (with_row(5, {"answer": "1"}), "row 5"),
+    "null prompt": (with_row(5, {"prompt": None, "answer": "1"}), "row 5"),
+    "prompt too long": (with_row(4, {"prompt": "1" * 21, "answer": "1"}), "row 4", "21", "--max_prompt_length 20"),
+    "row is a list": (with_row(2, ["1+1=", "2"]), "row 2", "list"),
+    "row is text": (with_row(2, "1+1="), "row 2", "str"),
+    "row is null": (with_row(2, None), "row 2"),
+    "prompt is a number": (with_row(6, {"prompt": 12, "answer": "1"}), "row 6"),
+    "prompt is an object": (with_row(6, {"prompt": {"role": "user"}, "answer": "1"}), "row 6"),
+    "prompt is a list of numbers": (with_row(6, {"prompt": [1, 2], "answer": "1"}), "row 6"),
+    "prompt is an empty list": (with_row(6, {"prompt": [], "answer": "1"}), "row 6"),
+    "messages without a template": (
+        with_row(7, {"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}),
+        "row 7",
+        "chat template",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", ROW_FAULTS)
+def test_rows(refuses, tmp_path, fault):
+    rows, *named = ROW_FAULTS[fault]
+    file = write_rows(tmp_path / "data.jsonl", rows)
+    refuses(("--dataset", file, *named), dataset=file, max_prompt_length=20)
+
+
+def test_the_same_fault_in_the_evaluation_set(refuses, tmp_path):
+    file = write_rows(tmp_path / "test.jsonl", with_row(3, {"prompt": "", "answer": "1"}))
+    refuses(("--eval_dataset", file, "row 3"), eval_dataset=file, eval_every=1)
+
+
+def test_messages_with_a_bad_turn(refuses, tmp_path, models):
+    for turn in ({"role": "user"}, "hello", 3, None):
+        file = write_rows(tmp_path / "data.jsonl", with_row(2, {"prompt": [turn], "answer": "1"}))
+        refuses(("--dataset", file, "row 2"), dataset=file, model=models["chat"])
+
+
+@pytest.mark.parametrize("answer", [None, "", "  "])
+def test_a_row_without_an_answer(refuses, tmp_path, answer):
+    file = write_rows(tmp_path / "data.jsonl", with_row(4, {"prompt": "1+1=", "answer": answer}))
+    refuses(("--dataset", file, "row 4", "answer", "gsm8k"), dataset=file, reward="gsm8k")
+
+
+def test_columns(refuses, tmp_path):
+    file = write_rows(tmp_path / "data.jsonl", [{"input": "1+1=", "output": "2"}] * 3)
+    refuses(("--dataset", file, "--prompt_column", "input, output"), dataset=file)
+    refuses(("--dataset", file, "--prompt_column", "'text'", "input, output"), dataset=file, prompt_column="text")
+    refuses(
+        ("--dataset", file, "--answer_column", "input, output"), dataset=file, prompt_column="input", reward="exact"
+    )
+    refuses(
+        ("--dataset", file, "--answer_column", "'label'"), dataset=file, prompt_column="input", answer_column="label"
+    )
+
+
+@pytest.mark.parametrize(
+    "name, content, named",
+    [
+        ("data.jsonl", '{"prompt": "a"}\n\n{"prompt": "a"\n{"prompt": "b"}\n', ("line 3",)),
+        ("data.jsonl", '{"prompt": "a"}\n{"prompt": "b"} {"prompt": "c"}\n', ("line 2",)),
+        ("data.json", '[{"prompt": "a"},\n{"prompt": }]', ("line 2",)),
+        ("data.json", '{"prompt": "a"}', ("list of rows",)),
+        ("data.json", "[[1]]", ("row 1",)),
+        ("data.json", "[]", ("no rows",)),
+        ("data.jsonl", "", ("no rows",)),
+        ("data.jsonl", "\n \n", ("no rows",)),
+        ("data.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n', ("line 2",)),
+        ("data.parquet", "not parquet", ("parquet",)),
+        ("data.csv", "prompt\na\n", (".jsonl",)),
+    ],
+)
+def test_files(refuses, tmp_path, name, content, named):
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    refuses(("--dataset", str(file), *named), dataset=str(file))
+
+
+def test_data_sets_that_do_not_exist(refuses, tmp_path):
+    refuses(("--dataset", "arithmetics"), dataset="arithmetics")
+    refuses(("--dataset", "no/such/file.jsonl"), dataset="no/such/file.jsonl")
+    refuses(("--dataset", "no/file.jsonl"), dataset="no/file.jsonl")
+    refuses(("--dataset", "arithmetic", "'validation'"), dataset="arithmetic", dataset_split="validation")
+    (tmp_path / "folder").mkdir()
+    refuses(("--dataset", str(tmp_path / "folder")), dataset=str(tmp_path / "folder"))
+
+
+def test_every_row_held_out(refuses, tmp_path):
+    file = write_rows(tmp_path / "data.jsonl", HELD_OUT)
+    refuses(("--dataset", file), dataset=file, eval_every=1)
+
+
+# ---- models and tokenizers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gone", "no tokenizer", "no model", "empty"])
+def test_models(refuses, models, name):
+    refuses(("--model", models[name]), model=models[name])
+
+
+def test_reference_model(refuses, models):
+    refuses(("--ref_model", models["gone"]), ref_model=models["gone"])
+
+
+def test_pad_token(refuses, models, base, tmp_path):
+    refuses(("--model", models["no pad"], "--pad_token"), model=models["no pad"])
+    refuses(("--pad_token <none>",), model=models["no pad"], pad_token="<none>")
+    run_here({**base, "output_dir": str(tmp_path / "mended"), "model": models["no pad"], "pad_token": "eos"})
+    assert (tmp_path / "mended" / "run" / "final").exists()
+
+
+def test_stop_token(refuses):
+    refuses(("--stop_token", "'12'"), stop_token="12")
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------------
+
+
+def test_rewards(refuses, tmp_path):
+    refuses(("--reward maths", "gsm8k"), reward="maths")
+    file = tmp_path / "reward.py"
+    refuses((f"--reward {file}:score", "no file"), reward=f"{file}:score")
+    file.write_text("def other(prompts, responses): pass\nvalue = 3\n")
+    refuses((f"--reward {file}:score",), reward=f"{file}:score")
+    refuses((f"--reward {file}:value",), reward=f"{file}:value")
+    refuses((f"--reward {file}",), reward=str(file))
+    refuses((f"--reward {file}:score",), reward=("gsm8k", f"{file}:score"))
+    file.write_text("def score(prompts, responses:\n    return\n")
+    refuses((f"--reward {file}:score", "SyntaxError"), reward=f"{file}:score")
+    file.write_text("import no_such_module\n")
+    refuses((f"--reward {file}:score", "no_such_module"), reward=f"{file}:score")
+    file.write_text("import sys\nsys.exit(3)\n")
+    refuses((f"--reward {file}:score",), reward=f"{file}:score")
+
+
+def test_reward_weights(refuses):
+    refuses(("--reward_weights", "2", "1"), reward_weights=(1.0, 2.0))
+    refuses(("--reward_weights", "1", "2"), reward=("exact", "format"), reward_weights=(1.0,))
+
+
+# ---- flags -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "named, changes",
+    [
+        (("--mini_batch_size 3", "8"), dict(mini_batch_size=3)),
+        (("--mini_batch_size 16", "8"), dict(mini_batch_size=16)),
+        (("--total_episodes 7", "8"), dict(total_episodes=7)),
+        (("--group_size 1",), dict(group_size=1, mini_batch_size=1)),
+        (("--rollout_batch_size 0",), dict(rollout_batch_size=0)),
+        (("--rollout_batch_size -2",), dict(rollout_batch_size=-2)),
+        (("--num_epochs 0",), dict(num_epochs=0)),
+        (("--max_response_length 0",), dict(max_response_length=0)),
+        (("--min_response_length 11",), dict(min_response_length=11)),
+        (("--micro_batch_tokens 0",), dict(micro_batch_tokens=0)),
+        (("--learning_rate -0.001",), dict(learning_rate=-1e-3)),
+        (("--learning_rate nan",), dict(learning_rate=float("nan"))),
+        (("--min_learning_rate",), dict(min_learning_rate=1.0)),
+        (("--warmup_ratio",), dict(warmup_ratio=-1.0)),
+        (("--weight_decay",), dict(weight_decay=-0.1)),
+        (("--adam_beta1",), dict(adam_beta1=1.0)),
+        (("--adam_beta2",), dict(adam_beta2=-0.5)),
+        (("--max_grad_norm",), dict(max_grad_norm=0.0)),
+        (("--dual_clip 0.5",), dict(dual_clip=0.5)),
+        (("--dual_clip", "cispo"), dict(dual_clip=3.0, loss="cispo")),
+        (("--temperature 0",), dict(temperature=0.0)),
+        (("--top_p",), dict(top_p=1.5)),
+        (("--top_k",), dict(top_k=-1)),
+        (("--repetition_penalty",), dict(repetition_penalty=0.0)),
+        (("--ref_refresh_every", "--kl_coef"), dict(ref_refresh_every=2, kl_coef=0.0)),
+        (("--ref_refresh_every",), dict(ref_refresh_every=-1)),
+        (("--kl_target",), dict(kl_target=0.0, kl_controller="adaptive")),
+        (("--kl_horizon",), dict(kl_horizon=0, kl_controller="adaptive")),
+        (("--keep_checkpoints",), dict(keep_checkpoints=-1)),
+        (("--save_every",), dict(save_every=-1)),
+        (("--eval_every",), dict(eval_every=-1)),
+        (("--eval_prompts",), dict(eval_prompts=-1)),
+        (("--eval_samples",), dict(eval_samples=0)),
+        (("--reward_timeout",), dict(reward_timeout=0.0)),
+        (("--log_samples",), dict(log_samples=-1)),
+        (("--max_skipped_updates",), dict(max_skipped_updates=-1)),
+    ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_flags(refuses, named, changes):
+    refuses(named, **changes)
+
+
+@pytest.mark.parametrize("words", [["--no_such_flag", "1"], ["--loss", "ppo"], ["--group_size", "two"]])
+def test_unknown_flags_and_values(base, tmp_path, words, capsys):
+    import tyro
+
+    import grpo
+
+    with pytest.raises(SystemExit) as end:
+        tyro.cli(grpo.Args, args=[*flags({**base, "output_dir": str(tmp_path)}), *words])
+    said = capsys.readouterr()
+    assert end.value.code == 2 and words[0].strip("-") in said.err.replace("group-size", "group_size")
+    assert "Traceback" not in said.err and not os.listdir(tmp_path)
+
+
+# ---- as a user sees it: processes of their own -------------------------------------------------------------------------------
+
+
+def command(values: dict, *before, **environment) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *before, str(ROOT / "grpo.py"), *flags(values)],
+        capture_output=True, text=True, timeout=120, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_a_run_that_exists(base, tmp_path):
+    values = {**base, "output_dir": str(tmp_path)}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    done = command(values)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("error: --run_name run") and "--resume" in line
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_one_line_from_two_ranks(base, tmp_path):
+    done = command(
+        {**base, "output_dir": str(tmp_path), "group_size": 1, "mini_batch_size": 1},
+        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+        OMP_NUM_THREADS="1",
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode != 0 and len(lines) == 1 and "--group_size 1" in lines[0]
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("option", ["dataset", "model"])
+def test_a_hub_that_cannot_be_reached(base, tmp_path, option):
+    """One line, in a time that a person waits. Nothing listens at this address, with or without a network."""
+    values = {**base, "output_dir": str(tmp_path / "runs"), option: "nobody/nothing-of-this-name"}
+    begin = time.monotonic()
+    done = command(
+        values, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path / "cache"), HF_HUB_DISABLE_TELEMETRY="1"
+    )
+    seconds = time.monotonic() - begin
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert lines[0].startswith(f"error: --{option} nobody/nothing-of-this-name")
+    assert seconds < 60 and not (tmp_path / "runs").exists()
