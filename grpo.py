@@ -717,7 +717,7 @@ def main(args: Args) -> None:
     if resume_from:
         state = utils.load_checkpoint(resume_from, world)
         optimizer.load_state_dict(state.pop("optimizer"))
-    run = utils.Run(folder, args, world, total_steps, state["step"] if resume_from else None)
+    run = utils.Run(folder, args, world, total_steps, state if resume_from else None)
     clock = utils.Clock(world.device, state["seconds"])
     sample = functools.partial(
         rollout, model=model, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args, interrupt=interrupt,
@@ -739,7 +739,7 @@ def main(args: Args) -> None:
         # ---- evaluate, log, save: the policy after `step` steps (a run interrupted here resumes here) ---------------
         step, metrics = state["step"], state["metrics"]
         if not state["logged"]:
-            if args.eval_every and eval_prompts and (step % args.eval_every == 0 or step == total_steps):
+            if args.eval_every and eval_prompts and (step % args.eval_every == 0 or step >= total_steps):
                 run.phase("evaluate")
                 results, batch = utils.evaluate(sample, eval_prompts, args)
                 if not results:
@@ -751,7 +751,7 @@ def main(args: Args) -> None:
             state.update(metrics={}, logged=True)
             if step and args.save_every and step % args.save_every == 0:
                 save()
-        if step == total_steps:
+        if step >= total_steps:
             break
         if interrupt.agreed():
             leave()

@@ -46,14 +46,14 @@ def fail(message: str, local: bool = False) -> NoReturn:
     All ranks of a node are taken to fail alike, and one speaks for them, unless the reason is `local` to this rank.
     """
     if local or int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, beside a progress bar
     sys.exit(EXIT_BAD_INPUT)
 
 
 def warn(message: str) -> None:
     """One line on stderr, from rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        tqdm.write(f"warning: {message}", file=sys.stderr)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -814,9 +814,12 @@ def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None
             for item in (*files, *folders):
                 _fsync(os.path.join(path, item))
         _fsync(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
+        replaced = os.path.join(parent, f".{name}.old")
+        if os.path.exists(folder):
+            os.rename(folder, replaced)
         os.rename(temporary, folder)
         _fsync(parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     world.barrier()
 
 
@@ -839,7 +842,9 @@ def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, ke
             if reference is not None:
                 reference.save_pretrained(os.path.join(path, "reference"))
 
-    save_folder(os.path.join(folder, "checkpoints", f"step_{state['step']}"), world, write)
+    path = os.path.join(folder, "checkpoints", f"step_{state['step']}")
+    if not os.path.exists(path):  # there is one already where a run is interrupted again after the same step
+        save_folder(path, world, write)
     if world.main and keep:
         for old in checkpoint_folders(folder)[:-keep]:
             shutil.rmtree(old)
@@ -888,17 +893,18 @@ class Run:
     Every rank makes one and calls it alike; only rank 0's does anything.
     """
 
-    def __init__(self, folder: str, args, world: World, total_steps: int, resumed_step: int | None):
+    def __init__(self, folder: str, args, world: World, total_steps: int, resumed: dict | None):
+        """`resumed`: the state of the checkpoint that the run goes on from; lines that it does not know are dropped."""
         self.folder, self.world, self.wandb, self.progress, self.shown = folder, world, None, None, {}
         if not world.main:
             return
         os.makedirs(folder, exist_ok=True)
-        for name in ("metrics.jsonl", "samples.jsonl"):  # lines of steps that the checkpoint does not know are redone
-            kept = [
-                r
-                for r in read_jsonl(os.path.join(folder, name))
-                if resumed_step is not None and r["step"] <= resumed_step
-            ]
+        step = resumed["step"] if resumed else -1
+        for name, last in (
+            ("metrics.jsonl", step if resumed and resumed["logged"] else step - 1),
+            ("samples.jsonl", step),
+        ):
+            kept = [row for row in read_jsonl(os.path.join(folder, name)) if row["step"] <= last]
             with open(os.path.join(folder, name), "w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in kept)
         with open(os.path.join(folder, "args.json"), "w") as file:
@@ -908,7 +914,7 @@ class Run:
             import wandb
 
             id_file = os.path.join(folder, "wandb_run_id.txt")  # a resumed run goes on in the same place there, too
-            if resumed_step is None or not os.path.exists(id_file):
+            if not resumed or not os.path.exists(id_file):
                 with open(id_file, "w") as file:
                     file.write(uuid.uuid4().hex)
             with open(id_file) as file:
@@ -917,11 +923,8 @@ class Run:
                 project=args.wandb_project, name=os.path.basename(folder), id=run_id, resume="allow", dir=folder,
                 config=asdict(args), settings=wandb.Settings(silent=True),
             )  # fmt: skip
-        after = "" if resumed_step is None else f" (goes on after step {resumed_step})"
-        print(f"run: {folder}{after}", flush=True)
-        self.progress = tqdm(
-            total=total_steps, initial=resumed_step or 0, unit="step", dynamic_ncols=True, smoothing=0.1
-        )
+        print(f"run: {folder}" + (f" (goes on after step {step})" if resumed else ""), flush=True)
+        self.progress = tqdm(total=total_steps, initial=max(0, step), unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def phase(self, name: str) -> None:
         """Say in the progress bar what the run is doing."""
@@ -937,7 +940,7 @@ class Run:
         """
         if not self.world.main:
             return
-        row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        row = finite(metrics)
         with open(os.path.join(self.folder, "metrics.jsonl"), "a") as file:
             file.write(json.dumps(row) + "\n")
         if self.wandb:
@@ -950,7 +953,7 @@ class Run:
         """Append rows to samples.jsonl."""
         if self.world.main:
             with open(os.path.join(self.folder, "samples.jsonl"), "a") as file:
-                file.writelines(json.dumps({"step": step, **row}, default=str) + "\n" for row in rows)
+                file.writelines(json.dumps({"step": step, **finite(row)}) + "\n" for row in rows)
 
     def table(self, step: int, rows: list[dict], batch) -> None:
         """Show held-out samples on the console; in wandb also, with a histogram of the Batch's response lengths."""
@@ -963,7 +966,7 @@ class Run:
         title = f"held-out samples after step {step}"
         table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
         for row in rows:
-            cells = [f"{v:g}" if isinstance(v, float) else str(v) for v in row.values()]
+            cells = [f"{x:g}" if isinstance(x, float) else str(x) for x in finite(row).values()]
             # A long prompt is told by its end (the question), a long response by both of its ends.
             table.add_row(*(rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}") for c in cells))
         with tqdm.external_write_mode():
@@ -1038,6 +1041,11 @@ def plot_curves(folders: list[str], path: str) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def finite(row: dict) -> dict:
+    """A row with None for numbers that are not finite, which JSON does not have."""
+    return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
 
 
 def read_jsonl(path: str) -> list[dict]:
