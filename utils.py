@@ -589,7 +589,7 @@ BUILTIN_REWARDS = (*ANSWER_REWARDS, "format")
 class _Worker:
     """One `scripts/verifier.py` process: a line of JSON goes in, lines of JSON come out."""
 
-    def __init__(self, names: tuple[str, ...]):
+    def __init__(self, names: tuple[str, ...], timeout: float):
         self.process = subprocess.Popen(
             [sys.executable, os.path.join(ROOT, "scripts", "verifier.py")],
             stdin=subprocess.PIPE,
@@ -598,7 +598,7 @@ class _Worker:
         )
         self.lines: queue.Queue = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.send({"load": names})
+        self.send({"load": names, "timeout": timeout})
 
     def _read(self) -> None:
         for line in self.process.stdout:
@@ -645,7 +645,7 @@ class Rewards:
             if name not in BUILTIN_REWARDS and not os.path.isfile(path):
                 fail(f"--reward {name}: there is no file {path}")
         count = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        self.workers = [_Worker(names) for _ in range(count)]
+        self.workers = [_Worker(names, timeout) for _ in range(count)]
         atexit.register(self.close)
         for worker in self.workers:
             self._await_loaded(worker)
@@ -696,7 +696,7 @@ class Rewards:
                     answer["scores"] = [None] * (1 if name in BUILTIN_REWARDS else len(rest))
                 scores += [math.nan if x is None or not math.isfinite(x) else x for x in answer["scores"]]
             if "dead" in answer:
-                self.workers[index] = _Worker(self.names)
+                self.workers[index] = _Worker(self.names, self.timeout)
                 self._await_loaded(self.workers[index])
         return scores
 

@@ -1,7 +1,7 @@
 """The process in which answers are checked: whatever hangs or crashes here is killed without harm to the training.
 
-`utils.Rewards` starts it with a line {"load": [names]}, answered by {"loaded": true} or {"reward": name, "error": why},
-then sends a line of JSON a call:
+`utils.Rewards` starts it with a line {"load": [names], "timeout": seconds}, which it answers with {"loaded": true} or
+{"reward": name, "error": why}, then sends a line of JSON a call:
     {"reward": name, "prompts": [...], "responses": [...], "columns": {"answer": [...], ...}}
 A built-in reward answers {"scores": [x]} or {"error": why} response by response, so that the reader can tell which one
 is stuck; a function from a file answers once for all.
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 
@@ -91,7 +92,8 @@ def main() -> None:
         answers.flush()
 
     functions = dict(BUILTIN)
-    for name in json.loads(sys.stdin.readline())["load"]:
+    settings = json.loads(sys.stdin.readline())
+    for name in settings["load"]:
         try:
             if name == "math":
                 import math_verify  # noqa: F401  (slow to import: not within the time limit of the first call)
@@ -107,6 +109,8 @@ def main() -> None:
         # A built-in reward is called once a response, a function from a file once with all of them.
         calls = zip(responses, columns["answer"]) if request["reward"] in BUILTIN else [None]
         for call in calls:
+            # The caller kills this process after the time limit; if the caller is gone, the kernel does, a bit later.
+            signal.setitimer(signal.ITIMER_REAL, settings["timeout"] + 5)
             try:
                 if call is None:
                     answer(scores=as_numbers(function(request["prompts"], responses, **columns), len(responses)))
@@ -115,6 +119,7 @@ def main() -> None:
             except BaseException as error:
                 traceback.print_exc()
                 answer(error=f"{type(error).__name__}: {error}")
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 if __name__ == "__main__":

@@ -305,6 +305,14 @@ def test_every_row_once_if_killed_after_a_resume(straight, tmp_path):
     resume(values, straight, after=2)
 
 
+def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path):
+    """The lines of steps that the checkpoint does not know go, and those of earlier steps stay, at whatever instant."""
+    values = {**straight, "output_dir": str(tmp_path)}
+    run(values, code=-9, place="utils.Optimizer.step:13:SIGKILL")  # in step 4: step 3 is logged, step 2 saved
+    run({**values, "resume": True}, code=-9, place="json.dumps:6:SIGKILL")
+    resume(values, straight, after=2)
+
+
 # ---- signals -----------------------------------------------------------------------------------------------------------
 
 # Where the signal comes -> the phase it comes in, and the step that is saved. Calls of `generate`: 2 evaluation, 2 steps,
