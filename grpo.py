@@ -60,7 +60,7 @@ class Args:
     run_name: str = ""
     """Name of the run's folder; default: algorithm, model, data set and seed."""
     output_dir: str = "runs"
-    """Folder that holds the runs."""
+    """Folder that holds the runs; several nodes need one that they share."""
     seed: int = 1
     """Seed of everything random: the order of the prompts, the sampling, the mini-batches."""
     resume: bool = False

@@ -250,9 +250,8 @@ def load_config(flag: str, name: str):
     except (OSError, ValueError, KeyError) as error:
         fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
     for key in config.to_dict():
-        if key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate")) and isinstance(
-            getattr(config, key), float
-        ):
+        is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
+        if is_dropout and isinstance(getattr(config, key), float):
             setattr(config, key, 0.0)
     return config
 
@@ -329,9 +328,9 @@ class Optimizer:
 
     def metrics(self) -> dict[str, float]:
         """Mean gradient norm and number of skipped updates since the last call."""
-        finite = [norm for norm in self.norms if math.isfinite(norm)]
-        skipped, self.norms = len(self.norms) - len(finite), []
-        return {"loss/grad_norm": sum(finite) / len(finite) if finite else math.nan, "val/skipped_updates": skipped}
+        taken = [norm for norm in self.norms if math.isfinite(norm)]
+        skipped, self.norms = len(self.norms) - len(taken), []
+        return {"loss/grad_norm": sum(taken) / len(taken) if taken else math.nan, "val/skipped_updates": skipped}
 
     def state_dict(self) -> dict:
         return {"adam": self.adam.state_dict(), "updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
@@ -843,7 +842,8 @@ def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, ke
                 reference.save_pretrained(os.path.join(path, "reference"))
 
     path = os.path.join(folder, "checkpoints", f"step_{state['step']}")
-    if not os.path.exists(path):  # there is one already where a run is interrupted again after the same step
+    # There is one already where a run is interrupted again after the same step.
+    if not world.any(world.main and os.path.exists(path)):
         save_folder(path, world, write)
     if world.main and keep:
         for old in checkpoint_folders(folder)[:-keep]:
@@ -900,10 +900,8 @@ class Run:
             return
         os.makedirs(folder, exist_ok=True)
         step = resumed["step"] if resumed else -1
-        for name, last in (
-            ("metrics.jsonl", step if resumed and resumed["logged"] else step - 1),
-            ("samples.jsonl", step),
-        ):
+        logged = step if resumed and resumed["logged"] else step - 1
+        for name, last in (("metrics.jsonl", logged), ("samples.jsonl", step)):
             kept = [row for row in read_jsonl(os.path.join(folder, name)) if row["step"] <= last]
             with open(os.path.join(folder, name), "w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in kept)
@@ -1018,20 +1016,16 @@ def plot_curves(folders: list[str], path: str) -> None:
     if not keys:
         return
     columns = min(3, len(keys))
-    figure, axes = plt.subplots(
-        math.ceil(len(keys) / columns),
-        columns,
-        figsize=(4.2 * columns, 2.9 * math.ceil(len(keys) / columns)),
-        squeeze=False,
-    )
+    lines = math.ceil(len(keys) / columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.9 * lines), squeeze=False)
     for axis in axes.flat[len(keys) :]:
         axis.axis("off")
     for axis, key in zip(axes.flat, keys):
         for name, rows in runs.items():
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-            axis.plot(
-                *zip(*points), marker="o" if len(points) < 20 else None, markersize=3, linewidth=1.4, label=name
-            ) if points else None
+            if points:
+                marker = "o" if len(points) < 20 else None
+                axis.plot(*zip(*points), marker=marker, markersize=3, linewidth=1.4, label=name)
         axis.set_title(CURVES[key], fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
@@ -1151,17 +1145,9 @@ class Sums:
 
 def peak_flops(device: torch.device) -> float:
     """Dense bf16 FLOP/s of the GPU by its data sheet; NaN where it is not known, as on a CPU."""
-    sheet = {
-        "H100": 989e12,
-        "H200": 989e12,
-        "H800": 989e12,
-        "B200": 2250e12,
-        "A100": 312e12,
-        "A800": 312e12,
-        "L40S": 362e12,
-        "4090": 165e12,
-        "3090": 71e12,
-        "A10": 125e12,
-    }
+    sheet = {  # TFLOP/s
+        "H100": 989, "H200": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362, "A10": 125,
+        "4090": 165, "3090": 71,
+    }  # fmt: skip
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((flops for key, flops in sheet.items() if key in name), math.nan)
+    return next((teraflops * 1e12 for key, teraflops in sheet.items() if key in name), math.nan)

@@ -274,6 +274,7 @@ KILLS = {
     "samples": ("utils.Run.samples:3", 2),
     "log": ("utils.Run.log:5", 2),
     "save, before writing": ("utils.save_folder:2", 2),
+    "save, while writing": ("torch.save:4", 2),
     "save, before the rename": ("os.rename:2", 2),
     "final": ("utils.save_final:1", 4),
 }
