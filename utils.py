@@ -46,14 +46,16 @@ def fail(message: str, local: bool = False) -> NoReturn:
     All ranks of a node are taken to fail alike, and one speaks for them, unless the reason is `local` to this rank.
     """
     if local or int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        tqdm.write(f"error: {message}", file=sys.stderr)  # on a line of its own, beside a progress bar
+        if Run.progress is not None:
+            Run.progress.close()  # which ends the bar's line
+        print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(EXIT_BAD_INPUT)
 
 
 def warn(message: str) -> None:
     """One line on stderr, from rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
-        tqdm.write(f"warning: {message}", file=sys.stderr)
+        print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -893,9 +895,11 @@ class Run:
     Every rank makes one and calls it alike; only rank 0's does anything.
     """
 
+    progress: tqdm | None = None  # the process's one bar: `fail` ends it, too
+
     def __init__(self, folder: str, args, world: World, total_steps: int, resumed: dict | None):
         """`resumed`: the state of the checkpoint that the run goes on from; lines that it does not know are dropped."""
-        self.folder, self.world, self.wandb, self.progress, self.shown = folder, world, None, None, {}
+        self.folder, self.world, self.wandb, self.shown = folder, world, None, {}
         if not world.main:
             return
         os.makedirs(folder, exist_ok=True)
@@ -922,7 +926,7 @@ class Run:
                 config=asdict(args), settings=wandb.Settings(silent=True),
             )  # fmt: skip
         print(f"run: {folder}" + (f" (goes on after step {step})" if resumed else ""), flush=True)
-        self.progress = tqdm(total=total_steps, initial=max(0, step), unit="step", dynamic_ncols=True, smoothing=0.1)
+        Run.progress = tqdm(total=total_steps, initial=max(0, step), unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def phase(self, name: str) -> None:
         """Say in the progress bar what the run is doing."""

@@ -130,13 +130,8 @@ def flags(values: dict) -> list[str]:
 # ---- processes -------------------------------------------------------------------------------------------------
 
 
-def _signal_at(place: str) -> None:
-    """Make the n-th call of a function send this process a signal first: "utils.Optimizer.step:3:SIGTERM"."""
-    if ";" in place:
-        for part in place.split(";"):
-            _signal_at(part)
-        return
-    name, count, signal_name = place.split(":")
+def _before(name: str, action) -> None:
+    """Make every call of a function call `action(how often)` first: "utils.Optimizer.step"."""
     *path, function = name.split(".")
     owner = sys.modules[path[0]]
     for part in path[1:]:
@@ -145,11 +140,28 @@ def _signal_at(place: str) -> None:
 
     def call(*args, **kwargs):
         calls.append(1)
-        if len(calls) == int(count):
-            os.kill(os.getpid(), getattr(signal, signal_name))
+        action(len(calls))
         return original(*args, **kwargs)
 
     setattr(owner, function, call)
+
+
+def _signal_at(place: str) -> None:
+    """Make this process send itself a signal before the n-th call of a function: "utils.Optimizer.step:3:SIGTERM".
+
+    "A;B" stands for two such places, and "utils.Run.log>json.dumps:2:SIGKILL" for the second call of json.dumps after
+    utils.Run.log was called for the first time.
+    """
+    for part in place.split(";"):
+        first, _, then = part.rpartition(">")
+        name, number, signal_name = then.split(":")
+        send = lambda calls, at=int(number), what=signal.Signals[signal_name]: (
+            os.kill(os.getpid(), what) if calls == at else None
+        )
+        if first:
+            _before(first, lambda calls, name=name, send=send: _before(name, send) if calls == 1 else None)
+        else:
+            _before(name, send)
 
 
 def _main(script: str, words: list[str], log: str, environment: dict, place: str) -> None:
@@ -200,7 +212,9 @@ class Running:
         context = _server()
         self.log = tempfile.mktemp(prefix="log_", dir=_logs.name)
         environment = {"RUN_TEST_LOG": self.log, **(environment or {})}
-        self.process = context.Process(target=_main, args=(script, flags(values), self.log, environment, place), daemon=True)
+        self.process = context.Process(
+            target=_main, args=(script, flags(values), self.log, environment, place), daemon=True
+        )
         self.process.start()
 
     def wait(self, seconds: float = 90) -> "Running":

@@ -1,4 +1,4 @@
-"""Bad input ends with one line that names the flag, file and row, and exit code 2; no traceback, and no run folder left."""
+"""Bad input ends with one line that names the flag, file and row, and exit code 2; no traceback, no run folder."""
 
 import json
 import os
@@ -156,7 +156,7 @@ def test_every_row_held_out(refuses, tmp_path):
     refuses(("--dataset", file), dataset=file, eval_every=1)
 
 
-# ---- models and tokenizers -----------------------------------------------------------------------------------------------
+# ---- models and tokenizers -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gone", "no tokenizer", "no model", "empty"])
@@ -179,7 +179,7 @@ def test_stop_token(refuses):
     refuses(("--stop_token", "'12'"), stop_token="12")
 
 
-# ---- rewards ---------------------------------------------------------------------------------------------------------------
+# ---- rewards ---------------------------------------------------------------------------------------------------------
 
 
 def test_rewards(refuses, tmp_path):
@@ -204,7 +204,7 @@ def test_reward_weights(refuses):
     refuses(("--reward_weights", "1", "2"), reward=("exact", "format"), reward_weights=(1.0,))
 
 
-# ---- flags -------------------------------------------------------------------------------------------------------------------
+# ---- flags -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_unknown_flags_and_values(base, tmp_path, words, capsys):
     assert "Traceback" not in said.err and not os.listdir(tmp_path)
 
 
-# ---- as a user sees it: processes of their own -------------------------------------------------------------------------------
+# ---- as a user sees it: processes of their own -----------------------------------------------------------------------
 
 
 def command(values: dict, *before, **environment) -> subprocess.CompletedProcess:

@@ -131,7 +131,11 @@ def test_drift_is_found_and_mended(tmp_path, drift):
     code, said, mended = sync(tmp_path, drifted, "grpo.py")
     assert code == 0 and f"ppo.py: {what} copied from grpo.py" in said
     ast.parse(mended)
-    assert mended.count("def ") == SECOND.count("def ") and "# ---- a banner ----\n" in mended and "seed: int = 7" in mended
+    assert (
+        mended.count("def ") == SECOND.count("def ")
+        and "# ---- a banner ----\n" in mended
+        and "seed: int = 7" in mended
+    )
     again = sync(tmp_path, mended, "grpo.py", "--check")
     if "float" in drift[1]:  # the type of a flag stands with its default, which is the script's own: for a person
         assert "Args.size still differs" in said and again[0] == 1
@@ -169,7 +173,7 @@ def args_of(tree: ast.Module) -> list[str]:
 
 
 def names_read(*trees: ast.Module) -> set[str]:
-    """NAME of every args.NAME and self.args.NAME that is read, and the words of texts that feed a getattr(args, ...)."""
+    """NAME of every args.NAME and self.args.NAME that is read, and the words of texts beside a getattr(args, ...)."""
     found = set()
     for node in (n for tree in trees for n in ast.walk(tree)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -211,7 +215,9 @@ def test_every_flag_is_documented(name):
     body = next(n.body for n in tree_of(name).body if isinstance(n, ast.ClassDef) and n.name == "Args")
     for field, text in zip(body, [*body[1:], None]):
         if isinstance(field, ast.AnnAssign):
-            documented = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and len(str(text.value.value)) > 8
+            documented = (
+                isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and len(str(text.value.value)) > 8
+            )
             assert documented, field.target.id
 
 
