@@ -906,9 +906,11 @@ class Run:
         step = resumed["step"] if resumed else -1
         logged = step if resumed and resumed["logged"] else step - 1
         for name, last in (("metrics.jsonl", logged), ("samples.jsonl", step)):
-            kept = [row for row in read_jsonl(os.path.join(folder, name)) if row["step"] <= last]
-            with open(os.path.join(folder, name), "w") as file:
+            path = os.path.join(folder, name)
+            kept = [row for row in read_jsonl(path) if row["step"] <= last]
+            with open(f"{path}.tmp", "w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in kept)
+            os.replace(f"{path}.tmp", path)
         with open(os.path.join(folder, "args.json"), "w") as file:
             about = {"versions": versions(), "git_commit": git_commit(), "ranks": world.size}
             json.dump({"args": asdict(args), **about}, file, indent=2)
