@@ -394,9 +394,7 @@ class Policy(nn.Module):
         own = self.logits(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
         theirs = self.model(input_ids=ids, use_cache=False).logits.to(own.dtype)
         if not torch.allclose(own, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item()):
-            utils.fail(
-                f"{flag}: {type(self.model).__name__} changes its logits in a way that Policy.logits does not know"
-            )
+            utils.fail(f"{flag}: {type(self.model).__name__} changes its logits in a way unknown to Policy.logits")
 
 
 @dataclass
@@ -425,10 +423,8 @@ class Batch:
 
         No rows at all make one row of padding, with which a rank that has nothing to do takes part.
         """
-        rows = [torch.tensor(self.queries[i] + self.responses[i]) for i in indices] or [
-            torch.zeros(2, dtype=torch.long)
-        ]
-        input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        rows = [torch.tensor(self.queries[i] + self.responses[i]) for i in indices]
+        input_ids = nn.utils.rnn.pad_sequence(rows or [torch.zeros(2, dtype=torch.long)], batch_first=True)
         mask = torch.zeros_like(input_ids, dtype=torch.bool)
         for row, i in zip(mask, indices):
             row[len(self.queries[i]) : len(self.queries[i]) + len(self.responses[i])] = True
@@ -518,17 +514,16 @@ def generate(
     input_ids = torch.tensor([[q[0]] * (width - len(q)) + q for q in queries], device=device)  # (N, width)
     attention_mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in queries], device=device)
     sampler = Sampler(uniforms, len(queries), args.max_response_length, device)
-    steps = []  # what happens to the logits of the next token, in this order
+    processors = []  # what happens to the logits of the next token, in this order
     if args.repetition_penalty != 1:
-        steps.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
+        processors.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
     if args.min_response_length > 0:
-        steps.append(
-            logits_process.MinNewTokensLengthLogitsProcessor(width, args.min_response_length, stop_ids, device)
-        )
+        least = args.min_response_length
+        processors.append(logits_process.MinNewTokensLengthLogitsProcessor(width, least, stop_ids, device))
     if uniforms is not None:
-        steps.append(logits_process.TemperatureLogitsWarper(args.temperature))
-        steps += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
-        steps += [logits_process.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
+        processors.append(logits_process.TemperatureLogitsWarper(args.temperature))
+        processors += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
+        processors += [logits_process.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
     settings = {"max_length": width + args.max_response_length, "do_sample": False, "return_dict_in_generate": True}
     # The model's own generation defaults (Qwen2.5 has a repetition penalty there) would change the distribution.
     defaults, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=pad_id)
@@ -539,7 +534,8 @@ def generate(
         finished = Finished(torch.tensor(stop_ids, device=device), len(sampler.rows), interrupted)
         output = model.generate(
             input_ids, attention_mask=attention_mask, past_key_values=cache, **settings,
-            logits_processor=LogitsProcessorList([*steps, sampler]), stopping_criteria=StoppingCriteriaList([finished]),
+            logits_processor=LogitsProcessorList([*processors, sampler]),
+            stopping_criteria=StoppingCriteriaList([finished]),
         )  # fmt: skip
         tokens[sampler.rows, : sampler.position] = output.sequences[:, width:]
         going = ~finished.rows
