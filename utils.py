@@ -903,6 +903,8 @@ class Run:
         if not world.main:
             return
         os.makedirs(folder, exist_ok=True)
+        for leftover in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".step_*")):
+            shutil.rmtree(leftover)  # a save that was killed
         step = resumed["step"] if resumed else -1
         logged = step if resumed and resumed["logged"] else step - 1
         for name, last in (("metrics.jsonl", logged), ("samples.jsonl", step)):
