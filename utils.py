@@ -995,8 +995,8 @@ class Run:
         for name, key in (("sampled", "eval/accuracy"), ("greedy", "eval/greedy_accuracy")):
             values = [(row["step"], row[key]) for row in rows if key in row]
             if values:
-                (first_step, first), (last_step, last) = values[0], values[-1]
-                print(f"held-out accuracy, {name}: {first:.3f} at step {first_step}, {last:.3f} at step {last_step}")
+                points = [f"{accuracy:.3f} at step {step}" for step, accuracy in dict.fromkeys((values[0], values[-1]))]
+                print(f"held-out accuracy, {name}: {', '.join(points)}")
         print(f"{message}\ncurves: {curves}", flush=True)
         if self.wandb:
             self.wandb.finish()
