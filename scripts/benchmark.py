@@ -86,17 +86,18 @@ def our_side(job: dict) -> dict:
     flags = [*DEMO, f"--total_episodes={job['steps'] * job['mini_batch_size']}", f"--seed={job['seed']}"]
     if job["case"] != "demo":
         flags += COMPARED + [f"--{name}={job[name]}" for name in SHARED.split()]
-    result, make_run = {"versions": utils.versions(), "flags": " ".join(flags)}, utils.Run
+    result = {"versions": utils.versions(), "flags": " ".join(flags)}
 
-    def training_begins(*args):
-        result["peak_mib"] = -memory("VmRSS")
-        reset_peak()
-        return make_run(*args)
+    class MeasuredRun(utils.Run):  # made when all is loaded and training begins
+        def __init__(self, *args):
+            result["peak_mib"] = -memory("VmRSS")
+            reset_peak()
+            super().__init__(*args)
 
     def training_ends(*args):
         result["peak_mib"] += memory("VmHWM")
 
-    utils.Run, utils.save_final = training_begins, training_ends
+    utils.Run, utils.save_final = MeasuredRun, training_ends
     grpo.main(tyro.cli(grpo.Args, args=[*flags, "--output_dir", job["folder"], "--run_name", "run"]))
     rows = read_jsonl(os.path.join(job["folder"], "run", "metrics.jsonl"))
     result["steps"] = [
