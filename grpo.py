@@ -75,6 +75,8 @@ class Args:
     """Policy to train: a causal language model's folder or hub name."""
     ref_model: str = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
+    reward_model: str = ""
+    """Reward model (folder or hub name) whose score is one more source after those of --reward."""
     precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
     """bf16 keeps float32 weights and computes in bfloat16 (autocast); float64 is for exactness tests; auto is bf16 on
     GPUs and float32 elsewhere."""
@@ -98,13 +100,22 @@ class Args:
     """Prompts to evaluate on; default: the --eval_split of --dataset, or for a single file nothing."""
     eval_split: str = "test"
     """Split to evaluate on."""
+    ptx_dataset: str = ""
+    """Rows of prompt and answer text to imitate beside the rewards, as --dataset."""
+    ptx_coef: float = 0.0
+    """Weight of the cross-entropy on --ptx_dataset."""
+    ptx_batch_size: int = 64
+    """Rows of --ptx_dataset an optimizer update, over all ranks."""
 
     # ---- rewards ----
     reward: tuple[str, ...] = ("math",)
-    """Reward sources, summed: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), or
-    path/to/file.py:function. A response counts as correct if the first source gives it 1 or more."""
+    """Reward sources, summed: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer),
+    path/to/file.py:function, or a reward model's folder or hub name. A response counts as correct if the first source
+    that is no model gives it 1 or more."""
     reward_weights: tuple[float, ...] = ()
-    """Weight of each reward source; default: 1 each."""
+    """Weight of each reward source; default: 1 each. A source of weight 0 is only measured."""
+    reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
+    """Take a reward model's score as it is, minus the mean that its config carries, or divided by its deviation too."""
     reward_timeout: float = 30.0
     """Seconds that one call of a reward source may take before it is killed and its sample left out."""
     non_stop_penalty: bool = True
@@ -339,25 +350,29 @@ class Policy(nn.Module):
         self.model, self.temperature = model, temperature
         self.chunk_tokens, self.train_entropy = chunk_tokens, train_entropy
 
-    def forward(self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None):
+    def forward(
+        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None, temperature: float = 0.0
+    ):
         """
         Args:
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
             response_mask: (N, L) bool, set on response tokens.
             reference: give the exact KL to this model, too.
+            temperature: other than that of the sampling; 1 for a supervised loss.
         Returns:
             logprobs (tokens,), entropies (tokens,) and KL to the reference (tokens,) or None, where `tokens` are the
             set entries of the mask row by row; float32 or better.
         """
+        more = (temperature or self.temperature, reference)
         hidden, labels = self.hidden(input_ids, response_mask)  # (tokens, H), (tokens,)
         with torch.no_grad():
             ref_hidden = reference.hidden(input_ids, response_mask)[0] if reference else hidden.detach()
         chunks = []
         for part in zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden))):
             if torch.is_grad_enabled() and len(labels) > self.chunk_tokens:  # logits live only while they are used
-                part = checkpoint(self.statistics, *part, reference, use_reentrant=False, preserve_rng_state=False)
+                part = checkpoint(self.statistics, *part, *more, use_reentrant=False, preserve_rng_state=False)
             else:
-                part = self.statistics(*part, reference)
+                part = self.statistics(*part, *more)
             chunks.append(part)
         logprobs, entropies, kl = (torch.cat(column) if column[0] is not None else None for column in zip(*chunks))
         return logprobs, entropies, kl
@@ -374,13 +389,15 @@ class Policy(nn.Module):
         softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
-    def statistics(self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, reference: "Policy | None"):
-        logits = self.logits(hidden) / self.temperature  # (chunk, V)
+    def statistics(
+        self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None"
+    ):
+        logits = self.logits(hidden) / temperature  # (chunk, V)
         logprobs = logits.gather(-1, labels[:, None])[:, 0] - logits.logsumexp(-1)
         kl = None
         if reference is not None:
             with torch.no_grad():
-                ref_all = (reference.logits(ref_hidden) / self.temperature).log_softmax(-1)
+                ref_all = (reference.logits(ref_hidden) / temperature).log_softmax(-1)
             kl = exact_kl(logits.log_softmax(-1), ref_all)
         # Last, so that the recomputation for the backward pass ends before an entropy that is only logged.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_entropy):
@@ -419,16 +436,21 @@ class Batch:
         return [len(query) + len(response) for query, response in zip(self.queries, self.responses)]
 
     def collate(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Some rows, query and response, padded on the right: input_ids (n, L) and a mask (n, L) of response tokens.
+        """Some rows as `collate` lays them out."""
+        return collate([(self.queries[i], self.responses[i]) for i in indices], self.response_mask.device)
 
-        No rows at all make one row of padding, with which a rank that has nothing to do takes part.
-        """
-        rows = [torch.tensor(self.queries[i] + self.responses[i]) for i in indices]
-        input_ids = nn.utils.rnn.pad_sequence(rows or [torch.zeros(2, dtype=torch.long)], batch_first=True)
-        mask = torch.zeros_like(input_ids, dtype=torch.bool)
-        for row, i in zip(mask, indices):
-            row[len(self.queries[i]) : len(self.queries[i]) + len(self.responses[i])] = True
-        return input_ids.to(self.response_mask.device), mask.to(self.response_mask.device)
+
+def collate(rows: list[tuple[list[int], list[int]]], device) -> tuple[Tensor, Tensor]:
+    """Queries and responses, padded on the right: input_ids (n, L) and a mask (n, L) of response tokens.
+
+    No rows at all make one row of padding, with which a rank that has nothing to do takes part.
+    """
+    ids = [torch.tensor(query + response) for query, response in rows] or [torch.zeros(2, dtype=torch.long)]
+    input_ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, (query, response) in zip(mask, rows):
+        row[len(query) : len(query) + len(response)] = True
+    return input_ids.to(device), mask.to(device)
 
 
 def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
@@ -436,21 +458,35 @@ def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
-def token_logprobs(policy: Policy, batch: Batch, reference: Policy | None, budget: int, world, autocast):
-    """Log-probabilities of every response token under a policy, without gradient, the work spread over the ranks.
-
-    Returns:
-        logprobs (N, T), and the exact KL to `reference` (N, T) or None without one; 0 after a response's end.
-    """
+def over_batch(module: nn.Module, batch: Batch, *more, budget: int, world, autocast) -> list[Tensor]:
+    """What `module(*batch.collate(rows), *more)` gives for every response token, without gradient, the work spread over
+    the ranks: (N, T) for each of its outputs that is not None, 0 after a response's end."""
     share = []
     with torch.no_grad(), autocast():
         for rows in utils.micro_batches(batch.lengths, budget, world):
-            logprobs, _, kl = policy(*batch.collate(rows), reference)
-            both = torch.stack([logprobs, logprobs if kl is None else kl]).cpu()
-            share += zip(rows, both.split([len(batch.responses[i]) for i in rows], dim=1))
+            outputs = [x for x in module(*batch.collate(rows), *more) if x is not None]  # (tokens,) each
+            share += zip(rows, torch.stack(outputs).cpu().split([len(batch.responses[i]) for i in rows], dim=1))
     values = [value for _, value in sorted(world.gather(share), key=lambda pair: pair[0])]
-    logprobs, kl = (pad_rows(x, batch.response_mask) for x in torch.cat(values, 1).to(batch.response_mask.device))
-    return logprobs, kl if reference else None
+    return [pad_rows(x, batch.response_mask) for x in torch.cat(values, 1).to(batch.response_mask.device)]
+
+
+def imitate(wrapped: nn.Module, rows: list[dict], coef: float, budget: int, world, autocast) -> Tensor:
+    """Add the gradient of coef * cross-entropy per token on supervised rows (PTX: arXiv:2203.02155, eq. 2).
+
+    Leaves the average over ranks to the next backward pass. Returns this rank's share of the cross-entropy.
+    """
+    tokens = sum(len(row["response"]) for row in rows)
+    lengths = [len(row["query"]) + len(row["response"]) for row in rows]
+    total = torch.zeros((), device=world.device)
+    for cut in utils.micro_batches(lengths, budget, world):
+        with utils.gradient_sync(wrapped, False):
+            with autocast():
+                texts = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
+                logprobs, _, _ = wrapped(*texts, None, 1.0)  # at temperature 1, whatever that of the rollout
+            loss = -logprobs.sum() / tokens
+            (coef * loss * world.size).backward()
+        total = total + loss.detach()
+    return total
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -582,7 +618,7 @@ def rollout(
     if interrupt.agreed():
         return None
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response, _ in share]
-    parts = rewards.score([rows[i] for i in mine], texts)  # {source: scores}
+    parts = rewards.score([rows[i] for i in mine], texts, [response for response, _ in share])  # {source: scores}
     everything = world.undeal(list(zip(*zip(*share), texts, *parts.values())), len(rows))
     responses, logprobs, texts, *scores = zip(*everything)
     lengths = torch.tensor([len(response) for response in responses])
@@ -605,10 +641,10 @@ def rollout(
 def final_scores(parts: dict[str, Tensor], stopped: Tensor, args: Args) -> Tensor:
     """One score a response (N,): the weighted sum of its reward parts, replaced where no stop token was sampled.
 
-    A response that a source gave no score (NaN) has none.
+    A response that a source gave no score (NaN) has none, unless the source's weight is 0.
     """
     weights = args.reward_weights or (1.0,) * len(parts)
-    scores = sum(weight * part for weight, part in zip(weights, parts.values()))
+    scores = sum(weight * part for weight, part in zip(weights, parts.values()) if weight)
     return torch.where(stopped, scores, args.penalty_reward_value) if args.non_stop_penalty else scores
 
 
@@ -636,10 +672,8 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
 def equal_scores(grouped: Tensor) -> Tensor:
     """Groups (N / G, G) whose scores, as far as there are any, are all equal: such a group teaches nothing. (N / G,)"""
     present = grouped.isfinite()
-    highest, lowest = (
-        grouped.masked_fill(~present, -torch.inf).amax(1),
-        grouped.masked_fill(~present, torch.inf).amin(1),
-    )
+    highest = grouped.masked_fill(~present, -torch.inf).amax(1)
+    lowest = grouped.masked_fill(~present, torch.inf).amin(1)
     return highest <= lowest
 
 
@@ -650,24 +684,14 @@ def check_args(args: Args) -> None:
         utils.fail(
             f"--group_size {args.group_size}: advantages are relative to a group, which takes 2 responses or more"
         )
-    if args.kl_target <= 0 or args.kl_horizon <= 0:
-        utils.fail("--kl_target and --kl_horizon have to be above 0")
     if args.dual_clip and args.dual_clip <= 1:
         utils.fail(f"--dual_clip {args.dual_clip}: has to be above 1 (or 0 for none)")
     if args.dual_clip and VARIANTS[args.loss][0] not in ("ppo", "gspo"):
         utils.fail(f"--dual_clip {args.dual_clip}: --loss {args.loss} has no clipped loss to bound")
-    if args.ref_refresh_every < 0 or not 0 <= args.ref_refresh_mix <= 1:
-        utils.fail("--ref_refresh_every has to be 0 or more, --ref_refresh_mix to lie between 0 and 1")
-    if args.ref_refresh_every and not args.kl_coef:
-        utils.fail(f"--ref_refresh_every {args.ref_refresh_every}: with --kl_coef 0 there is no reference to refresh")
-    if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":
-        utils.warn(
-            "--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is no penalty; take k2, k3 or full"
-        )
 
 
 def main(args: Args) -> None:
-    # ---- set up: processes, data, rewards ---------------------------------------------------------------------------
+    # ---- shared: set up - processes, data, rewards ------------------------------------------------------------------
     check_args(args)
     world = utils.setup_processes()
     interrupt = utils.Interrupt(world)
@@ -675,17 +699,19 @@ def main(args: Args) -> None:
     tokenizer = utils.load_tokenizer(args.model, args.pad_token)
     stop_ids = utils.stop_token_ids(tokenizer, args.model, args.stop_token)
     prompts, eval_prompts = utils.load_train_and_eval(args, tokenizer)
-    rewards = utils.Rewards(args.reward, args.reward_timeout)
+    supervised = utils.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
+    rewards = utils.Rewards(utils.reward_names(args), args.reward_timeout, tokenizer)
 
+    N = args.rollout_batch_size * args.group_size  # responses a step
+    updates_a_step = args.num_epochs * N // args.mini_batch_size
+    total_steps = args.total_episodes // N
+    # ---- end shared
     choices = (None, args.loss_aggregation, args.advantage_scale, args.clip_low, args.clip_high)
     token_loss, aggregation, scale, clip_low, clip_high = (
         default if choice is None else choice for default, choice in zip(VARIANTS[args.loss], choices)
     )
-    N = args.rollout_batch_size * args.group_size  # responses a step
-    updates_a_step = args.num_epochs * N // args.mini_batch_size
-    total_steps = args.total_episodes // N
 
-    # ---- models and optimizer ---------------------------------------------------------------------------------------
+    # ---- shared: models ---------------------------------------------------------------------------------------------
     dtype = torch.float64 if args.precision == "float64" else torch.float32
     bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
     autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
@@ -702,9 +728,11 @@ def main(args: Args) -> None:
         utils.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
         exact = reference if args.kl_estimator == "full" else None
     kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
+    rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     wrapped = utils.wrap(policy, world)
+    # ---- end shared
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
 
     # ---- resume -----------------------------------------------------------------------------------------------------
@@ -713,18 +741,21 @@ def main(args: Args) -> None:
     if resume_from:
         state = utils.load_checkpoint(resume_from, world)
         optimizer.load_state_dict(state.pop("optimizer"))
+
+    def save() -> None:
+        run.phase("save")
+        state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
+        moved = {"reference": reference.model} if args.ref_refresh_every else {}
+        utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **moved)
+
+    # ---- shared: run ------------------------------------------------------------------------------------------------
     run = utils.Run(folder, args, world, total_steps, state if resume_from else None)
     clock = utils.Clock(world.device, state["seconds"])
     sample = functools.partial(
         rollout, model=model, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args, interrupt=interrupt,
         world=world, autocast=autocast,
     )  # fmt: skip
-
-    def save() -> None:
-        run.phase("save")
-        state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
-        moved = reference.model if args.ref_refresh_every else None
-        utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, moved)
+    look = functools.partial(over_batch, budget=args.micro_batch_tokens, world=world, autocast=autocast)
 
     def leave() -> NoReturn:
         save()
@@ -764,20 +795,22 @@ def main(args: Args) -> None:
             save()
             run.close(f"step {state['step']} is saved, go on with --resume")
             utils.fail(f"--reward: no response of step {step} got a score ({rewards.why_missing(batch.parts)})")
-        scores = final_scores(batch.parts, batch.stopped, args)  # (N,)
         mask, lengths = batch.response_mask, batch.lengths  # (N, T), [N]
+        # ---- end shared
+        scores = final_scores(batch.parts, batch.stopped, args)  # (N,)
         clock.lap("rollout")
 
-        # ---- old and reference log-probs ----------------------------------------------------------------------------
+        # ---- shared: old and reference log-probs --------------------------------------------------------------------
         run.phase("log-probs")
         old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled
         if reference is not None and exact is None:
-            ref_logprobs, _ = token_logprobs(reference, batch, None, args.micro_batch_tokens, world, autocast)
+            ref_logprobs, _ = look(reference, batch)
         if updates_a_step > 1 or kl_in_reward:  # else the log-probs of the only update are the old ones
-            old_logprobs, kl = token_logprobs(policy, batch, exact, args.micro_batch_tokens, world, autocast)
-            if ref_logprobs is not None:
-                kl = kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
+            old_logprobs, _, *full_kl = look(policy, batch, exact)
+            if reference is not None:
+                kl = full_kl[0] if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
         clock.lap("logprobs")
+        # ---- end shared
 
         # ---- advantages ---------------------------------------------------------------------------------------------
         outcomes = scores  # R, (N,)
@@ -798,6 +831,12 @@ def main(args: Args) -> None:
                 mean = functools.partial(
                     aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
                 )
+                # ---- shared: supervised mix
+                if args.ptx_coef:
+                    count = args.ptx_batch_size
+                    texts = utils.take_prompts(supervised, optimizer.updates * count, count, args.seed)
+                    sums.add(ptx=imitate(wrapped, texts, args.ptx_coef, args.micro_batch_tokens, world, autocast))
+                # ---- end shared
                 cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, world)
                 for number, cut in enumerate(cuts, 1):
                     micro = [mini[i] for i in cut]
@@ -812,6 +851,7 @@ def main(args: Args) -> None:
                             args.dual_clip, args.sapo_tau_positive, args.sapo_tau_negative,
                         )  # fmt: skip
                         policy_term = mean(token_losses, m)
+                        # ---- shared: penalties and backward
                         loss = policy_term - args.entropy_coef * mean(entropies, m)
                         token_kl = torch.zeros_like(old)
                         if kl_in_loss:
@@ -832,11 +872,12 @@ def main(args: Args) -> None:
                         sums.add(kl=masked_sum(token_kl, m), mean_kl=masked_mean(token_kl, m, 1).sum())
                         sums.add(surprise=-masked_sum(old, m), diff=diff.sum())
                         sums.max(diff=diff)
+                        # ---- end shared
                 optimizer.step()
         model.eval()
         clock.lap("training")
 
-        # ---- KL controller and reference ----------------------------------------------------------------------------
+        # ---- shared: KL controller and reference --------------------------------------------------------------------
         total = sums.totals()
         kl_coef = state["kl_coef"]
         if reference is not None and args.kl_controller == "adaptive":
@@ -855,7 +896,6 @@ def main(args: Args) -> None:
             "step": step,
             "episode": step * N,
             "epoch": state["position"] / len(prompts),
-            "lr": optimizer.lr,
             "objective/kl": kl_sum,
             "objective/kl_coef": kl_coef,
             "objective/scores": scores.nanmean().item(),
@@ -869,16 +909,20 @@ def main(args: Args) -> None:
             "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
             "rollout/logprob_diff_mean": total["diff"] / tokens,
             "rollout/logprob_diff_max": total["max_diff"],
-            "val/zero_std_fraction": equal_scores(scores.view(-1, args.group_size)).double().mean().item(),
+            **({"loss/ptx": total["ptx"] / updates_a_step} if args.ptx_coef else {}),
             **optimizer.metrics(),
-            **utils.batch_metrics(batch, args.reward),
+            **utils.batch_metrics(batch),
             **clock.metrics(model, sum(lengths), passes, world),
         }
+        # ---- end shared
+        groups_without_signal = equal_scores(scores.view(-1, args.group_size))
+        state["metrics"]["val/zero_std_fraction"] = groups_without_signal.double().mean().item()
         run.samples(step, utils.sample_rows(batch, args.log_samples, advantages))
 
-    # ---- the end ----------------------------------------------------------------------------------------------------
+    # ---- shared: the end --------------------------------------------------------------------------------------------
     utils.save_final(folder, world, model, tokenizer, args.model)
     run.close(f"model: {os.path.join(folder, 'final')}")
+    # ---- end shared
 
 
 if __name__ == "__main__":

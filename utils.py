@@ -33,7 +33,13 @@ import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
@@ -145,25 +151,41 @@ def generator(*key) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(key).encode()).digest(), "big"))
 
 
+def check_ranges(args) -> None:
+    """End the run for a flag that is out of its range, whichever of them a script has."""
+    positive = (
+        "rollout_batch_size group_size mini_batch_size batch_size num_epochs max_response_length max_prompt_length "
+        "max_length reward_timeout micro_batch_tokens logits_chunk_tokens generation_batch_size eval_samples "
+        "temperature learning_rate max_grad_norm critic_learning_rate critic_max_grad_norm ptx_batch_size kl_target "
+        "kl_horizon"
+    )
+    not_negative = (
+        "warmup_ratio weight_decay min_learning_rate critic_warmup_ratio critic_weight_decay critic_min_learning_rate "
+        "adam_beta1 adam_beta2 max_skipped_updates kl_coef entropy_coef ptx_coef eval_every eval_prompts eval_pairs "
+        "log_samples save_every keep_checkpoints seed clip_low clip_high value_clip critic_warmup_steps reward_clip "
+        "centre_coef ref_refresh_every"
+    )
+    share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma lam ref_refresh_mix"
+    for names, within, meaning in (
+        (positive, lambda x: x > 0, "above 0"),
+        (not_negative, lambda x: x >= 0, "0 or more"),
+        (share, lambda x: 0 <= x <= 1, "between 0 and 1"),
+    ):
+        for name in names.split():
+            value = getattr(args, name, None)
+            if value is not None and not within(value):  # NaN is within no range
+                fail(f"--{name} {value}: has to be {meaning}")
+    if 1 in (args.adam_beta1, args.adam_beta2):
+        fail("--adam_beta1 and --adam_beta2 have to be below 1")
+    for prefix in ("", "critic_"):
+        floor, peak = (getattr(args, f"{prefix}{name}learning_rate", 0) for name in ("min_", ""))
+        if floor > peak:
+            fail(f"--{prefix}min_learning_rate {floor}: has to be at most --{prefix}learning_rate")
+
+
 def check_common_args(args) -> None:
     """End the run for flags of the RL scripts that are out of range or don't fit together."""
-    positive = (
-        "rollout_batch_size group_size mini_batch_size num_epochs max_response_length max_prompt_length reward_timeout "
-        "micro_batch_tokens logits_chunk_tokens generation_batch_size eval_samples temperature learning_rate "
-        "max_grad_norm"
-    )
-    for name in positive.split():
-        if not getattr(args, name) > 0:
-            fail(f"--{name} {getattr(args, name)}: has to be above 0")
-    not_negative = (
-        "warmup_ratio weight_decay adam_beta1 adam_beta2 max_skipped_updates kl_coef entropy_coef eval_every "
-        "eval_prompts log_samples save_every keep_checkpoints seed"
-    )
-    for name in not_negative.split():
-        if not getattr(args, name) >= 0:
-            fail(f"--{name} {getattr(args, name)}: has to be 0 or more")
-    if max(args.adam_beta1, args.adam_beta2) >= 1 or args.warmup_ratio > 1:
-        fail("--adam_beta1 and --adam_beta2 have to be below 1, --warmup_ratio at most 1")
+    check_ranges(args)
     responses = args.rollout_batch_size * args.group_size
     product = f"--rollout_batch_size x --group_size = {responses}"
     if responses % args.mini_batch_size:
@@ -172,10 +194,23 @@ def check_common_args(args) -> None:
         fail(f"--total_episodes {args.total_episodes}: is less than one step of {product}")
     if not 0 <= args.min_response_length <= args.max_response_length:
         fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length")
-    if not args.reward or args.reward_weights and len(args.reward_weights) != len(args.reward):
-        fail(f"--reward_weights: has {len(args.reward_weights)} weights for {len(args.reward)} sources in --reward")
-    if not 0 <= args.min_learning_rate <= args.learning_rate:
-        fail(f"--min_learning_rate {args.min_learning_rate}: has to lie between 0 and --learning_rate")
+    sources = reward_names(args)
+    if not sources:
+        fail("--reward: names no source")
+    if len(set(sources)) < len(sources):
+        fail(f"--reward {' '.join(sources)}: names a source twice")
+    if args.reward_weights and len(args.reward_weights) != len(sources):
+        fail(f"--reward_weights: has {len(args.reward_weights)} weights for {len(sources)} sources in --reward")
+    if args.reward_weights and not any(args.reward_weights):
+        fail("--reward_weights: are all 0, so there is nothing to learn from")
+    if args.ptx_coef and not args.ptx_dataset:
+        fail(f"--ptx_coef {args.ptx_coef}: takes supervised rows, named by --ptx_dataset")
+    if args.ptx_dataset and not args.ptx_coef:
+        fail(f"--ptx_dataset {args.ptx_dataset}: has no effect without a --ptx_coef above 0")
+    if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":
+        warn("--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is no penalty; take k2, k3 or full")
+    if args.ref_refresh_every and not args.kl_coef:
+        fail(f"--ref_refresh_every {args.ref_refresh_every}: with --kl_coef 0 there is no reference to refresh")
     if not 0 < args.top_p <= 1 or args.top_k < 0 or args.repetition_penalty <= 0:
         fail("--top_p has to lie in (0, 1], --top_k to be 0 or more, --repetition_penalty to be above 0")
     if args.top_p < 1 or args.top_k > 0 or args.repetition_penalty != 1 or args.min_response_length > 0:
@@ -258,16 +293,83 @@ def load_config(flag: str, name: str):
     return config
 
 
-def load_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """A causal language model in `dtype` on `device`, without dropout."""
-    config = load_config(flag, name)
+def load_model(
+    flag: str, name: str, dtype: torch.dtype, device: torch.device, auto=AutoModelForCausalLM, config=None, may_lack=()
+) -> torch.nn.Module:
+    """A causal language model (or one of another `auto` class) in `dtype` on `device`, without dropout.
+
+    Ends the run if the files lack weights, except those in `may_lack`, which the caller sets.
+    """
+    config = config or load_config(flag, name)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
+        model, report = auto.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
-    if report["missing_keys"]:  # transformers would leave them at random values
-        fail(f"{flag} {name}: its files lack weights of the model, such as {min(report['missing_keys'])}")
+    missing = report["missing_keys"] - set(may_lack)
+    if missing:  # transformers would leave them at random values
+        fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
     return model.to(device)
+
+
+class ScalarModel(torch.nn.Module):
+    """A causal language model with a linear head of one output: a critic's values, a reward model's scores."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The head's output at some positions.
+
+        Args:
+            input_ids: (N, L), padded on the right (causal attention never looks there).
+            mask: (N, L) bool, the positions to read, which the caller knows from lengths and not from token ids.
+        Returns:
+            One number for each set entry of the mask, row by row; float32 or better, also under autocast.
+        """
+        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
+        with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
+            return self.model.score(hidden.to(self.model.score.weight.dtype))[:, 0]
+
+
+def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[ScalarModel, bool]:
+    """A reward model, or a language model that is given a head of one output.
+
+    Returns:
+        The model, and whether its head is new; a new head is at random values that the caller has to replace.
+    """
+    config = load_config(flag, name)
+    trained = has_score_head(config)
+    if trained and config.num_labels != 1:
+        fail(f"{flag} {name}: its head has {config.num_labels} labels, and a score takes one with 1")
+    config.num_labels = 1
+    auto, head = AutoModelForSequenceClassification, "score.weight"
+    model = load_model(flag, name, dtype, device, auto, config, () if trained else (head,))
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        fail(f"{flag} {name}: {type(model).__name__} has no linear head called score, as causal language models have")
+    return ScalarModel(model), not trained
+
+
+def has_score_head(config) -> bool:
+    """Whether a model's files hold a classification head, as a reward model's do."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def check_same_vocabulary(tokenizer, other) -> None:
+    """Check that two tokenizers give every token the same id, so that one model can read what the other wrote.
+
+    Raises:
+        ValueError: says which sizes, or which tokens, differ.
+    """
+    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+    if len(ours) != len(theirs):
+        raise ValueError(f"its vocabulary has {len(theirs)} tokens, that of --model {len(ours)}")
+    different = sorted(token for token, index in ours.items() if theirs.get(token) != index)
+    if different:
+        raise ValueError(
+            f"its vocabulary and that of --model have {len(ours)} tokens each, but {len(different)} of them have other "
+            f"ids, such as {different[0]!r}"
+        )
 
 
 def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
@@ -293,14 +395,20 @@ class Optimizer:
     Args:
         model: the parameters; all ranks hold the same gradient of them when `step` is called.
         total_updates: how many updates the schedule spans.
+        prefix: of the flags to go by, "critic_" for --critic_learning_rate and so on.
     """
 
-    def __init__(self, model: torch.nn.Module, args, total_updates: int):
+    def __init__(self, model: torch.nn.Module, args, total_updates: int, prefix: str = ""):
+        setting = lambda name: getattr(args, prefix + name)
+        self.peak, self.floor = setting("learning_rate"), setting("min_learning_rate")
+        self.schedule, self.warmup_ratio = setting("lr_schedule"), setting("warmup_ratio")
+        self.max_grad_norm, self.max_skipped, self.prefix = setting("max_grad_norm"), args.max_skipped_updates, prefix
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         matrices, others = [p for p in self.parameters if p.ndim >= 2], [p for p in self.parameters if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        decay = setting("weight_decay")
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=(args.adam_beta1, args.adam_beta2), fused=True)
-        self.args, self.total_updates = args, total_updates
+        self.total_updates = total_updates
         self.updates = self.skipped_in_a_row = 0
         self.norms: list[float] = []  # of the gradients since the last `metrics`, before clipping
 
@@ -311,28 +419,32 @@ class Optimizer:
 
     def step(self) -> None:
         """Clip, check, update the weights, and clear the gradient."""
-        args = self.args
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, args.max_grad_norm).item()
-        factor = lr_factor(self.updates, self.total_updates, args.warmup_ratio, args.lr_schedule)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm).item()
+        factor = lr_factor(self.updates, self.total_updates, self.warmup_ratio, self.schedule)
         for group in self.adam.param_groups:
-            group["lr"] = args.min_learning_rate + factor * (args.learning_rate - args.min_learning_rate)
+            group["lr"] = self.floor + factor * (self.peak - self.floor)
         if math.isfinite(norm):  # the same on all ranks, so all of them skip or none does
             self.adam.step()
         self.adam.zero_grad()
         self.updates += 1
         self.norms.append(norm)
         self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row > args.max_skipped_updates:
+        if self.skipped_in_a_row > self.max_skipped:
             fail(
-                f"--max_skipped_updates {args.max_skipped_updates}: the gradient was not finite in "
-                f"{self.skipped_in_a_row} updates in a row; go on from the last checkpoint with a lower --learning_rate"
+                f"--max_skipped_updates {self.max_skipped}: the gradient was not finite in {self.skipped_in_a_row} "
+                f"updates in a row; go on from the last checkpoint with a lower --{self.prefix}learning_rate"
             )
 
     def metrics(self) -> dict[str, float]:
-        """Mean gradient norm and number of skipped updates since the last call."""
+        """The learning rate now; mean gradient norm and number of skipped updates since the last call."""
         taken = [norm for norm in self.norms if math.isfinite(norm)]
         skipped, self.norms = len(self.norms) - len(taken), []
-        return {"loss/grad_norm": sum(taken) / len(taken) if taken else math.nan, "val/skipped_updates": skipped}
+        mean = sum(taken) / len(taken) if taken else math.nan
+        return {
+            f"{self.prefix}lr": self.lr,
+            f"loss/{self.prefix}grad_norm": mean,
+            f"val/{self.prefix}skipped_updates": skipped,
+        }
 
     def state_dict(self) -> dict:
         return {"adam": self.adam.state_dict(), "updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
@@ -413,6 +525,25 @@ def arithmetic_rows(split: str, size: int) -> list[dict]:
             first, second = prompt[:-1].split("+")
             rows.append({"prompt": prompt, "answer": str(int(first) + int(second))})
     return rows
+
+
+def worked_addition(prompt: str, noise: float, numbers: random.Random) -> str:
+    """The worked answer to a prompt of `arithmetic_rows`, column by column and with the carries: for "737+361=",
+    "7+1+0=8 3+6+0=9 7+3+0=10 #### 1098".
+
+    Args:
+        noise: probability with which a column gets a wrong digit, which the final answer repeats.
+        numbers: where the mistakes come from.
+    """
+    first, second = prompt.removesuffix("=").split("+")
+    columns, answer, carry = [], "", 0
+    for a, b in zip(reversed(first), reversed(second)):
+        next_carry, digit = divmod(int(a) + int(b) + carry, 10)
+        if numbers.random() < noise:
+            digit = (digit + numbers.randint(1, 9)) % 10
+        columns.append(f"{a}+{b}+{carry}={next_carry or ''}{digit}")
+        answer, carry = f"{digit}{answer}", next_carry
+    return f"{' '.join(columns)} #### {carry or ''}{answer}"
 
 
 def read_rows(flag: str, name: str, split: str) -> list[dict]:
@@ -538,6 +669,32 @@ def load_train_and_eval(args, tokenizer) -> tuple[list[dict], list[dict]]:
     return kept, held_out
 
 
+def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
+    """The rows of --ptx_dataset, a prompt and the text to imitate: {"query": token ids, "response": token ids}.
+
+    The text stands in the answer column, or is the last turn of messages; it ends with the stop token.
+    """
+    stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
+    flag, name, rows = "--ptx_dataset", args.ptx_dataset, []
+    for number, row in enumerate(read_rows(flag, name, "train"), 1):
+        where = f"{flag} {name} row {number}"
+        prompt = next((row[column] for column in PROMPT_COLUMNS if row.get(column)), None)
+        text = next((row[column] for column in ANSWER_COLUMNS if row.get(column)), None)
+        if text is None and isinstance(prompt, list) and prompt[-1].get("role") == "assistant":
+            prompt, text = prompt[:-1], prompt[-1].get("content")
+        if not isinstance(text, str) or not text.strip():
+            fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
+        query = encode_prompt(where, prompt, tokenizer, args.system_prompt)[1]
+        response = [*tokenizer.encode(text, add_special_tokens=False), stop_id]
+        for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
+            if len(ids) > getattr(args, option):
+                fail(f"{where}: has {len(ids)} tokens, over --{option} {getattr(args, option)}")
+        rows.append({"query": query, "response": response})
+    if not rows:
+        fail(f"{flag} {name}: has no rows")
+    return rows
+
+
 def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[str, list[int]]:
     """A prompt (text, or a list of {"role", "content"} turns) as the text and the token ids that the model sees.
 
@@ -587,6 +744,16 @@ ANSWER_REWARDS = ("math", "gsm8k", "exact")  # compare the response with the row
 BUILTIN_REWARDS = (*ANSWER_REWARDS, "format")
 
 
+def reward_names(args) -> tuple[str, ...]:
+    """The reward sources of a run: those of --reward, then --reward_model."""
+    return args.reward + ((args.reward_model,) if args.reward_model else ())
+
+
+def is_reward_model(name: str) -> bool:
+    """Whether a reward source is a model, not something that checks the text."""
+    return name not in BUILTIN_REWARDS and not name.rpartition(":")[0].endswith(".py")
+
+
 class _Worker:
     """One `scripts/verifier.py` process: a line of JSON goes in, lines of JSON come out."""
 
@@ -634,22 +801,60 @@ class Rewards:
     A built-in one (math, gsm8k, exact, format) scores response by response, spread over a few processes;
     "path/to/file.py:function" is called once with all responses of a rank. A call that raises, takes over `timeout`
     seconds, or returns None, NaN or infinity leaves its responses without a score (NaN): never a silent zero.
+    The folder or hub name of a reward model is loaded by `load_models` and scores in this process.
     """
 
-    def __init__(self, names: tuple[str, ...], timeout: float):
+    def __init__(self, names: tuple[str, ...], timeout: float, tokenizer):
+        """`tokenizer`: of the policy, which a reward model has to share."""
         self.names, self.timeout = names, timeout
         self.failures: dict[str, str] = {}  # the last failure of each source, for messages
+        self.models: dict[str, tuple] = {}  # name: ScalarModel, and what its score is shifted and scaled by
+        checkers = tuple(name for name in names if not is_reward_model(name))
         for name in names:
             path, _, function = name.rpartition(":")
-            if name not in BUILTIN_REWARDS and not (path.endswith(".py") and function.isidentifier()):
-                fail(f"--reward {name}: no such reward; take {', '.join(BUILTIN_REWARDS)} or path/to/file.py:function")
-            if name not in BUILTIN_REWARDS and not os.path.isfile(path):
-                fail(f"--reward {name}: there is no file {path}")
+            if name in checkers and name not in BUILTIN_REWARDS:
+                if not function.isidentifier():
+                    fail(f"--reward {name}: a function is named as path/to/file.py:function")
+                if not os.path.isfile(path):
+                    fail(f"--reward {name}: there is no file {path}")
+            elif name not in checkers:
+                self._check_model(name, tokenizer)
         count = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        self.workers = [_Worker(names, timeout) for _ in range(count)]
+        self.checkers, self.workers = checkers, [_Worker(checkers, timeout) for _ in range(count if checkers else 0)]
         atexit.register(self.close)
         for worker in self.workers:
             self._await_loaded(worker)
+
+    def _check_model(self, name: str, tokenizer) -> None:
+        if name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1:
+            known = f"{', '.join(BUILTIN_REWARDS)}, path/to/file.py:function, or a reward model's folder or hub name"
+            fail(f"--reward {name}: no such reward; take {known}")
+        config = load_config("--reward", name)
+        if not has_score_head(config):
+            fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
+        if config.num_labels != 1:
+            fail(f"--reward {name}: its head has {config.num_labels} labels, and a reward model has 1")
+        try:
+            check_same_vocabulary(tokenizer, AutoTokenizer.from_pretrained(name))
+        except (OSError, ValueError, KeyError) as error:
+            fail(f"--reward {name}: cannot read what --model writes: {first_line(error)}")
+
+    def load_models(self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int) -> None:
+        """Load the reward models among the sources.
+
+        Args:
+            scale: "raw" scores, "centred" by the mean that the model's config carries, or "standardized" by its mean
+                and standard deviation.
+            autocast: a function that gives the context to compute in. token_budget: of a forward pass.
+        """
+        self.device, self.autocast, self.token_budget = device, autocast, token_budget
+        for name in filter(is_reward_model, self.names):
+            model, _ = load_scalar_model("--reward", name, dtype, device)
+            mean, std = (getattr(model.model.config, key, None) for key in ("score_mean", "score_std"))
+            if scale != "raw" and (mean is None or not std):
+                fail(f"--reward_model_scale {scale}: the config of {name} carries no score_mean and score_std above 0")
+            shift, divisor = {"raw": (0.0, 1.0), "centred": (mean, 1.0), "standardized": (mean, std)}[scale]
+            self.models[name] = (model.requires_grad_(False), shift, divisor)
 
     def _await_loaded(self, worker: _Worker) -> None:
         answer = worker.receive(timeout=300.0)  # importing may take long on a busy file system
@@ -661,9 +866,33 @@ class Rewards:
         missing = [name for name, part in parts.items() if part.isnan().any()]
         return "; ".join(f"{name}: {self.failures.get(name, 'it returned None, NaN or infinity')}" for name in missing)
 
-    def score(self, rows: list[dict], responses: list[str]) -> dict[str, list[float]]:
-        """Each source's score of each response to its row's prompt, NaN where there is none: {name: [float] * N}."""
-        return {name: self._score(name, rows, responses) for name in self.names}
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> dict[str, list[float]]:
+        """Each source's score of each response to its row's prompt, NaN where there is none: {name: [float] * N}.
+
+        Args:
+            rows: with "prompt" and "query", its token ids. texts, responses: the same as text and as token ids.
+        """
+        sequences = [row["query"] + response for row, response in zip(rows, responses)]
+        return {
+            name: self._model_scores(name, sequences) if name in self.models else self._score(name, rows, texts)
+            for name in self.names
+        }
+
+    @torch.no_grad()
+    def _model_scores(self, name: str, sequences: list[list[int]]) -> list[float]:
+        model, shift, divisor = self.models[name]
+        scores = [math.nan] * len(sequences)
+        alone = World(0, 1, self.device)
+        for cut in micro_batches([len(sequence) for sequence in sequences], self.token_budget, alone):
+            rows = [torch.tensor(sequences[i], device=self.device) for i in cut]
+            last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+            input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (n, L)
+            with self.autocast():
+                outputs = model(input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None])
+            for i, score in zip(cut, outputs.tolist()):
+                scores[i] = (score - shift) / divisor if math.isfinite(score) else math.nan
+        self.failures[name] = "its score is not finite"  # read only where scores are missing
+        return scores
 
     def _score(self, name: str, rows: list[dict], responses: list[str]) -> list[float]:
         if name not in BUILTIN_REWARDS:
@@ -697,7 +926,7 @@ class Rewards:
                     answer["scores"] = [None] * (1 if name in BUILTIN_REWARDS else len(rest))
                 scores += [math.nan if x is None or not math.isfinite(x) else x for x in answer["scores"]]
             if "dead" in answer:
-                self.workers[index] = _Worker(self.names, self.timeout)
+                self.workers[index] = _Worker(self.checkers, self.timeout)
                 self._await_loaded(self.workers[index])
         return scores
 
@@ -716,9 +945,13 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def correct_responses(batch, rewards: tuple[str, ...]) -> torch.Tensor:
-    """(N,) bool: the first reward source gives 1 or more, and the response stopped. A missing score is not correct."""
-    return (batch.parts[rewards[0]] >= 1) & batch.stopped
+def correct_responses(batch) -> torch.Tensor | None:
+    """(N,) bool: the first reward source that is no model gives 1 or more, and the response stopped.
+
+    A missing score is not correct; None if all sources are models, of which none tells right from wrong.
+    """
+    verifier = next((name for name in batch.parts if not is_reward_model(name)), None)
+    return None if verifier is None else (batch.parts[verifier] >= 1) & batch.stopped
 
 
 def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, object]:
@@ -735,21 +968,23 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, object]:
         batch = sample(rows, samples, ("evaluation", args.seed))
         if batch is None:
             return {}, None
-        correct = correct_responses(batch, args.reward)
-        metrics[f"eval/{name}accuracy"] = correct.double().mean().item()
-    counts = correct.view(len(rows), k).sum(1).tolist()
-    for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
-        metrics[f"eval/pass@{n}"] = sum(pass_at_k(k, count, n) for count in counts) / len(counts)
-    common = batch_metrics(batch, args.reward)
-    metrics["eval/sequence_lengths"] = common["val/sequence_lengths"]
-    metrics["eval/missing_scores"] = common["val/missing_scores"]
-    return metrics, batch
+        correct = correct_responses(batch)
+        if correct is not None:
+            metrics[f"eval/{name}accuracy"] = correct.double().mean().item()
+    if correct is not None:
+        counts = correct.view(len(rows), k).sum(1).tolist()
+        for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
+            metrics[f"eval/pass@{n}"] = sum(pass_at_k(k, count, n) for count in counts) / len(counts)
+    common = batch_metrics(batch)
+    kept = ("val/sequence_lengths", "val/missing_scores", *(name for name in common if name.startswith("reward/")))
+    return {**metrics, **{f"eval/{name.removeprefix('val/')}": common[name] for name in kept}}, batch
 
 
-def batch_metrics(batch, rewards: tuple[str, ...]) -> dict[str, float]:
+def batch_metrics(batch) -> dict[str, float]:
     """What a Batch says of itself: lengths, stops, correctness, and each reward source."""
+    correct = correct_responses(batch)
     return {
-        "objective/verifiable_correct_rate": correct_responses(batch, rewards).double().mean().item(),
+        "objective/verifiable_correct_rate": math.nan if correct is None else correct.double().mean().item(),
         "val/sequence_lengths": sum(map(len, batch.responses)) / len(batch.responses),
         "val/num_stop_token_ids": int(batch.stopped.sum()),
         "val/missing_scores": int(sum(part.isnan() for part in batch.parts.values()).count_nonzero()),
@@ -824,14 +1059,14 @@ def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None
     world.barrier()
 
 
-def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, keep: int, reference=None) -> None:
+def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, keep: int, **others) -> None:
     """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer needs to go on.
 
     Args:
         state: optimizer, schedule and counters (tensors and plain values), saved as trainer_state.pt by rank 0; every
             rank adds the state of its global random generators. `state["step"]` names the folder.
         keep: how many checkpoints stay, the newest ones; 0 keeps all.
-        reference: a reference model to save too, once it has moved away from what `--ref_model` names.
+        others: models to save in folders of their own beside it, such as a critic.
     """
 
     def write(path: str) -> None:
@@ -840,8 +1075,8 @@ def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, ke
             model.save_pretrained(path)
             tokenizer.save_pretrained(path)
             torch.save(state, os.path.join(path, "trainer_state.pt"))
-            if reference is not None:
-                reference.save_pretrained(os.path.join(path, "reference"))
+            for name, other in others.items():
+                other.save_pretrained(os.path.join(path, name))
 
     path = os.path.join(folder, "checkpoints", f"step_{state['step']}")
     # There is one already where a run is interrupted again after the same step.
@@ -992,21 +1227,31 @@ class Run:
         curves = os.path.join(self.folder, "curves.png")
         rows = read_jsonl(os.path.join(self.folder, "metrics.jsonl"))
         plot_curves([self.folder], curves)
-        for name, key in (("sampled", "eval/accuracy"), ("greedy", "eval/greedy_accuracy")):
+        for name, key in SUMMARY.items():
             values = [(row["step"], row[key]) for row in rows if key in row]
             if values:
                 points = [f"{accuracy:.3f} at step {step}" for step, accuracy in dict.fromkeys((values[0], values[-1]))]
-                print(f"held-out accuracy, {name}: {', '.join(points)}")
+                print(f"{name}: {', '.join(points)}")
         print(f"{message}\ncurves: {curves}", flush=True)
         if self.wandb:
             self.wandb.finish()
 
 
+SUMMARY = {  # what the last lines of a run say, as far as it has it
+    "held-out accuracy, sampled": "eval/accuracy",
+    "held-out accuracy, greedy": "eval/greedy_accuracy",
+    "held-out pairs ranked right": "eval/pair_accuracy",
+}
 CURVES = {  # what curves.png shows, as far as a run has it
     "eval/accuracy": "held-out accuracy (sampled)",
+    "eval/pair_accuracy": "held-out pairs ranked right",
+    "train/loss": "loss",
+    "eval/margin": "held-out margin (chosen - rejected)",
+    "train/pair_accuracy": "training pairs ranked right",
     "objective/scores": "mean score",
     "objective/kl": "KL to the reference (sum over tokens)",
     "policy/entropy_avg": "entropy per token (nats)",
+    "val/explained_variance": "explained variance of the values",
     "val/sequence_lengths": "response length (tokens)",
     "loss/grad_norm": "gradient norm",
 }

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils import arithmetic_rows
+from utils import arithmetic_rows, worked_addition
 
 IGNORE = -100  # label of the positions that carry no loss
 MAX_LENGTH = 512  # of a prompt and its response together
@@ -110,19 +110,6 @@ def make_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def demonstrate(prompt: str, noise: float, generator: random.Random) -> str:
-    """The teacher's response. Each column gets a wrong digit with probability `noise`, and the answer repeats it."""
-    first, second = prompt.removesuffix("=").split("+")
-    columns, answer, carry = [], "", 0
-    for a, b in zip(reversed(first), reversed(second)):
-        next_carry, digit = divmod(int(a) + int(b) + carry, 10)
-        if generator.random() < noise:
-            digit = (digit + generator.randint(1, 9)) % 10
-        columns.append(f"{a}+{b}+{carry}={next_carry or ''}{digit}")
-        answer, carry = f"{digit}{answer}", next_carry
-    return f"{' '.join(columns)} #### {carry or ''}{answer}"
-
-
 def make_batch(prompts: list[str], responses: list[str], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, both (N, L), padded on the right; only response tokens, <eos> included, carry loss."""
     rows = [tokenizer.encode(p + r) + [tokenizer.eos_token_id] for p, r in zip(prompts, responses)]
@@ -176,7 +163,7 @@ def main(args: Args) -> None:
 
     prompts = [row["prompt"] for row in arithmetic_rows("train", args.steps * args.batch_size)]
     generator = random.Random(args.seed)
-    responses = [demonstrate(prompt, args.noise, generator) for prompt in prompts]
+    responses = [worked_addition(prompt, args.noise, generator) for prompt in prompts]
     progress = tqdm(range(0, len(prompts), args.batch_size), desc="pretraining")
     for start in progress:
         batch = slice(start, start + args.batch_size)

@@ -10,7 +10,7 @@ import torch
 from conftest import CPU, random_model
 
 import utils
-from grpo import Batch, Policy, aggregate, group_advantages, pad_rows, policy_loss, token_logprobs
+from grpo import Batch, Policy, aggregate, group_advantages, over_batch, pad_rows, policy_loss
 
 HERE = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F32, F64 = torch.float32, torch.float64
@@ -110,7 +110,7 @@ def test_collate_and_pad_rows():
     assert gradient.tolist() == [0, 1, 3, 4, 5, 6]
 
 
-def test_token_logprobs_in_any_cut(load):
+def test_log_probs_of_a_batch_in_any_cut(load):
     """With exact KL and without; on more ranks than there are rows, too, where some have nothing to do."""
     policy, reference = (Policy(load("gpt_neox", F64, seed), 0.6, 3) for seed in (0, 1))
     batch = random_batch()
@@ -129,17 +129,19 @@ def test_token_logprobs_in_any_cut(load):
     for size, budget in ((1, 10_000), (1, 1), (1, 30), (2, 30), (10, 30)):
         Ranks.shares = []
         for rank in range(size):
+            ranks = Ranks(rank, size, CPU)
             try:
-                got = token_logprobs(policy, batch, reference, budget, Ranks(rank, size, CPU), contextlib.nullcontext)
+                got = over_batch(policy, batch, reference, budget=budget, world=ranks, autocast=contextlib.nullcontext)
             except RuntimeError:  # a rank before the last lacks the rows of the others here
                 assert rank < size - 1
         assert all(x.shape == (8, 8) and not x.requires_grad for x in got)
         torch.testing.assert_close(got[0], logprobs, rtol=0, atol=1e-12)
-        torch.testing.assert_close(got[1], kl, rtol=0, atol=1e-12)
-        assert got[0][~batch.response_mask].eq(0).all() and got[1][~batch.response_mask].eq(0).all()
-    without = token_logprobs(policy, batch, None, 30, utils.World(0, 1, CPU), contextlib.nullcontext)
+        torch.testing.assert_close(got[2], kl, rtol=0, atol=1e-12)
+        assert got[0][~batch.response_mask].eq(0).all() and got[2][~batch.response_mask].eq(0).all()
+    alone = utils.World(0, 1, CPU)
+    without = over_batch(policy, batch, None, budget=30, world=alone, autocast=contextlib.nullcontext)
     torch.testing.assert_close(without[0], logprobs, rtol=0, atol=1e-12)
-    assert without[1] is None
+    assert len(without) == 2
 
 
 # ---- chunks of logits -------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from helpers import (
     steps_of,
     weights_of,
 )
+from make_tiny_model import make_tokenizer
 
 import grpo
 import utils
@@ -338,7 +339,7 @@ PHASES = {
     "rollout": ("grpo.Finished.__call__:23", "rollout", 0),
     "scoring": ("utils.Rewards.score:4", "rollout", 2),  # comes after the generation: the step is finished first
     "evaluation": ("grpo.generate:6", "evaluate", 2),
-    "log-probs": ("grpo.token_logprobs:5", "log-probs", 3),
+    "log-probs": ("grpo.over_batch:5", "log-probs", 3),
     "update": ("utils.Optimizer.step:2", "update", 1),
     "last update": ("utils.Optimizer.step:16", "update", 4),
     "save": ("utils.save_checkpoint:1", "save", 2),
@@ -540,7 +541,7 @@ def rewards():
     made = []
 
     def make(*names, timeout=30.0):
-        made.append(utils.Rewards(names, timeout))
+        made.append(utils.Rewards(names, timeout, make_tokenizer()))
         return made[-1]
 
     yield make
@@ -552,7 +553,7 @@ def test_math_from_a_thread(rewards):
     """math-verify's own time limits need signals, which fail outside of the main thread (verl issue 5635)."""
     found = []
     texts = ["so $\\boxed{\\frac{1}{2}}$", "\\boxed{0.5}", "The answer is 0.25.", "no idea", ""]
-    work = lambda: found.append(rewards("math").score([row("1/2")] * 5, texts)["math"])
+    work = lambda: found.append(rewards("math").score([row("1/2")] * 5, texts, [[]] * 5)["math"])
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
@@ -562,7 +563,7 @@ def test_math_from_a_thread(rewards):
 def test_math_that_hangs_costs_one_score(rewards):
     math_rewards = rewards("math", timeout=2.0)
     texts = ["\\boxed{4}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{5}", "\\boxed{4}", "\\boxed{4}"]
-    scores = math_rewards.score([row("4")] * 5, texts)["math"]
+    scores = math_rewards.score([row("4")] * 5, texts, [[]] * 5)["math"]
     assert [None if math.isnan(score) else score for score in scores] == [1.0, None, 0.0, 1.0, 1.0]
     assert "--reward_timeout 2" in math_rewards.failures["math"]
 
@@ -570,7 +571,7 @@ def test_math_that_hangs_costs_one_score(rewards):
 def test_a_process_that_died_is_replaced(rewards, failing):
     source = rewards(f"{failing}:ends", f"{failing}:hangs", f"{failing}:good", timeout=1.0)
     for _ in range(2):
-        scores = source.score([row("")] * 2, ["a", "bb"])
+        scores = source.score([row("")] * 2, ["a", "bb"], [[]] * 2)
         assert [[None if math.isnan(x) else x for x in part] for part in scores.values()] == [
             [None] * 2,
             [None] * 2,
@@ -580,7 +581,7 @@ def test_a_process_that_died_is_replaced(rewards, failing):
 
 def test_what_a_reward_function_prints_is_not_its_answer(rewards, failing, capfd):
     name = f"{failing}:printing"
-    assert rewards(name).score([row("")] * 2, ["a", "bb"]) == {name: [1.0, 2.0]}
+    assert rewards(name).score([row("")] * 2, ["a", "bb"], [[]] * 2) == {name: [1.0, 2.0]}
     assert '{"scores": [9' in capfd.readouterr().err
 
 
@@ -594,7 +595,7 @@ def test_a_slow_import_is_not_within_the_time_limit(rewards, tmp_path):
     )
     name = f"{tmp_path / 'slow.py'}:score"
     slow = rewards(name, timeout=0.7)
-    assert [slow.score([row("")], [text])[name][0] for text in ("a", "hang", "b")] == pytest.approx(
+    assert [slow.score([row("")], [text], [[]])[name][0] for text in ("a", "hang", "b")] == pytest.approx(
         [1.0, math.nan, 1.0], nan_ok=True
     )
 
@@ -611,7 +612,7 @@ def test_columns_reach_the_reward_function(rewards, tmp_path):
     )
     name = f"{tmp_path / 'look.py'}:score"
     rows = [row("1", level=2, day=datetime.date(2024, 2, 29)), row("5", day=None)]
-    assert rewards(name).score(rows, ["a", "b"]) == {name: [3.0, 5.0]}
+    assert rewards(name).score(rows, ["a", "b"], [[]] * 2) == {name: [3.0, 5.0]}
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
