@@ -915,8 +915,8 @@ def main(args: Args) -> None:
             **clock.metrics(model, sum(lengths), passes, world),
         }
         # ---- end shared
-        groups_without_signal = equal_scores(scores.view(-1, args.group_size))
-        state["metrics"]["val/zero_std_fraction"] = groups_without_signal.double().mean().item()
+        without_signal = equal_scores(scores.view(-1, args.group_size)).double().mean().item()
+        state["metrics"]["val/zero_std_fraction"] = without_signal
         run.samples(step, utils.sample_rows(batch, args.log_samples, advantages))
 
     # ---- shared: the end --------------------------------------------------------------------------------------------
