@@ -831,12 +831,10 @@ def main(args: Args) -> None:
                 mean = functools.partial(
                     aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
                 )
-                # ---- shared: supervised mix
                 if args.ptx_coef:
                     count = args.ptx_batch_size
                     texts = utils.take_prompts(supervised, optimizer.updates * count, count, args.seed)
                     sums.add(ptx=imitate(wrapped, texts, args.ptx_coef, args.micro_batch_tokens, world, autocast))
-                # ---- end shared
                 cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, world)
                 for number, cut in enumerate(cuts, 1):
                     micro = [mini[i] for i in cut]
@@ -851,7 +849,7 @@ def main(args: Args) -> None:
                             args.dual_clip, args.sapo_tau_positive, args.sapo_tau_negative,
                         )  # fmt: skip
                         policy_term = mean(token_losses, m)
-                        # ---- shared: penalties and backward
+                        # ---- shared: penalties
                         loss = policy_term - args.entropy_coef * mean(entropies, m)
                         token_kl = torch.zeros_like(old)
                         if kl_in_loss:
@@ -860,12 +858,13 @@ def main(args: Args) -> None:
                             else:
                                 token_kl = kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
                             loss = loss + state["kl_coef"] * mean(token_kl, m)
+                        # ---- end shared
                         # DDP takes the mean over ranks, and `mean` has divided by the counts of all ranks.
                         (loss * world.size).backward()
+                    # ---- shared: statistics of the update
                     sums.add(policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m))
-                    sums.add(
-                        clipped=masked_sum(clipped.float(), m), approxkl=masked_sum((logprobs - old).square() / 2, m)
-                    )
+                    sums.add(clipped=masked_sum(clipped.double(), m), tokens=m.sum())
+                    sums.add(approxkl=masked_sum((logprobs - old).square() / 2, m))
                     if epoch == 0:  # each response once
                         token_kl = token_kl if kl is None else kl[micro]
                         diff = torch.where(m, (old - batch.rollout_logprobs[micro]).abs(), 0.0)
@@ -876,6 +875,7 @@ def main(args: Args) -> None:
                 optimizer.step()
         model.eval()
         clock.lap("training")
+        work = [(model, 2 + 6 * args.num_epochs)]  # passes of the rollout and the update, see Clock.metrics
 
         # ---- shared: KL controller and reference --------------------------------------------------------------------
         total = sums.totals()
@@ -889,9 +889,9 @@ def main(args: Args) -> None:
 
         # ---- metrics ------------------------------------------------------------------------------------------------
         state.update(step=step, position=state["position"] + args.rollout_batch_size, logged=False)
-        tokens = mask.sum().item()
+        tokens = total["tokens"] / args.num_epochs
         kl_sum = total["kl"] / N if reference is not None else math.nan
-        passes = 2 * (1 + (old_logprobs is not None) + (reference is not None)) + 6 * args.num_epochs
+        work += [(model, 2)] * (old_logprobs is not None) + [(reference, 2)] * (reference is not None)
         state["metrics"] = {
             "step": step,
             "episode": step * N,
@@ -909,10 +909,10 @@ def main(args: Args) -> None:
             "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
             "rollout/logprob_diff_mean": total["diff"] / tokens,
             "rollout/logprob_diff_max": total["max_diff"],
-            **({"loss/ptx": total["ptx"] / updates_a_step} if args.ptx_coef else {}),
+            **({"loss/ptx": total["ptx"] / updates_a_step} if "ptx" in total else {}),
             **optimizer.metrics(),
             **utils.batch_metrics(batch),
-            **clock.metrics(model, sum(lengths), passes, world),
+            **clock.metrics(work, sum(lengths), world),
         }
         # ---- end shared
         without_signal = equal_scores(scores.view(-1, args.group_size)).double().mean().item()

@@ -170,7 +170,7 @@ class Args:
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratio of each token, or one of the whole response."""
     gamma: float = 1.0
-    """Discount a token of the reward-to-go of reinforce++."""
+    """Discount a token, where each has a reward of its own (GAE, reinforce++)."""
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None = None
     """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
     of sequence sums, or sum / (sequences * max_response_length); default: token, with --ratio sequence sequence."""
@@ -278,11 +278,15 @@ def clipped_loss(
     return loss, outside
 
 
-def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape."""
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape.
+
+    Without shift_mean the mean is added again: only the scale changes.
+    """
     mean = masked_mean(x, mask)
     variance = masked_sum((x - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
-    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
+    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -845,12 +849,10 @@ def main(args: Args) -> None:
                 mean = functools.partial(
                     aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
                 )
-                # ---- shared: supervised mix
                 if args.ptx_coef:
                     count = args.ptx_batch_size
                     texts = utils.take_prompts(supervised, optimizer.updates * count, count, args.seed)
                     sums.add(ptx=imitate(wrapped, texts, args.ptx_coef, args.micro_batch_tokens, world, autocast))
-                # ---- end shared
                 cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, world)
                 for number, cut in enumerate(cuts, 1):
                     micro = [mini[i] for i in cut]
@@ -867,7 +869,7 @@ def main(args: Args) -> None:
                             log_ratio, advantages[micro], args.clip_low, args.clip_high, args.dual_clip
                         )
                         policy_term = mean(token_losses, m)
-                        # ---- shared: penalties and backward
+                        # ---- shared: penalties
                         loss = policy_term - args.entropy_coef * mean(entropies, m)
                         token_kl = torch.zeros_like(old)
                         if kl_in_loss:
@@ -876,12 +878,13 @@ def main(args: Args) -> None:
                             else:
                                 token_kl = kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
                             loss = loss + state["kl_coef"] * mean(token_kl, m)
+                        # ---- end shared
                         # DDP takes the mean over ranks, and `mean` has divided by the counts of all ranks.
                         (loss * world.size).backward()
+                    # ---- shared: statistics of the update
                     sums.add(policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m))
-                    sums.add(
-                        clipped=masked_sum(clipped.float(), m), approxkl=masked_sum((logprobs - old).square() / 2, m)
-                    )
+                    sums.add(clipped=masked_sum(clipped.double(), m), tokens=m.sum())
+                    sums.add(approxkl=masked_sum((logprobs - old).square() / 2, m))
                     if epoch == 0:  # each response once
                         token_kl = token_kl if kl is None else kl[micro]
                         diff = torch.where(m, (old - batch.rollout_logprobs[micro]).abs(), 0.0)
@@ -892,6 +895,7 @@ def main(args: Args) -> None:
                 optimizer.step()
         model.eval()
         clock.lap("training")
+        work = [(model, 2 + 6 * args.num_epochs)]  # passes of the rollout and the update, see Clock.metrics
 
         # ---- shared: KL controller and reference --------------------------------------------------------------------
         total = sums.totals()
@@ -905,9 +909,9 @@ def main(args: Args) -> None:
 
         # ---- metrics ------------------------------------------------------------------------------------------------
         state.update(step=step, position=state["position"] + args.rollout_batch_size, logged=False)
-        tokens = mask.sum().item()
+        tokens = total["tokens"] / args.num_epochs
         kl_sum = total["kl"] / N if reference is not None else math.nan
-        passes = 2 * (1 + (old_logprobs is not None) + (reference is not None)) + 6 * args.num_epochs
+        work += [(model, 2)] * (old_logprobs is not None) + [(reference, 2)] * (reference is not None)
         state["metrics"] = {
             "step": step,
             "episode": step * N,
@@ -925,10 +929,10 @@ def main(args: Args) -> None:
             "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
             "rollout/logprob_diff_mean": total["diff"] / tokens,
             "rollout/logprob_diff_max": total["max_diff"],
-            **({"loss/ptx": total["ptx"] / updates_a_step} if args.ptx_coef else {}),
+            **({"loss/ptx": total["ptx"] / updates_a_step} if "ptx" in total else {}),
             **optimizer.metrics(),
             **utils.batch_metrics(batch),
-            **clock.metrics(model, sum(lengths), passes, world),
+            **clock.metrics(work, sum(lengths), world),
         }
         # ---- end shared
         without_signal = equal_scores(scores.view(-1, args.group_size)).double().mean().item()

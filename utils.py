@@ -165,7 +165,7 @@ def check_ranges(args) -> None:
         "log_samples save_every keep_checkpoints seed clip_low clip_high value_clip critic_warmup_steps reward_clip "
         "centre_coef ref_refresh_every"
     )
-    share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma lam ref_refresh_mix"
+    share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
     for names, within, meaning in (
         (positive, lambda x: x > 0, "above 0"),
         (not_negative, lambda x: x >= 0, "0 or more"),
@@ -385,6 +385,14 @@ def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, for a one-line report."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def check_can_read(flag: str, name: str, tokenizer) -> None:
+    """End the run if a model does not share the vocabulary of the policy's tokenizer."""
+    try:
+        check_same_vocabulary(tokenizer, AutoTokenizer.from_pretrained(name))
+    except (OSError, ValueError, KeyError) as error:
+        fail(f"{flag} {name}: cannot read what --model writes: {first_line(error)}")
 
 
 class Optimizer:
@@ -834,10 +842,7 @@ class Rewards:
             fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
         if config.num_labels != 1:
             fail(f"--reward {name}: its head has {config.num_labels} labels, and a reward model has 1")
-        try:
-            check_same_vocabulary(tokenizer, AutoTokenizer.from_pretrained(name))
-        except (OSError, ValueError, KeyError) as error:
-            fail(f"--reward {name}: cannot read what --model writes: {first_line(error)}")
+        check_can_read("--reward", name, tokenizer)
 
     def load_models(self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int) -> None:
         """Load the reward models among the sources.
@@ -1354,15 +1359,16 @@ class Clock:
         """Seconds since the run began, those before a resume included."""
         return time.perf_counter() - self.begin
 
-    def metrics(self, model: torch.nn.Module, tokens: int, flops_a_token: int, world: World) -> dict[str, float]:
+    def metrics(self, work: list[tuple[torch.nn.Module, int]], tokens: int, world: World) -> dict[str, float]:
         """time/... of the laps and perf/... of the step.
 
         Args:
+            work: models and what they did with each token, FLOPs a parameter: 2 for a pass forward, 6 forward and
+                backward.
             tokens: of the step's sequences, prompts included, over all ranks.
-            flops_a_token: per parameter: 2 for each pass forward, 6 for each pass forward and backward.
         """
         step = sum(self.laps.values())
-        flops = flops_a_token * tokens * sum(p.numel() for p in model.parameters())
+        flops = tokens * sum(flops * sum(p.numel() for p in model.parameters()) for model, flops in work)
         return {
             **{f"time/{name}": seconds for name, seconds in self.laps.items()},
             "time/step": step,

@@ -1,0 +1,1089 @@
+"""Proximal Policy Optimization (PPO) for language models: actor, critic and GAE, in one file.
+
+Sample a response to each prompt, score it, and give its tokens rewards r_t = -beta * KL_t, the last one the score too:
+
+    delta_t = r_t + gamma * V_t+1 - V_t     A_t = delta_t + gamma * lambda * A_t+1     returns R_t = A_t + V_t
+    actor:  mean of max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high))               ratio = pi / pi_old, A whitened
+    critic: 0.5 * mean of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
+
+Sources: PPO, arXiv:1707.06347, eq. 7; GAE, arXiv:1506.02438, eq. 16; RLHF, arXiv:1909.08593 and arXiv:2203.02155.
+
+Deliberate choices, beside those of grpo.py (global batch, temperature, own random numbers, masks from lengths,
+missing scores, right-padded training rows), which hold here too:
+1. A value is read at the position that predicts its token, as the log-probabilities are. After the last token it is 0.
+2. The critic is a reward model with its head (`--value_model`), or the policy with a head of zeros: values start at 0
+   then, and the first returns are the rewards alone.
+3. Actor and critic share no weights: each has its own optimizer, schedule and gradient clipping.
+4. Returns are taken before the advantages are whitened, over the response tokens of the step, all ranks.
+5. Scores: the weighted sum of the sources, then normalisation, then the clip, then the penalty for no stop token.
+
+    bash scripts/demo.sh ppo                                                          # a tiny model on a CPU, minutes
+    python ppo.py --model Qwen/Qwen2.5-0.5B-Instruct                                  # one GPU, GSM8K
+    torchrun --nproc_per_node 8 ppo.py --model Qwen/Qwen2.5-7B                        # eight GPUs
+"""
+
+import functools
+import math
+import os
+import sys
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import logits_process
+
+import utils
+
+
+@dataclass
+class Args:
+    # ---- run ----
+    run_name: str = ""
+    """Name of the run's folder; default: algorithm, model, data set and seed."""
+    output_dir: str = "runs"
+    """Folder that holds the runs; several nodes need one that they share."""
+    seed: int = 1
+    """Seed of everything random: the order of the prompts, the sampling, the mini-batches."""
+    resume: bool = False
+    """Go on from the run's newest complete checkpoint, if it has one."""
+    track: bool = False
+    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    wandb_project: str = "rl-on-language-models"
+    """Weights & Biases project."""
+
+    # ---- model ----
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """Policy to train: a causal language model's folder or hub name."""
+    ref_model: str = ""
+    """Reference for the KL penalty; default: --model as it was at the start."""
+    value_model: str = ""
+    """Where the critic starts: a reward model with its head, or a language model with a head of zeros; default:
+    --model."""
+    reward_model: str = ""
+    """Reward model (folder or hub name) whose score is one more source after those of --reward."""
+    precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
+    """bf16 keeps float32 weights and computes in bfloat16 (autocast); float64 is for exactness tests; auto is bf16 on
+    GPUs and float32 elsewhere."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    # ---- data ----
+    dataset: str = "openai/gsm8k"
+    """Prompts: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or owner/name[:config] on the hub."""
+    dataset_split: str = "train"
+    """Split of --dataset to train on."""
+    prompt_column: str = ""
+    """Column of the prompt, text or messages; default: the first of prompt, question, messages, problem."""
+    answer_column: str = ""
+    """Column of the reference answer; default: the first of answer, ground_truth, solution."""
+    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    """System turn put before each prompt that has none; "" for none."""
+    max_prompt_length: int = 512
+    """Most tokens of a prompt; a longer one ends the run at the start, naming its row."""
+    eval_dataset: str = ""
+    """Prompts to evaluate on; default: the --eval_split of --dataset, or for a single file nothing."""
+    eval_split: str = "test"
+    """Split to evaluate on."""
+    ptx_dataset: str = ""
+    """Rows of prompt and answer text to imitate beside the rewards, as --dataset."""
+    ptx_coef: float = 0.0
+    """Weight of the cross-entropy on --ptx_dataset."""
+    ptx_batch_size: int = 64
+    """Rows of --ptx_dataset an optimizer update, over all ranks."""
+
+    # ---- rewards ----
+    reward: tuple[str, ...] = ("math",)
+    """Reward sources, summed: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer),
+    path/to/file.py:function, or a reward model's folder or hub name. A response counts as correct if the first source
+    that is no model gives it 1 or more."""
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each reward source; default: 1 each. A source of weight 0 is only measured."""
+    reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
+    """Take a reward model's score as it is, minus the mean that its config carries, or divided by its deviation too."""
+    reward_timeout: float = 30.0
+    """Seconds that one call of a reward source may take before it is killed and its sample left out."""
+    non_stop_penalty: bool = True
+    """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
+    penalty_reward_value: float = 0.0
+    """Score of a response without a stop token."""
+    reward_normalization: bool = False
+    """Normalise scores by their mean and standard deviation since the start of the run."""
+    reward_clip: float = 0.0
+    """Clip scores to +- this; 0 for no clip."""
+
+    # ---- rollout ----
+    max_response_length: int = 1024
+    """Most tokens of a response."""
+    min_response_length: int = 0
+    """Tokens before which a stop token cannot be sampled."""
+    temperature: float = 1.0
+    """Sampling temperature; it divides the logits in every log-probability."""
+    top_p: float = 1.0
+    """Sample from the smallest set of tokens with this probability; below 1 it biases the ratio."""
+    top_k: int = 0
+    """Sample from this many most likely tokens; 0 for all; above 0 it biases the ratio."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens seen before; other than 1 it biases the ratio."""
+    stop_token: str = "eos"
+    """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
+    pad_token: str = ""
+    """Padding token for a tokenizer that has none; "eos" is safe, as masks come from lengths."""
+    generation_batch_size: int = 512
+    """Responses that one device generates at once. Memory and speed only."""
+
+    # ---- optimization ----
+    total_episodes: int = 180_000
+    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
+    rollout_batch_size: int = 512
+    """Prompts a step, over all ranks."""
+    group_size: int = 1
+    """Responses a prompt (G)."""
+    mini_batch_size: int = 128
+    """Responses an optimizer update, over all ranks."""
+    num_epochs: int = 1
+    """Passes over one rollout."""
+    micro_batch_tokens: int = 16_384
+    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result."""
+    logits_chunk_tokens: int = 512
+    """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only."""
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    warmup_ratio: float = 0.03
+    """Fraction of all updates over which the learning rate rises."""
+    min_learning_rate: float = 0.0
+    """Learning rate at the end of a linear or cosine schedule."""
+    weight_decay: float = 0.0
+    """Weight decay of matrices; biases and norms have none."""
+    critic_learning_rate: float = 1e-5
+    """Peak learning rate of the critic's AdamW."""
+    critic_lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the critic's learning rate after its warm-up."""
+    critic_warmup_ratio: float = 0.03
+    """Fraction of the critic's updates over which its learning rate rises."""
+    critic_min_learning_rate: float = 0.0
+    """The critic's learning rate at the end of a linear or cosine schedule."""
+    critic_weight_decay: float = 0.0
+    """Weight decay of the critic's matrices."""
+    critic_max_grad_norm: float = 1.0
+    """Clip the norm of the critic's gradient to this."""
+    critic_warmup_steps: int = 0
+    """First steps, in which the critic trains and the policy does not."""
+    adam_beta1: float = 0.9
+    """AdamW's decay of the mean gradient."""
+    adam_beta2: float = 0.999
+    """AdamW's decay of the mean squared gradient."""
+    max_grad_norm: float = 1.0
+    """Clip the norm of the gradient to this."""
+    max_skipped_updates: int = 5
+    """Updates in a row that may be skipped for a gradient that is not finite before the run stops."""
+
+    # ---- the algorithm ----
+    gamma: float = 1.0
+    """Discount a token, where each has a reward of its own (GAE, reinforce++)."""
+    gae_lambda: float = 0.95
+    """GAE's lambda: 1 for the reward-to-go minus the value, 0 for the one-step difference."""
+    whiten_advantages: bool = True
+    """Whiten the advantages over all response tokens of the step."""
+    whiten_rewards: bool = False
+    """Divide the tokens' rewards by their standard deviation over the step."""
+    pf_ppo: Literal["none", "pow", "max_min", "max_random"] = "none"
+    """PF-PPO: draw the responses to train on anew, by |score| to a power, from the best and the worst, or half of them
+    from the best; among the responses to a prompt or, with --group_size 1, of the step."""
+    pf_ppo_power: float = 1.0
+    """The power of --pf_ppo pow."""
+    loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] = "token"
+    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
+    of sequence sums, or sum / (sequences * max_response_length)."""
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - this."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + this."""
+    value_clip: float = 0.2
+    """Values are clipped to +- this around those at the rollout; 0 for no clip."""
+    dual_clip: float = 0.0
+    """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
+    kl_coef: float = 0.001
+    """Weight beta of the KL to the reference; 0 needs, and loads, no reference model."""
+    kl_in: Literal["loss", "reward"] = "reward"
+    """Add the KL to the loss, or take it from the score."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
+    """Estimator of the KL per token; full sums over the vocabulary, exactly."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """Keep beta, or steer it to --kl_target (Ziegler et al. 2019)."""
+    kl_target: float = 0.1
+    """Mean KL per token that the adaptive controller steers to."""
+    kl_horizon: int = 10_000
+    """Responses over which the adaptive controller acts."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    ref_refresh_every: int = 0
+    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
+    ref_refresh_mix: float = 1.0
+    """Share of the policy's weights in a refresh."""
+
+    # ---- evaluation ----
+    eval_every: int = 20
+    """Steps between evaluations; also before the first step and after the last. 0: never."""
+    eval_prompts: int = 256
+    """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
+    eval_samples: int = 4
+    """Sampled responses a prompt for accuracy and pass@k, beside the greedy one."""
+    log_samples: int = 16
+    """Responses of each step written to samples.jsonl."""
+
+    # ---- checkpoints ----
+    save_every: int = 50
+    """Steps between checkpoints; 0: only when the run is interrupted."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that stay; 0 for all."""
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The equations: tensors in, tensors out. N sequences, T response positions, G responses a prompt, V vocabulary.
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of x where mask is set; what stands elsewhere, NaN included, does not leak."""
+    return torch.where(mask, x, 0.0).sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of x where mask is set, 0 where it is set nowhere."""
+    return masked_sum(x, mask, dim) / mask.sum(dim).clamp(min=1)
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+    """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
+
+    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1, with its exponent clamped to
+    +-20 and its value to +-10. As a loss: the gradient of k1 has zero mean, the gradient of k3 is not that of the
+    reverse KL (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
+    Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    """
+    d = logprobs - ref_logprobs
+    if estimator == "k1":
+        return d
+    if estimator == "abs":
+        return d.abs()
+    if estimator == "k2":
+        return d.square() / 2
+    return (torch.exp((-d).clamp(-20, 20)) + d - 1).clamp(-10, 10)
+
+
+def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
+    """The adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+
+    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), kl the mean over sequences of the token mean;
+    a KL that is not finite leaves beta as it is.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2) if math.isfinite(kl) else 0.0
+    return kl_coef * (1 + error * sequences / horizon)
+
+
+def clipped_loss(
+    log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7); the dual clip of arXiv:1912.09729, eq. 5, where it is above 1.
+
+    Args:
+        log_ratio: (N, T), of the policy to the one that sampled, its exponent clamped to +-20. advantages: (N, T).
+    Returns:
+        Loss (N, T), and where clipping took the gradient (N, T) bool.
+    """
+    ratio = torch.exp(log_ratio.clamp(-20, 20))
+    outside = (ratio < 1 - clip_low) & (advantages < 0) | (ratio > 1 + clip_high) & (advantages > 0)
+    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    if dual_clip:
+        bounded = (advantages < 0) & (loss > -advantages * dual_clip)
+        loss, outside = torch.where(bounded, -advantages * dual_clip, loss), outside | bounded
+    return loss, outside
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape.
+
+    Without shift_mean the mean is added again: only the scale changes.
+    """
+    mean = masked_mean(x, mask)
+    variance = masked_sum((x - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
+    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
+
+
+def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: float) -> Tensor:
+    """The reward of each token: -kl_coef * kl, and the score at the last one (arXiv:1909.08593, eq. 2).
+
+    Args:
+        scores: (N,). kl: (N, T), or None for no penalty. mask: (N, T) bool.
+    Returns:
+        (N, T), 0 outside of the mask.
+    """
+    last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1
+    rewards = torch.where(last, scores[:, None], 0.0)
+    return rewards if kl is None else torch.where(mask, rewards - kl_coef * kl, 0.0)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), backwards over the tokens of each row.
+
+    delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}. Positions outside of the mask pass on
+    what follows them; after the last token, value and advantage are 0.
+
+    Args:
+        rewards, values: (N, T). mask: (N, T) bool.
+    Returns:
+        Advantages (N, T) and returns A + V (N, T), 0 outside of the mask.
+    """
+    advantages, value, advantage = (
+        torch.zeros_like(values),
+        torch.zeros_like(values[:, 0]),
+        torch.zeros_like(values[:, 0]),
+    )
+    for t in reversed(range(values.shape[1])):
+        m = mask[:, t]
+        delta = rewards[:, t] + gamma * value - values[:, t]
+        advantage = torch.where(m, delta + gamma * lam * advantage, advantage)
+        value = torch.where(m, values[:, t], value)
+        advantages[:, t] = advantage
+    return torch.where(mask, advantages, 0.0), torch.where(mask, advantages + values, 0.0)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Clipped value loss, 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), any shape; clip 0 for none.
+
+    Source: OpenAI baselines' ppo2; https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, detail 9.
+    Returns: the loss, and where clipping raised it (bool).
+    """
+    plain = (values - returns).square()
+    if not clip:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one; NaN if all returns agree."""
+    error, target = (returns - values)[mask].double(), returns[mask].double()
+    return (1 - error.var() / target.var()).item()
+
+
+def update_moments(moments: list[float], scores: Tensor) -> list[float]:
+    """Take more scores (N,) into running [count, mean, sum of squared deviations]; what is not finite does not count.
+
+    Source: Welford's method in the batch form of Chan, Golub and LeVeque 1979, eq. 2.1.
+    """
+    count, mean, squares = moments
+    new = scores[scores.isfinite()].double()
+    if not len(new):
+        return moments
+    total, difference = count + len(new), new.mean().item() - mean
+    squares += (new - new.mean()).square().sum().item() + difference**2 * count * len(new) / total
+    return [total, mean + difference * len(new) / total, squares]
+
+
+def filter_weights(grouped: Tensor, kind: str, power: float) -> Tensor:
+    """PF-PPO: how likely each response is drawn for training (arXiv:2409.06957, section 3).
+
+    Args:
+        grouped: (P, G) scores, compared along a row; one that is not finite is never drawn unless all of its row are.
+        kind: "pow": |score| ** power. "max_min": best and worst alike, no other. "max_random": half of the draws for
+            the best, half for all others.
+    Returns:
+        (P, G) float64, each row adds up to 1; uniform where the rule gives no response any weight.
+    """
+    present = grouped.isfinite()
+    scores = torch.where(present, grouped, 0.0).double()
+    best = present & (scores == scores.masked_fill(~present, -torch.inf).amax(1, keepdim=True))
+    worst = present & (scores == scores.masked_fill(~present, torch.inf).amin(1, keepdim=True))
+    share = lambda rows: rows / rows.sum(1, keepdim=True).clamp(min=1)
+    if kind == "pow":
+        weights = torch.where(present, scores.abs() ** power, 0.0)
+    elif kind == "max_min":
+        weights = share(best.double()) + share(worst.double())
+    else:
+        weights = share(best.double()) + share((present & ~best).double())
+    for fallback in (present, torch.ones_like(present)):
+        weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, fallback.double())
+    return weights / weights.sum(1, keepdim=True)
+
+
+def resample(weights: Tensor, generator) -> list[int]:
+    """Draw from each row of weights (P, G) as many of its entries as it has, with replacement: P * G flat indices."""
+    size = weights.shape[1]
+    rows = enumerate(weights.tolist())
+    return [p * size + i for p, row in rows for i in generator.choice(size, size, p=row).tolist()]
+
+
+def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int) -> Tensor:
+    """This micro-batch's share of the loss of a whole optimizer batch.
+
+    Args:
+        x: (N, T). mask: (N, T) bool.
+        how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means; "sequence_sum" = mean of sums;
+            "constant" = sum / (sequences * max_length).
+        tokens, sequences: of the whole optimizer batch, over all ranks and micro-batches.
+    """
+    if how == "sequence":
+        return masked_mean(x, mask, 1).sum() / sequences
+    divisor = {"sequence_sum": sequences, "constant": sequences * max_length}.get(how, tokens)
+    return masked_sum(x, mask) / divisor
+
+
+def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """KL(policy || reference) per token, summed over the vocabulary: (..., V), (..., V) -> (...)."""
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """Entropy of softmax(logits), nats: (..., V) -> (...). H = logsumexp(z) - sum(softmax(z) * z)."""
+    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The policy: log-probabilities of the response tokens, without ever holding (tokens, V)
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward gives statistics of response tokens instead of logits.
+
+    All of it happens inside this module's forward, so that DDP, which wraps it, sees every use of the weights.
+    """
+
+    def __init__(self, model: nn.Module, temperature: float, chunk_tokens: int, train_entropy: bool = False):
+        super().__init__()
+        self.model, self.temperature = model, temperature
+        self.chunk_tokens, self.train_entropy = chunk_tokens, train_entropy
+
+    def forward(
+        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None, temperature: float = 0.0
+    ):
+        """
+        Args:
+            input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
+            response_mask: (N, L) bool, set on response tokens.
+            reference: give the exact KL to this model, too.
+            temperature: other than that of the sampling; 1 for a supervised loss.
+        Returns:
+            logprobs (tokens,), entropies (tokens,) and KL to the reference (tokens,) or None, where `tokens` are the
+            set entries of the mask row by row; float32 or better.
+        """
+        more = (temperature or self.temperature, reference)
+        hidden, labels = self.hidden(input_ids, response_mask)  # (tokens, H), (tokens,)
+        with torch.no_grad():
+            ref_hidden = reference.hidden(input_ids, response_mask)[0] if reference else hidden.detach()
+        chunks = []
+        for part in zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden))):
+            if torch.is_grad_enabled() and len(labels) > self.chunk_tokens:  # logits live only while they are used
+                part = checkpoint(self.statistics, *part, *more, use_reentrant=False, preserve_rng_state=False)
+            else:
+                part = self.statistics(*part, *more)
+            chunks.append(part)
+        logprobs, entropies, kl = (torch.cat(column) if column[0] is not None else None for column in zip(*chunks))
+        return logprobs, entropies, kl
+
+    def hidden(self, input_ids: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states that predict the response tokens, one position before each, and the tokens."""
+        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # (N, L, H)
+        return hidden[:, :-1][response_mask[:, 1:]], input_ids[:, 1:][response_mask[:, 1:]]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's own head: (..., H) -> (..., V), float32 or better, not divided by the temperature."""
+        logits = self.model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def statistics(
+        self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None"
+    ):
+        logits = self.logits(hidden) / temperature  # (chunk, V)
+        logprobs = logits.gather(-1, labels[:, None])[:, 0] - logits.logsumexp(-1)
+        kl = None
+        if reference is not None:
+            with torch.no_grad():
+                ref_all = (reference.logits(ref_hidden) / temperature).log_softmax(-1)
+            kl = exact_kl(logits.log_softmax(-1), ref_all)
+        # Last, so that the recomputation for the backward pass ends before an entropy that is only logged.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_entropy):
+            entropies = entropy_of(logits)
+        return logprobs, entropies, kl
+
+    @torch.no_grad()
+    def check_head(self, flag: str, input_ids: list[int]) -> None:
+        """End the run if `logits` is not what the model itself computes (some scale their logits in other ways)."""
+        ids = torch.tensor([input_ids], device=self.model.device)
+        own = self.logits(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+        theirs = self.model(input_ids=ids, use_cache=False).logits.to(own.dtype)
+        if not torch.allclose(own, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item()):
+            utils.fail(f"{flag}: {type(self.model).__name__} changes its logits in a way unknown to Policy.logits")
+
+
+@dataclass
+class Batch:
+    """The rollout of a step: N responses of all ranks, the G responses of a prompt next to each other.
+
+    Every rank holds the whole of it, so that advantages, mini-batches and counts are global by construction.
+    """
+
+    rows: list[dict]  # the prompt's row of each response
+    queries: list[list[int]]
+    responses: list[list[int]]  # up to and including the stop token
+    texts: list[str]
+    rollout_logprobs: Tensor  # (N, T), by the sampler
+    response_mask: Tensor  # (N, T) bool, set on response tokens
+    stopped: Tensor  # (N,) bool, whether a stop token was sampled
+    parts: dict[str, Tensor]  # reward source: (N,) scores, NaN where it gave none
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of query and response together."""
+        return [len(query) + len(response) for query, response in zip(self.queries, self.responses)]
+
+    def collate(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        """Some rows as `collate` lays them out."""
+        return collate([(self.queries[i], self.responses[i]) for i in indices], self.response_mask.device)
+
+
+def collate(rows: list[tuple[list[int], list[int]]], device) -> tuple[Tensor, Tensor]:
+    """Queries and responses, padded on the right: input_ids (n, L) and a mask (n, L) of response tokens.
+
+    No rows at all make one row of padding, with which a rank that has nothing to do takes part.
+    """
+    ids = [torch.tensor(query + response) for query, response in rows] or [torch.zeros(2, dtype=torch.long)]
+    input_ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, (query, response) in zip(mask, rows):
+        row[len(query) : len(query) + len(response)] = True
+    return input_ids.to(device), mask.to(device)
+
+
+def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
+    """Lay values of response tokens, row after row, out as (N, T) along a mask (N, T); 0 elsewhere. Differentiable."""
+    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
+
+
+def over_batch(module: nn.Module, batch: Batch, *more, budget: int, world, autocast) -> list[Tensor]:
+    """What `module(*batch.collate(rows), *more)` gives for every response token, without gradient, the work spread over
+    the ranks: (N, T) for each of its outputs that is not None, 0 after a response's end."""
+    share = []
+    with torch.no_grad(), autocast():
+        for rows in utils.micro_batches(batch.lengths, budget, world):
+            outputs = [x for x in module(*batch.collate(rows), *more) if x is not None]  # (tokens,) each
+            share += zip(rows, torch.stack(outputs).cpu().split([len(batch.responses[i]) for i in rows], dim=1))
+    values = [value for _, value in sorted(world.gather(share), key=lambda pair: pair[0])]
+    return [pad_rows(x, batch.response_mask) for x in torch.cat(values, 1).to(batch.response_mask.device)]
+
+
+def imitate(wrapped: nn.Module, rows: list[dict], coef: float, budget: int, world, autocast) -> Tensor:
+    """Add the gradient of coef * cross-entropy per token on supervised rows (PTX: arXiv:2203.02155, eq. 2).
+
+    Leaves the average over ranks to the next backward pass. Returns this rank's share of the cross-entropy.
+    """
+    tokens = sum(len(row["response"]) for row in rows)
+    lengths = [len(row["query"]) + len(row["response"]) for row in rows]
+    total = torch.zeros((), device=world.device)
+    for cut in utils.micro_batches(lengths, budget, world):
+        with utils.gradient_sync(wrapped, False):
+            with autocast():
+                texts = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
+                logprobs, _, _ = wrapped(*texts, None, 1.0)  # at temperature 1, whatever that of the rollout
+            loss = -logprobs.sum() / tokens
+            (coef * loss * world.size).backward()
+        total = total + loss.detach()
+    return total
+
+
+class Critic(nn.Module):
+    """The value of every response token: what is to come when the tokens before it are known."""
+
+    def __init__(self, scalar: utils.ScalarModel):
+        super().__init__()
+        self.scalar = scalar
+
+    def forward(self, input_ids: Tensor, response_mask: Tensor) -> tuple[Tensor]:
+        """
+        Args:
+            input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response tokens.
+        Returns:
+            Values (tokens,), each read one position before its token, the set entries of the mask row by row.
+        """
+        return (self.scalar(input_ids, nn.functional.pad(response_mask[:, 1:], (0, 1))),)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rollout
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class Sampler(logits_process.LogitsProcessor):
+    """Draws each row's next token by inverting its distribution function at a uniform number given in advance.
+
+    Keeps the log-probability of every token drawn, so that `generate` need not hold scores of (T, N, V).
+    """
+
+    def __init__(self, uniforms: Tensor | None, rows: int, max_length: int, device):
+        self.uniforms = None if uniforms is None else uniforms.to(device)  # (N, T) float64 in [0, 1); None: greedy
+        self.logprobs = torch.zeros(rows, max_length, device=device)  # (N, T)
+        self.rows = torch.arange(rows, device=device)  # which sequences the running batch holds
+        self.position = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        logprobs = scores.log_softmax(-1)  # (n, V), after temperature, top-k and top-p
+        if self.uniforms is None:
+            tokens = logprobs.argmax(-1, keepdim=True)
+        else:  # float64: a float32 sum over 150,000 tokens would distort the rare ones
+            cdf = logprobs.double().exp().cumsum(-1)
+            u = self.uniforms[self.rows, self.position, None]
+            tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` says so, once it has all responses
+        self.logprobs[self.rows, self.position] = logprobs.gather(1, tokens)[:, 0]
+        self.position += 1
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)  # generate takes the argmax
+
+
+class Finished(StoppingCriteria):
+    """Notes the rows that drew a stop token, and leaves `generate` when half of them have."""
+
+    def __init__(self, stop_ids: Tensor, rows: int, interrupted):
+        self.stop_ids, self.interrupted = stop_ids, interrupted
+        self.rows = torch.zeros(rows, dtype=torch.bool, device=stop_ids.device)
+
+    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
+        self.rows |= torch.isin(input_ids[:, -1], self.stop_ids)
+        leave = self.interrupted() or self.rows.sum() * 2 >= len(self.rows)
+        return self.rows | leave
+
+
+@torch.no_grad()
+def generate(
+    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], pad_id: int, args, interrupted
+):
+    """Sample one response a query with transformers' generate; see `Sampler` for the random numbers.
+
+    Args:
+        queries: token ids, left-padded here. uniforms: (N, max_response_length) float64, or None for greedy.
+        interrupted: a function that is asked at every token; once true, what there is comes back at once.
+    Returns:
+        responses, token ids up to and including the first stop token; their log-probabilities, alike.
+    """
+    device, width = model.device, max(map(len, queries))
+    # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
+    input_ids = torch.tensor([[q[0]] * (width - len(q)) + q for q in queries], device=device)  # (N, width)
+    attention_mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in queries], device=device)
+    sampler = Sampler(uniforms, len(queries), args.max_response_length, device)
+    processors = []  # what happens to the logits of the next token, in this order
+    if args.repetition_penalty != 1:
+        processors.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
+    if args.min_response_length > 0:
+        least = args.min_response_length
+        processors.append(logits_process.MinNewTokensLengthLogitsProcessor(width, least, stop_ids, device))
+    if uniforms is not None:
+        processors.append(logits_process.TemperatureLogitsWarper(args.temperature))
+        processors += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
+        processors += [logits_process.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
+    settings = {"max_length": width + args.max_response_length, "do_sample": False, "return_dict_in_generate": True}
+    # The model's own generation defaults (Qwen2.5 has a repetition penalty there) would change the distribution.
+    defaults, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=pad_id)
+    tokens = torch.full((len(queries), args.max_response_length), pad_id, device=device)  # (N, T)
+    cache = None
+    # Whenever half of the rows are finished, go on without them: the long tail of responses runs in a small batch.
+    while len(sampler.rows) and sampler.position < args.max_response_length and not interrupted():
+        finished = Finished(torch.tensor(stop_ids, device=device), len(sampler.rows), interrupted)
+        output = model.generate(
+            input_ids, attention_mask=attention_mask, past_key_values=cache, **settings,
+            logits_processor=LogitsProcessorList([*processors, sampler]),
+            stopping_criteria=StoppingCriteriaList([finished]),
+        )  # fmt: skip
+        tokens[sampler.rows, : sampler.position] = output.sequences[:, width:]
+        going = ~finished.rows
+        sampler.rows, input_ids, cache = sampler.rows[going], output.sequences[going], output.past_key_values
+        attention_mask = nn.functional.pad(
+            attention_mask[going], (0, width + sampler.position - attention_mask.shape[1]), value=1
+        )
+        cache.batch_select_indices(going.nonzero()[:, 0])
+    model.generation_config = defaults
+    responses = [truncate_at_stop(row, stop_ids) for row in tokens[:, : sampler.position].tolist()]
+    return responses, [row[: len(response)] for row, response in zip(sampler.logprobs.tolist(), responses)]
+
+
+def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
+    """A response without what follows its first stop token; the stop token stays, and is trained on."""
+    end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens) - 1)
+    return tokens[: end + 1]
+
+
+def rollout(
+    rows: list[dict], samples: int, key: tuple, *, model, tokenizer, stop_ids, rewards, args, interrupt, world, autocast
+):
+    """Sample and score `samples` responses for each row, spread over the ranks.
+
+    Args:
+        rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
+        key: names the random numbers, see `utils.generator`.
+    Returns:
+        The Batch, the same on every rank; None if the run is interrupted.
+    """
+    rows = [row for row in rows for _ in range(samples or 1)]
+    uniforms = None
+    if samples:  # a line of numbers for each response of all ranks, whichever rank generates it
+        uniforms = torch.from_numpy(utils.generator(*key).random((len(rows), args.max_response_length)))  # (N, T)
+    share = []  # (response, logprobs) of this rank's rows
+    mine = world.deal(list(range(len(rows))))
+    for start in range(0, len(mine), args.generation_batch_size):
+        part = mine[start : start + args.generation_batch_size]
+        queries, numbers = [rows[i]["query"] for i in part], None if uniforms is None else uniforms[part]
+        with autocast():
+            share += zip(
+                *generate(model, queries, numbers, stop_ids, tokenizer.pad_token_id, args, lambda: interrupt.requested)
+            )
+    if interrupt.agreed():
+        return None
+    texts = [tokenizer.decode(response, skip_special_tokens=True) for response, _ in share]
+    parts = rewards.score([rows[i] for i in mine], texts, [response for response, _ in share])  # {source: scores}
+    everything = world.undeal(list(zip(*zip(*share), texts, *parts.values())), len(rows))
+    responses, logprobs, texts, *scores = zip(*everything)
+    lengths = torch.tensor([len(response) for response in responses])
+    mask = (torch.arange(lengths.max()) < lengths[:, None]).to(model.device)
+    if not all(math.isfinite(x) for row in logprobs for x in row):
+        utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
+    return Batch(
+        rows, [row["query"] for row in rows], list(responses), list(texts),
+        pad_rows(torch.tensor([x for row in logprobs for x in row], device=model.device), mask), mask,
+        torch.tensor([response[-1] in stop_ids for response in responses], device=model.device),
+        {name: torch.tensor(column, device=model.device) for name, column in zip(parts, scores)},
+    )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# What a fork changes first: how reward parts become one score, and scores become advantages
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def final_scores(parts: dict[str, Tensor], stopped: Tensor, moments: list[float], args: Args):
+    """One score a response: the weighted sum of its reward parts, normalised and clipped where asked for, replaced
+    where no stop token was sampled.
+
+    A response that a source gave no score (NaN) has none, unless the source's weight is 0.
+
+    Args:
+        parts: source: (N,). stopped: (N,) bool. moments: as in `update_moments`, of all scores before these.
+    Returns:
+        (N,), and the moments with these scores, which are what they are normalised by.
+    """
+    weights = args.reward_weights or (1.0,) * len(parts)
+    scores = sum(weight * part for weight, part in zip(weights, parts.values()) if weight)
+    if args.reward_normalization:
+        count, mean, squares = moments = update_moments(moments, scores)
+        scores = (scores - mean) / (math.sqrt(squares / max(1, count - 1)) + 1e-8)
+    if args.reward_clip:
+        scores = scores.clamp(-args.reward_clip, args.reward_clip)
+    return torch.where(stopped, scores, args.penalty_reward_value) if args.non_stop_penalty else scores, moments
+
+
+def equal_scores(grouped: Tensor) -> Tensor:
+    """Groups (N / G, G) whose scores, as far as there are any, are all equal: such a group teaches nothing. (N / G,)"""
+    present = grouped.isfinite()
+    highest = grouped.masked_fill(~present, -torch.inf).amax(1)
+    lowest = grouped.masked_fill(~present, torch.inf).amin(1)
+    return highest <= lowest
+
+
+def check_args(args: Args) -> None:
+    """End the run for flags of this file that cannot work together; warn of those that rarely should."""
+    utils.check_common_args(args)
+    if args.critic_warmup_steps >= args.total_episodes // (args.rollout_batch_size * args.group_size):
+        utils.fail(f"--critic_warmup_steps {args.critic_warmup_steps}: leaves the policy no step of --total_episodes")
+    if args.dual_clip and args.dual_clip <= 1:
+        utils.fail(f"--dual_clip {args.dual_clip}: has to be above 1 (or 0 for none)")
+
+
+def main(args: Args) -> None:
+    # ---- shared: set up - processes, data, rewards ------------------------------------------------------------------
+    check_args(args)
+    world = utils.setup_processes()
+    interrupt = utils.Interrupt(world)
+    folder, resume_from = utils.run_folder(args, __file__)
+    tokenizer = utils.load_tokenizer(args.model, args.pad_token)
+    stop_ids = utils.stop_token_ids(tokenizer, args.model, args.stop_token)
+    prompts, eval_prompts = utils.load_train_and_eval(args, tokenizer)
+    supervised = utils.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
+    rewards = utils.Rewards(utils.reward_names(args), args.reward_timeout, tokenizer)
+
+    N = args.rollout_batch_size * args.group_size  # responses a step
+    updates_a_step = args.num_epochs * N // args.mini_batch_size
+    total_steps = args.total_episodes // N
+    # ---- end shared
+    utils.check_can_read("--value_model", args.value_model or args.model, tokenizer)
+
+    # ---- shared: models ---------------------------------------------------------------------------------------------
+    dtype = torch.float64 if args.precision == "float64" else torch.float32
+    bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
+    autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
+    model = utils.load_model("--model", resume_from or args.model, dtype, world.device)
+    policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
+    policy.check_head(f"--model {args.model}", prompts[0]["query"])
+    reference, exact = None, None  # the model of the KL; the same again if its exact KL is asked for
+    if args.kl_coef:
+        refreshed = os.path.join(resume_from or "", "reference")  # a checkpoint has it once it was refreshed
+        name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
+        ref_model = utils.load_model("--ref_model", name, dtype, world.device).requires_grad_(False)
+        reference = Policy(ref_model, args.temperature, args.logits_chunk_tokens)
+        reference.check_head(f"--ref_model {name}", prompts[0]["query"])
+        utils.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
+        exact = reference if args.kl_estimator == "full" else None
+    kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
+    rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    wrapped = utils.wrap(policy, world)
+    # ---- end shared
+    value_name = os.path.join(resume_from, "critic") if resume_from else args.value_model or args.model
+    values_of, new_head = utils.load_scalar_model("--value_model", value_name, dtype, world.device)
+    if new_head:
+        nn.init.zeros_(values_of.model.score.weight)
+    critic = Critic(values_of)
+    if args.gradient_checkpointing:
+        values_of.model.gradient_checkpointing_enable({"use_reentrant": False})
+    wrapped_critic = utils.wrap(critic, world)
+    optimizer = utils.Optimizer(policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step)
+    critic_optimizer = utils.Optimizer(critic, args, total_steps * updates_a_step, "critic_")
+
+    # ---- resume -----------------------------------------------------------------------------------------------------
+    # What the next step depends on, beside the weights and the optimizer: random numbers are functions of the step.
+    state = {"step": 0, "position": 0, "kl_coef": args.kl_coef, "seconds": 0.0, "metrics": {}, "logged": False}
+    state["moments"] = [0.0, 0.0, 0.0]  # of the scores, see update_moments
+    if resume_from:
+        state = utils.load_checkpoint(resume_from, world)
+        optimizer.load_state_dict(state.pop("optimizer"))
+        critic_optimizer.load_state_dict(state.pop("critic_optimizer"))
+
+    def save() -> None:
+        run.phase("save")
+        states = {"optimizer": optimizer.state_dict(), "critic_optimizer": critic_optimizer.state_dict()}
+        state.update(seconds=clock.total(), **states)
+        moved = {"reference": reference.model} if args.ref_refresh_every else {}
+        others = {"critic": values_of.model, **moved}
+        utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **others)
+
+    # ---- shared: run ------------------------------------------------------------------------------------------------
+    run = utils.Run(folder, args, world, total_steps, state if resume_from else None)
+    clock = utils.Clock(world.device, state["seconds"])
+    sample = functools.partial(
+        rollout, model=model, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args, interrupt=interrupt,
+        world=world, autocast=autocast,
+    )  # fmt: skip
+    look = functools.partial(over_batch, budget=args.micro_batch_tokens, world=world, autocast=autocast)
+
+    def leave() -> NoReturn:
+        save()
+        run.close(f"interrupted: step {state['step']} is saved, go on with --resume")
+        sys.exit(utils.EXIT_INTERRUPTED)
+
+    while True:
+        # ---- evaluate, log, save: the policy after `step` steps (a run interrupted here resumes here) ---------------
+        step, metrics = state["step"], state["metrics"]
+        if not state["logged"]:
+            if args.eval_every and eval_prompts and (step % args.eval_every == 0 or step >= total_steps):
+                run.phase("evaluate")
+                results, batch = utils.evaluate(sample, eval_prompts, args)
+                if not results:
+                    leave()
+                metrics = {"step": step, "episode": step * N, **metrics, **results}
+                run.table(step, utils.sample_rows(batch, 4, apart=args.eval_samples), batch)
+            if metrics:
+                run.log(metrics, {"score": "objective/scores", "kl": "objective/kl", "held-out": "eval/accuracy"})
+            state.update(metrics={}, logged=True)
+            if step and args.save_every and step % args.save_every == 0:
+                save()
+        if step >= total_steps:
+            break
+        if interrupt.agreed():
+            leave()
+
+        # ---- rollout and scores -------------------------------------------------------------------------------------
+        step += 1
+        clock.start()
+        run.phase("rollout")
+        rows = utils.take_prompts(prompts, state["position"], args.rollout_batch_size, args.seed)
+        batch = sample(rows, args.group_size, ("rollout", args.seed, step))
+        if batch is None:
+            leave()
+        if sum(batch.parts.values()).isnan().all():
+            save()
+            run.close(f"step {state['step']} is saved, go on with --resume")
+            utils.fail(f"--reward: no response of step {step} got a score ({rewards.why_missing(batch.parts)})")
+        mask, lengths = batch.response_mask, batch.lengths  # (N, T), [N]
+        # ---- end shared
+        scores, state["moments"] = final_scores(batch.parts, batch.stopped, state["moments"], args)  # (N,)
+        clock.lap("rollout")
+
+        # ---- shared: old and reference log-probs --------------------------------------------------------------------
+        run.phase("log-probs")
+        old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled
+        if reference is not None and exact is None:
+            ref_logprobs, _ = look(reference, batch)
+        if updates_a_step > 1 or kl_in_reward:  # else the log-probs of the only update are the old ones
+            old_logprobs, _, *full_kl = look(policy, batch, exact)
+            if reference is not None:
+                kl = full_kl[0] if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
+        clock.lap("logprobs")
+        # ---- end shared
+
+        # ---- values, advantages, and which responses train ----------------------------------------------------------
+        policy_trains = step > args.critic_warmup_steps
+        (old_values,) = look(critic, batch)  # (N, T)
+        clock.lap("values")
+        trained = mask & scores.isfinite()[:, None]  # (N, T)
+        rewards_t = token_rewards(scores.to(dtype), kl if kl_in_reward else None, mask, state["kl_coef"])  # (N, T)
+        if args.whiten_rewards:
+            rewards_t = whiten(rewards_t, trained, shift_mean=False)
+        advantages, returns = gae(rewards_t, old_values, trained, args.gamma, args.gae_lambda)  # (N, T), 0 untrained
+        if args.whiten_advantages:
+            advantages = whiten(advantages, trained)
+        chosen = list(range(N))
+        if args.pf_ppo != "none":
+            groups = scores.view((1, N) if args.group_size == 1 else (-1, args.group_size))
+            odds = filter_weights(groups, args.pf_ppo, args.pf_ppo_power)
+            chosen = resample(odds, utils.generator("filter", args.seed, step))
+
+        # ---- update: epochs, mini-batches (an optimizer step each), micro-batches -----------------------------------
+        run.phase("update")
+        for trains in (model, critic):
+            trains.train()  # for gradient checkpointing; there is no dropout
+        sums = utils.Sums(world)
+        for epoch in range(args.num_epochs):
+            order = utils.generator("mini-batches", args.seed, step, epoch).permutation(chosen).tolist()
+            for mini in (order[i : i + args.mini_batch_size] for i in range(0, N, args.mini_batch_size)):
+                tokens = mask[mini].sum().item()
+                if (
+                    args.loss_aggregation == "step_token"
+                ):  # the mean over updates of sum / this is the token mean of the step
+                    tokens = mask[chosen].sum().item() * len(mini) / N
+                mean = functools.partial(
+                    aggregate, how=args.loss_aggregation, tokens=tokens, sequences=len(mini),
+                    max_length=args.max_response_length,
+                )  # fmt: skip
+                if args.ptx_coef and policy_trains:
+                    count = args.ptx_batch_size
+                    texts = utils.take_prompts(supervised, optimizer.updates * count, count, args.seed)
+                    sums.add(ptx=imitate(wrapped, texts, args.ptx_coef, args.micro_batch_tokens, world, autocast))
+                cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, world)
+                for number, cut in enumerate(cuts, 1):
+                    micro = [mini[i] for i in cut]
+                    m = mask[micro]  # (n, T)
+                    inputs = batch.collate(micro)
+                    with utils.gradient_sync(wrapped, number == len(cuts)), torch.set_grad_enabled(policy_trains):
+                        with autocast():
+                            logprobs, entropies, full_kl = wrapped(*inputs, exact if kl_in_loss else None)
+                        logprobs, entropies = pad_rows(logprobs, m), pad_rows(entropies, m)  # (n, T)
+                        old = logprobs.detach() if updates_a_step == 1 else old_logprobs[micro]
+                        token_losses, clipped = clipped_loss(
+                            logprobs - old, advantages[micro], args.clip_low, args.clip_high, args.dual_clip
+                        )
+                        policy_term = mean(token_losses, m)
+                        # ---- shared: penalties
+                        loss = policy_term - args.entropy_coef * mean(entropies, m)
+                        token_kl = torch.zeros_like(old)
+                        if kl_in_loss:
+                            if exact:
+                                token_kl = pad_rows(full_kl, m)
+                            else:
+                                token_kl = kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
+                            loss = loss + state["kl_coef"] * mean(token_kl, m)
+                        # ---- end shared
+                        # DDP takes the mean over ranks, and `mean` has divided by the counts of all ranks.
+                        if policy_trains:
+                            (loss * world.size).backward()
+                    # ---- shared: statistics of the update
+                    sums.add(policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m))
+                    sums.add(clipped=masked_sum(clipped.double(), m), tokens=m.sum())
+                    sums.add(approxkl=masked_sum((logprobs - old).square() / 2, m))
+                    if epoch == 0:  # each response once
+                        token_kl = token_kl if kl is None else kl[micro]
+                        diff = torch.where(m, (old - batch.rollout_logprobs[micro]).abs(), 0.0)
+                        sums.add(kl=masked_sum(token_kl, m), mean_kl=masked_mean(token_kl, m, 1).sum())
+                        sums.add(surprise=-masked_sum(old, m), diff=diff.sum())
+                        sums.max(diff=diff)
+                        # ---- end shared
+                    with utils.gradient_sync(wrapped_critic, number == len(cuts)):
+                        with autocast():
+                            (values,) = wrapped_critic(*inputs)
+                        values = pad_rows(values, m)  # (n, T)
+                        value_losses, raised = value_loss(values, old_values[micro], returns[micro], args.value_clip)
+                        value_term = mean(value_losses, trained[micro])
+                        (value_term * world.size).backward()
+                    sums.add(value_loss=value_term, raised=masked_sum(raised.double(), trained[micro]))
+                if policy_trains:
+                    optimizer.step()
+                critic_optimizer.step()
+        for trains in (model, critic):
+            trains.eval()
+        clock.lap("training")
+        work = [(model, 2 + (6 if policy_trains else 2) * args.num_epochs), (critic, 2 + 6 * args.num_epochs)]
+
+        # ---- shared: KL controller and reference --------------------------------------------------------------------
+        total = sums.totals()
+        kl_coef = state["kl_coef"]
+        if reference is not None and args.kl_controller == "adaptive":
+            state["kl_coef"] = adapt_kl_coef(kl_coef, total["mean_kl"] / N, args.kl_target, N, args.kl_horizon)
+        if args.ref_refresh_every and step % args.ref_refresh_every == 0:
+            with torch.no_grad():
+                for kept, new in zip(reference.parameters(), policy.parameters()):
+                    kept.lerp_(new, args.ref_refresh_mix)
+
+        # ---- metrics ------------------------------------------------------------------------------------------------
+        state.update(step=step, position=state["position"] + args.rollout_batch_size, logged=False)
+        tokens = total["tokens"] / args.num_epochs
+        kl_sum = total["kl"] / N if reference is not None else math.nan
+        work += [(model, 2)] * (old_logprobs is not None) + [(reference, 2)] * (reference is not None)
+        state["metrics"] = {
+            "step": step,
+            "episode": step * N,
+            "epoch": state["position"] / len(prompts),
+            "objective/kl": kl_sum,
+            "objective/kl_coef": kl_coef,
+            "objective/scores": scores.nanmean().item(),
+            "objective/non_score_reward": -kl_coef * kl_sum,
+            "objective/rlhf_reward": scores.nanmean().item() - (kl_coef * kl_sum if reference is not None else 0.0),
+            "objective/entropy": total["surprise"] / N,
+            "objective/loss": total["loss"] / updates_a_step,
+            "loss/policy_avg": total["policy_loss"] / updates_a_step,
+            "policy/approxkl_avg": total["approxkl"] / (tokens * args.num_epochs),
+            "policy/clipfrac_avg": total["clipped"] / (tokens * args.num_epochs),
+            "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
+            "rollout/logprob_diff_mean": total["diff"] / tokens,
+            "rollout/logprob_diff_max": total["max_diff"],
+            **({"loss/ptx": total["ptx"] / updates_a_step} if "ptx" in total else {}),
+            **optimizer.metrics(),
+            **utils.batch_metrics(batch),
+            **clock.metrics(work, sum(lengths), world),
+        }
+        # ---- end shared
+        without_signal = equal_scores(scores.view(-1, args.group_size)).double().mean().item()
+        state["metrics"] |= {
+            "loss/value_avg": total["value_loss"] / updates_a_step,
+            "val/clipfrac_avg": total["raised"] / total["tokens"],
+            "val/explained_variance": explained_variance(old_values, returns, trained),
+            "val/values": masked_mean(old_values, trained).item(),
+            "val/returns": masked_mean(returns, trained).item(),
+            "val/zero_std_fraction": without_signal if args.group_size > 1 else math.nan,
+            **critic_optimizer.metrics(),
+        }
+        run.samples(step, utils.sample_rows(batch, args.log_samples, masked_mean(advantages, mask, 1)))
+
+    # ---- shared: the end --------------------------------------------------------------------------------------------
+    utils.save_final(folder, world, model, tokenizer, args.model)
+    run.close(f"model: {os.path.join(folder, 'final')}")
+    # ---- end shared
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
