@@ -72,7 +72,7 @@ class Args:
 
     # ---- model ----
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """Policy to train: a causal language model's folder or hub name."""
+    """Model to train: a causal language model's folder or hub name."""
     ref_model: str = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
     reward_model: str = ""
@@ -223,7 +223,7 @@ class Args:
     eval_samples: int = 4
     """Sampled responses a prompt for accuracy and pass@k, beside the greedy one."""
     log_samples: int = 16
-    """Responses of each step written to samples.jsonl."""
+    """Samples of each step written to samples.jsonl."""
 
     # ---- checkpoints ----
     save_every: int = 50
@@ -772,7 +772,8 @@ def main(args: Args) -> None:
                 if not results:
                     leave()
                 metrics = {"step": step, "episode": step * N, **metrics, **results}
-                run.table(step, utils.sample_rows(batch, 4, apart=args.eval_samples), batch)
+                rows = utils.sample_rows(batch, 4, apart=args.eval_samples)
+                run.table(step, rows, [len(response) for response in batch.responses])
             if metrics:
                 run.log(metrics, {"score": "objective/scores", "kl": "objective/kl", "held-out": "eval/accuracy"})
             state.update(metrics={}, logged=True)

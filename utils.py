@@ -1201,8 +1201,8 @@ class Run:
             with open(os.path.join(self.folder, "samples.jsonl"), "a") as file:
                 file.writelines(json.dumps({"step": step, **finite(row)}) + "\n" for row in rows)
 
-    def table(self, step: int, rows: list[dict], batch) -> None:
-        """Show held-out samples on the console; in wandb also, with a histogram of the Batch's response lengths."""
+    def table(self, step: int, rows: list[dict], lengths: list[int]) -> None:
+        """Show held-out samples on the console; in wandb also, with a histogram of all responses' lengths (tokens)."""
         if not self.world.main:
             return
         import rich.console
@@ -1221,8 +1221,7 @@ class Run:
             import wandb
 
             samples = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-            lengths = wandb.Histogram([len(response) for response in batch.responses])
-            self.wandb.log({"samples": samples, "response_tokens": lengths}, step=step, commit=False)
+            self.wandb.log({"samples": samples, "response_tokens": wandb.Histogram(lengths)}, step=step, commit=False)
 
     def close(self, message: str) -> None:
         """Draw curves.png, say what the run came to, end the progress bar and the tracking."""

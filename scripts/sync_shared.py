@@ -18,7 +18,10 @@ SCRIPTS = ("grpo.py", "rloo.py", "ppo.py", "reward_model.py")
 OWN = {"Args": "each algorithm has its own flags; its fields are compared one by one", "main": "the algorithm itself"}
 OWN |= {"check_args": "checks the flags of its own file", "final_scores": "the section that a fork changes first"}
 OWN |= dict.fromkeys(("Args.clip_low", "Args.clip_high", "Args.loss_aggregation"), "its default hangs on grpo's --loss")
-OWN |= {"Args.num_epochs": "passes over a rollout, or over the preference pairs"}
+OWN |= dict.fromkeys(
+    ("Args.num_epochs", "Args.dataset", "Args.eval_dataset", "Args.seed", "collate", "load_train_and_eval"),
+    "reward_model.py goes over preference pairs, the others over prompts and rollouts",
+)
 
 
 def parts(source: str) -> dict[str, tuple[int, int, str]]:

@@ -1,0 +1,445 @@
+"""Reward model from preference pairs (Bradley-Terry), in one file.
+
+A language model with a linear head of one output reads query and response; its output at the last token is the score r.
+For each pair of responses to a prompt, of which the first was preferred, minimise
+
+    -log sigmoid(r_chosen - r_rejected - margin) + centre_coef * (r_chosen + r_rejected)^2
+
+Sources: arXiv:2203.02155, eq. 1; margin: arXiv:2307.09288, eq. 2; centring: arXiv:2312.09244, eq. 2.
+
+Deliberate choices:
+1. The head has no bias and starts at Normal(0, 1 / sqrt(hidden + 1)) (arXiv:2009.01325, section 3.4), scores near 0.
+2. The score is read at the last token by the rows' lengths, never by looking for padding: pad == eos is harmless.
+3. A response ends with the stop token, as the ones that a policy samples do, and is encoded behind its prompt.
+4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens` changes it.
+5. The order of the pairs is a function of the seed and the step: a resumed run goes on bit for bit.
+6. The output is a folder for AutoModelForSequenceClassification. Its config carries `score_mean` and `score_std` over
+   the held-out responses, by which ppo.py can centre the scores (`--reward_model_scale` there).
+
+    bash scripts/demo.sh reward_model                                                 # a tiny model on a CPU, minutes
+    python reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct                         # one GPU, UltraFeedback
+    torchrun --nproc_per_node 8 reward_model.py --model Qwen/Qwen2.5-7B-Instruct      # eight GPUs
+"""
+
+import functools
+import math
+import os
+import random
+import sys
+from dataclasses import dataclass
+from typing import Literal, NoReturn
+
+import torch
+import tyro
+from torch import Tensor, nn
+
+import utils
+
+
+@dataclass
+class Args:
+    # ---- run ----
+    run_name: str = ""
+    """Name of the run's folder; default: algorithm, model, data set and seed."""
+    output_dir: str = "runs"
+    """Folder that holds the runs; several nodes need one that they share."""
+    seed: int = 1
+    """Seed of everything random: the head, the held-out pairs, the order of the pairs."""
+    resume: bool = False
+    """Go on from the run's newest complete checkpoint, if it has one."""
+    track: bool = False
+    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    wandb_project: str = "rl-on-language-models"
+    """Weights & Biases project."""
+
+    # ---- model ----
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """Model to train: a causal language model's folder or hub name."""
+    precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
+    """bf16 keeps float32 weights and computes in bfloat16 (autocast); float64 is for exactness tests; auto is bf16 on
+    GPUs and float32 elsewhere."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    # ---- data ----
+    dataset: str = "trl-lib/ultrafeedback_binarized"
+    """Preference pairs: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or owner/name[:config] on
+    the hub. Columns: chosen and rejected, text or messages, with a prompt or without; or src, tgt, response, sort;
+    where there are any, margin (a number) and subset."""
+    dataset_split: str = "train"
+    """Split of --dataset to train on."""
+    eval_dataset: str = ""
+    """Pairs to evaluate on; default: the --eval_split of --dataset, or for a single file a tenth of it at most."""
+    eval_split: str = "test"
+    """Split to evaluate on."""
+    system_prompt: str = ""
+    """System turn put before each prompt that has none; "" for none."""
+    max_length: int = 1024
+    """Most tokens of prompt and response together; longer pairs are left out, and counted."""
+    stop_token: str = "eos"
+    """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
+    pad_token: str = ""
+    """Padding token for a tokenizer that has none; "eos" is safe, as masks come from lengths."""
+
+    # ---- optimization ----
+    num_epochs: int = 1
+    """Passes over the pairs."""
+    batch_size: int = 64
+    """Pairs an optimizer update, over all ranks."""
+    micro_batch_tokens: int = 16_384
+    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result."""
+    learning_rate: float = 1e-5
+    """Peak learning rate of AdamW."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
+    warmup_ratio: float = 0.03
+    """Fraction of all updates over which the learning rate rises."""
+    min_learning_rate: float = 0.0
+    """Learning rate at the end of a linear or cosine schedule."""
+    weight_decay: float = 0.0
+    """Weight decay of matrices; biases and norms have none."""
+    adam_beta1: float = 0.9
+    """AdamW's decay of the mean gradient."""
+    adam_beta2: float = 0.999
+    """AdamW's decay of the mean squared gradient."""
+    max_grad_norm: float = 1.0
+    """Clip the norm of the gradient to this."""
+    max_skipped_updates: int = 5
+    """Updates in a row that may be skipped for a gradient that is not finite before the run stops."""
+
+    # ---- the algorithm ----
+    centre_coef: float = 0.0
+    """Weight of (r_chosen + r_rejected)^2, which keeps scores around 0; 0.01 is usual."""
+
+    # ---- evaluation ----
+    eval_every: int = 50
+    """Steps between evaluations; also before the first step and after the last. 0: never."""
+    eval_pairs: int = 1000
+    """Pairs of an evaluation, the first ones of the evaluation set; 0 for all."""
+    log_samples: int = 16
+    """Samples of each step written to samples.jsonl."""
+
+    # ---- checkpoints ----
+    save_every: int = 50
+    """Steps between checkpoints; 0: only when the run is interrupted."""
+    keep_checkpoints: int = 2
+    """Newest checkpoints that stay; 0 for all."""
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The equations: tensors in, tensors out. n pairs, L tokens.
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, centre_coef: float) -> Tensor:
+    """Loss of each pair (n,), from the scores of both sides and the margins, (n,) each.
+
+    -log sigmoid(r_chosen - r_rejected - margin) (arXiv:2307.09288, eq. 2) + centre_coef * (r_chosen + r_rejected)^2
+    (arXiv:2312.09244, eq. 2).
+    """
+    return -nn.functional.logsigmoid(chosen - rejected - margins) + centre_coef * (chosen + rejected).square()
+
+
+def collate(pairs: list[dict], device) -> tuple[Tensor, Tensor]:
+    """All chosen sides, then all rejected ones: input_ids (2n, L), padded on the right, and a mask (2n, L) of the last
+    token of each. No pairs at all make one row of padding, of which nothing is read."""
+    sides = [torch.tensor(pair[side]) for side in ("chosen", "rejected") for pair in pairs]
+    input_ids = nn.utils.rnn.pad_sequence(sides or [torch.zeros(2, dtype=torch.long)], batch_first=True)
+    last = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, side in zip(last, sides):
+        row[len(side) - 1] = True
+    return input_ids.to(device), last.to(device)
+
+
+def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
+    """How the scores (P, 2), chosen and rejected, tell the pairs apart, in all and per subset (None: of none).
+
+    Equal scores don't rank a pair right. The standard deviation is unbiased, over both sides.
+    """
+    right = (scores[:, 0] > scores[:, 1]).double()
+    found = {
+        "pair_accuracy": right.mean().item(),
+        "margin": (scores[:, 0] - scores[:, 1]).mean().item(),
+        "score_mean": scores.mean().item(),
+        "score_std": scores.std().item(),
+        "score_chosen": scores[:, 0].mean().item(),
+        "score_rejected": scores[:, 1].mean().item(),
+    }
+    for subset in sorted({subset for subset in subsets if subset is not None}):
+        chosen = torch.tensor([own == subset for own in subsets])
+        found[f"pair_accuracy/{subset}"] = right[chosen].mean().item()
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Preference pairs
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def arithmetic_pairs(split: str) -> list[dict]:
+    """Built-in pairs for the task of `utils.arithmetic_rows`: the worked answer, and the same with wrong digits.
+
+    `subset` says how many of the three columns are wrong.
+    """
+    numbers, pairs = random.Random(f"pairs {split}"), []
+    for row in utils.read_rows("--dataset", "arithmetic", split):
+        chosen = rejected = utils.worked_addition(row["prompt"], 0.0, numbers)
+        while rejected == chosen:
+            rejected = utils.worked_addition(row["prompt"], 0.3, numbers)
+        wrong = sum(a[4:] != b[4:] for a, b in zip(chosen.split()[:3], rejected.split()))
+        pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "subset": f"{wrong} wrong"})
+    return pairs
+
+
+def read_pair(where: str, row: dict) -> tuple[list, list]:
+    """The two sides of a row, chosen and rejected: [prompt (text, messages or None), text of the response] each.
+
+    Ends the run, naming the row, if a side is missing or the two are equal.
+    """
+    if "response" in row and "sort" in row:  # src, tgt: the turns of user and assistant so far, the user's last
+        src, tgt, responses, sort = row.get("src"), row.get("tgt") or [], row["response"], row["sort"]
+        src, tgt = ([turns] if isinstance(turns, str) else turns for turns in (src, tgt))
+        lists = all(isinstance(x, list) for x in (src, tgt, responses, sort))
+        if not lists or len(responses) != 2 or len(sort) != 2 or len(tgt) != len(src) - 1:
+            utils.fail(f"{where}: src takes one turn more than tgt, response and sort take two entries each")
+        numbers = all(isinstance(x, (int, float)) for x in sort)
+        if not numbers or sort[0] == sort[1]:
+            utils.fail(f"{where}: sort takes two different numbers, the higher for the chosen response, not {sort}")
+        turns = [turn for pair in zip(src, [*tgt, None]) for turn in pair][:-1]
+        prompt = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        prompt = src[0] if len(src) == 1 else prompt
+        sides = [[prompt, responses[i]] for i in ((0, 1) if sort[0] > sort[1] else (1, 0))]
+    else:
+        prompt = next((row[column] for column in utils.PROMPT_COLUMNS if row.get(column)), None)
+        sides = [[prompt, row.get(side)] for side in ("chosen", "rejected")]
+    for side, name in zip(sides, ("chosen", "rejected")):
+        if isinstance(side[1], list):  # messages: the last turn is the response, the others belong to the prompt
+            turns = side[1]
+            if not turns or not all(isinstance(turn, dict) for turn in turns) or turns[-1].get("role") != "assistant":
+                utils.fail(f"{where}: messages of the {name} side have to end with a turn of the assistant")
+            if len(turns) > 1:  # the whole conversation, whether or not the prompt is given beside it
+                side[0] = turns[:-1]
+            side[1] = turns[-1].get("content")
+        if not isinstance(side[1], str) or not side[1].strip():
+            utils.fail(f"{where}: has no {name} response")
+    if sides[0] == sides[1]:
+        utils.fail(f"{where}: the chosen and the rejected response are the same")
+    return sides[0], sides[1]
+
+
+def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args: Args) -> list[dict]:
+    """Read preference pairs and encode them, once and for all; those over --max_length are left out and reported.
+
+    Returns:
+        {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of prompt, response and stop
+        token; "margin": float, 0 if the row has none; "subset": text or None}
+    """
+    rows = arithmetic_pairs(split) if name == "arithmetic" else utils.read_rows(flag, name, split)
+    stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
+    pairs, too_long = [], []
+    for number, row in enumerate(rows, 1):
+        where = f"{flag} {name} row {number}"
+        pair = {"margin": row.get("margin"), "subset": None if row.get("subset") is None else str(row["subset"])}
+        pair["margin"] = 0.0 if pair["margin"] is None else pair["margin"]
+        if not isinstance(pair["margin"], (int, float)) or not math.isfinite(pair["margin"]):
+            utils.fail(f"{where}: margin takes a number, not {str(pair['margin'])[:60]!r}")
+        for side, (prompt, text) in zip(("chosen", "rejected"), read_pair(where, row)):
+            query = []
+            if prompt is not None:
+                pair["prompt"], query = utils.encode_prompt(where, prompt, tokenizer, args.system_prompt)
+            ids = query + tokenizer.encode(text, add_special_tokens=prompt is None)
+            pair |= {side: ids if ids[-1] == stop_id else [*ids, stop_id], f"{side}_text": text}
+        longest = max(len(pair["chosen"]), len(pair["rejected"]))
+        if longest > args.max_length:
+            too_long.append((number, longest))
+        else:
+            pairs.append({"prompt": "", **pair})
+    if not rows:
+        utils.fail(f"{flag} {name}: has no rows in split {split!r}")
+    if too_long:
+        number, longest = too_long[0]
+        dropped = f"{len(too_long)} of {len(rows)} pairs are longer than --max_length {args.max_length} tokens"
+        first = f"the first is row {number} with {longest}"
+        if not pairs:
+            utils.fail(f"{flag} {name}: all {dropped.split(' of ')[1]}; {first}")
+        utils.warn(f"{flag} {name}: {dropped} and left out; {first}")
+    return pairs
+
+
+def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[list[dict], list[dict]]:
+    """The pairs to train on, and those to evaluate on, which are never trained on ([] with --eval_every 0)."""
+    pairs, held_out = load_pairs("--dataset", args.dataset, args.dataset_split, tokenizer, stop_ids, args), []
+    if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
+        name = args.eval_dataset or args.dataset
+        held_out = load_pairs("--eval_dataset", name, args.eval_split, tokenizer, stop_ids, args)
+        held_out = held_out[: args.eval_pairs or None]
+    elif args.eval_every:
+        count = min(args.eval_pairs or len(pairs), len(pairs) // 10)
+        held_out = utils.take_prompts(pairs, 0, count, args.seed)
+    texts = lambda pair: (pair["prompt"], *sorted((pair["chosen_text"], pair["rejected_text"])))
+    evaluated = {texts(pair) for pair in held_out}
+    kept = [pair for pair in pairs if texts(pair) not in evaluated]
+    if len(kept) < args.batch_size:
+        utils.fail(f"--batch_size {args.batch_size}: --dataset {args.dataset} has {len(kept)} pairs to train on only")
+    return kept, held_out
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Training
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def cut_pairs(pairs: list[dict], budget: int, world) -> list[list[int]]:
+    """This rank's micro-batches of pairs, both sides of a pair in the same one; see `utils.micro_batches`."""
+    longest = [max(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
+    return utils.micro_batches([2 * length for length in longest], budget, world)
+
+
+def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, world, autocast) -> Tensor | None:
+    """Scores of chosen and rejected sides (P, 2) float64, the work spread over the ranks; None if interrupted."""
+    share = []
+    for cut in cut_pairs(pairs, budget, world):
+        if interrupt.agreed():
+            return None
+        with torch.no_grad(), autocast():
+            scores = model(*collate([pairs[i] for i in cut], world.device))
+        share += zip(cut, scores.view(2, -1).T.tolist())
+    return torch.tensor([scores for _, scores in sorted(world.gather(share))], dtype=torch.float64)
+
+
+def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
+    """Pairs with their scores (P, 2), for samples.jsonl and the console."""
+    texts = ("prompt", "chosen_text", "rejected_text")
+    return [
+        {**{text: pair[text] for text in texts}, "chosen_score": chosen, "rejected_score": rejected}
+        for pair, (chosen, rejected) in zip(pairs, scores.tolist())
+    ]
+
+
+def check_args(args: Args) -> None:
+    """End the run for a flag that is out of range."""
+    utils.check_ranges(args)
+
+
+def main(args: Args) -> None:
+    # ---- set up: processes, data ------------------------------------------------------------------------------------
+    check_args(args)
+    world = utils.setup_processes()
+    interrupt = utils.Interrupt(world)
+    folder, resume_from = utils.run_folder(args, __file__)
+    tokenizer = utils.load_tokenizer(args.model, args.pad_token)
+    stop_ids = utils.stop_token_ids(tokenizer, args.model, args.stop_token)
+    pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
+    total_steps = args.num_epochs * len(pairs) // args.batch_size
+
+    # ---- model and optimizer ----------------------------------------------------------------------------------------
+    dtype = torch.float64 if args.precision == "float64" else torch.float32
+    bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
+    autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
+    scalar, new_head = utils.load_scalar_model("--model", resume_from or args.model, dtype, world.device)
+    model, head = scalar.model, scalar.model.score.weight
+    model.config.pad_token_id = tokenizer.pad_token_id  # transformers' own forward asks for it
+    if new_head:
+        values = utils.generator("head", args.seed).normal(0, 1 / math.sqrt(head.shape[1] + 1), head.shape)
+        with torch.no_grad():
+            head.copy_(torch.from_numpy(values))
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    wrapped = utils.wrap(scalar, world)
+    optimizer = utils.Optimizer(scalar, args, total_steps)
+
+    # ---- resume -----------------------------------------------------------------------------------------------------
+    # What the next step depends on, beside the weights and the optimizer: the order of the pairs is a function of it.
+    state = {"step": 0, "position": 0, "seconds": 0.0, "metrics": {}, "logged": False}
+    if resume_from:
+        state = utils.load_checkpoint(resume_from, world)
+        optimizer.load_state_dict(state.pop("optimizer"))
+
+    def save() -> None:
+        run.phase("save")
+        state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
+        utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints)
+
+    run = utils.Run(folder, args, world, total_steps, state if resume_from else None)
+    clock = utils.Clock(world.device, state["seconds"])
+    look = functools.partial(
+        score_pairs, scalar, budget=args.micro_batch_tokens, interrupt=interrupt, world=world, autocast=autocast
+    )
+
+    def leave() -> NoReturn:
+        save()
+        run.close(f"interrupted: step {state['step']} is saved, go on with --resume")
+        sys.exit(utils.EXIT_INTERRUPTED)
+
+    while True:
+        # ---- evaluate, log, save: the model after `step` steps (a run interrupted here resumes here) ----------------
+        step, metrics = state["step"], state["metrics"]
+        if not state["logged"]:
+            if args.eval_every and eval_pairs and (step % args.eval_every == 0 or step >= total_steps):
+                run.phase("evaluate")
+                scores = look(eval_pairs)  # (P, 2)
+                if scores is None:
+                    leave()
+                results = pair_statistics(scores, [pair["subset"] for pair in eval_pairs])
+                metrics = {"step": step, **metrics, **{f"eval/{name}": value for name, value in results.items()}}
+                run.table(step, sample_pairs(eval_pairs[:4], scores), [len(pair["chosen"]) for pair in eval_pairs])
+            if metrics:
+                run.log(metrics, {"loss": "train/loss", "held-out": "eval/pair_accuracy"})
+            state.update(metrics={}, logged=True)
+            if step and args.save_every and step % args.save_every == 0:
+                save()
+        if step >= total_steps:
+            break
+        if interrupt.agreed():
+            leave()
+
+        # ---- update: one batch of pairs, cut into micro-batches -----------------------------------------------------
+        step += 1
+        clock.start()
+        run.phase("update")
+        batch = utils.take_prompts(pairs, state["position"], args.batch_size, args.seed)
+        scalar.train()  # for gradient checkpointing; there is no dropout
+        total, share = torch.zeros((), dtype=torch.float64, device=world.device), []
+        cuts = cut_pairs(batch, args.micro_batch_tokens, world)
+        for number, cut in enumerate(cuts, 1):
+            micro = [batch[i] for i in cut]
+            with utils.gradient_sync(wrapped, number == len(cuts)):
+                with autocast():
+                    scores = wrapped(*collate(micro, world.device)).view(2, -1)  # chosen and rejected, (2, n)
+                margins = torch.tensor([pair["margin"] for pair in micro], device=world.device, dtype=dtype)
+                loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
+                # DDP takes the mean over ranks, and the sum was divided by the pairs of all ranks.
+                (loss * world.size).backward()
+            total += loss.detach()
+            share += zip(cut, scores.detach().T.tolist())
+        optimizer.step()
+        scalar.eval()
+        clock.lap("training")
+
+        # ---- metrics ------------------------------------------------------------------------------------------------
+        scores = torch.tensor([scores for _, scores in sorted(world.gather(share))], dtype=torch.float64)  # (P, 2)
+        state.update(step=step, position=state["position"] + args.batch_size, logged=False)
+        tokens = sum(len(pair[side]) for pair in batch for side in ("chosen", "rejected"))
+        found = pair_statistics(scores, [None] * len(batch))
+        state["metrics"] = {
+            "step": step,
+            "epoch": state["position"] / len(pairs),
+            "train/loss": world.sum(total).item(),
+            **{f"train/{name}": value for name, value in found.items()},
+            **optimizer.metrics(),
+            **clock.metrics([(model, 6)], tokens, world),
+        }
+        run.samples(step, sample_pairs(batch[: args.log_samples], scores))
+
+    # ---- the end: the model, with the statistics of its scores ------------------------------------------------------
+    measured = eval_pairs or utils.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)
+    scores = look(measured)
+    if scores is None:
+        leave()
+    model.config.score_mean, model.config.score_std = scores.mean().item(), scores.std().item()
+    utils.save_final(folder, world, model, tokenizer, args.model)
+    run.close(f"model: {os.path.join(folder, 'final')}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
