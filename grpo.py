@@ -684,7 +684,7 @@ def check_args(args: Args) -> None:
         utils.fail(
             f"--group_size {args.group_size}: advantages are relative to a group, which takes 2 responses or more"
         )
-    if args.dual_clip and args.dual_clip <= 1:
+    if args.dual_clip and not args.dual_clip > 1:
         utils.fail(f"--dual_clip {args.dual_clip}: has to be above 1 (or 0 for none)")
     if args.dual_clip and VARIANTS[args.loss][0] not in ("ppo", "gspo"):
         utils.fail(f"--dual_clip {args.dual_clip}: --loss {args.loss} has no clipped loss to bound")
@@ -762,6 +762,13 @@ def main(args: Args) -> None:
         run.close(f"interrupted: step {state['step']} is saved, go on with --resume")
         sys.exit(utils.EXIT_INTERRUPTED)
 
+    def require_scores(batch: Batch) -> None:
+        if sum(batch.parts.values()).isnan().all():
+            save()
+            run.close(f"step {state['step']} is saved, go on with --resume")
+            why = rewards.why_missing(batch.parts)
+            utils.fail(f"--reward: no response of step {state['step'] + 1} got a score ({why})")
+
     while True:
         # ---- evaluate, log, save: the policy after `step` steps (a run interrupted here resumes here) ---------------
         step, metrics = state["step"], state["metrics"]
@@ -792,10 +799,7 @@ def main(args: Args) -> None:
         batch = sample(rows, args.group_size, ("rollout", args.seed, step))
         if batch is None:
             leave()
-        if sum(batch.parts.values()).isnan().all():
-            save()
-            run.close(f"step {state['step']} is saved, go on with --resume")
-            utils.fail(f"--reward: no response of step {step} got a score ({rewards.why_missing(batch.parts)})")
+        require_scores(batch)
         mask, lengths = batch.response_mask, batch.lengths  # (N, T), [N]
         # ---- end shared
         scores = final_scores(batch.parts, batch.stopped, args)  # (N,)

@@ -6,18 +6,19 @@ For each prompt, sample responses from the current policy, score them, and minim
 
 The algorithms differ in the advantage A alone (`token_advantages`; R: score minus beta * KL of the response):
 
-    rloo                  R - mean R of the other responses to the prompt         arXiv:2402.14740, eq. 8
-    reinforce++           reward-to-go of each token, whitened over the batch     arXiv:2501.03262, eq. 6 and 8
-    reinforce++-baseline  R - mean R of the group, whitened over the batch        arXiv:2501.03262, section 3.3
-    remax                 R - R of the greedy response                            arXiv:2310.10505, eq. 5
-    opo                   R - mean R of the group weighted by length              arXiv:2505.23585, eq. 8
+    rloo                  R - mean R of the other responses to the prompt         arXiv:2402.14740, section 2.3
+    reinforce++           reward-to-go of each token, whitened over the batch     arXiv:2501.03262v9, eq. 4 and 5
+    reinforce++-baseline  R - mean R of the group, whitened over the batch        arXiv:2501.03262v9, eq. 6 and 7
+    remax                 R - score of the greedy response                        arXiv:2310.10505
+    opo                   R - mean R of the group weighted by length              arXiv:2505.23585
 
 Deliberate choices, beside those of grpo.py (global batch, temperature, own random numbers, masks from lengths,
 missing scores, right-padded training rows), which hold here too:
-1. The KL stands in the reward, estimator k1, as in these papers; `--kl_in loss` moves it to the loss.
+1. The KL stands in the reward, estimator k1, as RLOO and REINFORCE++ have it; `--kl_in loss` moves it to the loss.
 2. `--ratio sequence` has one ratio a response, as RLOO is derived; one ratio a token is what most systems run.
 3. With one update a rollout the ratio is exactly 1, and all of this is REINFORCE with a baseline.
 4. Whitening counts the response tokens of all ranks, its variance is unbiased, and a response without a score is out.
+5. The greedy response of remax is scored without its KL: any function of the prompt is a baseline without bias.
 
     bash scripts/demo.sh rloo                                                         # a tiny model on a CPU, minutes
     python rloo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU, GSM8K
@@ -301,12 +302,13 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 def leave_one_out(grouped: Tensor) -> Tensor:
     """R_i minus the mean of the others in its group: (P, G) -> (P, G). A lone score has nothing to compare with: 0."""
     present = grouped.isfinite()
+    count = present.sum(1, keepdim=True)
     others = masked_sum(grouped, present, 1)[:, None] - grouped
-    return grouped - others / (present.sum(1, keepdim=True) - 1).clamp(min=1)
+    return (grouped - others / (count - 1)).masked_fill(count < 2, 0.0)
 
 
 def minus_mean(grouped: Tensor, weights: Tensor) -> Tensor:
-    """R_i minus the weighted mean of its group: (P, G), (P, G) -> (P, G)."""
+    """R_i minus the mean of its group, weighted by positive whole numbers such as lengths: (P, G), (P, G) -> (P, G)."""
     present = grouped.isfinite()
     total = masked_sum(weights, present, 1).clamp(min=1)
     return grouped - (masked_sum(weights * grouped, present, 1) / total)[:, None]
@@ -664,7 +666,7 @@ def token_advantages(
         kl: (N, T) per token, taken from the reward with kl_coef; None for none. mask: (N, T) bool.
     Returns:
         (N, T), 0 outside of the mask and for a response without a score, which does not count in its group either;
-        where there is a group and its scores are all equal, exactly 0 (before any whitening over the batch).
+        where there is a group and its R are all equal, exactly 0 (before any whitening over the batch).
     """
     penalties = torch.zeros_like(mask, dtype=scores.dtype) if kl is None else kl_coef * kl
     totals = scores - masked_sum(penalties, mask, 1)  # R, (N,)
@@ -702,7 +704,7 @@ def check_args(args: Args) -> None:
         utils.fail(
             f"--group_size {args.group_size}: --advantage {args.advantage} compares 2 responses a prompt or more"
         )
-    if args.dual_clip and args.dual_clip <= 1:
+    if args.dual_clip and not args.dual_clip > 1:
         utils.fail(f"--dual_clip {args.dual_clip}: has to be above 1 (or 0 for none)")
 
 
@@ -775,6 +777,13 @@ def main(args: Args) -> None:
         run.close(f"interrupted: step {state['step']} is saved, go on with --resume")
         sys.exit(utils.EXIT_INTERRUPTED)
 
+    def require_scores(batch: Batch) -> None:
+        if sum(batch.parts.values()).isnan().all():
+            save()
+            run.close(f"step {state['step']} is saved, go on with --resume")
+            why = rewards.why_missing(batch.parts)
+            utils.fail(f"--reward: no response of step {state['step'] + 1} got a score ({why})")
+
     while True:
         # ---- evaluate, log, save: the policy after `step` steps (a run interrupted here resumes here) ---------------
         step, metrics = state["step"], state["metrics"]
@@ -805,10 +814,7 @@ def main(args: Args) -> None:
         batch = sample(rows, args.group_size, ("rollout", args.seed, step))
         if batch is None:
             leave()
-        if sum(batch.parts.values()).isnan().all():
-            save()
-            run.close(f"step {state['step']} is saved, go on with --resume")
-            utils.fail(f"--reward: no response of step {step} got a score ({rewards.why_missing(batch.parts)})")
+        require_scores(batch)
         mask, lengths = batch.response_mask, batch.lengths  # (N, T), [N]
         # ---- end shared
         scores, greedy_scores = final_scores(batch.parts, batch.stopped, args), None  # (N,)
@@ -816,6 +822,7 @@ def main(args: Args) -> None:
             greedy = sample(rows, 0, ("greedy", args.seed, step))
             if greedy is None:
                 leave()
+            require_scores(greedy)
             greedy_scores = final_scores(greedy.parts, greedy.stopped, args).repeat_interleave(args.group_size)
         clock.lap("rollout")
 
@@ -938,6 +945,8 @@ def main(args: Args) -> None:
         # ---- end shared
         without_signal = equal_scores(scores.view(-1, args.group_size)).double().mean().item()
         state["metrics"]["val/zero_std_fraction"] = without_signal if args.group_size > 1 else math.nan
+        if greedy_scores is not None:
+            state["metrics"]["val/missing_greedy_scores"] = int(greedy_scores.isnan().sum()) // args.group_size
         run.samples(step, utils.sample_rows(batch, args.log_samples, masked_mean(advantages, mask, 1)))
 
     # ---- shared: the end --------------------------------------------------------------------------------------------

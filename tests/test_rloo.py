@@ -1,5 +1,7 @@
 """rloo.py: its loss, its advantages and its flags against loops over plain Python numbers, and whole runs of it."""
 
+import contextlib
+import itertools
 import math
 import random
 import statistics
@@ -18,7 +20,6 @@ from rloo import Args, check_args, clipped_loss, leave_one_out, minus_mean, rewa
 NAN, INF = math.nan, math.inf
 KINDS = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo"]
 COMPARING = ["rloo", "reinforce++-baseline", "opo"]  # these compare the responses to a prompt with each other
-quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def double(*rows):
@@ -26,10 +27,8 @@ def double(*rows):
 
 
 def close(got, expected, tolerance=1e-12):
-    torch.testing.assert_close(
-        torch.as_tensor(got, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64),
-        rtol=tolerance, atol=tolerance, equal_nan=True,
-    )  # fmt: skip
+    got, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (got, expected))
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def mask_of(lengths: list[int], width: int) -> torch.Tensor:
@@ -63,19 +62,9 @@ def test_clipped_loss_by_loops(low, high, dual_clip):
     assert clipped.tolist() == [[flag for _, flag in row] for row in by_hand(0.0)]
     close(gradient, (value(1e-6) - value(-1e-6)) / 2e-6, 1e-6)
     assert gradient[clipped].eq(0).all() and gradient[x.abs() > 20].eq(0).all()
-    assert gradient[~clipped & (x.abs() < 20) & (double(*A)[:, None] != 0)].ne(0).all()
 
 
-def test_clipped_loss_by_hand():
-    loss = lambda ratio, A, *clips: clipped_loss(double(math.log(ratio)), double(A), *clips)[0].item()
-    assert loss(1.25, 2.0, 0.2, 0.2) == pytest.approx(-2.4) and loss(1.25, 2.0, 0.2, 0.28) == pytest.approx(-2.5)
-    assert loss(0.5, -2.0, 0.2, 0.28) == pytest.approx(1.6) and loss(0.75, -2.0, 0.3, 0.2) == pytest.approx(1.5)
-    assert loss(5.0, -2.0, 0.2, 0.2) == pytest.approx(10) and loss(5.0, -2.0, 0.2, 0.2, 3.0) == pytest.approx(6)
-    assert loss(5.0, 2.0, 0.2, 0.2, 3.0) == pytest.approx(-2.4)  # the dual clip is for negative advantages
-    assert loss(1e30, -1.0, 0.2, 0.2) == pytest.approx(math.exp(20))
-
-
-# ---- whitening, reward-to-go ------------------------------------------------------------------------------------
+# ---- what advantages are made of ---------------------------------------------------------------------------------
 
 
 def whiten_by_hand(values: list[float]) -> list[float]:
@@ -100,11 +89,10 @@ def test_whiten_by_loops(scale, junk):
 
 
 def test_whiten_of_next_to_nothing():
-    mask = torch.tensor([[False, True, False]])
-    assert whiten(double([NAN, 7.0, INF]), mask).tolist() == [[0, 0, 0]]  # a single entry
-    assert whiten(double([3.0, 3.0, 3.0]), ~mask).eq(0).all()  # all equal
-    assert whiten(double([NAN, NAN, NAN]), mask & ~mask).eq(0).all()  # none
-    close(whiten(double([1.0, NAN, 3.0]), ~mask), [[-1 / math.sqrt(2), 0, 1 / math.sqrt(2)]], 1e-8)  # ddof 1
+    alone = torch.tensor([[False, True, False]])
+    for mask, x in ((alone, [NAN, 7.0, INF]), (~alone, [3.0, NAN, 3.0]), (alone & ~alone, [NAN, INF, 1.0])):
+        assert whiten(double(x), mask).eq(0).all()  # a single entry, all equal, none
+    close(whiten(double([1.0, NAN, 3.0]), ~alone), [[-1 / math.sqrt(2), 0, 1 / math.sqrt(2)]], 1e-8)  # ddof 1
 
 
 def to_go_by_hand(rewards: list[float], gamma: float) -> list[float]:
@@ -114,80 +102,60 @@ def to_go_by_hand(rewards: list[float], gamma: float) -> list[float]:
 @pytest.mark.parametrize("junk", [NAN, INF, 1e30])
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 def test_reward_to_go_by_loops(gamma, junk):
+    """Rows that end anywhere; what is masked before a row's end is stepped over."""
     torch.manual_seed(0)
-    lengths = [5, 1, 3, 4]
-    mask = mask_of(lengths, 5)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 0, 0, 0], [1, 1, 1, 0, 0], [0, 1, 0, 1, 1]]).bool()
     rewards = torch.randn(4, 5, dtype=torch.float64).masked_fill(~mask, junk)
     got = reward_to_go(rewards, mask, gamma)
-    rows = [to_go_by_hand(row[:n], gamma) for row, n in zip(rewards.tolist(), lengths)]
-    close(got, [row + [0.0] * (5 - len(row)) for row in rows])
-    assert [got[i, n - 1] for i, n in enumerate(lengths)] == [rewards[i, n - 1] for i, n in enumerate(lengths)]
+    for row, x, m in zip(got, rewards, mask):
+        close(row[m], to_go_by_hand(x[m].tolist(), gamma))
+    assert got[~mask].eq(0).all()
 
-
-# ---- baselines of a group ---------------------------------------------------------------------------------------
 
 GROUPS = [[1.0, 0.0, 0.25], [0.5, -2.0, 7.25], [1.0, NAN, 0.0], [INF, 1.0, 5.0], [-INF, 0.1, 0.1]]
+WEIGHTS = [[1, 2, 3], [5, 1, 1], [4, 9, 2], [7, 1, 3], [6, 2, 3]]
 
 
-def test_leave_one_out_by_loops():
-    for group, row in zip(GROUPS, leave_one_out(double(*GROUPS)).tolist()):
-        for i, score in enumerate(group):
-            others = [s for j, s in enumerate(group) if j != i and math.isfinite(s)]
-            assert not math.isfinite(score) or row[i] == pytest.approx(score - statistics.fmean(others), abs=1e-12)
-    scores = double(*GROUPS[:2])
-    close(leave_one_out(scores), 3 / 2 * (scores - scores.mean(1, keepdim=True)))
+def test_baselines_by_loops():
+    scores, weights = double(*GROUPS), torch.tensor(WEIGHTS)
+    for *rows, alone, mean in zip(GROUPS, WEIGHTS, leave_one_out(scores), minus_mean(scores, weights)):
+        kept = [(s, w, i) for i, (s, w) in enumerate(zip(*rows)) if math.isfinite(s)]
+        for s, _, i in kept:
+            close(alone[i], s - statistics.fmean(other for other, _, j in kept if j != i))
+            close(mean[i], s - math.fsum(other * w for other, w, _ in kept) / sum(w for _, w, _ in kept))
+    close(leave_one_out(scores[:2]), 3 / 2 * (scores - scores.mean(1, keepdim=True))[:2])
 
 
-def test_minus_mean_by_loops():
-    weights = [[1, 2, 3], [5, 1, 1], [4, 9, 2], [7, 1, 3], [6, 2, 3]]
-    for group, w, row in zip(GROUPS, weights, minus_mean(double(*GROUPS), torch.tensor(weights)).tolist()):
-        kept = [(s, n) for s, n in zip(group, w) if math.isfinite(s)]
-        mean = math.fsum(s * n for s, n in kept) / sum(n for _, n in kept)
-        close([a for a, s in zip(row, group) if math.isfinite(s)], [s - mean for s, _ in kept])
+def test_leave_one_out_of_a_lone_score():
+    assert leave_one_out(double([3.0, NAN, NAN]))[0, 0] == 0
 
 
 # ---- advantages -------------------------------------------------------------------------------------------------
 
 
-def advantages_by_hand(kind, scores, greedy, kl, lengths, size, beta=0.0, gamma=1.0) -> list[list[float]]:
+def advantages_by_hand(kind, scores, greedy, kl, lengths, size, beta, gamma) -> list[list[float]]:
     """Of each response, a list of its tokens' advantages."""
     kl = kl or [[0.0] * n for n in lengths]
     totals = [score - beta * math.fsum(row[:n]) for score, row, n in zip(scores, kl, lengths)]
-    rows = []
+    there, rows = [math.isfinite(total) for total in totals], []
     for i, (total, n) in enumerate(zip(totals, lengths)):
-        first = i - i % size
-        group = [j for j in range(first, first + size) if math.isfinite(totals[j])]
-        others = [totals[j] for j in group if j != i]
-        if not math.isfinite(total) or kind == "remax" and not math.isfinite(greedy[i]):
-            rows.append([0.0] * n)
-        elif kind == "reinforce++":
-            rows.append(to_go_by_hand([(t == n - 1) * scores[i] - beta * kl[i][t] for t in range(n)], gamma))
-        elif kind == "remax":
-            rows.append([total - greedy[i]] * n)
-        elif len({totals[j] for j in group}) == 1:
-            rows.append([0.0] * n)
+        group = [j for j in range(i - i % size, i - i % size + size) if there[j]]
+        if kind == "remax":
+            A = total - greedy[i] if math.isfinite(greedy[i]) else 0.0
+        elif len({totals[j] for j in group}) < 2:
+            A = 0.0
         elif kind == "rloo":
-            rows.append([total - statistics.fmean(others)] * n)
+            A = total - statistics.fmean(totals[j] for j in group if j != i) if there[i] else 0.0
         else:
             weights = [lengths[j] if kind == "opo" else 1 for j in group]
-            mean = math.fsum(w * totals[j] for w, j in zip(weights, group)) / sum(weights)
-            rows.append([total - mean] * n)
+            A = total - math.fsum(w * totals[j] for w, j in zip(weights, group)) / sum(weights)
+        rows.append([A if there[i] else 0.0] * n)
+        if kind == "reinforce++" and there[i]:
+            rows[i] = to_go_by_hand([(t == n - 1) * scores[i] - beta * kl[i][t] for t in range(n)], gamma)
     if kind.startswith("reinforce++"):
-        flat = iter(whiten_by_hand([a for row, total in zip(rows, totals) if math.isfinite(total) for a in row]))
-        rows = [[next(flat) for _ in row] if math.isfinite(total) else row for row, total in zip(rows, totals)]
+        flat = iter(whiten_by_hand([a for row, present in zip(rows, there) if present for a in row]))
+        rows = [[next(flat) for _ in row] if present else row for row, present in zip(rows, there)]
     return rows
-
-
-def check(kind, scores, greedy, kl, lengths, size, beta=0.0, gamma=1.0, tolerance=1e-11):
-    """Compare with the loops; junk under the mask. Returns the advantages."""
-    width, junk = max(lengths) + 1, (NAN, INF, 1e30)
-    mask = mask_of(lengths, width)
-    padded = kl and double(*[row[:n] + [junk[i % 3]] * (width - n) for i, (row, n) in enumerate(zip(kl, lengths))])
-    got = token_advantages(kind, double(*scores), double(*greedy), padded, mask, size, beta, gamma)
-    expected = advantages_by_hand(kind, scores, greedy, kl, lengths, size, beta, gamma)
-    close(got, [row + [0.0] * (width - len(row)) for row in expected], tolerance)
-    assert got[~mask].eq(0).all() and got[~double(*scores).isfinite()].eq(0).all()
-    return got
 
 
 SCORES = {
@@ -197,50 +165,43 @@ SCORES = {
     "none in a group": [NAN, INF, NAN, 2.0, 3.0, 7.0],
     "equal": [0.1, 0.1, 0.1, 3.0, 1.0, 0.5],
 }
-GREEDY = [0.5, 0.5, 0.5, 1.0, 1.0, 1.0]
+SIZES = [(kind, 3) for kind in KINDS] + [("rloo", 2), ("opo", 2), ("reinforce++", 1), ("remax", 1)]
 
 
 @pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
 @pytest.mark.parametrize("beta, gamma", [(None, 1.0), (None, 0.9), (0.3, 1.0), (0.3, 0.9)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_advantages_by_loops(kind, beta, gamma, scores):
-    rng = random.Random(0)
-    kl = None if beta is None else [[rng.gauss(0, 1) for _ in range(6)] for _ in range(6)]
-    got = check(kind, scores, GREEDY, kl, [3, 1, 6, 2, 5, 4], 3, beta or 0.0, gamma)
-    assert got.isfinite().all() and got.ne(0).any()
-    if kind == "remax":
-        check(kind, scores, [NAN] * 3 + [1.0] * 3, kl, [3, 1, 6, 2, 5, 4], 3, beta or 0.0, gamma)
-
-
-@pytest.mark.parametrize("kind", ["reinforce++", "remax"])
-def test_advantages_without_groups(kind):
-    check(kind, SCORES["missing"], GREEDY[::-1], None, [3, 1, 6, 2, 5, 4], 1)
+@pytest.mark.parametrize("kind, size", SIZES)
+def test_advantages_by_loops(kind, size, beta, gamma, scores):
+    """With and without KL, which is junk under the mask, as some scores are, too."""
+    rng, lengths = random.Random(0), [3, 1, 6, 2, 5, 4]
+    mask = mask_of(lengths, 7)
+    kl = None if beta is None else [[rng.gauss(0, 1) if m else rng.choice([NAN, INF]) for m in row] for row in mask]
+    for greedy in ([0.5, 0.5, 0.5, 1.0, 1.0, 1.0], [-1.0, 2.0, NAN, 7.0, 0.0, INF]):
+        rest = (size, beta or 0.0, gamma)
+        got = token_advantages(kind, double(*scores), double(*greedy), kl and double(*kl), mask, *rest)
+        expected = advantages_by_hand(kind, scores, greedy, kl, lengths, *rest)
+        close(got, [row + [0.0] * (7 - len(row)) for row in expected], 1e-11)
+        assert got[~mask].eq(0).all() and got[~double(*scores).isfinite()].eq(0).all() and got.ne(0).any()
 
 
 @pytest.mark.parametrize("kind", COMPARING)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_scores_have_advantage_exactly_zero(kind, dtype):
-    for size in (2, 3, 7):
-        for value in (0.1, 0.3, 0.7, 1 / 3, 123.456):  # their mean in floats is often another number
-            scores = torch.full((2 * size,), value, dtype=dtype)
-            mask = mask_of(list(range(1, 2 * size + 1)), 2 * size)
-            assert token_advantages(kind, scores, None, None, mask, size, 0.0, 1.0).eq(0).all()
-            scores[:size] = torch.linspace(0, 1, size, dtype=dtype)
-            got = token_advantages(kind, scores, None, None, mask, size, 0.0, 1.0)
-            assert got[:size].ne(0).any() and len(got[size:][mask[size:]].unique()) == 1
-            assert kind == "reinforce++-baseline" or got[size:].eq(0).all()
-
-
-@pytest.mark.xfail(strict=True, reason="leave_one_out gives a lone score as it is; token_advantages makes it 0")
-def test_leave_one_out_of_a_lone_score():
-    assert leave_one_out(double([3.0, NAN, NAN]))[0, 0] == 0
+    """In a group beside another; the mean of equal floats is often another number."""
+    for size, value in itertools.product((2, 3, 7), (0.1, 0.3, 0.7, 1 / 3, 123.456)):
+        scores, mask = torch.full((2 * size,), value, dtype=dtype), mask_of(list(range(2 * size, 0, -1)), 2 * size)
+        assert token_advantages(kind, scores, None, None, mask, size, 0.0, 1.0).eq(0).all()
+        scores[:size] = torch.linspace(0, 1, size, dtype=dtype)
+        first, equal = token_advantages(kind, scores, None, None, mask, size, 0.0, 1.0).split(size)
+        assert first.ne(0).any() and len(equal[mask[size:]].unique()) == 1
+        assert kind == "reinforce++-baseline" or equal.eq(0).all()
 
 
 numbers = st.floats(-9, 9) | st.sampled_from([0.0, 1.0, NAN])
 responses = st.lists(st.tuples(numbers, st.integers(1, 5)), min_size=9, max_size=9)
 
 
-@quick
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(responses, st.permutations(range(3)), st.permutations(range(3)), st.tuples(*[st.floats(-5, 5)] * 3))
 def test_properties_of_advantages(rows, groups, within, shifts):
     """The order of the groups and in the groups does not matter, nor does what all scores of a group have in common."""
@@ -251,86 +212,56 @@ def test_properties_of_advantages(rows, groups, within, shifts):
         got = token_advantages(kind, scores, shift, None, mask, 3, 0.0, 1.0)
         moved = token_advantages(kind, scores[order], shift[order], None, mask[order], 3, 0.0, 1.0)
         close(moved, got[order], 1e-9)
-        if kind in COMPARING:
-            close(token_advantages(kind, scores + shift, None, None, mask, 3, 0.0, 1.0), got, 1e-9)
-        if kind == "remax":
-            close(token_advantages(kind, scores + shift, shift + shift, None, mask, 3, 0.0, 1.0), got, 1e-9)
-        if kind == "rloo":
-            close(got[:, 0].view(3, 3).sum(1), [0, 0, 0], 1e-9)
-        if kind == "opo":
-            close(got.view(3, -1).sum(1), [0, 0, 0], 1e-9)
-        if kind.startswith("reinforce++"):
-            close(got.sum(), 0, 1e-8)
+        if kind != "reinforce++":
+            close(token_advantages(kind, scores + shift, 2 * shift, None, mask, 3, 0.0, 1.0), got, 1e-9)
 
 
 # ---- flags ------------------------------------------------------------------------------------------------------
 
 FLAGS = dict(rollout_batch_size=8, mini_batch_size=8, total_episodes=80)
+ALONE = "error: --group_size 1: --advantage"
+K1 = "warning: --kl_in loss --kl_estimator k1:"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_group_of_one(kind, capsys):
-    args = Args(**FLAGS, group_size=1, advantage=kind)
-    if kind not in COMPARING:
-        check_args(args)
-        assert capsys.readouterr().err == ""
-        return
-    with pytest.raises(SystemExit) as stop:
-        check_args(args)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert stop.value.code == 2 and line.startswith("error: --group_size 1:") and f"--advantage {kind} " in line
-
-
-@pytest.mark.parametrize("value, fine", [(0.0, True), (1.01, True), (1.0, False), (0.5, False), (-1.0, False)])
-def test_dual_clip_is_above_1(value, fine, capsys):
-    if fine:
-        return check_args(Args(**FLAGS, dual_clip=value))
-    with pytest.raises(SystemExit):
-        check_args(Args(**FLAGS, dual_clip=value))
-    assert capsys.readouterr().err.startswith(f"error: --dual_clip {value}:")
-
-
-def test_k1_as_a_loss_gets_a_warning(capsys):
-    for options, lines in ((dict(), 0), (dict(kl_in="loss"), 1), (dict(kl_in="loss", kl_estimator="k2"), 0)):
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        *((dict(group_size=1, advantage=kind), f"{ALONE} {kind} " if kind in COMPARING else "") for kind in KINDS),
+        *((dict(dual_clip=value), f"error: --dual_clip {value}:") for value in (-1.0, 0.5, 1.0)),
+        (dict(dual_clip=1.01), ""), (dict(), ""), (dict(kl_in="loss"), K1), (dict(kl_in="loss", kl_estimator="k2"), ""),
+    ],
+)  # fmt: skip
+def test_flags(options, line, capsys):
+    """Each refusal and each warning is one line that names the flag."""
+    with pytest.raises(SystemExit) if line.startswith("error") else contextlib.nullcontext():
         check_args(Args(**FLAGS, **options))
-        err = capsys.readouterr().err.splitlines()
-        assert len(err) == lines and all(line.startswith("warning: --kl_in loss --kl_estimator k1") for line in err)
+    err = capsys.readouterr().err
+    assert err.startswith(line) and err.count("\n") == bool(line)
 
 
 # ---- whole runs -------------------------------------------------------------------------------------------------
-
-REWARD = """
-def score(prompts, responses, **columns):
-    sums = [sum(map(ord, prompt + response)) for prompt, response in zip(prompts, responses)]
-    return [None if s % 3 == 0 else s % 7 / 7 for s in sums]
-"""
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("rloo")
     values = helpers.workspace(folder)
-    (folder / "gaps.py").write_text(REWARD)
+    (folder / "gaps.py").write_text(helpers.REWARD.replace("% 7 / 7", "% 7 % 5 / 7 or None"))
     model = AutoModelForCausalLM.from_pretrained(values["model"])
     model.lm_head.weight.data[model.config.eos_token_id] *= 4  # responses of many lengths
     model.save_pretrained(values["model"])
-    other = helpers.tiny_model(folder / "other", initializer_range=0.1)
-    return {**values, "ref_model": other, "kl_coef": 0.01, "total_episodes": 16}
+    values["ref_model"] = helpers.tiny_model(folder / "other", initializer_range=0.1)
+    return {**values, "kl_coef": 0.01, "total_episodes": 16}
 
 
 def variant(base: dict, tmp_path, **changes) -> dict:
-    return {**base, "output_dir": str(tmp_path / "runs"), "run_name": "run", **changes}
+    return {**base, "output_dir": str(tmp_path), "run_name": "run", **changes}
 
 
 def record(monkeypatch, name: str) -> list:
     """The arguments and results of all calls of a function of rloo.py, which still does what it does."""
     calls, original = [], getattr(rloo, name)
-
-    def call(*args):
-        calls.append((args, original(*args)))
-        return calls[-1][1]
-
-    monkeypatch.setattr(rloo, name, call)
+    monkeypatch.setattr(rloo, name, lambda *args: calls.append((args, original(*args))) or calls[-1][1])
     return calls
 
 
@@ -345,12 +276,13 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
     run_here(values, "rloo")
     rows, samples = metrics_of(values), read_lines(folder_of(values) / "samples.jsonl")
     assert helpers.finite_or_null(rows) and helpers.all_finite(folder_of(values) / "final") and len(steps) == 2
+    assert any(row["val/missing_scores"] for row in rows[1:])
     trained = {tuple(row) for (_, A, *_), _ in losses for row in A.tolist()}
     for step, ((how, scores, greedy, kl, mask, group, beta, gamma), got) in enumerate(steps, 1):
         row, own = rows[step], samples[8 * step - 8 : 8 * step]
         assert (how, group, beta, gamma) == (kind, size, row["objective/kl_coef"], 0.9)
         assert [sample[gaps] for sample in own] == [None if math.isnan(s) else s for s in scores.tolist()]
-        assert row["val/missing_scores"] == scores.isnan().sum() > 0 and scores.isfinite().any()
+        assert row["val/missing_scores"] == scores.isnan().sum()
         assert (kl is None) == (kl_in == "loss") == (row["objective/loss"] != row["loss/policy_avg"])
         if kl is not None:
             assert kl[mask].gt(0).any() and row["objective/kl"] == pytest.approx(kl[mask].sum().item() / 8, rel=1e-9)
@@ -367,28 +299,31 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
 def test_remax_compares_with_the_greedy_response(base, tmp_path, monkeypatch):
     """By transformers' own greedy generation, of one prompt at a time; a greedy response can lack a stop, too."""
     calls = record(monkeypatch, "token_advantages")
-    values = variant(base, tmp_path, advantage="remax", rollout_batch_size=4, group_size=2, total_episodes=8)
-    run_here({**values, "non_stop_penalty": True, "penalty_reward_value": -1.0}, "rloo")
-    ((_, _, greedy_scores, *_), _) = calls[0]
+    values = variant(base, tmp_path, advantage="remax", rollout_batch_size=12, group_size=2, mini_batch_size=24)
+    values.update(non_stop_penalty=True, penalty_reward_value=-1.0, total_episodes=24, log_samples=24)
+    values.update(max_response_length=4, num_epochs=1)
+    run_here(values, "rloo")
+    (((_, _, greedy_scores, _, mask, *_), got),) = calls
     model, tokenizer = (kind.from_pretrained(base["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
     expected = []
     for row in read_lines(folder_of(values) / "samples.jsonl"):
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
-        output = model.generate(ids, do_sample=False, max_new_tokens=10)[0, ids.shape[1] :]
+        output = model.generate(ids, do_sample=False, max_new_tokens=4)[0, ids.shape[1] :]
         text = row["prompt"] + tokenizer.decode(output, skip_special_tokens=True)
         expected.append(sum(map(ord, text)) % 7 / 7 if output[-1] == tokenizer.eos_token_id else -1.0)
     close(greedy_scores, expected, 1e-6)
     assert len(set(expected)) > 2 and -1.0 in expected
+    # With one update a rollout the ratio is 1, and the loss the mean of -A over the tokens.
+    assert metrics_of(values)[1]["loss/policy_avg"] == pytest.approx(-(got.sum() / mask.sum()).item(), rel=1e-5)
 
 
 def test_the_ratio_of_a_sequence(base, tmp_path, monkeypatch):
     """After an update that is the same for both ratios, that of a sequence is the product of those of its tokens."""
     calls = record(monkeypatch, "clipped_loss")
     exact = dict(precision="float64", micro_batch_tokens=1000, num_epochs=1, total_episodes=8, kl_coef=0)
+    exact.update(clip_high=0.3, dual_clip=1.5)
     for ratio, how in (("token", dict(loss_aggregation="sequence_sum")), ("sequence", {})):
-        run_here(
-            variant(base, tmp_path, **exact, run_name=ratio, ratio=ratio, dual_clip=1.5, clip_high=0.3, **how), "rloo"
-        )
+        run_here(variant(base, tmp_path, **exact, run_name=ratio, ratio=ratio, **how), "rloo")
     (_, tokens, _, sequences) = [args for args, _ in calls]
     assert all(args[2:] == (0.2, 0.3, 1.5) for args, _ in calls)
     close(sequences[0], [[math.fsum(row)] * len(row) for row in tokens[0].tolist()], 1e-7)
@@ -397,31 +332,22 @@ def test_the_ratio_of_a_sequence(base, tmp_path, monkeypatch):
     close(sequences[1], tokens[1])
 
 
-def test_the_ratio_decides_the_default_aggregation(base, tmp_path):
-    for ratio in ("token", "sequence"):
-        for name, how in (("default", {}), ("named", dict(loss_aggregation=ratio))):
-            run_here(variant(base, tmp_path, run_name=f"{ratio} {name}", ratio=ratio, total_episodes=8, **how), "rloo")
-    final = {f.parent.name: f for f in (tmp_path / "runs").glob("*/final")}
-    assert all(same_weights(final[f"{ratio} default"], final[f"{ratio} named"]) for ratio in ("token", "sequence"))
-    assert not same_weights(final["token named"], final["sequence named"])
-
-
 @pytest.mark.parametrize("kind, ratio", [("reinforce++", "token"), ("remax", "sequence")])
 def test_ranks_and_micro_batches_change_nothing(base, tmp_path, kind, ratio):
     exact = dict(precision="float64", total_episodes=24, save_every=3, advantage=kind, ratio=ratio, gamma=0.95)
     one = variant(base, tmp_path, run_name="one", **exact, micro_batch_tokens=1)
     cut = variant(base, tmp_path, run_name="cut", **exact, micro_batch_tokens=10_000, generation_batch_size=3)
+    cut["loss_aggregation"] = ratio  # which is the default
     two = variant(base, tmp_path, run_name="two", **exact)
     started = [helpers.start(values, script="rloo") for values in (one, cut)]
     run_ranks(two, 2, (0, 0), script="rloo")
     assert [each.wait().code for each in started] == [0, 0]
-    start, expected = weights_of(base["model"]), weights_of(folder_of(one) / "checkpoints/step_3")
+    expected = weights_of(folder_of(one) / "checkpoints/step_3")
     for values in (cut, two):
         for ours, theirs in zip(metrics_of(values), metrics_of(one), strict=True):
             assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
         for name, weights in weights_of(folder_of(values) / "checkpoints/step_3").items():
             torch.testing.assert_close(weights, expected[name], rtol=1e-9, atol=1e-11)
-            assert not torch.allclose(weights, start[name].double(), atol=1e-4)
 
 
 def test_resume_of_remax(base, tmp_path):
