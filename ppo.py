@@ -8,8 +8,9 @@ Sample a response to each prompt, score it, and give its tokens rewards r_t = -b
 
 Sources: PPO, arXiv:1707.06347, eq. 7; GAE, arXiv:1506.02438, eq. 16; RLHF, arXiv:1909.08593 and arXiv:2203.02155.
 
-Deliberate choices, beside those of grpo.py (global batch, temperature, own random numbers, masks from lengths,
-missing scores, right-padded training rows), which hold here too:
+Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the ranks and
+micro-batches; the sampling temperature is in every log-probability; each (response, position) has its own random
+number; masks come from lengths, never from token ids; what could not be scored is left out and counted. And:
 1. A value is read at the position that predicts its token, as the log-probabilities are. After the last token it is 0.
 2. The critic is a reward model with its head (`--value_model`), or the policy with a head of zeros: values start at 0
    then, and the first returns are the rewards alone.
@@ -89,7 +90,7 @@ class Args:
     eval_split: str = "test"
     """Split to evaluate on."""
     ptx_dataset: str = ""
-    """Rows of prompt and answer text to imitate beside the rewards, as --dataset."""
+    """Rows of prompt and answer text to imitate beside the rewards, named as --dataset, with the usual columns."""
     ptx_coef: float = 0.0
     """Weight of the cross-entropy on --ptx_dataset."""
     ptx_batch_size: int = 64
@@ -191,7 +192,7 @@ class Args:
     whiten_advantages: bool = True
     """Whiten the advantages over all response tokens of the step."""
     whiten_rewards: bool = False
-    """Divide the tokens' rewards by their standard deviation over the step."""
+    """Scale the tokens' rewards to a standard deviation of 1 over the step around their mean, which stays."""
     pf_ppo: Literal["none", "pow", "max_min", "max_random"] = "none"
     """PF-PPO: draw the responses to train on anew, by |score| to a power, from the best and the worst, or half of them
     from the best; among the responses to a prompt or, with --group_size 1, of the step."""
@@ -364,14 +365,15 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     plain = (values - returns).square()
     if not clip:
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
-    clipped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
+    clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(plain, clipped), clipped > plain
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one; NaN if all returns agree."""
     error, target = (returns - values)[mask].double(), returns[mask].double()
-    return (1 - error.var() / target.var()).item()
+    differ = target.var() > 1e-10 * target.square().mean()  # by more than float32 rounds
+    return (1 - error.var() / target.var()).item() if differ else math.nan
 
 
 def update_moments(moments: list[float], scores: Tensor) -> list[float]:
@@ -389,7 +391,7 @@ def update_moments(moments: list[float], scores: Tensor) -> list[float]:
 
 
 def filter_weights(grouped: Tensor, kind: str, power: float) -> Tensor:
-    """PF-PPO: how likely each response is drawn for training (arXiv:2409.06957, section 3).
+    """PF-PPO: how likely each response is drawn for training (arXiv:2409.06957).
 
     Args:
         grouped: (P, G) scores, compared along a row; one that is not finite is never drawn unless all of its row are.
@@ -404,7 +406,8 @@ def filter_weights(grouped: Tensor, kind: str, power: float) -> Tensor:
     worst = present & (scores == scores.masked_fill(~present, torch.inf).amin(1, keepdim=True))
     share = lambda rows: rows / rows.sum(1, keepdim=True).clamp(min=1)
     if kind == "pow":
-        weights = torch.where(present, scores.abs() ** power, 0.0)
+        largest = scores.abs().amax(1, keepdim=True).clamp(min=1e-300)
+        weights = torch.where(present, (scores.abs() / largest) ** power, 0.0)
     elif kind == "max_min":
         weights = share(best.double()) + share(worst.double())
     else:
@@ -778,8 +781,7 @@ def final_scores(parts: dict[str, Tensor], stopped: Tensor, moments: list[float]
     Returns:
         (N,), and the moments with these scores, which are what they are normalised by.
     """
-    weights = args.reward_weights or (1.0,) * len(parts)
-    scores = sum(weight * part for weight, part in zip(weights, parts.values()) if weight)
+    scores = sum(weight * part for part, weight in zip(parts.values(), utils.reward_weights(args)) if weight)
     if args.reward_normalization:
         count, mean, squares = moments = update_moments(moments, scores)
         scores = (scores - mean) / (math.sqrt(squares / max(1, count - 1)) + 1e-8)
@@ -888,7 +890,8 @@ def main(args: Args) -> None:
         sys.exit(utils.EXIT_INTERRUPTED)
 
     def require_scores(batch: Batch) -> None:
-        if sum(batch.parts.values()).isnan().all():
+        counted = zip(batch.parts.values(), utils.reward_weights(args))
+        if sum(part for part, weight in counted if weight).isnan().all():
             save()
             run.close(f"step {state['step']} is saved, go on with --resume")
             why = rewards.why_missing(batch.parts)
@@ -930,12 +933,15 @@ def main(args: Args) -> None:
         scores, state["moments"] = final_scores(batch.parts, batch.stopped, state["moments"], args)  # (N,)
         clock.lap("rollout")
 
+        needs_old = (
+            updates_a_step > 1 or kl_in_reward or args.pf_ppo != "none"
+        )  # else the log-probs of the only update are the old ones
         # ---- shared: old and reference log-probs --------------------------------------------------------------------
         run.phase("log-probs")
         old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled
         if reference is not None and exact is None:
             ref_logprobs, _ = look(reference, batch)
-        if updates_a_step > 1 or kl_in_reward:  # else the log-probs of the only update are the old ones
+        if needs_old:
             old_logprobs, _, *full_kl = look(policy, batch, exact)
             if reference is not None:
                 kl = full_kl[0] if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
@@ -946,7 +952,7 @@ def main(args: Args) -> None:
         policy_trains = step > args.critic_warmup_steps
         (old_values,) = look(critic, batch)  # (N, T)
         clock.lap("values")
-        trained = mask & scores.isfinite()[:, None]  # (N, T)
+        trained = mask & scores.isfinite()[:, None]  # (N, T); a response without a score counts in the means, as 0
         rewards_t = token_rewards(scores.to(dtype), kl if kl_in_reward else None, mask, state["kl_coef"])  # (N, T)
         if args.whiten_rewards:
             rewards_t = whiten(rewards_t, trained, shift_mean=False)
@@ -1033,17 +1039,21 @@ def main(args: Args) -> None:
         clock.lap("training")
         work = [(model, 2 + (6 if policy_trains else 2) * args.num_epochs), (critic, 2 + 6 * args.num_epochs)]
 
-        # ---- shared: KL controller and reference --------------------------------------------------------------------
+        # ---- KL controller and reference ----------------------------------------------------------------------------
         total = sums.totals()
+        if args.pf_ppo != "none":  # the sums were of the responses drawn, these are of the rollout
+            total["surprise"] = -masked_sum(old_logprobs, mask).item()
+            if kl is not None:
+                total.update(kl=masked_sum(kl, mask).item(), mean_kl=masked_mean(kl, mask, 1).sum().item())
         kl_coef = state["kl_coef"]
-        if reference is not None and args.kl_controller == "adaptive":
+        if reference is not None and args.kl_controller == "adaptive" and policy_trains:
             state["kl_coef"] = adapt_kl_coef(kl_coef, total["mean_kl"] / N, args.kl_target, N, args.kl_horizon)
+        # ---- shared: metrics ----------------------------------------------------------------------------------------
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             with torch.no_grad():
                 for kept, new in zip(reference.parameters(), policy.parameters()):
                     kept.lerp_(new, args.ref_refresh_mix)
 
-        # ---- metrics ------------------------------------------------------------------------------------------------
         state.update(step=step, position=state["position"] + args.rollout_batch_size, logged=False)
         tokens = total["tokens"] / args.num_epochs
         kl_sum = total["kl"] / N if reference is not None else math.nan
@@ -1058,7 +1068,7 @@ def main(args: Args) -> None:
             "objective/non_score_reward": -kl_coef * kl_sum,
             "objective/rlhf_reward": scores.nanmean().item() - (kl_coef * kl_sum if reference is not None else 0.0),
             "objective/entropy": total["surprise"] / N,
-            "objective/loss": total["loss"] / updates_a_step,
+            "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / updates_a_step,
             "loss/policy_avg": total["policy_loss"] / updates_a_step,
             "policy/approxkl_avg": total["approxkl"] / (tokens * args.num_epochs),
             "policy/clipfrac_avg": total["clipped"] / (tokens * args.num_epochs),

@@ -12,8 +12,9 @@ The algorithms differ in the advantage A alone (`token_advantages`; R: score min
     remax                 R - score of the greedy response                        arXiv:2310.10505
     opo                   R - mean R of the group weighted by length              arXiv:2505.23585
 
-Deliberate choices, beside those of grpo.py (global batch, temperature, own random numbers, masks from lengths,
-missing scores, right-padded training rows), which hold here too:
+Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the ranks and
+micro-batches; the sampling temperature is in every log-probability; each (response, position) has its own random
+number; masks come from lengths, never from token ids; what could not be scored is left out and counted. And:
 1. The KL stands in the reward, estimator k1, as RLOO and REINFORCE++ have it; `--kl_in loss` moves it to the loss.
 2. `--ratio sequence` has one ratio a response, as RLOO is derived; one ratio a token is what most systems run.
 3. With one update a rollout the ratio is exactly 1, and all of this is REINFORCE with a baseline.
@@ -89,7 +90,7 @@ class Args:
     eval_split: str = "test"
     """Split to evaluate on."""
     ptx_dataset: str = ""
-    """Rows of prompt and answer text to imitate beside the rewards, as --dataset."""
+    """Rows of prompt and answer text to imitate beside the rewards, named as --dataset, with the usual columns."""
     ptx_coef: float = 0.0
     """Weight of the cross-entropy on --ptx_dataset."""
     ptx_batch_size: int = 64
@@ -648,8 +649,7 @@ def final_scores(parts: dict[str, Tensor], stopped: Tensor, args: Args) -> Tenso
 
     A response that a source gave no score (NaN) has none, unless the source's weight is 0.
     """
-    weights = args.reward_weights or (1.0,) * len(parts)
-    scores = sum(weight * part for weight, part in zip(weights, parts.values()) if weight)
+    scores = sum(weight * part for part, weight in zip(parts.values(), utils.reward_weights(args)) if weight)
     return torch.where(stopped, scores, args.penalty_reward_value) if args.non_stop_penalty else scores
 
 
@@ -778,7 +778,8 @@ def main(args: Args) -> None:
         sys.exit(utils.EXIT_INTERRUPTED)
 
     def require_scores(batch: Batch) -> None:
-        if sum(batch.parts.values()).isnan().all():
+        counted = zip(batch.parts.values(), utils.reward_weights(args))
+        if sum(part for part, weight in counted if weight).isnan().all():
             save()
             run.close(f"step {state['step']} is saved, go on with --resume")
             why = rewards.why_missing(batch.parts)
@@ -826,12 +827,13 @@ def main(args: Args) -> None:
             greedy_scores = final_scores(greedy.parts, greedy.stopped, args).repeat_interleave(args.group_size)
         clock.lap("rollout")
 
+        needs_old = updates_a_step > 1 or kl_in_reward  # else the log-probs of the only update are the old ones
         # ---- shared: old and reference log-probs --------------------------------------------------------------------
         run.phase("log-probs")
         old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled
         if reference is not None and exact is None:
             ref_logprobs, _ = look(reference, batch)
-        if updates_a_step > 1 or kl_in_reward:  # else the log-probs of the only update are the old ones
+        if needs_old:
             old_logprobs, _, *full_kl = look(policy, batch, exact)
             if reference is not None:
                 kl = full_kl[0] if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
@@ -905,17 +907,17 @@ def main(args: Args) -> None:
         clock.lap("training")
         work = [(model, 2 + 6 * args.num_epochs)]  # passes of the rollout and the update, see Clock.metrics
 
-        # ---- shared: KL controller and reference --------------------------------------------------------------------
+        # ---- KL controller and reference ----------------------------------------------------------------------------
         total = sums.totals()
         kl_coef = state["kl_coef"]
         if reference is not None and args.kl_controller == "adaptive":
             state["kl_coef"] = adapt_kl_coef(kl_coef, total["mean_kl"] / N, args.kl_target, N, args.kl_horizon)
+        # ---- shared: metrics ----------------------------------------------------------------------------------------
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             with torch.no_grad():
                 for kept, new in zip(reference.parameters(), policy.parameters()):
                     kept.lerp_(new, args.ref_refresh_mix)
 
-        # ---- metrics ------------------------------------------------------------------------------------------------
         state.update(step=step, position=state["position"] + args.rollout_batch_size, logged=False)
         tokens = total["tokens"] / args.num_epochs
         kl_sum = total["kl"] / N if reference is not None else math.nan
@@ -930,7 +932,7 @@ def main(args: Args) -> None:
             "objective/non_score_reward": -kl_coef * kl_sum,
             "objective/rlhf_reward": scores.nanmean().item() - (kl_coef * kl_sum if reference is not None else 0.0),
             "objective/entropy": total["surprise"] / N,
-            "objective/loss": total["loss"] / updates_a_step,
+            "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / updates_a_step,
             "loss/policy_avg": total["policy_loss"] / updates_a_step,
             "policy/approxkl_avg": total["approxkl"] / (tokens * args.num_epochs),
             "policy/clipfrac_avg": total["clipped"] / (tokens * args.num_epochs),

@@ -163,7 +163,7 @@ def check_ranges(args) -> None:
         "warmup_ratio weight_decay min_learning_rate critic_warmup_ratio critic_weight_decay critic_min_learning_rate "
         "adam_beta1 adam_beta2 max_skipped_updates kl_coef entropy_coef ptx_coef eval_every eval_prompts eval_pairs "
         "log_samples save_every keep_checkpoints seed clip_low clip_high value_clip critic_warmup_steps reward_clip "
-        "centre_coef ref_refresh_every"
+        "centre_coef ref_refresh_every pf_ppo_power"
     )
     share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
     for names, within, meaning in (
@@ -338,11 +338,7 @@ def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.de
     Returns:
         The model, and whether its head is new; a new head is at random values that the caller has to replace.
     """
-    config = load_config(flag, name)
-    trained = has_score_head(config)
-    if trained and config.num_labels != 1:
-        fail(f"{flag} {name}: its head has {config.num_labels} labels, and a score takes one with 1")
-    config.num_labels = 1
+    config, trained = scalar_config(flag, name)
     auto, head = AutoModelForSequenceClassification, "score.weight"
     model = load_model(flag, name, dtype, device, auto, config, () if trained else (head,))
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
@@ -350,9 +346,14 @@ def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.de
     return ScalarModel(model), not trained
 
 
-def has_score_head(config) -> bool:
-    """Whether a model's files hold a classification head, as a reward model's do."""
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+def scalar_config(flag: str, name: str) -> tuple:
+    """A model's configuration for a head of one output, and whether its files hold one, as a reward model's do."""
+    config = load_config(flag, name)
+    trained = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+    if trained and config.num_labels != 1:
+        fail(f"{flag} {name}: its head has {config.num_labels} labels, and a score takes one with 1")
+    config.num_labels = 1
+    return config, trained
 
 
 def check_same_vocabulary(tokenizer, other) -> None:
@@ -688,11 +689,14 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
         where = f"{flag} {name} row {number}"
         prompt = next((row[column] for column in PROMPT_COLUMNS if row.get(column)), None)
         text = next((row[column] for column in ANSWER_COLUMNS if row.get(column)), None)
-        if text is None and isinstance(prompt, list) and prompt[-1].get("role") == "assistant":
-            prompt, text = prompt[:-1], prompt[-1].get("content")
+        last = prompt[-1] if text is None and isinstance(prompt, list) else None
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            prompt, text = prompt[:-1], last.get("content")
         if not isinstance(text, str) or not text.strip():
             fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
         query = encode_prompt(where, prompt, tokenizer, args.system_prompt)[1]
+        if not query:
+            fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
         response = [*tokenizer.encode(text, add_special_tokens=False), stop_id]
         for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
             if len(ids) > getattr(args, option):
@@ -755,6 +759,11 @@ BUILTIN_REWARDS = (*ANSWER_REWARDS, "format")
 def reward_names(args) -> tuple[str, ...]:
     """The reward sources of a run: those of --reward, then --reward_model."""
     return args.reward + ((args.reward_model,) if args.reward_model else ())
+
+
+def reward_weights(args) -> tuple[float, ...]:
+    """The weight of each of `reward_names`."""
+    return args.reward_weights or (1.0,) * len(reward_names(args))
 
 
 def is_reward_model(name: str) -> bool:
@@ -837,11 +846,8 @@ class Rewards:
         if name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1:
             known = f"{', '.join(BUILTIN_REWARDS)}, path/to/file.py:function, or a reward model's folder or hub name"
             fail(f"--reward {name}: no such reward; take {known}")
-        config = load_config("--reward", name)
-        if not has_score_head(config):
+        if not scalar_config("--reward", name)[1]:
             fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
-        if config.num_labels != 1:
-            fail(f"--reward {name}: its head has {config.num_labels} labels, and a reward model has 1")
         check_can_read("--reward", name, tokenizer)
 
     def load_models(self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int) -> None:
@@ -856,9 +862,11 @@ class Rewards:
         for name in filter(is_reward_model, self.names):
             model, _ = load_scalar_model("--reward", name, dtype, device)
             mean, std = (getattr(model.model.config, key, None) for key in ("score_mean", "score_std"))
-            if scale != "raw" and (mean is None or not std):
-                fail(f"--reward_model_scale {scale}: the config of {name} carries no score_mean and score_std above 0")
             shift, divisor = {"raw": (0.0, 1.0), "centred": (mean, 1.0), "standardized": (mean, std)}[scale]
+            if shift is None or not divisor:
+                fail(
+                    f"--reward_model_scale {scale}: the config of {name} carries no score_mean or no score_std above 0"
+                )
             self.models[name] = (model.requires_grad_(False), shift, divisor)
 
     def _await_loaded(self, worker: _Worker) -> None:
