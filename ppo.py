@@ -856,7 +856,7 @@ def main(args: Args) -> None:
         values_of.model.gradient_checkpointing_enable({"use_reentrant": False})
     wrapped_critic = utils.wrap(critic, world)
     optimizer = utils.Optimizer(policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step)
-    critic_optimizer = utils.Optimizer(critic, args, total_steps * updates_a_step, "critic_")
+    critic_optimizer = utils.Optimizer(critic, args, total_steps * updates_a_step, prefix="critic_")
 
     # ---- resume -----------------------------------------------------------------------------------------------------
     # What the next step depends on, beside the weights and the optimizer: random numbers are functions of the step.

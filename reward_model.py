@@ -14,7 +14,7 @@ Deliberate choices:
 4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens` changes it.
 5. The order of the pairs is a function of the seed and the step: a resumed run goes on bit for bit.
 6. The output is a folder for AutoModelForSequenceClassification. Its config carries `score_mean` and `score_std` over
-   the held-out responses, by which ppo.py can centre the scores (`--reward_model_scale` there).
+   the held-out responses, by which the other scripts can centre or standardize the scores.
 
     bash scripts/demo.sh reward_model                                                 # a tiny model on a CPU, minutes
     python reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct                         # one GPU, UltraFeedback

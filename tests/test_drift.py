@@ -173,7 +173,10 @@ def args_of(tree: ast.Module) -> list[str]:
 
 
 def names_read(*trees: ast.Module) -> set[str]:
-    """NAME of every args.NAME and self.args.NAME that is read, and the words of texts beside a getattr(args, ...)."""
+    """NAME of every args.NAME and self.args.NAME that is read, and the words of texts beside a getattr(args, ...);
+    in a function with a parameter `prefix` they are read with each prefix="..." that a call gives, too."""
+    keywords = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "prefix"]
+    prefixes = {"", *(k.value.value for k in keywords if isinstance(k.value, ast.Constant))}
     found = set()
     for node in (n for tree in trees for n in ast.walk(tree)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
@@ -189,7 +192,8 @@ def names_read(*trees: ast.Module) -> set[str]:
             calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
             if any(call.func.id == "getattr" and ast.unparse(call.args[0]).endswith("args") for call in calls):
                 texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-                found |= {word for text in texts for word in text.split()}
+                own = prefixes if "prefix" in [arg.arg for arg in node.args.args] else {""}
+                found |= {prefix + word for prefix in own for text in texts for word in text.split()}
     return found
 
 
@@ -200,6 +204,10 @@ def test_names_read():
         "def g(args):\n    for name in 'five six'.split():\n        getattr(args, name)\n"
     )
     assert names_read(tree) == {"one", "two", "five", "six"}
+    tree = ast.parse(
+        "def f(args, prefix=''):\n    getattr(args, prefix + 'one')\nf(args, prefix='its_')\nf(args, 'no_')"
+    )
+    assert names_read(tree) >= {"one", "its_one"} and "no_one" not in names_read(tree)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
