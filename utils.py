@@ -160,12 +160,15 @@ def check_ranges(args) -> None:
         "kl_horizon"
     )
     not_negative = (
-        "warmup_ratio weight_decay min_learning_rate critic_warmup_ratio critic_weight_decay critic_min_learning_rate "
-        "adam_beta1 adam_beta2 max_skipped_updates kl_coef entropy_coef ptx_coef eval_every eval_prompts eval_pairs "
-        "log_samples save_every keep_checkpoints seed clip_low clip_high value_clip critic_warmup_steps reward_clip "
-        "centre_coef ref_refresh_every pf_ppo_power"
+        "weight_decay min_learning_rate critic_weight_decay critic_min_learning_rate max_skipped_updates kl_coef "
+        "entropy_coef ptx_coef eval_every eval_prompts eval_pairs log_samples save_every keep_checkpoints seed "
+        "clip_low clip_high value_clip critic_warmup_steps reward_clip centre_coef ref_refresh_every pf_ppo_power"
     )
     share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
+    for name, value in vars(args).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
+            fail(f"--{name} {value}: has to be a finite number")
     for names, within, meaning in (
         (positive, lambda x: x > 0, "above 0"),
         (not_negative, lambda x: x >= 0, "0 or more"),
@@ -173,7 +176,7 @@ def check_ranges(args) -> None:
     ):
         for name in names.split():
             value = getattr(args, name, None)
-            if value is not None and not within(value):  # NaN is within no range
+            if value is not None and not within(value):
                 fail(f"--{name} {value}: has to be {meaning}")
     if 1 in (args.adam_beta1, args.adam_beta2):
         fail("--adam_beta1 and --adam_beta2 have to be below 1")

@@ -17,7 +17,7 @@ grpo | rloo) own=("${sampling[@]}" --rollout_batch_size 32 --group_size 8 --mini
 ppo) own=("${sampling[@]}" --rollout_batch_size 256 --mini_batch_size 128 --critic_learning_rate 1e-3) ;;
 reward_model)
     own=(--max_length 64 --batch_size 64 --num_epochs 3 --micro_batch_tokens 4096 --learning_rate 1e-3
-        --centre_coef 0.01 --eval_every 100 --eval_pairs 500 --save_every 500)
+        --centre_coef 0.001 --eval_every 100 --eval_pairs 500 --save_every 500)
     ;;
 *)
     echo "error: no demo called '$algorithm'; there are grpo, rloo, ppo and reward_model" >&2

@@ -1,0 +1,530 @@
+"""reward_model.py: its loss, where scores are read, every format of pairs, whole runs, and PPO on what it learned."""
+
+import contextlib
+import json
+import math
+import statistics
+from unittest import mock
+
+import helpers
+import pytest
+import torch
+from conftest import CPU
+from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights, weights_of, write_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rollout import TEMPLATE, bos_tokenizer
+from transformers import AutoModelForSequenceClassification
+
+import grpo
+import reward_model
+import utils
+from reward_model import Args, collate, load_pairs, pair_statistics, preference_loss, read_pair, score_pairs
+
+F64, NAN = torch.float64, math.nan
+HERE = ["qwen2", "llama", "gpt2", "gpt_neox"]
+EXACT = {"gpt_neox": 1e-10, "gpt2": 1e-10}  # the norms of the others compute in float32 in a float64 model, too
+
+
+def double(*rows):
+    return torch.tensor(rows, dtype=F64)
+
+
+# ---- equations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("centre", [0.0, 0.01, 0.5])
+def test_preference_loss_by_hand(centre):
+    """Value and gradient, with margins of either sign, and where exp overflows."""
+    cases = [(1, -0.5, 0), (-2, 3, 0), (0.3, 0.3, 0), (1, 0.2, 2.5), (0, 1, -0.7), (900, -900, 0), (-900, 800, 1)]
+    chosen, rejected, margins = double(*zip(*cases))
+    chosen.requires_grad_(), rejected.requires_grad_()
+    losses = preference_loss(chosen, rejected, margins, centre)
+    gradients = torch.autograd.grad(losses.sum(), (chosen, rejected))
+    for i, (c, r, m) in enumerate(cases):
+        x = c - r - m
+        value = max(-x, 0) + math.log1p(math.exp(-abs(x))) + centre * (c + r) ** 2
+        doubt = math.exp(-max(x, 0)) / (math.exp(-max(x, 0)) + math.exp(min(x, 0)))  # 1 - sigmoid(x)
+        assert losses[i].item() == pytest.approx(value, rel=1e-12)
+        assert gradients[0][i].item() == pytest.approx(-doubt + 2 * centre * (c + r), rel=1e-12, abs=1e-12)
+        assert gradients[1][i].item() == pytest.approx(doubt + 2 * centre * (c + r), rel=1e-12, abs=1e-12)
+
+
+def test_pair_statistics():
+    """A tie is not right, subsets are told apart, a pair may be in none, the standard deviation is unbiased."""
+    rows = [(1.0, 0.0), (2.0, 2.0), (-1.0, 3.0), (5.0, -2.0)]
+    found = pair_statistics(double(*rows), ["b", "b", None, "a"])
+    scores = [score for row in rows for score in row]
+    assert found == pytest.approx(
+        {
+            "pair_accuracy": 2 / 4, "pair_accuracy/a": 1.0, "pair_accuracy/b": 1 / 2, "margin": (1 + 0 - 4 + 7) / 4,
+            "score_mean": statistics.fmean(scores), "score_std": statistics.stdev(scores),
+            "score_chosen": 7 / 4, "score_rejected": 3 / 4,
+        }
+    )  # fmt: skip
+
+
+# ---- scores ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scalar(model_folder):
+    """A function family -> a model of it with a random head of one output, loaded as the script does."""
+
+    def make(family: str):
+        scalar, is_new = utils.load_scalar_model("--model", model_folder(family), F64, CPU)
+        assert is_new
+        scalar.model.score.weight.data = torch.randn(1, 16, generator=torch.Generator().manual_seed(5)).double()
+        return scalar
+
+    return make
+
+
+def random_pairs(low: int = 0) -> list[dict]:
+    """Pairs of many lengths; ids 0 (what `collate` pads with) and 1 (end) stand anywhere, also at the very end."""
+    numbers = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(low, 32, (n,), generator=numbers).tolist()
+    shapes = [(3, 9, [1]), (1, 4, [low]), (12, 2, [1, 1]), (5, 5, [low] * 2), (20, 1, []), (2, 3, [1, low, 1])]
+    return [{"chosen": draw(a) + end, "rejected": draw(b) + end} for a, b, end in shapes]
+
+
+def scores_of(scalar, pairs: list[dict], budget: int) -> torch.Tensor:
+    interrupt = mock.Mock(agreed=lambda: False)
+    return score_pairs(scalar, pairs, budget, interrupt, utils.World(0, 1, CPU), contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("family", HERE)
+def test_scores_by_a_plain_forward_of_each_side_alone(scalar, family):
+    """The head times the last hidden state, number by number, in any cut and with padding that neighbours force."""
+    scalar, pairs = scalar(family), random_pairs()
+    weight, expected = scalar.model.score.weight[0].tolist(), []
+    for pair in pairs:
+        hidden = [scalar.model.base_model(torch.tensor([pair[side]]))[0][0, -1] for side in ("chosen", "rejected")]
+        expected.append([math.fsum(w * h for w, h in zip(weight, state.tolist())) for state in hidden])
+    for budget in (1, 60, 10_000):
+        for cut in reward_model.cut_pairs(pairs, budget, utils.World(0, 1, CPU)):
+            assert len(cut) == 1 or collate([pairs[i] for i in cut], CPU)[0].numel() <= budget
+        got = scores_of(scalar, pairs, budget)
+        torch.testing.assert_close(got, double(*expected), rtol=0, atol=EXACT.get(family, 1e-5))
+    assert got.dtype == F64 and not got.requires_grad
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", HERE)
+def test_transformers_own_forward_agrees(scalar, tmp_path, family, side):
+    """As long as the padding token, which it looks for, stands nowhere in the text."""
+    scalar, pairs = scalar(family), random_pairs(low=1)
+    scalar.model.config.pad_token_id = 0
+    scalar.model.save_pretrained(tmp_path)
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=F64)
+    rows = [pair[which] for pair in pairs for which in ("chosen", "rejected")]
+    length = max(map(len, rows)) + 2
+    pad = lambda row, fill: [fill] * (length - len(row)) + row if side == "left" else row + [fill] * (length - len(row))
+    mask = torch.tensor([pad([1] * len(row), 0) for row in rows])
+    ids, places = torch.tensor([pad(row, 0) for row in rows]), (mask.cumsum(1) - 1).clamp(0)
+    got = theirs(ids, attention_mask=mask, position_ids=places).logits.detach().view(-1, 2)
+    torch.testing.assert_close(got, scores_of(scalar, pairs, 40), rtol=0, atol=EXACT.get(family, 1e-5))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_dropout_of_the_config_is_off_in_training(scalar, model_folder, family):
+    with open(f"{model_folder(family)}/config.json") as file:
+        assert sum(value == 0.2 for key, value in json.load(file).items() if "drop" in key) >= 2
+    batch = collate(random_pairs(), CPU)
+    scalar = scalar(family)
+    evaluated, first, second = scalar.eval()(*batch), scalar.train()(*batch), scalar(*batch)
+    assert torch.equal(first, second) and torch.equal(first, evaluated)
+
+
+def test_a_new_head_has_the_papers_standard_deviation(tmp_path, monkeypatch):
+    """1 / sqrt(hidden + 1), another one for each seed; transformers' own would be 0.02."""
+
+    heads = []
+
+    def stop(scalar, *_):
+        heads.append(scalar.model.score.weight.detach().clone())
+        raise InterruptedError
+
+    monkeypatch.setattr(utils, "Optimizer", stop)
+    wide = helpers.tiny_model(tmp_path / "model", hidden_size=1024, num_hidden_layers=1, num_attention_heads=16)
+    values = dict(model=wide, dataset=write_rows(tmp_path / "rows.jsonl", distinct(2)), batch_size=1, eval_every=0)
+    for seed in (1, 1, 2, 3):
+        with pytest.raises(InterruptedError):
+            run_here({**values, "seed": seed, "output_dir": str(tmp_path / "runs")}, "reward_model")
+    numbers = torch.cat(heads[1:]).flatten().tolist()
+    assert torch.equal(heads[0], heads[1]) and len(set(numbers)) > 3000
+    assert statistics.stdev(numbers) == pytest.approx(1025**-0.5, rel=0.05)
+    assert abs(statistics.fmean(numbers)) < 4 * 1025**-0.5 / len(numbers) ** 0.5
+
+
+# ---- formats of pairs --------------------------------------------------------------------------------------------
+
+turn = lambda role, content: {"role": role, "content": content}
+ASK, SYSTEM = turn("user", "2+2="), turn("system", "Add.")
+HISTORY = [turn("user", "hi"), turn("assistant", "hello"), ASK]
+FOUR, FIVE = turn("assistant", "4"), turn("assistant", "5")
+TEXTS = {"chosen": "4", "rejected": "5"}
+SRC = {"response": ["4", "5"], "sort": [1, 0]}
+FORMATS = {  # row: the prompt, or one for each side
+    "text": ({"prompt": "2+2=", **TEXTS}, "2+2="),
+    "question": ({"question": "2+2=", **TEXTS}, "2+2="),
+    "text alone": (TEXTS, None),
+    "text after messages": ({"prompt": HISTORY, **TEXTS}, HISTORY),
+    "messages after text": ({"prompt": "2+2=", "chosen": [FOUR], "rejected": [FIVE]}, "2+2="),
+    "messages after messages": ({"prompt": HISTORY, "chosen": [FOUR], "rejected": [FIVE]}, HISTORY),
+    "messages alone": ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, [ASK]),
+    "messages with a system turn": ({"chosen": [SYSTEM, ASK, FOUR], "rejected": [SYSTEM, ASK, FIVE]}, [SYSTEM, ASK]),
+    "messages that hold the prompt": (
+        {"prompt": "2+2=", "chosen": [*HISTORY, FOUR], "rejected": [*HISTORY, FIVE]}, HISTORY,
+    ),
+    "messages of two prompts": ({"chosen": [ASK, FOUR], "rejected": [*HISTORY, FIVE]}, ([ASK], HISTORY)),
+    "one message and text": ({"prompt": "2+2=", "chosen": [FOUR], "rejected": "5"}, "2+2="),
+    "src": ({"src": ["2+2="], "tgt": [], **SRC}, "2+2="),
+    "src, text, the other order": ({"src": "2+2=", "response": ["5", "4"], "sort": [0, 1]}, "2+2="),
+    "src, turns": ({"src": ["hi", "2+2="], "tgt": ["hello"], **SRC}, HISTORY),
+    "src, turns, tgt as text": (
+        {"src": ["hi", "2+2="], "tgt": "hello", "response": ["5", "4"], "sort": [-3, 0.5]}, HISTORY,
+    ),
+}  # fmt: skip
+PLAIN, ADDS_BOS, CHAT = bos_tokenizer(False), bos_tokenizer(True), bos_tokenizer(True, TEMPLATE)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """A function (rows, tokenizer, stop ids, **flags) -> pairs, as the script reads them from a file."""
+
+    def load(rows, tokenizer=PLAIN, stop_ids=(1,), **flags):
+        return load_pairs("--dataset", write_rows(tmp_path / "p.jsonl", rows), "x", tokenizer, stop_ids, Args(**flags))
+
+    return load
+
+
+@pytest.mark.parametrize("system_prompt", ["", "Be brief."])
+@pytest.mark.parametrize("tokenizer", [PLAIN, ADDS_BOS, CHAT], ids=["plain", "bos", "chat"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(load, tmp_path, tokenizer, name, system_prompt):
+    """Each side: the prompt as a rollout of the policy has it, the response, the end; the beginning not doubled."""
+    row, prompts = FORMATS[name]
+    prompts = prompts if isinstance(prompts, tuple) else (prompts, prompts)
+    if tokenizer.chat_template is None and any(isinstance(prompt, list) for prompt in prompts):
+        with pytest.raises(SystemExit):
+            load([row], tokenizer)
+        return
+    expected = {"margin": 0.0, "subset": None, "prompt": "", "chosen_text": "4", "rejected_text": "5"}
+    for side, text, prompt in zip(("chosen", "rejected"), "45", prompts):
+        query = [2] if tokenizer.encode("")[:1] == [2] else []
+        if prompt is not None:
+            file = write_rows(tmp_path / "rollout.jsonl", [{"prompt": prompt}])
+            seen = grpo.Args(system_prompt=system_prompt, max_prompt_length=999, reward=("format",))
+            rollout = utils.load_prompts("--dataset", file, "x", tokenizer, seen)[0]
+            expected["prompt"], query = rollout["prompt"], rollout["query"]
+        expected[side] = [*query, *tokenizer.encode(text, add_special_tokens=False), 1]
+        assert expected[side].count(2) == int(tokenizer is not PLAIN)
+    assert load([row], tokenizer, system_prompt=system_prompt) == [expected]
+
+
+def test_text_alone_that_brings_its_own_beginning(load):
+    (pair,) = load([{"chosen": "<s>2+2=4", "rejected": "<s>2+2=5"}], ADDS_BOS)
+    assert pair["chosen"].count(2) == pair["rejected"].count(2) == 1
+
+
+def test_stop_token_stands_once_at_the_end(load):
+    row = {"prompt": "2+2=", "chosen": "4</s>", "rejected": "5"}
+    ids = PLAIN.encode("2+2=")
+    four, five, dot = (PLAIN.encode(text)[0] for text in "45.")
+    (pair,) = load([row])
+    assert (pair["chosen"], pair["rejected"]) == ([*ids, four, 1], [*ids, five, 1])
+    (pair,) = load([row], stop_ids=[0, 1])  # the tokenizer's own, where there are several
+    assert pair["rejected"] == [*ids, five, 1]
+    (pair,) = load([{**row, "chosen": "4."}], stop_ids=[dot])
+    assert (pair["chosen"], pair["rejected"]) == ([*ids, four, dot], [*ids, five, dot])
+
+
+def test_margin_and_subset(load):
+    more = [{"margin": 0.5, "subset": "a"}, {"margin": -2, "subset": 7}, {"margin": None, "subset": None}, {}]
+    pairs = load([{"prompt": "2+2=", **TEXTS, **columns} for columns in more])
+    assert [(pair["margin"], pair["subset"]) for pair in pairs] == [(0.5, "a"), (-2, "7"), (0, None), (0, None)]
+
+
+def test_pairs_that_are_too_long_are_left_out_and_counted(load, tmp_path, capsys):
+    rows = [{"prompt": "1+1=", "chosen": "2" * n, "rejected": "3" * m} for n, m in ((3, 5), (6, 1), (1, 9), (5, 1))]
+    assert [pair["chosen_text"] for pair in load(rows, max_length=10)] == ["222", "22222"]  # 4 + 5 + the end fit
+    report = "2 of 4 pairs are longer than --max_length 10 tokens and left out; the first is row 2 with 11"
+    assert capsys.readouterr().err == f"warning: --dataset {tmp_path}/p.jsonl: {report}\n"
+    with pytest.raises(SystemExit) as end:
+        load(rows, max_length=5)
+    report = "all 4 pairs are longer than --max_length 5 tokens; the first is row 1 with 10"
+    assert end.value.code == 2 and capsys.readouterr().err == f"error: --dataset {tmp_path}/p.jsonl: {report}\n"
+
+
+ROW = {"prompt": "2+2=", **TEXTS}
+TALK = {"src": "2+2=", **SRC}
+BAD = {
+    "equal": ROW | {"rejected": "4"}, "equal messages": {"chosen": [ASK, FOUR], "rejected": [ASK, FOUR]},
+    "absent": {"prompt": "2+2=", "chosen": "4"}, "no columns": {}, "None": ROW | {"chosen": None},
+    "empty": ROW | {"rejected": ""}, "blank": ROW | {"rejected": " \n"}, "number": ROW | {"chosen": 4},
+    "object": ROW | {"chosen": FOUR}, "no turns": ROW | {"chosen": []}, "turns of text": ROW | {"chosen": ["4"]},
+    "ends with the user": {"chosen": [ASK, FOUR, ASK], "rejected": [ASK, FIVE]},
+    "no content": {"chosen": [ASK, {"role": "assistant"}], "rejected": [ASK, FIVE]},
+    "a turn without a role": {"chosen": [{"content": "2+2="}, FOUR], "rejected": [ASK, FIVE]},
+    "prompt a number": ROW | {"prompt": 4}, "blank prompt": ROW | {"prompt": " "},
+    "sort equal": TALK | {"sort": [1, 1]}, "sort text": TALK | {"sort": ["1", "0"]}, "sort one": TALK | {"sort": 1},
+    "sort NaN": TALK | {"sort": [NAN, 1]}, "sort three": TALK | {"sort": [2, 1, 0]},
+    "three responses": TALK | {"response": ["4", "5", "6"]}, "response None": TALK | {"response": ["4", None]},
+    "no src": SRC, "src None": TALK | {"src": [None]}, "src as long as tgt": TALK | {"tgt": ["4"]},
+    "margin text": ROW | {"margin": "x"}, "margin NaN": ROW | {"margin": NAN},
+    "margin infinite": ROW | {"margin": math.inf}, "margin over all floats": ROW | {"margin": 10**400},
+    "half a character": ROW | {"chosen": "\ud800"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_ends_the_run_with_one_line(load, tmp_path, capsys, name):
+    with pytest.raises(SystemExit) as end:
+        load([{"prompt": HISTORY, **TEXTS}, BAD[name]], CHAT)
+    line = capsys.readouterr().err
+    assert end.value.code == 2
+    assert line.startswith(f"error: --dataset {tmp_path}/p.jsonl row 2: ") and line.count("\n") == 1, line
+
+
+text = st.sampled_from(["4", "5", "", " "])
+value = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | text
+some = lambda x: st.lists(x, max_size=3)
+role = st.sampled_from(["user", "assistant"])
+turns = some(st.fixed_dictionaries({}, optional={"role": role, "content": value}) | value)
+anything = value | some(value) | turns | st.dictionaries(text, value, max_size=2)
+two = lambda x: st.lists(x, min_size=2, max_size=2)
+sides = {"chosen": text | turns, "rejected": text | turns}
+talk = {"src": text | some(text), "response": two(text | turns), "sort": two(st.integers(0, 2) | text)}
+rest = {name: anything for name in (*sides, *talk, "tgt", "prompt", "messages", "margin", "subset")}
+rows = [
+    st.fixed_dictionaries(likely, optional={name: x for name, x in rest.items() if name not in likely})
+    for likely in (sides, talk, {name: x | anything for name, x in (sides | talk).items()}, {})
+]
+
+
+@settings(max_examples=1000, deadline=None, derandomize=True)
+@given(st.one_of(rows))
+def test_any_row_makes_a_pair_or_ends_the_run(row):
+    """Never another exception than SystemExit(2), and never a pair of which a side is missing."""
+    with mock.patch.object(utils, "read_rows", lambda *_: [row]):
+        try:
+            sides = read_pair("here", row)
+        except SystemExit as end:
+            assert end.code == 2
+        else:
+            assert len(sides) == 2 and sides[0] != sides[1]
+            assert all(isinstance(response, str) and response.strip() for _, response in sides)
+        try:
+            (pair,) = load_pairs("--dataset", "here", "x", CHAT, [1], Args())
+            assert pair["chosen"][-1] == pair["rejected"][-1] == 1 and math.isfinite(pair["margin"])
+        except SystemExit as end:
+            assert end.code == 2
+
+
+# ---- what is evaluated -------------------------------------------------------------------------------------------
+
+
+def distinct(count: int, start: int = 0) -> list[dict]:
+    """Pairs that all differ, of many lengths, some with margin and subset."""
+    return [
+        {
+            "prompt": f"{i}+{i}=", "chosen": str(2 * i) * (1 + i % 4), "rejected": str(2 * i + 1) * (1 + i % 3),
+            "margin": i % 2 / 2, "subset": ("odd", None, "even")[i % 3],
+        }
+        for i in range(start, start + count)
+    ]  # fmt: skip
+
+
+def split(tmp_path, rows: list, held_out: list | None = None, **flags) -> tuple[list[str], list[str]]:
+    """Prompts trained on, and evaluated on."""
+    flags = dict(dataset=write_rows(tmp_path / "train.jsonl", rows), batch_size=1) | flags
+    if held_out is not None:
+        flags["eval_dataset"] = write_rows(tmp_path / "eval.jsonl", held_out)
+    pairs = reward_model.load_train_and_eval(Args(**flags), PLAIN, [1])
+    return tuple([pair["prompt"] for pair in part] for part in pairs)
+
+
+def test_what_is_evaluated_is_never_trained_on(tmp_path, capsys):
+    """A tenth of a single file; or the rows of --eval_dataset, also where --dataset has them the other way round."""
+    rows = distinct(40)
+    everything = [row["prompt"] for row in rows]
+    train, held_out = split(tmp_path, rows + rows[:20])
+    assert set(train).isdisjoint(held_out) and {*train, *held_out} == set(everything)
+    assert len(held_out) == 6 and held_out != everything[:6]  # of 60; taken at random
+    assert split(tmp_path, rows)[1] != split(tmp_path, rows, seed=2)[1]
+    assert len(split(tmp_path, rows, eval_pairs=3)[1]) == 3 and len(split(tmp_path, rows, eval_pairs=0)[1]) == 4
+    assert split(tmp_path, rows, eval_every=0) == (everything, [])
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows[:5]]
+    assert split(tmp_path, rows, swapped) == (everything[5:], everything[:5])
+    assert split(tmp_path, rows, rows[:5], eval_pairs=2) == (everything[2:], everything[:2])
+    with pytest.raises(SystemExit) as end:
+        split(tmp_path, rows, rows[:5], batch_size=36)
+    assert end.value.code == 2 and "--batch_size 36: " in capsys.readouterr().err
+
+
+def test_arithmetic_pairs():
+    """The chosen side is right; the other is not, in as many of the three columns as `subset` says."""
+    for row in reward_model.arithmetic_pairs("test"):
+        right, wrong = (row[side].split(" ") for side in ("chosen", "rejected"))
+        assert int(right[4]) == sum(map(int, row["prompt"][:-1].split("+"))) and len(wrong) == 5
+        assert row["subset"] == f"{sum(a != b for a, b in zip(right[:3], wrong))} wrong" != "0 wrong"
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    """Four steps of three pairs over ten, so that a pass ends in the middle of a batch."""
+    folder = tmp_path_factory.mktemp("reward_model")
+    return {
+        "model": helpers.tiny_model(folder / "model", "gpt_neox", hidden_dropout=0.1, attention_dropout=0.1),
+        "dataset": write_rows(folder / "train.jsonl", distinct(10)),
+        "eval_dataset": write_rows(folder / "eval.jsonl", distinct(5, 100)),
+        "output_dir": str(folder / "runs"), "max_length": 40, "batch_size": 3, "num_epochs": 1,
+        "learning_rate": 3e-3, "centre_coef": 0.05, "eval_every": 2, "save_every": 0, "lr_schedule": "linear",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def straight(base) -> dict:
+    """Two passes, six steps, in one go."""
+    values = {**base, "run_name": "straight", "num_epochs": 2}
+    run(values, script="reward_model")
+    return values
+
+
+def test_ranks_and_micro_batches_change_nothing(base):
+    """Micro-batches of a pair or of all; two ranks, of which one has a pair less; four, of which one has none."""
+    base = {**base, "precision": "float64", "save_every": 3}
+    one = {**base, "run_name": "one", "micro_batch_tokens": 10_000}
+    run(one, script="reward_model")
+    others = {"cut": (1, 1), "two": (2, 50), "four": (4, 1)}
+    for name, (size, budget) in others.items():
+        values = {**base, "run_name": name, "micro_batch_tokens": budget}
+        run_ranks(values, size, (0,) * size, script="reward_model") if size > 1 else run(values, script="reward_model")
+        assert len(metrics_of(values)) == 4
+        for row, expected in zip(metrics_of(values), metrics_of(one), strict=True):
+            assert row == pytest.approx(expected, rel=1e-9, abs=1e-11)
+        ours, theirs = (weights_of(folder_of(each) / "checkpoints/step_3") for each in (values, one))
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        samples = [read_lines(folder_of(each) / "samples.jsonl") for each in (values, one)]
+        assert all(ours == pytest.approx(theirs) for ours, theirs in zip(*samples, strict=True))
+    assert theirs["score.weight"].dtype == F64
+
+
+def test_a_step_by_plain_loops(base, straight):
+    """Loss and gradient norm of the first batch, side by side through transformers' own forward pass."""
+    start = str(folder_of(straight) / "final")  # a reward model: its head is known, and stays
+    values = {**base, "run_name": "step", "model": start, "precision": "float64", "batch_size": 5, "eval_every": 0}
+    run(values, script="reward_model")
+    model = AutoModelForSequenceClassification.from_pretrained(start, dtype=F64)
+    tokenizer = utils.load_tokenizer(start, "")
+    batch = [row for row in read_lines(folder_of(values) / "samples.jsonl") if row["step"] == 1]
+    margins = {row["prompt"]: row["margin"] for row in distinct(10)}
+    losses = []
+    for row in batch:
+        texts = (row["prompt"] + row[side] for side in ("chosen_text", "rejected_text"))
+        ids = [torch.tensor([[*tokenizer.encode(text), tokenizer.eos_token_id]]) for text in texts]
+        chosen, rejected = (model(x).logits[0, 0] for x in ids)
+        assert (row["chosen_score"], row["rejected_score"]) == pytest.approx((chosen.item(), rejected.item()), rel=1e-9)
+        x = chosen - rejected - margins[row["prompt"]]
+        losses.append(torch.log1p(torch.exp(-x)) + values["centre_coef"] * (chosen + rejected) ** 2)
+    loss = sum(losses) / 5
+    loss.backward()
+    norm = math.sqrt(math.fsum(p.grad.square().sum().item() for p in model.parameters()))
+    found = metrics_of(values)[0]
+    assert len(batch) == 5 and len({margins[row["prompt"]] for row in batch}) == 2
+    assert found["train/loss"] == pytest.approx(loss.item(), rel=1e-9)
+    assert found["loss/grad_norm"] == pytest.approx(norm, rel=1e-9)
+
+
+def test_what_a_run_leaves(straight):
+    """Its files; a model that transformers loads, which scores what was held out as the run says it does."""
+    folder = folder_of(straight)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"args.json", "curves.png", "final", "metrics.jsonl", "samples.jsonl"}
+    rows = metrics_of(straight)
+    assert [row["step"] for row in rows] == list(range(7)) and helpers.finite_or_null(rows)
+    assert ["eval/score_mean" in row for row in rows] == [True, False] * 3 + [True]
+    assert {"eval/pair_accuracy/odd", "eval/pair_accuracy/even"} <= rows[0].keys()
+    assert len({row["train/loss"] for row in rows[1:]}) == 6
+    samples = read_lines(folder / "samples.jsonl")
+    assert [row["step"] for row in samples] == [step for step in range(1, 7) for _ in range(3)]
+    assert len({row["prompt"] for row in samples[:9]}) == 9  # a pass has each pair once
+    for i, row in enumerate(rows[1:]):
+        chosen = [sample["chosen_score"] for sample in samples[3 * i : 3 * i + 3]]
+        assert row["train/score_chosen"] == pytest.approx(statistics.fmean(chosen))
+    final = AutoModelForSequenceClassification.from_pretrained(folder / "final")
+    tokenizer = utils.load_tokenizer(str(folder / "final"), "")
+    assert final.config.num_labels == 1 and final.config.pad_token_id == tokenizer.pad_token_id
+    texts = [row["prompt"] + row[side] for side in ("chosen", "rejected") for row in distinct(5, 100)]
+    ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
+    scores = [final(torch.tensor([row])).logits.item() for row in ids]
+    last, pairs = rows[-1], list(zip(scores[:5], scores[5:]))
+    assert last["eval/score_mean"] == pytest.approx(statistics.fmean(scores), rel=1e-4, abs=1e-5)
+    assert last["eval/score_std"] == pytest.approx(statistics.stdev(scores), rel=1e-4)
+    assert last["eval/margin"] == pytest.approx(statistics.fmean(c - r for c, r in pairs), rel=1e-4, abs=1e-5)
+    assert last["eval/pair_accuracy"] == sum(c > r for c, r in pairs) / 5
+    assert (final.config.score_mean, final.config.score_std) == (last["eval/score_mean"], last["eval/score_std"])
+
+
+SCORE = "reward_model.score_pairs"
+PLACES = {"utils.Optimizer.step:2": 2, "utils.Optimizer.step:5": 5, f"{SCORE}:2": 2, f"{SCORE}:5": 6}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_resume_bit_for_bit(straight, tmp_path, place):
+    """Stopped by SIGTERM in an update, an evaluation, and in the one for the statistics of the scores at the end."""
+    values = {**straight, "output_dir": str(tmp_path)}
+    run(values, code=75, place=f"{place}:SIGTERM", script="reward_model")
+    assert helpers.steps_of(values) == [f"step_{PLACES[place]}"] and not (folder_of(values) / "final").exists()
+    done = run({**values, "resume": True}, script="reward_model")
+    assert f"goes on after step {PLACES[place]}" in done.out
+    assert metrics_of(values) == metrics_of(straight)
+    ours, theirs = folder_of(values), folder_of(straight)
+    assert read_lines(ours / "samples.jsonl") == read_lines(theirs / "samples.jsonl")
+    assert same_weights(ours / "final", theirs / "final")
+    assert (ours / "final/config.json").read_text() == (theirs / "final/config.json").read_text()
+
+
+@pytest.mark.parametrize("said", ["--resume", "bad.jsonl row 2", "--centre_coef -1"])
+def test_a_run_refuses_in_one_line(straight, tmp_path, said):
+    """To overwrite; bad rows and flags, without a folder left behind."""
+    bad = write_rows(tmp_path / "bad.jsonl", [*distinct(1), {"prompt": "1"}])
+    changes = {"--resume": {}, "bad.jsonl row 2": {"dataset": bad}, "--centre_coef -1": {"centre_coef": -1}}[said]
+    values = {**straight, **({**changes, "output_dir": str(tmp_path / "runs")} if changes else {})}
+    done = run(values, code=2, script="reward_model")
+    assert len(done.errors) == 1 and said in done.errors[0] and "Traceback" not in done.err
+    assert not (tmp_path / "runs").exists()
+
+
+# ---- end to end --------------------------------------------------------------------------------------------------
+
+
+def test_ppo_improves_on_a_learned_reward_model(tmp_path):
+    """Pairs -> reward model -> PPO: the true accuracy on held-out problems rises.
+
+    The verifier has weight 0: it measures and nobody learns from it, so what is gained comes from the learned scores.
+    """
+    common = {
+        "model": f"{helpers.ROOT}/assets/tiny", "dataset": "arithmetic", "output_dir": str(tmp_path), "save_every": 0,
+        "adam_beta2": 0.95,
+    }  # fmt: skip
+    learned = {
+        **common, "run_name": "scores", "max_length": 64, "batch_size": 64, "learning_rate": 1e-3, "num_epochs": 2,
+        "centre_coef": 0.01, "eval_every": 1000, "eval_pairs": 300, "micro_batch_tokens": 8192,
+    }  # fmt: skip
+    assert helpers.start(learned, script="reward_model").wait(600).code == 0
+    assert metrics_of(learned)[-1]["eval/pair_accuracy"] > 0.8
+    tuned = {
+        **common, "run_name": "ppo", "reward": ("gsm8k", f"{tmp_path}/scores/final"), "reward_weights": (0, 1),
+        "reward_model_scale": "standardized", "kl_coef": 0.05, "system_prompt": "", "max_prompt_length": 16,
+        "max_response_length": 48, "rollout_batch_size": 256, "mini_batch_size": 128, "learning_rate": 3e-4,
+        "critic_learning_rate": 1e-3, "warmup_ratio": 0.04, "total_episodes": 15 * 256, "eval_every": 15,
+        "eval_prompts": 256, "eval_samples": 2, "micro_batch_tokens": 4096,
+    }  # fmt: skip
+    assert helpers.start(tuned, script="ppo").wait(600).code == 0
+    before, after = (row["eval/accuracy"] for row in metrics_of(tuned) if "eval/accuracy" in row)
+    assert before < 0.5 and after > before + 0.2

@@ -1,0 +1,401 @@
+"""What test_run.py and test_bad_input.py hold of grpo.py, held of rloo.py, ppo.py and reward_model.py: signals, two
+ranks, resuming, failing rewards, gradients that are not finite, flags out of range, and what a run leaves."""
+
+import dataclasses
+import json
+import math
+import re
+
+import helpers
+import pytest
+import torch
+import transformers
+from helpers import all_finite, folder_of, metrics_of, read_lines, run_here, same_weights, start, steps_of, weights_of
+
+import ppo
+import reward_model
+import rloo
+
+SCRIPTS = {"rloo": rloo, "ppo": ppo, "reward_model": reward_model}
+ONE_CHECKER = {"LOCAL_WORLD_SIZE": "4"}  # one process that scores instead of four
+
+# Files beside the reward function say what goes wrong in it: which call fails, and what a third of the responses get.
+REWARD = """
+import os
+
+calls = 0
+
+def told(what):
+    return open(f"{__file__}.{what}").read() if os.path.exists(f"{__file__}.{what}") else ""
+
+def score(prompts, responses, **columns):
+    global calls
+    calls += 1
+    if told("fails") and calls == int(told("fails")):
+        raise RuntimeError("the judge is away")
+    scores = [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
+    return [eval(told("third")) if told("third") and i % 3 == 0 else x for i, x in enumerate(scores)]
+"""
+
+# All that a step can depend on: schedules, Adam's moments, KL controller, a reference that moves, passes over the data,
+# and in ppo the moments of the scores, supervised rows and the steps in which the critic trains alone.
+SCHEDULE = dict(lr_schedule="linear", warmup_ratio=0.3, seed=3)
+MOVING = dict(
+    SCHEDULE, kl_controller="adaptive", kl_horizon=20, kl_target=0.05, ref_refresh_every=2, ref_refresh_mix=0.5
+)  # fmt: skip
+OF_PPO = dict(
+    reward_normalization=True, critic_learning_rate=1e-3, critic_lr_schedule="cosine", critic_warmup_steps=1,
+    ptx_coef=0.1, ptx_batch_size=3,
+)  # fmt: skip
+
+
+def write_pairs(path, rows: list[dict], count: int) -> str:
+    rows = [(i, rows[i % len(rows)]) for i in range(count)]
+    side = lambda i, row: {"chosen": row["answer"], "rejected": f"{i * i}{'?' * (i % 3)}", "margin": i % 2 / 4}
+    return helpers.write_rows(path, [{"prompt": row["prompt"], **side(i, row)} for i, row in rows])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict[str, dict]:
+    """Flags of four steps of each script."""
+    folder = tmp_path_factory.mktemp("scripts")
+    common = helpers.workspace(folder)
+    (folder / "reward.py").write_text(REWARD)
+    kept = ("model", "system_prompt", "output_dir", "learning_rate", "eval_every", "save_every", "micro_batch_tokens")
+    pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 24)
+    held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
+    of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6, "centre_coef": 0.01}
+    return {
+        "rloo": {**common, **MOVING, "advantage": "remax"},
+        "ppo": {**common, **MOVING, **OF_PPO, "ptx_dataset": common["dataset"]},
+        "reward_model": {**{name: common[name] for name in kept}, **SCHEDULE, **of_pairs},
+    }
+
+
+@pytest.fixture(scope="module")
+def neox(tmp_path_factory) -> str:
+    """A model that computes all of its gradient in float64."""
+    return helpers.tiny_model(tmp_path_factory.mktemp("neox"), "gpt_neox")
+
+
+def variant(base: dict, tmp_path, script: str, **changes) -> dict:
+    return {**base[script], "output_dir": str(tmp_path), "run_name": "run", **changes}
+
+
+def run(values: dict, script: str, code: int = 0, **options) -> helpers.Running:
+    return helpers.run(values, code, script=script, environment=ONE_CHECKER, **options)
+
+
+def assert_close(values: dict, reference: dict) -> None:
+    """Metrics equal within 1e-9, null where the others are null."""
+    for row, expected in zip(metrics_of(values), metrics_of(reference), strict=True):
+        numbers = [{k: math.nan if x is None else x for k, x in each.items()} for each in (row, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-9, abs=1e-9, nan_ok=True)
+
+
+# ---- signals and resuming -------------------------------------------------------------------------------------------
+
+# The phase, where the signal comes, and the step that the resumed run goes on after. Calls of `generate`: 2 in an
+# evaluation (before the first step, after the second and the last), 1 in a step, or 2 with the greedy responses.
+PHASES = [
+    ("rloo", "evaluation", "rloo.generate:8:SIGTERM", 2),
+    ("rloo", "rollout", "rloo.generate:9:SIGTERM", 2),
+    ("rloo", "greedy", "rloo.generate:10:SIGTERM", 2),
+    ("rloo", "log-probs", "rloo.over_batch:6:SIGTERM", 3),
+    ("rloo", "update", "utils.Optimizer.step:2:SIGTERM", 1),
+    ("rloo", "save", "utils.save_checkpoint:1:SIGTERM", 2),
+    ("rloo", "update", "utils.Optimizer.step:10:SIGKILL", 2),
+    ("rloo", "save", "torch.save:4:SIGKILL", 2),
+    ("ppo", "evaluation", "ppo.generate:6:SIGTERM", 2),
+    ("ppo", "rollout", "ppo.generate:7:SIGTERM", 2),
+    ("ppo", "log-probs", "ppo.over_batch:8:SIGTERM", 3),
+    ("ppo", "values", "ppo.over_batch:9:SIGTERM", 3),
+    ("ppo", "critic's warm-up", "utils.Optimizer.step:2:SIGTERM", 1),
+    ("ppo", "update", "utils.Optimizer.step:10:SIGTERM", 2),
+    ("ppo", "save", "utils.save_checkpoint:1:SIGTERM", 2),
+    ("ppo", "update", "utils.Optimizer.step:15:SIGKILL", 2),  # 4 of the critic alone, then 4 of both in each step
+    ("ppo", "save", "transformers.PreTrainedModel.save_pretrained:5:SIGKILL", 2),  # the critic of the second one
+    ("reward_model", "evaluation", "reward_model.score_pairs:2:SIGTERM", 2),
+    ("reward_model", "update", "utils.Optimizer.step:3:SIGTERM", 3),
+    ("reward_model", "save", "utils.save_checkpoint:1:SIGTERM", 2),
+    ("reward_model", "last measurement", "reward_model.score_pairs:4:SIGTERM", 4),
+    ("reward_model", "update", "utils.Optimizer.step:3:SIGKILL", 2),
+    ("reward_model", "save", "torch.save:4:SIGKILL", 2),
+]
+
+# Where one of two ranks is told to stop and what is saved then; the same of the one rank that goes on.
+RANKS = {
+    "rloo": (("rloo.generate:6", "step_1"), ("rloo.generate:4", "step_2")),  # greedy responses; evaluation
+    "ppo": (("ppo.generate:4", "step_1"), ("ppo.generate:3", "step_2")),  # rollout; evaluation
+    "reward_model": (("reward_model.score_pairs:2", "step_2"), ("utils.Optimizer.step:1", "step_3")),
+}
+
+
+@pytest.fixture(scope="module")
+def straight(base) -> dict[str, dict]:
+    """Four steps of each script in one go."""
+    runs = {script: {**base[script], "run_name": f"straight {script}"} for script in SCRIPTS}
+    started = [start(runs[script], script=script, environment=ONE_CHECKER) for script in SCRIPTS]
+    assert [each.wait().code for each in started] == [0, 0, 0], [each.err[-2000:] for each in started]
+    return runs
+
+
+@pytest.fixture(scope="module")
+def stopped(straight, tmp_path_factory) -> dict[tuple, tuple]:
+    """The same, stopped in each phase and resumed: flags, the first run, its checkpoints, the second run."""
+    folder, left = tmp_path_factory.mktemp("stopped"), {}
+    for some in (PHASES[i : i + 4] for i in range(0, len(PHASES), 4)):  # side by side, but all started by this thread
+        runs, first, second = [], [], []
+        for script, phase, place, _ in some:
+            save_every = 2 if phase == "save" or place.endswith("SIGKILL") else 0
+            own = {"run_name": f"{script} {place}", "output_dir": str(folder), "save_every": save_every}
+            runs.append({**straight[script], **own})
+            first.append(start(runs[-1], script=script, environment=ONE_CHECKER, place=place))
+        # What starts with a dot is what a kill left of a save.
+        saved = [run.wait() and [x for x in steps_of(values) if x[0] != "."] for run, values in zip(first, runs)]
+        for (script, *_), values in zip(some, runs):
+            second.append(start({**values, "resume": True}, script=script, environment=ONE_CHECKER))
+        left |= dict(zip(some, zip(runs, first, saved, [run.wait() for run in second])))
+    return left
+
+
+@pytest.mark.parametrize("case", PHASES, ids=lambda case: "-".join((*case[:2], case[2][-7:])))
+def test_resume_after_a_signal(straight, stopped, case):
+    """Exit code, a complete checkpoint of the newest step, and no trace of the stop in what the resumed run leaves."""
+    script, _, place, step = case
+    values, first, saved, second = stopped[case]
+    codes = (-9 if place.endswith("SIGKILL") else 75, 0)
+    assert (first.code, second.code) == codes, first.err[-2000:] + second.err[-2000:]
+    assert saved == [f"step_{step}"] and (first.code == -9 or f"step {step} is saved" in first.out)
+    assert "Traceback" not in first.err and re.findall(r"goes on after step (\d+)", second.out) == [str(step)]
+    ours, whole = folder_of(values), folder_of(straight[script])
+    assert metrics_of(values) == metrics_of(straight[script])
+    assert read_lines(ours / "samples.jsonl") == read_lines(whole / "samples.jsonl")
+    assert same_weights(ours / "final", whole / "final") and not list((ours / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_the_straight_run_compares_moves(straight, script):
+    moving = {"rloo": "objective/kl objective/kl_coef objective/scores loss/policy_avg", "reward_model": "train/loss"}
+    moving["ppo"] = "objective/kl objective/kl_coef val/values loss/value_avg critic_lr loss/ptx val/explained_variance"
+    rows = metrics_of(straight[script])[1:]
+    for name in (*moving[script].split(), "lr"):
+        assert len({row.get(name) for row in rows}) >= 3, name
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_other_numbers_of_ranks_go_on(base, neox, tmp_path, script):
+    """Both ranks leave where one is told to; one rank goes on from there, then two, as one rank would in one go."""
+    values = variant(base, tmp_path, script, model=neox, precision="float64", save_every=0)
+    whole = {**values, "run_name": "whole"}
+    in_one_go = start(whole, script=script, environment=ONE_CHECKER)
+    (first, saved), (second, saved_then) = RANKS[script]
+    helpers.run_ranks(values, 2, (75, 75), {1: f"{first}:SIGTERM"}, script=script)
+    assert steps_of(values) == [saved]
+    run({**values, "resume": True}, script, 75, place=f"{second}:SIGTERM")
+    assert steps_of(values)[-1] == saved_then
+    helpers.run_ranks({**values, "resume": True}, 2, (0, 0), script=script)
+    assert in_one_go.wait().code == 0
+    assert_close(values, whole)
+    assert [row["step"] for row in metrics_of(values)] == [0, 1, 2, 3, 4]
+
+
+# ---- rewards that fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tell(base):
+    """Write a file that the reward function looks for."""
+    path = base["ppo"]["reward"].removesuffix(":score")
+    yield lambda what, text: helpers.Path(f"{path}.{what}").write_text(text)
+    for what in ("fails", "third"):
+        helpers.Path(f"{path}.{what}").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("script, call", [("rloo", 9), ("rloo", 10), ("ppo", 7)])  # 10: of the greedy responses
+def test_a_step_without_scores_stops(base, straight, tell, tmp_path, script, call):
+    """With step 2 saved, from which the run goes on, once the reward works again, as if nothing had been."""
+    values = {**straight[script], "output_dir": str(tmp_path), "save_every": 0}
+    tell("fails", str(call))
+    done = run(values, script, code=2)
+    (line,) = done.errors
+    assert all(word in line for word in ("--reward", "step 3", base[script]["reward"], "the judge is away")), line
+    assert steps_of(values) == ["step_2"]
+    tell("fails", "")
+    assert "after step 2" in run({**values, "resume": True}, script).out
+    assert metrics_of(values) == metrics_of(straight[script])
+
+
+LEFT_OUT = [
+    ("rloo", dict(advantage="rloo")),
+    ("rloo", dict(advantage="reinforce++")),
+    ("ppo", dict(whiten_rewards=True, reward_normalization=True, critic_warmup_steps=0)),
+    ("ppo", dict(critic_warmup_steps=0, loss_aggregation="sequence")),
+]
+
+
+@pytest.mark.parametrize("script, changes", LEFT_OUT)
+def test_responses_without_a_score_are_left_out(base, neox, tell, tmp_path, monkeypatch, script, changes):
+    """None, NaN and infinity mean the same, and the tokens of those responses reach neither policy nor critic."""
+    rollout = SCRIPTS[script].rollout
+
+    def of_other_tokens(*args, **options):
+        batch = rollout(*args, **options)
+        for i in sum(batch.parts.values()).isnan().nonzero()[:, 0].tolist():
+            batch.responses[i] = [7 + (token + i) % 90 for token in batch.responses[i]]
+        return batch
+
+    once = dict(model=neox, precision="float64", total_episodes=8, save_every=1, eval_every=0)
+    runs = [variant(base, tmp_path, script, **{**once, **changes}, run_name=str(i)) for i in range(4)]
+    for values, score in zip(runs, ("None", "float('nan')", "-float('inf')", "None")):
+        tell("third", score)
+        if values is runs[-1]:
+            monkeypatch.setattr(SCRIPTS[script], "rollout", of_other_tokens)
+        run_here(values, script)
+    rows = [metrics_of(values) for values in runs]
+    assert rows[0] == rows[1] == rows[2]
+    for (row,) in rows:
+        assert row["val/missing_scores"] == 3 and None not in row.values()  # responses 0, 3 and 6 of 8
+    for name in ("", "critic") if script == "ppo" else ("",):
+        first, *others = (folder_of(values) / "checkpoints" / "step_1" / name for values in runs)
+        assert all_finite(first) and all(same_weights(first, other) for other in others)
+        assert any(not torch.equal(x, weights_of(neox).get(key, x)) for key, x in weights_of(first).items())
+    samples = read_lines(folder_of(runs[0]) / "samples.jsonl")
+    assert [sample["advantage"] == 0 for sample in samples] == [i % 3 == 0 for i in range(8)]
+
+
+# ---- gradients that are not finite ----------------------------------------------------------------------------------
+
+
+LOSSES = [("rloo", "clipped_loss"), ("ppo", "clipped_loss"), ("ppo", "value_loss"), ("reward_model", "preference_loss")]
+
+
+@pytest.mark.parametrize("script, loss", LOSSES)
+def test_a_gradient_that_is_not_finite_is_skipped(base, tmp_path, monkeypatch, script, loss):
+    """In the first of two steps, of one update each; in ppo the other model's update is taken."""
+    changes = dict(total_episodes=16, mini_batch_size=8, num_epochs=1)
+    changes |= dict(critic_warmup_steps=0, ptx_coef=0.0, ptx_dataset="") if script == "ppo" else {}
+    changes = dict(batch_size=12) if script == "reward_model" else changes
+    values = variant(base, tmp_path, script, save_every=1, eval_every=0, **changes)
+    original, calls = getattr(SCRIPTS[script], loss), []
+
+    def infinite_at_first(*args):
+        calls.append(1)
+        result, factor = original(*args), math.inf if len(calls) == 1 else 1.0
+        return (result[0] * factor, result[1]) if isinstance(result, tuple) else result * factor
+
+    monkeypatch.setattr(SCRIPTS[script], loss, infinite_at_first)
+    run_here(values, script)
+    rows, begin = metrics_of(values), weights_of(values["model"])
+    first, last = (folder_of(values) / "checkpoints" / name for name in ("step_1", "step_2"))
+    moved = lambda folder: any(not torch.equal(x, begin.get(key, x)) for key, x in weights_of(folder).items())
+    spoilt = "critic_" if loss == "value_loss" else ""
+    assert [row[f"val/{spoilt}skipped_updates"] for row in rows] == [1, 0] and helpers.finite_or_null(rows)
+    assert [row[f"loss/{spoilt}grad_norm"] is None for row in rows] == [True, False]
+    assert moved(first) == bool(spoilt) and moved(last) and all_finite(last)
+    if script == "ppo":
+        other = "" if spoilt else "critic_"
+        assert [row[f"val/{other}skipped_updates"] for row in rows] == [0, 0]
+        heads = [weights_of(folder / "critic")["score.weight"] for folder in (first, last)]  # zeros before an update
+        assert [bool(head.any()) for head in heads] == [not spoilt, True] and all_finite(last / "critic")
+
+
+# ---- options that change nothing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["ppo", "reward_model"])
+def test_gradient_checkpointing_changes_nothing(base, neox, tmp_path, monkeypatch, script):
+    """And every layer that is trained runs twice, in ppo those of the critic too."""
+    layer, trained = transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer, {False: [], True: []}
+    forward = layer.forward
+    for recompute, calls in trained.items():
+
+        def counted(self, *args, calls=calls, **options):
+            calls.extend([1] * torch.is_grad_enabled())
+            return forward(self, *args, **options)
+
+        monkeypatch.setattr(layer, "forward", counted)
+        values = variant(base, tmp_path, script, model=neox, precision="float64", eval_every=0, save_every=0)
+        run_here({**values, "run_name": str(recompute), "gradient_checkpointing": recompute}, script)
+    assert len(trained[True]) == 2 * len(trained[False]) > 0
+    assert_close(*({**values, "run_name": str(recompute)} for recompute in trained))
+
+
+@pytest.mark.parametrize("script, option", [("ppo", "value_model"), ("reward_model", "model"), ("rloo", "model")])
+def test_dropout_is_off(base, tmp_path, script, option):
+    dropout = dict(hidden_dropout=0.5, attention_dropout=0.5, classifier_dropout=0.5)
+    for name, changes in (("without", {}), ("with", dropout)):
+        model = helpers.tiny_model(tmp_path / f"model {name}", "gpt_neox", **changes)
+        run_here(variant(base, tmp_path, script, run_name=name, eval_every=0, save_every=0, **{option: model}), script)
+    plain, other = (metrics_of({"output_dir": tmp_path, "run_name": name}) for name in ("without", "with"))
+    assert plain == other
+
+
+# ---- flags ----------------------------------------------------------------------------------------------------------
+
+IN_RANGE = {("penalty_reward_value", -1.0)}
+NUMBERS = [
+    (script, field.name, value)
+    for script, module in SCRIPTS.items()
+    for field in dataclasses.fields(module.Args)
+    for value in {int: (-1,), float: (-1.0, math.nan)}.get(field.type, ())
+    if (field.name, value) not in IN_RANGE
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_defaults_are_in_range(script):
+    SCRIPTS[script].check_args(SCRIPTS[script].Args())
+
+
+@pytest.mark.parametrize("script, name, value", NUMBERS)
+def test_a_number_out_of_range(capsys, script, name, value):
+    with pytest.raises(SystemExit) as end:
+        SCRIPTS[script].check_args(dataclasses.replace(SCRIPTS[script].Args(), **{name: value}))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("warning:")]
+    assert end.value.code == 2 and line.startswith("error: ") and re.search(rf"--{name}\b", line)
+
+
+# ---- what a run leaves ----------------------------------------------------------------------------------------------
+
+METRICS = """
+    episode epoch lr objective/kl objective/scores objective/rlhf_reward objective/non_score_reward
+    objective/entropy objective/loss objective/verifiable_correct_rate loss/policy_avg policy/approxkl_avg
+    policy/clipfrac_avg policy/entropy_avg time/from_scratch time/training time/rollout val/sequence_lengths
+    val/num_stop_token_ids val/zero_std_fraction rollout/logprob_diff_mean perf/tokens_per_second perf/peak_memory_gb
+""".split()
+OWN_METRICS = {
+    "rloo": METRICS,
+    "ppo": [*METRICS, "loss/value_avg", "val/clipfrac_avg", "val/explained_variance"],
+    "reward_model": ["epoch", "lr", "train/loss", "time/from_scratch", "time/training", "perf/tokens_per_second"],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_a_run_leaves(straight, script):
+    values = straight[script]
+    folder = folder_of(values)
+    names = ["args.json", "checkpoints", "curves.png", "final", "metrics.jsonl", "samples.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    facts = json.loads((folder / "args.json").read_text())["args"]
+    assert facts.keys() == {field.name for field in dataclasses.fields(SCRIPTS[script].Args)}
+    assert all(facts[name] in (value, [value]) for name, value in values.items())
+    rows = read_lines(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and helpers.finite_or_null(rows)
+    assert all(row[name] is not None for row in rows[1:] for name in OWN_METRICS[script])
+    accuracy = "eval/pair_accuracy" if script == "reward_model" else "eval/accuracy"
+    assert [accuracy in row for row in rows] == [True, False, True, False, True]
+    a_step = 6 if script == "reward_model" else 8
+    assert [row["step"] for row in read_lines(folder / "samples.jsonl")] == sorted([1, 2, 3, 4] * a_step)
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG") and steps_of(values) == ["step_2", "step_4"]
+    causal, scalar = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+    models = {"final": scalar if script == "reward_model" else causal}
+    models |= {"checkpoints/step_4/critic": scalar} if script == "ppo" else {}
+    for name, auto in models.items():
+        model, report = auto.from_pretrained(folder / name, output_loading_info=True)
+        assert not report["missing_keys"] and not report["unexpected_keys"] and all_finite(folder / name)
+        assert auto is causal or model.config.num_labels == 1 and model.score.weight.any()
+    assert hasattr(model.config, "score_mean") == (script == "reward_model")
+    assert transformers.AutoTokenizer.from_pretrained(folder / "final").encode("1+1=")
+    equal = [same_weights(folder / "final", folder / "checkpoints" / name) for name in ("step_2", "step_4")]
+    assert equal == [False, True]
