@@ -8,13 +8,15 @@ For each pair of responses to a prompt, of which the first was preferred, minimi
 Sources: arXiv:2203.02155, eq. 1; margin: arXiv:2307.09288, eq. 2; centring: arXiv:2312.09244, eq. 2.
 
 Deliberate choices:
-1. The head has no bias and starts at Normal(0, 1 / sqrt(hidden + 1)) (arXiv:2009.01325, section 3.4), scores near 0.
+1. The head has no bias and starts at Normal(0, 1 / sqrt(hidden + 1)) (arXiv:2009.01325), scores near 0.
 2. The score is read at the last token by the rows' lengths, never by looking for padding: pad == eos is harmless.
+   (transformers' own forward looks for padding; where pad == eos its config therefore gets no pad token, and it takes
+   one row at a time.)
 3. A response ends with the stop token, as the ones that a policy samples do, and is encoded behind its prompt.
 4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens` changes it.
 5. The order of the pairs is a function of the seed and the step: a resumed run goes on bit for bit.
-6. The output is a folder for AutoModelForSequenceClassification. Its config carries `score_mean` and `score_std` over
-   the held-out responses, by which the other scripts can centre or standardize the scores.
+6. The output is a folder for AutoModelForSequenceClassification. Its config carries `score_mean` and `score_std` of the
+   held-out responses (of training ones where there are none), by which the other scripts can centre the scores.
 
     bash scripts/demo.sh reward_model                                                 # a tiny model on a CPU, minutes
     python reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct                         # one GPU, UltraFeedback
@@ -191,6 +193,11 @@ def arithmetic_pairs(split: str) -> list[dict]:
     return pairs
 
 
+def is_number(x) -> bool:
+    """Whether a value from a file is a number that a float can hold."""
+    return isinstance(x, (int, float)) and abs(x) < 1e300
+
+
 def read_pair(where: str, row: dict) -> tuple[list, list]:
     """The two sides of a row, chosen and rejected: [prompt (text, messages or None), text of the response] each.
 
@@ -202,8 +209,9 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
         lists = all(isinstance(x, list) for x in (src, tgt, responses, sort))
         if not lists or len(responses) != 2 or len(sort) != 2 or len(tgt) != len(src) - 1:
             utils.fail(f"{where}: src takes one turn more than tgt, response and sort take two entries each")
-        numbers = all(isinstance(x, (int, float)) for x in sort)
-        if not numbers or sort[0] == sort[1]:
+        if not all(isinstance(turn, str) and turn.strip() for turn in (*src, *tgt)):
+            utils.fail(f"{where}: every turn of src and tgt has to be text")
+        if not all(map(is_number, sort)) or sort[0] == sort[1]:
             utils.fail(f"{where}: sort takes two different numbers, the higher for the chosen response, not {sort}")
         turns = [turn for pair in zip(src, [*tgt, None]) for turn in pair][:-1]
         prompt = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
@@ -217,8 +225,11 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
             turns = side[1]
             if not turns or not all(isinstance(turn, dict) for turn in turns) or turns[-1].get("role") != "assistant":
                 utils.fail(f"{where}: messages of the {name} side have to end with a turn of the assistant")
-            if len(turns) > 1:  # the whole conversation, whether or not the prompt is given beside it
-                side[0] = turns[:-1]
+            before = turns[:-1]
+            if before and before[0].get("role") == "assistant" and prompt:  # goes on where the prompt ends
+                before = (prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]) + before
+            if before:  # the whole conversation, whether or not the prompt is given beside it
+                side[0] = before
             side[1] = turns[-1].get("content")
         if not isinstance(side[1], str) or not side[1].strip():
             utils.fail(f"{where}: has no {name} response")
@@ -241,14 +252,14 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         where = f"{flag} {name} row {number}"
         pair = {"margin": row.get("margin"), "subset": None if row.get("subset") is None else str(row["subset"])}
         pair["margin"] = 0.0 if pair["margin"] is None else pair["margin"]
-        if not isinstance(pair["margin"], (int, float)) or not math.isfinite(pair["margin"]):
+        if not is_number(pair["margin"]):
             utils.fail(f"{where}: margin takes a number, not {str(pair['margin'])[:60]!r}")
         for side, (prompt, text) in zip(("chosen", "rejected"), read_pair(where, row)):
             query = []
             if prompt is not None:
                 pair["prompt"], query = utils.encode_prompt(where, prompt, tokenizer, args.system_prompt)
-            ids = query + tokenizer.encode(text, add_special_tokens=prompt is None)
-            pair |= {side: ids if ids[-1] == stop_id else [*ids, stop_id], f"{side}_text": text}
+            ids = query + utils.encode_text(where, text, tokenizer, special=prompt is None)
+            pair |= {side: ids if ids[-1] in stop_ids else [*ids, stop_id], f"{side}_text": text}
         longest = max(len(pair["chosen"]), len(pair["rejected"]))
         if longest > args.max_length:
             too_long.append((number, longest))
@@ -274,11 +285,13 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
         held_out = load_pairs("--eval_dataset", name, args.eval_split, tokenizer, stop_ids, args)
         held_out = held_out[: args.eval_pairs or None]
     elif args.eval_every:
-        count = min(args.eval_pairs or len(pairs), len(pairs) // 10)
+        count = min(args.eval_pairs or len(pairs), max(1, len(pairs) // 10))
         held_out = utils.take_prompts(pairs, 0, count, args.seed)
-    texts = lambda pair: (pair["prompt"], *sorted((pair["chosen_text"], pair["rejected_text"])))
-    evaluated = {texts(pair) for pair in held_out}
-    kept = [pair for pair in pairs if texts(pair) not in evaluated]
+    about = lambda pair: pair["prompt"] or frozenset((pair["chosen_text"], pair["rejected_text"]))
+    evaluated = set(map(about, held_out))
+    kept = [pair for pair in pairs if about(pair) not in evaluated]
+    if len(kept) < len(pairs):
+        utils.warn(f"--dataset {args.dataset}: left out {len(pairs) - len(kept)} pairs whose prompts are evaluated on")
     if len(kept) < args.batch_size:
         utils.fail(f"--batch_size {args.batch_size}: --dataset {args.dataset} has {len(kept)} pairs to train on only")
     return kept, held_out
@@ -338,7 +351,10 @@ def main(args: Args) -> None:
     autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
     scalar, new_head = utils.load_scalar_model("--model", resume_from or args.model, dtype, world.device)
     model, head = scalar.model, scalar.model.score.weight
-    model.config.pad_token_id = tokenizer.pad_token_id  # transformers' own forward asks for it
+    # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.
+    model.config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
+    if not resume_from:  # of another model's scores
+        vars(model.config).pop("score_mean", None), vars(model.config).pop("score_std", None)
     if new_head:
         values = utils.generator("head", args.seed).normal(0, 1 / math.sqrt(head.shape[1] + 1), head.shape)
         with torch.no_grad():
@@ -362,14 +378,18 @@ def main(args: Args) -> None:
 
     run = utils.Run(folder, args, world, total_steps, state if resume_from else None)
     clock = utils.Clock(world.device, state["seconds"])
-    look = functools.partial(
-        score_pairs, scalar, budget=args.micro_batch_tokens, interrupt=interrupt, world=world, autocast=autocast
-    )
 
     def leave() -> NoReturn:
         save()
         run.close(f"interrupted: step {state['step']} is saved, go on with --resume")
         sys.exit(utils.EXIT_INTERRUPTED)
+
+    def measure(pairs: list[dict]) -> Tensor:
+        scores = score_pairs(scalar, pairs, args.micro_batch_tokens, interrupt, world, autocast)
+        if scores is None:
+            leave()
+        model.config.score_mean, model.config.score_std = scores.mean().item(), scores.std().item()
+        return scores
 
     while True:
         # ---- evaluate, log, save: the model after `step` steps (a run interrupted here resumes here) ----------------
@@ -377,12 +397,11 @@ def main(args: Args) -> None:
         if not state["logged"]:
             if args.eval_every and eval_pairs and (step % args.eval_every == 0 or step >= total_steps):
                 run.phase("evaluate")
-                scores = look(eval_pairs)  # (P, 2)
-                if scores is None:
-                    leave()
+                scores = measure(eval_pairs)  # (P, 2)
                 results = pair_statistics(scores, [pair["subset"] for pair in eval_pairs])
                 metrics = {"step": step, **metrics, **{f"eval/{name}": value for name, value in results.items()}}
-                run.table(step, sample_pairs(eval_pairs[:4], scores), [len(pair["chosen"]) for pair in eval_pairs])
+                lengths = [len(pair[side]) for pair in eval_pairs for side in ("chosen", "rejected")]
+                run.table(step, sample_pairs(eval_pairs[:4], scores), lengths)
             if metrics:
                 run.log(metrics, {"loss": "train/loss", "held-out": "eval/pair_accuracy"})
             state.update(metrics={}, logged=True)
@@ -431,12 +450,9 @@ def main(args: Args) -> None:
         }
         run.samples(step, sample_pairs(batch[: args.log_samples], scores))
 
-    # ---- the end: the model, with the statistics of its scores ------------------------------------------------------
-    measured = eval_pairs or utils.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)
-    scores = look(measured)
-    if scores is None:
-        leave()
-    model.config.score_mean, model.config.score_std = scores.mean().item(), scores.std().item()
+    # ---- the end ----------------------------------------------------------------------------------------------------
+    if not eval_pairs:
+        measure(utils.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed))
     utils.save_final(folder, world, model, tokenizer, args.model)
     run.close(f"model: {os.path.join(folder, 'final')}")
 

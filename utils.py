@@ -700,7 +700,7 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
         query = encode_prompt(where, prompt, tokenizer, args.system_prompt)[1]
         if not query:
             fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
-        response = [*tokenizer.encode(text, add_special_tokens=False), stop_id]
+        response = [*encode_text(where, text, tokenizer, special=False), stop_id]
         for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
             if len(ids) > getattr(args, option):
                 fail(f"{where}: has {len(ids)} tokens, over --{option} {getattr(args, option)}")
@@ -725,11 +725,10 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[st
     if tokenizer.chat_template is None:
         if not is_text:
             fail(f"{where}: has messages, but the tokenizer of --model has no chat template")
-        bos = tokenizer.bos_token or ""  # the text may bring its own; the tokenizer may add another
+        bos = tokenizer.bos_token or ""  # the text may bring its own
         text = (f"{system_prompt}\n" if system_prompt else "") + prompt.removeprefix(bos)
         text = bos + text if prompt.startswith(bos) else text
-        ids = tokenizer.encode(text)
-        return text, ids[1:] if ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+        return text, encode_text(where, text, tokenizer)
     messages = [{"role": "user", "content": prompt}] if is_text else prompt
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
@@ -737,7 +736,17 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[st
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of their own and raise whatever they like
         fail(f"{where}: the chat template of --model refuses it ({first_line(error)})")
-    return text, tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens
+    return text, encode_text(where, text, tokenizer, special=False)  # the template wrote the special tokens
+
+
+def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[int]:
+    """Token ids of a text; with `special`, those that the tokenizer puts around a text, but no second BOS."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        fail(f"{where}: is no valid text ({first_line(error)})")
+    ids = tokenizer.encode(text, add_special_tokens=special)
+    return ids[1:] if special and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
 @functools.lru_cache(maxsize=2)
@@ -1213,7 +1222,7 @@ class Run:
                 file.writelines(json.dumps({"step": step, **finite(row)}) + "\n" for row in rows)
 
     def table(self, step: int, rows: list[dict], lengths: list[int]) -> None:
-        """Show held-out samples on the console; in wandb also, with a histogram of all responses' lengths (tokens)."""
+        """Show held-out samples on the console; in wandb also, with a histogram of the lengths (tokens) of all."""
         if not self.world.main:
             return
         import rich.console
@@ -1232,7 +1241,7 @@ class Run:
             import wandb
 
             samples = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-            self.wandb.log({"samples": samples, "response_tokens": wandb.Histogram(lengths)}, step=step, commit=False)
+            self.wandb.log({"samples": samples, "lengths": wandb.Histogram(lengths)}, step=step, commit=False)
 
     def close(self, message: str) -> None:
         """Draw curves.png, say what the run came to, end the progress bar and the tracking."""

@@ -177,6 +177,9 @@ FORMATS = {  # row: the prompt, or one for each side
     "messages that hold the prompt": (
         {"prompt": "2+2=", "chosen": [*HISTORY, FOUR], "rejected": [*HISTORY, FIVE]}, HISTORY,
     ),
+    "messages that go on after the prompt": (
+        {"prompt": "hi", "chosen": [*HISTORY[1:], FOUR], "rejected": [*HISTORY[1:], FIVE]}, HISTORY,
+    ),
     "messages of two prompts": ({"chosen": [ASK, FOUR], "rejected": [*HISTORY, FIVE]}, ([ASK], HISTORY)),
     "one message and text": ({"prompt": "2+2=", "chosen": [FOUR], "rejected": "5"}, "2+2="),
     "src": ({"src": ["2+2="], "tgt": [], **SRC}, "2+2="),
@@ -357,6 +360,9 @@ def test_what_is_evaluated_is_never_trained_on(tmp_path, capsys):
     assert split(tmp_path, rows, eval_every=0) == (everything, [])
     swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows[:5]]
     assert split(tmp_path, rows, swapped) == (everything[5:], everything[:5])
+    others = [{**row, "chosen": "another response"} for row in rows[:5]]  # a prompt that is evaluated on is enough
+    assert split(tmp_path, rows, others) == (everything[5:], everything[:5])
+    assert "left out 5 pairs" in capsys.readouterr().err
     assert split(tmp_path, rows, rows[:5], eval_pairs=2) == (everything[2:], everything[:2])
     with pytest.raises(SystemExit) as end:
         split(tmp_path, rows, rows[:5], batch_size=36)
@@ -470,13 +476,29 @@ def test_what_a_run_leaves(straight):
     assert (final.config.score_mean, final.config.score_std) == (last["eval/score_mean"], last["eval/score_std"])
 
 
+def test_a_pad_token_that_ends_responses_and_another_models_statistics(straight, tmp_path):
+    """transformers would take the stop token for padding; and the statistics of --model are not those of its heir."""
+    first = folder_of(straight) / "final"
+    values = {**straight, "model": str(first), "pad_token": "eos", "output_dir": str(tmp_path), "eval_every": 0}
+    run_here({**values, "save_every": 2, "keep_checkpoints": 0}, "reward_model")
+    final, saved = (folder_of(values) / name for name in ("final", "checkpoints/step_2"))
+    assert "score_mean" in json.loads((first / "config.json").read_text())
+    assert "score_mean" not in json.loads((saved / "config.json").read_text())
+    model = AutoModelForSequenceClassification.from_pretrained(final)
+    tokenizer = utils.load_tokenizer(str(final), "eos")
+    ids = torch.tensor([[*tokenizer.encode("1+1=2"), tokenizer.eos_token_id]])
+    assert model.config.pad_token_id is None and hasattr(model.config, "score_mean")
+    own = utils.ScalarModel(model)(ids, torch.arange(ids.shape[1])[None] == ids.shape[1] - 1)
+    torch.testing.assert_close(model(ids).logits[0], own)
+
+
 SCORE = "reward_model.score_pairs"
-PLACES = {"utils.Optimizer.step:2": 2, "utils.Optimizer.step:5": 5, f"{SCORE}:2": 2, f"{SCORE}:5": 6}
+PLACES = {"utils.Optimizer.step:2": 2, "utils.Optimizer.step:5": 5, f"{SCORE}:2": 2, f"{SCORE}:4": 6}
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_resume_bit_for_bit(straight, tmp_path, place):
-    """Stopped by SIGTERM in an update, an evaluation, and in the one for the statistics of the scores at the end."""
+    """Stopped by SIGTERM in an update, in an evaluation, and in the last one."""
     values = {**straight, "output_dir": str(tmp_path)}
     run(values, code=75, place=f"{place}:SIGTERM", script="reward_model")
     assert helpers.steps_of(values) == [f"step_{PLACES[place]}"] and not (folder_of(values) / "final").exists()
@@ -514,7 +536,7 @@ def test_ppo_improves_on_a_learned_reward_model(tmp_path):
     }  # fmt: skip
     learned = {
         **common, "run_name": "scores", "max_length": 64, "batch_size": 64, "learning_rate": 1e-3, "num_epochs": 2,
-        "centre_coef": 0.01, "eval_every": 1000, "eval_pairs": 300, "micro_batch_tokens": 8192,
+        "centre_coef": 0.001, "eval_every": 1000, "eval_pairs": 300, "micro_batch_tokens": 8192,
     }  # fmt: skip
     assert helpers.start(learned, script="reward_model").wait(600).code == 0
     assert metrics_of(learned)[-1]["eval/pair_accuracy"] > 0.8

@@ -118,7 +118,7 @@ PHASES = [
     ("reward_model", "evaluation", "reward_model.score_pairs:2:SIGTERM", 2),
     ("reward_model", "update", "utils.Optimizer.step:3:SIGTERM", 3),
     ("reward_model", "save", "utils.save_checkpoint:1:SIGTERM", 2),
-    ("reward_model", "last measurement", "reward_model.score_pairs:4:SIGTERM", 4),
+    ("reward_model", "last evaluation", "reward_model.score_pairs:3:SIGTERM", 4),
     ("reward_model", "update", "utils.Optimizer.step:3:SIGKILL", 2),
     ("reward_model", "save", "torch.save:4:SIGKILL", 2),
 ]
