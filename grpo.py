@@ -805,7 +805,8 @@ def main(args: Args) -> None:
         scores = final_scores(batch.parts, batch.stopped, args)  # (N,)
         clock.lap("rollout")
 
-        needs_old = updates_a_step > 1 or kl_in_reward  # else the log-probs of the only update are the old ones
+        # Else the log-probs of the only update are the old ones.
+        needs_old = updates_a_step > 1 or kl_in_reward
         # ---- shared: old and reference log-probs --------------------------------------------------------------------
         run.phase("log-probs")
         old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled

@@ -342,11 +342,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     Returns:
         Advantages (N, T) and returns A + V (N, T), 0 outside of the mask.
     """
-    advantages, value, advantage = (
-        torch.zeros_like(values),
-        torch.zeros_like(values[:, 0]),
-        torch.zeros_like(values[:, 0]),
-    )
+    advantages = torch.zeros_like(values)
+    value = advantage = torch.zeros_like(values[:, 0])  # of the next token
     for t in reversed(range(values.shape[1])):
         m = mask[:, t]
         delta = rewards[:, t] + gamma * value - values[:, t]
@@ -933,9 +930,8 @@ def main(args: Args) -> None:
         scores, state["moments"] = final_scores(batch.parts, batch.stopped, state["moments"], args)  # (N,)
         clock.lap("rollout")
 
-        needs_old = (
-            updates_a_step > 1 or kl_in_reward or args.pf_ppo != "none"
-        )  # else the log-probs of the only update are the old ones
+        # Else the log-probs of the only update are the old ones.
+        needs_old = updates_a_step > 1 or kl_in_reward or args.pf_ppo != "none"
         # ---- shared: old and reference log-probs --------------------------------------------------------------------
         run.phase("log-probs")
         old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled
