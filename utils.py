@@ -1298,11 +1298,11 @@ def plot_curves(folders: list[str], path: str) -> None:
     for axis in axes.flat[len(keys) :]:
         axis.axis("off")
     for axis, key in zip(axes.flat, keys):
-        for name, rows in runs.items():
+        for number, (name, rows) in enumerate(runs.items()):
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             if points:
-                marker = "o" if len(points) < 20 else None
-                axis.plot(*zip(*points), marker=marker, markersize=3, linewidth=1.4, label=name)
+                look = {"color": f"C{number % 10}", "marker": "o" if len(points) < 20 else None}
+                axis.plot(*zip(*points), **look, markersize=3, linewidth=1.4, label=name)
         axis.set_title(CURVES[key], fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
