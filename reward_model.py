@@ -203,19 +203,13 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
 
     Ends the run, naming the row, if a side is missing or the two are equal.
     """
-    if "response" in row and "sort" in row:  # src, tgt: the turns of user and assistant so far, the user's last
-        src, tgt, responses, sort = row.get("src"), row.get("tgt") or [], row["response"], row["sort"]
-        src, tgt = ([turns] if isinstance(turns, str) else turns for turns in (src, tgt))
-        lists = all(isinstance(x, list) for x in (src, tgt, responses, sort))
-        if not lists or len(responses) != 2 or len(sort) != 2 or len(tgt) != len(src) - 1:
+    if "response" in row and "sort" in row:  # PaddleNLP's form
+        responses, sort = row["response"], row["sort"]
+        prompt, reference = utils.conversation(where, row.get("src"), row.get("tgt"))
+        if reference is not None or not all(isinstance(x, list) and len(x) == 2 for x in (responses, sort)):
             utils.fail(f"{where}: src takes one turn more than tgt, response and sort take two entries each")
-        if not all(isinstance(turn, str) and turn.strip() for turn in (*src, *tgt)):
-            utils.fail(f"{where}: every turn of src and tgt has to be text")
         if not all(map(is_number, sort)) or sort[0] == sort[1]:
             utils.fail(f"{where}: sort takes two different numbers, the higher for the chosen response, not {sort}")
-        turns = [turn for pair in zip(src, [*tgt, None]) for turn in pair][:-1]
-        prompt = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-        prompt = src[0] if len(src) == 1 else prompt
         sides = [[prompt, responses[i]] for i in ((0, 1) if sort[0] > sort[1] else (1, 0))]
     else:
         prompt = next((row[column] for column in utils.PROMPT_COLUMNS if row.get(column)), None)

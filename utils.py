@@ -518,8 +518,9 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
 # Data
 # ----------------------------------------------------------------------------------------------------------------
 
-PROMPT_COLUMNS = ("prompt", "question", "messages", "problem")
-ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
+PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "quiz", "src")
+# A Knights-and-Knaves row has its solution as text, too; "tgt" belongs to "src", see `conversation`.
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution_text", "solution", "tgt")
 
 
 def arithmetic_rows(split: str, size: int) -> list[dict]:
@@ -558,19 +559,44 @@ def worked_addition(prompt: str, noise: float, numbers: random.Random) -> str:
     return f"{' '.join(columns)} #### {carry or ''}{answer}"
 
 
+def reasoning_gym_rows(flag: str, task: str, split: str, size: int) -> list[dict]:
+    """`size` generated problems of a reasoning_gym task; training and test ones come from different seeds.
+
+    A row names its problem by what generates it, so that the scorer gets the very entry: "reasoning_gym": [task, size,
+    seed, index].
+    """
+    try:
+        import reasoning_gym
+    except ImportError:
+        fail(f"{flag} reasoning_gym:{task}: takes the package reasoning-gym (pip install reasoning-gym)")
+    seed = {"train": 1, "test": 2}[split]
+    try:
+        entries = reasoning_gym.create_dataset(task, size=size, seed=seed)
+    except ValueError as error:
+        fail(f"{flag} reasoning_gym:{task}: {first_line(error)}")
+    return [
+        {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": [task, size, seed, index]}
+        for index, entry in enumerate(tqdm(entries, desc=f"making {task}", delay=2, leave=False))
+    ]
+
+
 def read_rows(flag: str, name: str, split: str) -> list[dict]:
     """The rows of a built-in task, a local file or folder, or a hub data set, as dicts.
 
     Args:
         flag: the option that named it, for messages.
-        name: "arithmetic"; a .jsonl, .json or .parquet file; a folder; "owner/name" or "owner/name:config" on the hub.
+        name: "arithmetic"; "reasoning_gym:TASK"; a .jsonl, .json or .parquet file; a folder; "owner/name" or
+            "owner/name:config" on the hub.
         split: the split to read; a single file has only one, whatever it is called.
     """
-    if name == "arithmetic":
-        sizes = {"train": 20_000, "test": 1_000}
+    task = name.removeprefix("reasoning_gym:")
+    if name == "arithmetic" or task != name:
+        sizes = {"train": 20_000, "test": 1_000} if name == "arithmetic" else {"train": 5_000, "test": 500}
         if split not in sizes:
             fail(f"{flag} {name}: has the splits {' and '.join(sizes)}, not {split!r}")
-        return arithmetic_rows(split, sizes[split])
+        if name == "arithmetic":
+            return arithmetic_rows(split, sizes[split])
+        return reasoning_gym_rows(flag, task, split, sizes[split])
     import datasets
 
     datasets.utils.logging.set_verbosity_error()
@@ -625,6 +651,61 @@ def read_file(flag: str, name: str) -> list[dict]:
     return rows
 
 
+class Mixture(list):
+    """The rows of several data sets, and how often each of them has its turn in `take_prompts`."""
+
+    def __init__(self, parts: list[tuple[list[dict], float]]):
+        super().__init__(row for rows, _ in parts for row in rows)
+        self.parts, self.counts = parts, [0] * len(parts)
+        self.turns: list[tuple[int, int]] = []  # what stands at the first positions, as far as they were asked for
+
+    def turn(self, position: int) -> tuple[int, int]:
+        """The part, and the position in it, of what stands at a position of the mixture's endless stream.
+
+        The parts take turns as evenly as their weights allow: next is the one that lags most behind its share.
+        """
+        total = sum(weight for _, weight in self.parts)
+        while len(self.turns) <= position:
+            lags = [weight / total * (len(self.turns) + 1) - n for (_, weight), n in zip(self.parts, self.counts)]
+            part = lags.index(max(lags))
+            self.turns.append((part, self.counts[part]))
+            self.counts[part] += 1
+        return self.turns[position]
+
+
+def load_mixture(flag: str, name: str, rows: list[dict], split: str, tokenizer, args) -> Mixture:
+    """The data sets that a .json list of {"prob": weight, "filepath": data set} names, relative to its own folder."""
+    parts = []
+    for number, row in enumerate(rows, 1):
+        where, weight, path = f"{flag} {name} entry {number}", row["prob"], row["filepath"]
+        if not isinstance(weight, (int, float)) or not 0 < weight < math.inf or not isinstance(path, str):
+            fail(f"{where}: takes a prob above 0 and a filepath, not {str(row)[:60]}")
+        beside = os.path.join(os.path.dirname(name), path)
+        parts.append((load_prompts(flag, beside if os.path.exists(beside) else path, split, tokenizer, args), weight))
+    return Mixture(parts)
+
+
+def conversation(where: str, src, tgt) -> tuple:
+    """PaddleNLP's rows of user turns `src` and assistant turns `tgt`, each a list or a single text.
+
+    With one `tgt` less than `src`, the last `src` is the turn to answer; with as many, the last `tgt` is its reference
+    answer.
+
+    Returns:
+        The prompt (text if it is a single turn, else messages), and the reference answer or None.
+    """
+    src, tgt = ([turns] if isinstance(turns, str) else turns for turns in (src, [] if tgt is None else tgt))
+    if not all(isinstance(turns, list) for turns in (src, tgt)) or not len(src) - 1 <= len(tgt) <= len(src) or not src:
+        fail(f"{where}: src and tgt take lists of turns, tgt as many as src or one less")
+    if not all(isinstance(turn, str) and turn.strip() for turn in (*src, *tgt)):
+        fail(f"{where}: every turn of src and tgt has to be text")
+    reference = tgt[-1] if len(tgt) == len(src) else None
+    if len(src) == 1:
+        return src[0], reference
+    turns = [turn for pair in zip(src, [*tgt, ""]) for turn in pair][: 2 * len(src) - 1]
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)], reference
+
+
 def load_prompts(flag: str, name: str, split: str, tokenizer, args) -> list[dict]:
     """Read a data set and turn each row into a prompt, once and for all, as token ids.
 
@@ -633,12 +714,15 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args) -> list[dict
         args: --prompt_column and --answer_column, where "" takes the first known one (PROMPT_COLUMNS, ANSWER_COLUMNS),
             --system_prompt, --max_prompt_length, and --reward, some of which need an answer in every row.
     Returns:
-        Rows {"prompt": the text that the model sees, "query": its token ids, "answer": ..., every other column}.
+        Rows {"prompt": the text that the model sees, "query": its token ids, "answer": ..., every other column}; a
+        Mixture for a .json list of data sets.
     Ends the run, naming the row, on whatever is missing, empty or too long.
     """
     rows = read_rows(flag, name, split)
     if not rows:
         fail(f"{flag} {name}: has no rows in split {split!r}")
+    if name.endswith(".json") and all({"prob", "filepath"} <= set(row) for row in rows):
+        return load_mixture(flag, name, rows, split, tokenizer, args)
     answer_for = next((f"--reward {reward}" for reward in args.reward if reward in ANSWER_REWARDS), "")
     columns = list(rows[0])
     prompt_column = args.prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
@@ -653,12 +737,15 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args) -> list[dict
     prompts = []
     for number, row in enumerate(tqdm(rows, desc=f"reading {name}", delay=2, leave=False), 1):
         where = f"{flag} {name} row {number}"
-        text, query = encode_prompt(where, row.get(prompt_column), tokenizer, args.system_prompt)
+        prompt, answer = row.get(prompt_column), row.get(answer_column)
+        if prompt_column == "src":
+            prompt, reference = conversation(where, prompt, row.get("tgt"))
+            answer = reference if answer_column == "tgt" else answer
+        text, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
         if not query:
             fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
         if len(query) > args.max_prompt_length:
             fail(f"{where}: the prompt has {len(query)} tokens, over --max_prompt_length {args.max_prompt_length}")
-        answer = row.get(answer_column)
         if answer_for and (answer is None or not str(answer).strip()):
             fail(f"{where}: has no answer in {answer_column!r}, which {answer_for} needs")
         others = {key: value for key, value in row.items() if key not in (prompt_column, answer_column)}
@@ -673,7 +760,10 @@ def load_train_and_eval(args, tokenizer) -> tuple[list[dict], list[dict]]:
         held_out = load_prompts("--eval_dataset", args.eval_dataset or args.dataset, args.eval_split, tokenizer, args)
         held_out = held_out[: args.eval_prompts or None]
     evaluated = {row["prompt"] for row in held_out}
-    kept = [row for row in train if row["prompt"] not in evaluated]
+    others = lambda rows: [row for row in rows if row["prompt"] not in evaluated]
+    kept = others(train)
+    if isinstance(train, Mixture):
+        kept = Mixture([(others(rows), weight) for rows, weight in train.parts if others(rows)])
     if len(kept) < len(train):
         warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
     if not kept:
@@ -692,6 +782,9 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
         where = f"{flag} {name} row {number}"
         prompt = next((row[column] for column in PROMPT_COLUMNS if row.get(column)), None)
         text = next((row[column] for column in ANSWER_COLUMNS if row.get(column)), None)
+        if prompt is not None and prompt is row.get("src"):
+            prompt, reference = conversation(where, prompt, row.get("tgt"))
+            text = reference if text is row.get("tgt") else text
         last = prompt[-1] if text is None and isinstance(prompt, list) else None
         if isinstance(last, dict) and last.get("role") == "assistant":
             prompt, text = prompt[:-1], last.get("content")
@@ -749,13 +842,19 @@ def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[
     return ids[1:] if special and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
-@functools.lru_cache(maxsize=2)
-def _shuffled(seed: int, epoch: int, size: int) -> list[int]:
+@functools.lru_cache(maxsize=64)
+def _shuffled(seed, epoch: int, size: int) -> list[int]:
     return generator("prompts", seed, epoch).permutation(size).tolist()
 
 
-def take_prompts(prompts: list[dict], position: int, count: int, seed: int) -> list[dict]:
-    """The prompts `position ... position + count - 1` of an endless stream of passes, each shuffled anew."""
+def take_prompts(prompts: list[dict], position: int, count: int, seed) -> list[dict]:
+    """The prompts `position ... position + count - 1` of an endless stream of passes, each shuffled anew.
+
+    In a Mixture, each data set has passes of its own.
+    """
+    if isinstance(prompts, Mixture):
+        turns = [prompts.turn(i) for i in range(position, position + count)]
+        return [take_prompts(prompts.parts[part][0], index, 1, (seed, part))[0] for part, index in turns]
     size = len(prompts)
     return [prompts[_shuffled(seed, i // size, size)[i % size]] for i in range(position, position + count)]
 
@@ -764,8 +863,9 @@ def take_prompts(prompts: list[dict], position: int, count: int, seed: int) -> l
 # Rewards: answers are checked in processes of their own, so that what hangs or crashes there can be killed
 # ----------------------------------------------------------------------------------------------------------------
 
-ANSWER_REWARDS = ("math", "gsm8k", "exact")  # compare the response with the row's answer
-BUILTIN_REWARDS = (*ANSWER_REWARDS, "format")
+ANSWER_REWARDS = ("math", "gsm8k", "exact", "code")  # hold the response against the row's answer
+BUILTIN_REWARDS = (*ANSWER_REWARDS, "format", "reasoning_gym")
+SERVER_BATCH = 32  # responses in a request to a reward server
 
 
 def reward_names(args) -> tuple[str, ...]:
@@ -780,7 +880,12 @@ def reward_weights(args) -> tuple[float, ...]:
 
 def is_reward_model(name: str) -> bool:
     """Whether a reward source is a model, not something that checks the text."""
-    return name not in BUILTIN_REWARDS and not name.rpartition(":")[0].endswith(".py")
+    return name not in BUILTIN_REWARDS and not is_server(name) and not name.rpartition(":")[0].endswith(".py")
+
+
+def is_server(name: str) -> bool:
+    """Whether a reward source is the address of a reward server."""
+    return name.startswith(("http://", "https://"))
 
 
 class _Worker:
@@ -830,7 +935,8 @@ class Rewards:
     A built-in one (math, gsm8k, exact, format) scores response by response, spread over a few processes;
     "path/to/file.py:function" is called once with all responses of a rank. A call that raises, takes over `timeout`
     seconds, or returns None, NaN or infinity leaves its responses without a score (NaN): never a silent zero.
-    The folder or hub name of a reward model is loaded by `load_models` and scores in this process.
+    The folder or hub name of a reward model is loaded by `load_models` and scores in this process; an http(s) address
+    is asked as PaddleNLP's reward server is (scripts/reward_server.py).
     """
 
     def __init__(self, names: tuple[str, ...], timeout: float, tokenizer):
@@ -838,7 +944,7 @@ class Rewards:
         self.names, self.timeout = names, timeout
         self.failures: dict[str, str] = {}  # the last failure of each source, for messages
         self.models: dict[str, tuple] = {}  # name: ScalarModel, and what its score is shifted and scaled by
-        checkers = tuple(name for name in names if not is_reward_model(name))
+        checkers = tuple(name for name in names if not is_reward_model(name) and not is_server(name))
         for name in names:
             path, _, function = name.rpartition(":")
             if name in checkers and name not in BUILTIN_REWARDS:
@@ -846,7 +952,7 @@ class Rewards:
                     fail(f"--reward {name}: a function is named as path/to/file.py:function")
                 if not os.path.isfile(path):
                     fail(f"--reward {name}: there is no file {path}")
-            elif name not in checkers:
+            elif is_reward_model(name):
                 self._check_model(name, tokenizer)
         count = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self.checkers, self.workers = checkers, [_Worker(checkers, timeout) for _ in range(count if checkers else 0)]
@@ -856,8 +962,8 @@ class Rewards:
 
     def _check_model(self, name: str, tokenizer) -> None:
         if name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1:
-            known = f"{', '.join(BUILTIN_REWARDS)}, path/to/file.py:function, or a reward model's folder or hub name"
-            fail(f"--reward {name}: no such reward; take {known}")
+            others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
+            fail(f"--reward {name}: no such reward; take {', '.join(BUILTIN_REWARDS)}, {others}")
         if not scalar_config("--reward", name)[1]:
             fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
         check_can_read("--reward", name, tokenizer)
@@ -919,7 +1025,43 @@ class Rewards:
         self.failures[name] = "its score is not finite"  # read only where scores are missing
         return scores
 
+    def _ask(self, url: str, rows: list[dict], responses: list[str]) -> list[float]:
+        """Scores from a reward server, in batches sent side by side; NaN for those of a batch that it gave up on.
+
+        Connection errors, time-outs and the answers 429 and 5xx are tried again, after 1, 2, 4 and 8 s or what the
+        server's Retry-After says.
+        """
+        import requests
+        import urllib3
+
+        retry = urllib3.Retry(total=4, backoff_factor=1, status_forcelist=[429, *range(500, 600)], allowed_methods=None)
+
+        def ask(start: int) -> list[float]:
+            part, texts = rows[start : start + SERVER_BATCH], responses[start : start + SERVER_BATCH]
+            tgt = ["" if row.get("answer") is None else str(row["answer"]) for row in part]
+            question, begin = {"src": [row["prompt"] for row in part], "tgt": tgt, "response": texts}, time.monotonic()
+            try:
+                with requests.Session() as session:
+                    session.mount(url, requests.adapters.HTTPAdapter(max_retries=retry))
+                    answer = session.post(url, json=question, timeout=self.timeout)
+                answer.raise_for_status()
+                body = answer.json()
+                if body.get("error_code") != 0:
+                    raise ValueError(f"error_code {body.get('error_code')}: {body.get('error_msg')}")
+                scores = [math.nan if x is None else float(x) for x in body["score"]]
+                if len(scores) != len(part):
+                    raise ValueError(f"gave {len(scores)} scores for {len(part)} responses")
+            except (requests.RequestException, ValueError, TypeError, KeyError, AttributeError) as error:
+                self.failures[url] = f"gave up after {time.monotonic() - begin:.1f} s ({first_line(error)})"
+                return [math.nan] * len(part)
+            return [x if math.isfinite(x) else math.nan for x in scores]
+
+        with ThreadPoolExecutor(8) as pool:
+            return [score for scores in pool.map(ask, range(0, len(rows), SERVER_BATCH)) for score in scores]
+
     def _score(self, name: str, rows: list[dict], responses: list[str]) -> list[float]:
+        if is_server(name):
+            return self._ask(name, rows, responses)
         if name not in BUILTIN_REWARDS:
             return self._call(0, name, rows, responses)
         scores, count = [math.nan] * len(responses), len(self.workers)
@@ -1014,6 +1156,12 @@ def batch_metrics(batch) -> dict[str, float]:
         "val/num_stop_token_ids": int(batch.stopped.sum()),
         "val/missing_scores": int(sum(part.isnan() for part in batch.parts.values()).count_nonzero()),
         **{f"reward/{name}": part.nanmean().item() for name, part in batch.parts.items()},
+        **{f"reward_std/{name}": part[part.isfinite()].std().item() for name, part in batch.parts.items()},
+        **{
+            f"reward_correct/{name}": (part >= 1).double().mean().item()
+            for name, part in batch.parts.items()
+            if not is_reward_model(name)
+        },
     }
 
 
