@@ -122,6 +122,20 @@ class Args:
     """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
     penalty_reward_value: float = 0.0
     """Score of a response without a stop token."""
+    overlong_buffer: int = 0
+    """Soft overlong penalty: over the last so many tokens before --max_response_length the score falls linearly by up
+    to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
+    mask_truncated: bool = False
+    """Leave responses without a stop token out, of the loss and of their group's baseline; no penalty touches them."""
+    reward_normalization: bool = False
+    """Normalise scores by their mean and standard deviation since the start of the run, before any penalty."""
+    reward_clip: float = 0.0
+    """Clip scores to +- this, before any penalty; 0 for no clip."""
+    filter_groups: Literal["none", "drop", "refill"] = "none"
+    """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
+    sampling)."""
+    max_refills: int = 9
+    """Most further rollouts of a step with --filter_groups refill; then the step goes on with what there is."""
 
     # ---- rollout ----
     max_response_length: int = 1024
@@ -416,7 +430,7 @@ class Policy(nn.Module):
 
 @dataclass
 class Batch:
-    """The rollout of a step: N responses of all ranks, the G responses of a prompt next to each other.
+    """Responses of all ranks, N of them, the G responses of a prompt next to each other.
 
     Every rank holds the whole of it, so that advantages, mini-batches and counts are global by construction.
     """
@@ -438,6 +452,16 @@ class Batch:
     def collate(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         """Some rows as `collate` lays them out."""
         return collate([(self.queries[i], self.responses[i]) for i in indices], self.response_mask.device)
+
+
+def join(batches: list[Batch], chosen: list[int]) -> Batch:
+    """Some of the responses of several batches, counted through them all, as one batch."""
+    every = lambda field: [item for batch in batches for item in getattr(batch, field)]
+    pick = lambda field: [every(field)[i] for i in chosen]
+    pad = lambda field: nn.utils.rnn.pad_sequence(pick(field), batch_first=True)
+    parts = {name: torch.cat([batch.parts[name] for batch in batches])[chosen] for name in batches[0].parts}
+    lists = (pick(field) for field in ("rows", "queries", "responses", "texts"))
+    return Batch(*lists, pad("rollout_logprobs"), pad("response_mask"), torch.stack(pick("stopped")), parts)
 
 
 def collate(rows: list[tuple[list[int], list[int]]], device) -> tuple[Tensor, Tensor]:
@@ -638,13 +662,98 @@ def rollout(
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def final_scores(parts: dict[str, Tensor], stopped: Tensor, args: Args) -> Tensor:
-    """One score a response (N,): the weighted sum of its reward parts, replaced where no stop token was sampled.
+def weighted_sum(parts: dict[str, Tensor], args: Args) -> Tensor:
+    """The sum of the reward parts of each response: {source: (N,)} -> (N,); NaN where a source gave no score (NaN),
+    unless the source's weight is 0."""
+    return sum(weight * part for part, weight in zip(parts.values(), utils.reward_weights(args)) if weight)
 
-    A response that a source gave no score (NaN) has none, unless the source's weight is 0.
+
+def update_moments(moments: list[float], scores: Tensor) -> list[float]:
+    """Take more scores (N,) into running [count, mean, sum of squared deviations]; what is not finite does not count.
+
+    Source: Welford's method in the batch form of Chan, Golub and LeVeque 1979, eq. 2.1.
     """
-    scores = sum(weight * part for part, weight in zip(parts.values(), utils.reward_weights(args)) if weight)
-    return torch.where(stopped, scores, args.penalty_reward_value) if args.non_stop_penalty else scores
+    count, mean, squares = moments
+    new = scores[scores.isfinite()].double()
+    if not len(new):
+        return moments
+    total, difference = count + len(new), new.mean().item() - mean
+    squares += (new - new.mean()).square().sum().item() + difference**2 * count * len(new) / total
+    return [total, mean + difference * len(new) / total, squares]
+
+
+def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, moments: list[float], args: Args) -> Tensor:
+    """What a response is trained with (N,); NaN for one that is left out, which counts in no baseline or mean either.
+
+    Args:
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool.
+        moments: as in `update_moments`, of all scores so far.
+    """
+    if args.reward_normalization:
+        count, mean, squares = moments
+        scores = (scores - mean) / (math.sqrt(squares / max(1, count - 1)) + 1e-8)
+    if args.reward_clip:
+        scores = scores.clamp(-args.reward_clip, args.reward_clip)
+    if args.non_stop_penalty:
+        scores = torch.where(stopped, scores, args.penalty_reward_value)
+    if args.overlong_buffer:
+        over = lengths - (args.max_response_length - args.overlong_buffer)
+        scores = scores - (over / args.overlong_buffer).clamp(min=0)
+    return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
+
+
+@dataclass
+class Experience:
+    """What a step trains on."""
+
+    batch: Batch
+    scores: Tensor  # (N,), as `final_scores` gives them
+    sampled: Batch  # what the metrics are of: groups that were dropped are in there, too
+    metrics: dict[str, float]
+    position: int  # where the next step goes on: in the stream of prompts,
+    moments: list[float]  # and with the moments of the scores
+
+
+def collect(prompts: list[dict], step: int, position: int, moments: list[float], sample, args: Args):
+    """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
+
+    Args:
+        position: of the step's first prompt in `utils.take_prompts`. moments: of the scores of all steps before.
+        sample: `rollout` with all but its first three arguments.
+    Returns:
+        The Experience; None if the run is interrupted.
+    """
+    wanted, size = args.rollout_batch_size, args.group_size
+    batches, parts, count = [], [], wanted
+    for refill in range(1 + args.max_refills * (args.filter_groups == "refill")):
+        rows = utils.take_prompts(prompts, position, count, args.seed)
+        key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
+        batches.append(sample(rows, size, key))
+        if batches[-1] is None:
+            return None
+        sums, lengths = weighted_sum(batches[-1].parts, args), batches[-1].response_mask.sum(1)
+        position, moments = position + count, update_moments(moments, sums)
+        parts.append(final_scores(sums, lengths, batches[-1].stopped, moments, args))
+        scores = torch.cat(parts)
+        teaches = ~equal_scores(scores.view(-1, size))  # (prompts,)
+        found = int(teaches.sum())
+        if found >= wanted or utils.silent_source(batches[-1], args):
+            break
+        # As many prompts as it takes if the next ones are like those so far.
+        count = min(wanted, math.ceil((wanted - found) * len(teaches) / max(1, found)))
+    metrics = {
+        "objective/scores": scores.nanmean().item(),
+        "val/zero_std_fraction": 1 - found / len(teaches) if size > 1 else math.nan,
+        "val/sampled_prompts": len(teaches),
+    }
+    sampled = batch = join(batches, list(range(len(scores)))) if len(batches) > 1 else batches[0]
+    if args.filter_groups != "none":
+        if not found:  # nothing to learn from in this step
+            scores = torch.full_like(scores, math.nan)
+            found, teaches = wanted, torch.ones_like(teaches)
+        chosen = teaches.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist()
+        batch, scores = join([sampled], chosen), scores[chosen]
+    return Experience(batch, scores, sampled, metrics, position, moments)
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
@@ -701,7 +810,7 @@ def main(args: Args) -> None:
     supervised = utils.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     rewards = utils.Rewards(utils.reward_names(args), args.reward_timeout, tokenizer)
 
-    N = args.rollout_batch_size * args.group_size  # responses a step
+    N = args.rollout_batch_size * args.group_size  # responses a step; fewer where groups are dropped
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
     # ---- end shared
@@ -737,6 +846,7 @@ def main(args: Args) -> None:
     # ---- resume -----------------------------------------------------------------------------------------------------
     # What the next step depends on, beside the weights and the optimizer: random numbers are functions of the step.
     state = {"step": 0, "position": 0, "kl_coef": args.kl_coef, "seconds": 0.0, "metrics": {}, "logged": False}
+    state["moments"] = [0.0, 0.0, 0.0]  # of the scores, see update_moments
     if resume_from:
         state = utils.load_checkpoint(resume_from, world)
         optimizer.load_state_dict(state.pop("optimizer"))
@@ -748,7 +858,10 @@ def main(args: Args) -> None:
         utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **moved)
 
     # ---- shared: run ------------------------------------------------------------------------------------------------
-    run = utils.Run(folder, args, world, total_steps, state if resume_from else None)
+    data = {"prompts": [len(row["query"]) for row in prompts]}
+    data |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
+    data |= {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}
+    run = utils.Run(folder, args, world, total_steps, state if resume_from else None, data)
     clock = utils.Clock(world.device, state["seconds"])
     sample = functools.partial(
         rollout, model=model, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args, interrupt=interrupt,
@@ -762,12 +875,12 @@ def main(args: Args) -> None:
         sys.exit(utils.EXIT_INTERRUPTED)
 
     def require_scores(batch: Batch) -> None:
-        counted = zip(batch.parts.values(), utils.reward_weights(args))
-        if sum(part for part, weight in counted if weight).isnan().all():
+        source = utils.silent_source(batch, args)
+        if source:
             save()
             run.close(f"step {state['step']} is saved, go on with --resume")
-            why = rewards.why_missing(batch.parts)
-            utils.fail(f"--reward: no response of step {state['step'] + 1} got a score ({why})")
+            why = rewards.why_missing({source: batch.parts[source]})
+            utils.fail(f"--reward: no response of step {state['step'] + 1} got a score from {why}")
 
     while True:
         # ---- evaluate, log, save: the policy after `step` steps (a run interrupted here resumes here) ---------------
@@ -795,14 +908,14 @@ def main(args: Args) -> None:
         step += 1
         clock.start()
         run.phase("rollout")
-        rows = utils.take_prompts(prompts, state["position"], args.rollout_batch_size, args.seed)
-        batch = sample(rows, args.group_size, ("rollout", args.seed, step))
-        if batch is None:
+        experience = collect(prompts, step, state["position"], state["moments"], sample, args)
+        if experience is None:
             leave()
-        require_scores(batch)
+        require_scores(experience.sampled)
+        batch, scores = experience.batch, experience.scores  # scores: (N,)
         mask, lengths = batch.response_mask, batch.lengths  # (N, T), [N]
+        present = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
         # ---- end shared
-        scores = final_scores(batch.parts, batch.stopped, args)  # (N,)
         clock.lap("rollout")
 
         # Else the log-probs of the only update are the old ones.
@@ -828,13 +941,14 @@ def main(args: Args) -> None:
         # ---- update: epochs, mini-batches (an optimizer step each), micro-batches -----------------------------------
         run.phase("update")
         model.train()  # for gradient checkpointing; there is no dropout
-        sums = utils.Sums(world)
+        sums, updates = utils.Sums(world), 0
         for epoch in range(args.num_epochs):
-            order = utils.generator("mini-batches", args.seed, step, epoch).permutation(N).tolist()
-            for mini in (order[i : i + args.mini_batch_size] for i in range(0, N, args.mini_batch_size)):
+            order = utils.generator("mini-batches", args.seed, step, epoch).permutation(present).tolist()
+            for mini in utils.even_parts(order, args.mini_batch_size):
+                updates += 1
                 tokens = mask[mini].sum().item()
                 if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
-                    tokens = mask.sum().item() * len(mini) / N
+                    tokens = mask[present].sum().item() * len(mini) / len(present)
                 mean = functools.partial(
                     aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
                 )
@@ -882,48 +996,52 @@ def main(args: Args) -> None:
                 optimizer.step()
         model.eval()
         clock.lap("training")
-        work = [(model, 2 + 6 * args.num_epochs)]  # passes of the rollout and the update, see Clock.metrics
+        # Tokens that went through each model, times FLOPs a parameter: rollout and update.
+        sampled_tokens, trained_tokens = sum(experience.sampled.lengths), sum(lengths[i] for i in present)
+        work = [(model, 2 * sampled_tokens + 6 * args.num_epochs * trained_tokens)]
 
         # ---- KL controller and reference ----------------------------------------------------------------------------
         total = sums.totals()
         kl_coef = state["kl_coef"]
         if reference is not None and args.kl_controller == "adaptive":
-            state["kl_coef"] = adapt_kl_coef(kl_coef, total["mean_kl"] / N, args.kl_target, N, args.kl_horizon)
+            state["kl_coef"] = adapt_kl_coef(
+                kl_coef, total["mean_kl"] / max(1, len(present)), args.kl_target, len(present), args.kl_horizon
+            )
         # ---- shared: metrics ----------------------------------------------------------------------------------------
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             with torch.no_grad():
                 for kept, new in zip(reference.parameters(), policy.parameters()):
                     kept.lerp_(new, args.ref_refresh_mix)
 
-        state.update(step=step, position=state["position"] + args.rollout_batch_size, logged=False)
+        state.update(step=step, position=experience.position, moments=experience.moments, logged=False)
         tokens = total["tokens"] / args.num_epochs
-        kl_sum = total["kl"] / N if reference is not None else math.nan
-        work += [(model, 2)] * (old_logprobs is not None) + [(reference, 2)] * (reference is not None)
+        responses, updates, mean_score = max(1, len(present)), max(1, updates), experience.metrics["objective/scores"]
+        kl_sum = total["kl"] / responses if reference is not None else math.nan
+        passes = [model] * (old_logprobs is not None) + [reference] * (reference is not None)
+        work += [(passed, 2 * sum(lengths)) for passed in passes]
         state["metrics"] = {
             "step": step,
             "episode": step * N,
             "epoch": state["position"] / len(prompts),
             "objective/kl": kl_sum,
             "objective/kl_coef": kl_coef,
-            "objective/scores": scores.nanmean().item(),
             "objective/non_score_reward": -kl_coef * kl_sum,
-            "objective/rlhf_reward": scores.nanmean().item() - (kl_coef * kl_sum if reference is not None else 0.0),
-            "objective/entropy": total["surprise"] / N,
-            "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / updates_a_step,
-            "loss/policy_avg": total["policy_loss"] / updates_a_step,
+            "objective/rlhf_reward": mean_score - (kl_coef * kl_sum if reference is not None else 0.0),
+            "objective/entropy": total["surprise"] / responses,
+            "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / updates,
+            "loss/policy_avg": total["policy_loss"] / updates,
             "policy/approxkl_avg": total["approxkl"] / (tokens * args.num_epochs),
             "policy/clipfrac_avg": total["clipped"] / (tokens * args.num_epochs),
             "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
             "rollout/logprob_diff_mean": total["diff"] / tokens,
             "rollout/logprob_diff_max": total["max_diff"],
-            **({"loss/ptx": total["ptx"] / updates_a_step} if "ptx" in total else {}),
+            **({"loss/ptx": total["ptx"] / updates} if "ptx" in total else {}),
             **optimizer.metrics(),
-            **utils.batch_metrics(batch),
-            **clock.metrics(work, sum(lengths), world),
+            **experience.metrics,
+            **utils.batch_metrics(experience.sampled),
+            **clock.metrics(work, sampled_tokens, world),
         }
         # ---- end shared
-        without_signal = equal_scores(scores.view(-1, args.group_size)).double().mean().item()
-        state["metrics"]["val/zero_std_fraction"] = without_signal
         run.samples(step, utils.sample_rows(batch, args.log_samples, advantages))
 
     # ---- shared: the end --------------------------------------------------------------------------------------------

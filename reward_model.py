@@ -370,7 +370,9 @@ def main(args: Args) -> None:
         state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
         utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints)
 
-    run = utils.Run(folder, args, world, total_steps, state if resume_from else None)
+    sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
+    data = {"sides of pairs": sides(pairs)} | ({"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {})
+    run = utils.Run(folder, args, world, total_steps, state if resume_from else None, data)
     clock = utils.Clock(world.device, state["seconds"])
 
     def leave() -> NoReturn:
@@ -394,8 +396,7 @@ def main(args: Args) -> None:
                 scores = measure(eval_pairs)  # (P, 2)
                 results = pair_statistics(scores, [pair["subset"] for pair in eval_pairs])
                 metrics = {"step": step, **metrics, **{f"eval/{name}": value for name, value in results.items()}}
-                lengths = [len(pair[side]) for pair in eval_pairs for side in ("chosen", "rejected")]
-                run.table(step, sample_pairs(eval_pairs[:4], scores), lengths)
+                run.table(step, sample_pairs(eval_pairs[:4], scores), sides(eval_pairs))
             if metrics:
                 run.log(metrics, {"loss": "train/loss", "held-out": "eval/pair_accuracy"})
             state.update(metrics={}, logged=True)
@@ -440,7 +441,7 @@ def main(args: Args) -> None:
             "train/loss": world.sum(total).item(),
             **{f"train/{name}": value for name, value in found.items()},
             **optimizer.metrics(),
-            **clock.metrics([(model, 6)], tokens, world),
+            **clock.metrics([(model, 6 * tokens)], tokens, world),
         }
         run.samples(step, sample_pairs(batch[: args.log_samples], scores))
 

@@ -22,6 +22,7 @@ import threading
 import time
 import uuid
 import zlib
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -162,7 +163,8 @@ def check_ranges(args) -> None:
     not_negative = (
         "weight_decay min_learning_rate critic_weight_decay critic_min_learning_rate max_skipped_updates kl_coef "
         "entropy_coef ptx_coef eval_every eval_prompts eval_pairs log_samples save_every keep_checkpoints seed "
-        "clip_low clip_high value_clip critic_warmup_steps reward_clip centre_coef ref_refresh_every pf_ppo_power"
+        "clip_low clip_high value_clip critic_warmup_steps reward_clip centre_coef ref_refresh_every pf_ppo_power "
+        "overlong_buffer max_refills"
     )
     share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
     for name, value in vars(args).items():
@@ -197,6 +199,10 @@ def check_common_args(args) -> None:
         fail(f"--total_episodes {args.total_episodes}: is less than one step of {product}")
     if not 0 <= args.min_response_length <= args.max_response_length:
         fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length")
+    if args.overlong_buffer > args.max_response_length:
+        fail(f"--overlong_buffer {args.overlong_buffer}: has to be at most --max_response_length")
+    if args.filter_groups != "none" and args.group_size < 2:
+        fail(f"--filter_groups {args.filter_groups}: takes groups, so a --group_size of 2 or more")
     sources = reward_names(args)
     if not sources:
         fail("--reward: names no source")
@@ -512,6 +518,12 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
         cuts.append(cut)
     most = max(len(cut) for cut in cuts)
     return cuts[world.rank] + [[] for _ in range(most - len(cuts[world.rank]))]
+
+
+def even_parts(items: list, most: int) -> list[list]:
+    """Cut a list into as few parts of at most `most` items as it takes, of sizes that differ by one at most."""
+    count = math.ceil(len(items) / most)
+    return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -863,7 +875,7 @@ def take_prompts(prompts: list[dict], position: int, count: int, seed) -> list[d
 # Rewards: answers are checked in processes of their own, so that what hangs or crashes there can be killed
 # ----------------------------------------------------------------------------------------------------------------
 
-ANSWER_REWARDS = ("math", "gsm8k", "exact", "code")  # hold the response against the row's answer
+ANSWER_REWARDS = ("math", "gsm8k", "exact", "code", "knights")  # hold the response against the row's answer
 BUILTIN_REWARDS = (*ANSWER_REWARDS, "format", "reasoning_gym")
 SERVER_BATCH = 32  # responses in a request to a reward server
 
@@ -1112,6 +1124,12 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def silent_source(batch, args) -> str:
+    """The first reward source that counts and gave no response of a Batch a score; "" if there is none."""
+    counted = zip(batch.parts.items(), reward_weights(args))
+    return next((name for (name, part), weight in counted if weight and part.isnan().all()), "")
+
+
 def correct_responses(batch) -> torch.Tensor | None:
     """(N,) bool: the first reward source that is no model gives 1 or more, and the response stopped.
 
@@ -1305,8 +1323,14 @@ class Run:
 
     progress: tqdm | None = None  # the process's one bar: `fail` ends it, too
 
-    def __init__(self, folder: str, args, world: World, total_steps: int, resumed: dict | None):
-        """`resumed`: the state of the checkpoint that the run goes on from; lines that it does not know are dropped."""
+    def __init__(
+        self, folder: str, args, world: World, total_steps: int, resumed: dict | None, data: dict[str, list[int]]
+    ):
+        """
+        Args:
+            resumed: the state of the checkpoint that the run goes on from; lines that it does not know are dropped.
+            data: the lengths, in tokens, of what the run reads, by name.
+        """
         self.folder, self.world, self.wandb, self.shown = folder, world, None, {}
         if not world.main:
             return
@@ -1338,6 +1362,11 @@ class Run:
                 config=asdict(args), settings=wandb.Settings(silent=True),
             )  # fmt: skip
         print(f"run: {folder}" + (f" (goes on after step {step})" if resumed else ""), flush=True)
+        for name, lengths in data.items():
+            print(f"{name}: {length_statistics(lengths)}", flush=True)
+        if self.wandb and not resumed:
+            histograms = {f"data/{name}": wandb.Histogram(lengths) for name, lengths in data.items()}
+            self.wandb.log(histograms, step=0, commit=False)
         Run.progress = tqdm(total=total_steps, initial=max(0, step), unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def phase(self, name: str) -> None:
@@ -1462,6 +1491,18 @@ def plot_curves(folders: list[str], path: str) -> None:
     plt.close(figure)
 
 
+def length_statistics(lengths: list[int]) -> str:
+    """A line about lengths in tokens, with a histogram from the shortest to the longest."""
+    low, median, high = np.percentile(lengths, (5, 50, 95))
+    shortest, longest = min(lengths), max(lengths)
+    counts, _ = np.histogram(lengths, bins=min(32, longest - shortest + 1), range=(shortest, longest + 1))
+    bars = "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * count / counts.max())] for count in counts)
+    return (
+        f"{len(lengths):,} of {shortest} to {longest} tokens |{bars}| mean {np.mean(lengths):.1f}, median {median:g}, "
+        f"5 % up to {low:g}, 5 % from {high:g}"
+    )
+
+
 def finite(row: dict) -> dict:
     """A row with None for numbers that are not finite, which JSON does not have."""
     return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
@@ -1530,12 +1571,12 @@ class Clock:
         """time/... of the laps and perf/... of the step.
 
         Args:
-            work: models and what they did with each token, FLOPs a parameter: 2 for a pass forward, 6 forward and
+            work: models, and FLOPs that they did for each parameter: 2 a token for a pass forward, 6 with the one
                 backward.
             tokens: of the step's sequences, prompts included, over all ranks.
         """
         step = sum(self.laps.values())
-        flops = tokens * sum(flops * sum(p.numel() for p in model.parameters()) for model, flops in work)
+        flops = sum(flops * sum(p.numel() for p in model.parameters()) for model, flops in work)
         return {
             **{f"time/{name}": seconds for name, seconds in self.laps.items()},
             "time/step": step,
@@ -1563,7 +1604,9 @@ class Sums:
             ).amax(0, True)
 
     def totals(self) -> dict[str, float]:
-        """{name: sum over all ranks} and {"max_" + name: largest over all ranks}."""
+        """{name: sum over all ranks} and {"max_" + name: largest over all ranks}; NaN for what was never added."""
+        if not self.sums:
+            return defaultdict(lambda: math.nan)
         sums = self.world.sum(torch.stack(list(self.sums.values()))).tolist()
         largest = self.world.max(torch.cat(list(self.largest.values()))).tolist()
         return dict(zip(self.sums, sums)) | {f"max_{name}": value for name, value in zip(self.largest, largest)}
