@@ -944,11 +944,12 @@ def main(args: Args) -> None:
         sums, updates = utils.Sums(world), 0
         for epoch in range(args.num_epochs):
             order = utils.generator("mini-batches", args.seed, step, epoch).permutation(present).tolist()
-            for mini in utils.even_parts(order, args.mini_batch_size):
+            minis = utils.even_parts(order, args.mini_batch_size)
+            for mini in minis:
                 updates += 1
                 tokens = mask[mini].sum().item()
                 if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
-                    tokens = mask[present].sum().item() * len(mini) / len(present)
+                    tokens = mask[present].sum().item() / len(minis)
                 mean = functools.partial(
                     aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
                 )

@@ -1052,13 +1052,13 @@ def main(args: Args) -> None:
         sums, updates = utils.Sums(world), 0
         for epoch in range(args.num_epochs):
             order = utils.generator("mini-batches", args.seed, step, epoch).permutation(chosen).tolist()
-            for mini in utils.even_parts(order, args.mini_batch_size):
+            minis = utils.even_parts(order, args.mini_batch_size)
+            for mini in minis:
                 updates += 1
                 tokens = mask[mini].sum().item()
-                if (
-                    args.loss_aggregation == "step_token"
-                ):  # the mean over updates of sum / this is the token mean of the step
-                    tokens = mask[chosen].sum().item() * len(mini) / len(chosen)
+                if args.loss_aggregation == "step_token":
+                    # The mean over updates of sum / this is the token mean of the step.
+                    tokens = mask[chosen].sum().item() / len(minis)
                 mean = functools.partial(
                     aggregate, how=args.loss_aggregation, tokens=tokens, sequences=len(mini),
                     max_length=args.max_response_length,

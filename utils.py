@@ -55,6 +55,7 @@ def fail(message: str, local: bool = False) -> NoReturn:
     if local or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         if Run.progress is not None:
             Run.progress.close()  # which ends the bar's line
+        message = " ".join(message.splitlines())  # names from files may hold line ends
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(EXIT_BAD_INPUT)
 
@@ -640,12 +641,15 @@ def read_file(flag: str, name: str) -> list[dict]:
 
         try:
             return pyarrow.parquet.read_table(name).to_pylist()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # its own types, and OverflowError for dates after 9999
             fail(f"{flag} {name}: not a readable parquet file ({first_line(error)})")
     if not name.endswith((".jsonl", ".json")):
         fail(f"{flag} {name}: a file has to end in .jsonl, .json or .parquet")
-    with open(name, "rb") as file:
-        text = file.read()
+    try:
+        with open(name, "rb") as file:
+            text = file.read()
+    except OSError as error:
+        fail(f"{flag} {name}: could not be read ({first_line(error)})")
     rows, line = [], 0
     try:
         if name.endswith(".json"):
@@ -690,10 +694,12 @@ def load_mixture(flag: str, name: str, rows: list[dict], split: str, tokenizer, 
     parts = []
     for number, row in enumerate(rows, 1):
         where, weight, path = f"{flag} {name} entry {number}", row["prob"], row["filepath"]
-        if not isinstance(weight, (int, float)) or not 0 < weight < math.inf or not isinstance(path, str):
+        numeric, named = isinstance(weight, (int, float)), isinstance(path, str) and path.strip()
+        if not named or not numeric or not 0 < weight < 1e300:
             fail(f"{where}: takes a prob above 0 and a filepath, not {str(row)[:60]}")
         beside = os.path.join(os.path.dirname(name), path)
-        parts.append((load_prompts(flag, beside if os.path.exists(beside) else path, split, tokenizer, args), weight))
+        path = beside if os.path.exists(beside) else path
+        parts.append((load_prompts(flag, path, split, tokenizer, args, inside=name), weight))
     return Mixture(parts)
 
 
@@ -718,13 +724,14 @@ def conversation(where: str, src, tgt) -> tuple:
     return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)], reference
 
 
-def load_prompts(flag: str, name: str, split: str, tokenizer, args) -> list[dict]:
+def load_prompts(flag: str, name: str, split: str, tokenizer, args, inside: str = "") -> list[dict]:
     """Read a data set and turn each row into a prompt, once and for all, as token ids.
 
     Args:
         flag, name, split: as in `read_rows`.
         args: --prompt_column and --answer_column, where "" takes the first known one (PROMPT_COLUMNS, ANSWER_COLUMNS),
             --system_prompt, --max_prompt_length, and --reward, some of which need an answer in every row.
+        inside: the list of data sets that names it, if one does.
     Returns:
         Rows {"prompt": the text that the model sees, "query": its token ids, "answer": ..., every other column}; a
         Mixture for a .json list of data sets.
@@ -734,6 +741,8 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args) -> list[dict
     if not rows:
         fail(f"{flag} {name}: has no rows in split {split!r}")
     if name.endswith(".json") and all({"prob", "filepath"} <= set(row) for row in rows):
+        if inside:  # itself, perhaps
+            fail(f"{flag} {name}: is a list of data sets and stands in another, {inside}")
         return load_mixture(flag, name, rows, split, tokenizer, args)
     answer_for = next((f"--reward {reward}" for reward in args.reward if reward in ANSWER_REWARDS), "")
     columns = list(rows[0])
@@ -1168,13 +1177,15 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, object]:
 def batch_metrics(batch) -> dict[str, float]:
     """What a Batch says of itself: lengths, stops, correctness, and each reward source."""
     correct = correct_responses(batch)
+    present = lambda part: part[part.isfinite()]
+    std = lambda part: present(part).std().item() if len(present(part)) > 1 else math.nan
     return {
         "objective/verifiable_correct_rate": math.nan if correct is None else correct.double().mean().item(),
         "val/sequence_lengths": sum(map(len, batch.responses)) / len(batch.responses),
         "val/num_stop_token_ids": int(batch.stopped.sum()),
         "val/missing_scores": int(sum(part.isnan() for part in batch.parts.values()).count_nonzero()),
         **{f"reward/{name}": part.nanmean().item() for name, part in batch.parts.items()},
-        **{f"reward_std/{name}": part[part.isfinite()].std().item() for name, part in batch.parts.items()},
+        **{f"reward_std/{name}": std(part) for name, part in batch.parts.items()},
         **{
             f"reward_correct/{name}": (part >= 1).double().mean().item()
             for name, part in batch.parts.items()

@@ -24,6 +24,7 @@ from grpo import (
     masked_mean,
     masked_sum,
     policy_loss,
+    weighted_sum,
 )
 
 NAN, INF = math.nan, math.inf
@@ -445,17 +446,36 @@ def test_entropy_by_loops():
 # ---- scores -----------------------------------------------------------------------------------------------------
 
 
+def test_weighted_sum():
+    parts = {"a": torch.tensor([1, 0, NAN, 2]), "b": torch.full((4,), 0.5), "c": torch.tensor([NAN, 1, 1, 1])}
+    total = lambda **options: weighted_sum(parts, Args(reward=("a", "b", "c"), **options)).tolist()
+    close(total(), [NAN, 1.5, NAN, 3.5])
+    close(total(reward_weights=(2.0, -1.0, 0.0)), [1.5, -0.5, NAN, 3.5])  # c is only measured
+
+
 def test_final_scores():
-    parts = {"a": torch.tensor([1.0, 0.0, NAN, NAN, 2.0]), "b": torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5])}
+    """Normalised by all scores so far, clipped, replaced without a stop, less the overlong penalty, left out."""
+    scores, lengths = torch.tensor([1.5, 0.5, NAN, NAN, 2.5], dtype=torch.float64), torch.tensor([8, 7, 8, 10, 10])
     stopped = torch.tensor([True, True, True, False, False])
+    moments = [5, 1.0, 9.0]  # standard deviation 1.5
 
     def score(**options):
-        return final_scores(parts, stopped, Args(reward=("a", "b"), **options)).tolist()
+        args = Args(max_response_length=10, **{"non_stop_penalty": False, **options})
+        return final_scores(scores, lengths, stopped, moments, args).tolist()
 
-    close(score(), [1.5, 0.5, NAN, 0.0, 0.0])  # what did not stop has its score replaced, whatever it was
-    close(score(penalty_reward_value=-1.0), [1.5, 0.5, NAN, -1.0, -1.0])
-    close(score(non_stop_penalty=False), [1.5, 0.5, NAN, NAN, 2.5])
-    close(score(reward_weights=(2.0, -1.0), non_stop_penalty=False), [1.5, -0.5, NAN, NAN, 3.5])
+    close(score(), [1.5, 0.5, NAN, NAN, 2.5], 1e-7)
+    close(score(non_stop_penalty=True), [1.5, 0.5, NAN, 0.0, 0.0])  # replaced, whatever it was
+    close(score(non_stop_penalty=True, penalty_reward_value=-1.0), [1.5, 0.5, NAN, -1.0, -1.0], 1e-7)
+    normal = [1 / 3, -1 / 3, NAN, NAN, 1.0]
+    close(score(reward_normalization=True), normal, 1e-7)
+    close(score(reward_clip=1.0), [1.0, 0.5, NAN, NAN, 1.0], 1e-7)
+    close(score(reward_normalization=True, reward_clip=0.5), [1 / 3, -1 / 3, NAN, NAN, 0.5], 1e-7)
+    # From 7 tokens (no penalty) to 10 (a penalty of 1).
+    close(score(overlong_buffer=3), [1.5 - 1 / 3, 0.5, NAN, NAN, 1.5], 1e-7)
+    close(score(overlong_buffer=10), [0.7, -0.2, NAN, NAN, 1.5], 1e-7)
+    every = dict(non_stop_penalty=True, penalty_reward_value=-1.0, overlong_buffer=3, reward_clip=1.0)
+    close(score(**every), [2 / 3, 0.5, NAN, -2.0, -2.0], 1e-7)
+    close(score(**every, mask_truncated=True), [2 / 3, 0.5, NAN, NAN, NAN], 1e-7)
 
 
 def test_pass_at_k_by_enumeration():

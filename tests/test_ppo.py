@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import ppo
 import utils
-from ppo import explained_variance, filter_weights, final_scores, gae, resample, token_rewards, update_moments, whiten
+from ppo import explained_variance, filter_weights, gae, resample, token_rewards, update_moments, whiten
 
 NAN, INF, F64 = math.nan, math.inf, torch.float64
 
@@ -118,28 +118,6 @@ def test_update_moments_in_pieces_and_at_once():
     for got in (moments, update_moments([0.0, 0.0, 0.0], double(*sum(pieces, [])))):
         assert got[0] == 7 and got[1] == pytest.approx(statistics.fmean(scores), rel=1e-15)
         assert got[2] == pytest.approx(6 * statistics.variance(scores), rel=1e-9)
-
-
-def test_final_scores():
-    """The weighted sum, then normalisation by all scores up to these, then the clip, then the penalty."""
-    parts = {"a": double(1, 2, 4, NAN, 8), "b": double(0, 1, 0, 1, NAN), "c": double(NAN, 0, 0, 0, 0)}
-    stopped = torch.tensor([True, True, False, True, True])
-    plain = dict(reward_weights=(1.0, -2.0, 0.0), non_stop_penalty=False)
-    before = [2.0, 5.0, 8.0]  # as of 3 and 7
-    score = lambda **changes: final_scores(parts, stopped, before, ppo.Args(**{**plain, **changes}))
-    close(score()[0], [1, 0, 4, NAN, NAN])  # c is only measured
-    seen = [3, 7, 1, 0, 4]
-    normal = [(x - statistics.fmean(seen)) / statistics.stdev(seen) for x in (1, 0, 4)]
-    got, moments = score(reward_normalization=True)
-    close(got, [*normal, NAN, NAN], 1e-7)
-    close(moments, [5, statistics.fmean(seen), 4 * statistics.variance(seen)])
-    close(score(reward_clip=1.5)[0], [1, 0, 1.5, NAN, NAN])
-    got, moments = score(reward_normalization=True, reward_clip=0.6, non_stop_penalty=True, penalty_reward_value=-9.0)
-    close(got, [max(normal[0], -0.6), -0.6, -9, NAN, NAN], 1e-7)
-    assert moments[0] == 5 and normal[0] > -0.8 > normal[1]
-    two = ppo.Args(reward=("a", "b"), non_stop_penalty=False)
-    both = final_scores({"a": double(1), "b": double(2)}, stopped[:1], before, two)
-    close(both[0], [3])  # weights of 1 where none are given
 
 
 def odds_by_hand(scores: list[float], kind: str, power: float) -> list[float]:
@@ -382,8 +360,9 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     returns = [[a + v for a, v in zip(*rows)] for rows in zip(A, old)]
     if values.get("whiten_advantages", True):
         A = whitened(A, keep_mean=False)
+    chosen = [i for i in chosen if i in trained]  # a response without a score has no share in any mean
     tokens = sum(lengths[i] for i in chosen)
-    share = lambda i: chosen.count(i) / (8 * lengths[i] if in_loss else tokens)
+    share = lambda i: chosen.count(i) / (len(chosen) * lengths[i] if in_loss else tokens)
     actor = sum(-a * (lp - lp.detach()).exp() * share(i) for i, As in zip(trained, A) for a, lp in zip(As, logprobs[i]))
     loss = actor + (0.1 * sum(sum(row) * share(i) for i, row in enumerate(kls)) if in_loss else 0)
     values_loss = sum(0.5 * (v - R) ** 2 * share(i) for i, Rs in zip(trained, returns) for v, R in zip(read[i], Rs))
@@ -393,7 +372,7 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     errors = [r - v for r, v in zip(flat_returns, flat)]
     expected = {
         "objective/scores": statistics.fmean(scores[i] for i in trained), "loss/policy_avg": actor.item(),
-        "objective/kl": sum(k.item() for row in kls for k in row) / 8, "objective/loss": loss.item(),
+        "objective/kl": sum(k.item() for i in trained for k in kls[i]) / len(trained), "objective/loss": loss.item(),
         "loss/value_avg": values_loss.item(), "loss/grad_norm": norm(policy), "loss/critic_grad_norm": norm(critic),
         "val/values": statistics.fmean(flat), "val/returns": statistics.fmean(flat_returns),
         "val/explained_variance": 1 - statistics.variance(errors) / statistics.variance(flat_returns),
