@@ -1050,32 +1050,48 @@ class Rewards:
         """Scores from a reward server, in batches sent side by side; NaN for those of a batch that it gave up on.
 
         Connection errors, time-outs and the answers 429 and 5xx are tried again, after 1, 2, 4 and 8 s or what the
-        server's Retry-After says.
+        server's Retry-After says, a minute at most. What the sources of a server read of a row beside PaddleNLP's
+        fields goes into "columns".
         """
         import requests
-        import urllib3
 
-        retry = urllib3.Retry(total=4, backoff_factor=1, status_forcelist=[429, *range(500, 600)], allowed_methods=None)
+        others = sorted({column for row in rows for column in row} - {"prompt", "query", "answer"})
+        as_json = functools.partial(json.dumps, default=str)
+        self.failures.pop(url, None)
 
         def ask(start: int) -> list[float]:
             part, texts = rows[start : start + SERVER_BATCH], responses[start : start + SERVER_BATCH]
-            tgt = ["" if row.get("answer") is None else str(row["answer"]) for row in part]
-            question, begin = {"src": [row["prompt"] for row in part], "tgt": tgt, "response": texts}, time.monotonic()
-            try:
-                with requests.Session() as session:
-                    session.mount(url, requests.adapters.HTTPAdapter(max_retries=retry))
-                    answer = session.post(url, json=question, timeout=self.timeout)
-                answer.raise_for_status()
-                body = answer.json()
-                if body.get("error_code") != 0:
-                    raise ValueError(f"error_code {body.get('error_code')}: {body.get('error_msg')}")
-                scores = [math.nan if x is None else float(x) for x in body["score"]]
-                if len(scores) != len(part):
-                    raise ValueError(f"gave {len(scores)} scores for {len(part)} responses")
-            except (requests.RequestException, ValueError, TypeError, KeyError, AttributeError) as error:
-                self.failures[url] = f"gave up after {time.monotonic() - begin:.1f} s ({first_line(error)})"
-                return [math.nan] * len(part)
-            return [x if math.isfinite(x) else math.nan for x in scores]
+            answers = ["" if row.get("answer") is None else row["answer"] for row in part]
+            tgt = [as_json(answer) if isinstance(answer, (list, dict)) else str(answer) for answer in answers]
+            question = {"src": [row["prompt"] for row in part], "tgt": tgt, "response": texts}
+            if others:
+                question["columns"] = {column: [row.get(column) for row in part] for column in others}
+            data, begin = as_json(question), time.monotonic()
+            for wait in (1, 2, 4, 8, 0):
+                try:
+                    transient = True  # another try may do better
+                    answer = requests.post(
+                        url, data, headers={"Content-Type": "application/json"}, timeout=self.timeout
+                    )
+                    transient = answer.status_code == 429 or answer.status_code >= 500
+                    if not answer.ok:
+                        with contextlib.suppress(KeyError, ValueError):  # it may be a date
+                            wait = wait and max(wait, min(60.0, float(answer.headers["Retry-After"])))
+                        raise ValueError(f"HTTP status {answer.status_code}: {answer.text[:300]}")
+                    body = answer.json()
+                    if body.get("error_code") != 0:
+                        raise ValueError(f"error_code {body.get('error_code')}: {body.get('error_msg')}")
+                    scores = [math.nan if x is None else float(x) for x in body["score"]]
+                    if len(scores) != len(part):
+                        raise ValueError(f"gave {len(scores)} scores for {len(part)} responses")
+                    return [x if math.isfinite(x) else math.nan for x in scores]
+                except Exception as error:  # whatever an address may answer
+                    said = first_line(error)
+                if not (transient and wait):
+                    break
+                time.sleep(wait)
+            self.failures[url] = f"gave up after {time.monotonic() - begin:.1f} s ({said})"
+            return [math.nan] * len(part)
 
         with ThreadPoolExecutor(8) as pool:
             return [score for scores in pool.map(ask, range(0, len(rows), SERVER_BATCH)) for score in scores]

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-tools="pytest==9.2.0 hypothesis==6.170.15"
+tools="pytest==9.2.0 hypothesis==6.170.15 reasoning-gym==0.1.25"
 if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     # shellcheck disable=SC2086
     .venv/bin/python -m pip --disable-pip-version-check install --quiet $tools

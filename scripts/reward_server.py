@@ -1,0 +1,274 @@
+"""Serve rewards over HTTP to runs on other machines, in the protocol of PaddleNLP's reward server.
+
+    python scripts/reward_server.py --reward math --port 8731
+    python scripts/reward_server.py --reward runs/rm/final gsm8k --reward_weights 1 0.5
+    curl http://127.0.0.1:8731 -d '{"src": ["6*7="], "tgt": ["42"], "response": ["It is 42."]}'
+    python grpo.py --reward http://127.0.0.1:8731
+
+POST / takes prompts, reference answers ("" or null where there is none) and responses, and answers
+{"error_code": 0, "error_msg": "Success", "score": [...]}: the weighted sum of the sources for each response, null where
+one of them has no score. "columns": {name: [...]}, which PaddleNLP does not have, brings what else a source reads from
+a row, as reasoning_gym and functions from files do. A request that cannot be read gets status and error_code 400, a
+source that failed as a whole 500; no error carries scores. GET /health answers once everything is loaded.
+
+A prompt that is text is what the policy saw, its chat template included (so PaddleNLP and this repository send it), and
+a reward model reads it as it is; a list of messages goes through the reward model's template. Each response gets one
+stop token, also where a run has cut it short.
+
+The server has no password: --host 0.0.0.0 is for networks on which every machine may ask.
+"""
+
+import asyncio
+import contextlib
+import functools
+import io
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import tyro
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from transformers import AutoTokenizer
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import utils
+
+GRACE = 3  # seconds that requests have to end in after SIGTERM
+
+
+@dataclass
+class Args:
+    reward: tuple[str, ...]
+    """Sources of the score: math, gsm8k, exact, code, knights, format, reasoning_gym, path/to/file.py:function, or a
+    reward model's folder or hub name."""
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each source, in the order of --reward; default: 1 each."""
+    reward_timeout: float = 10.0
+    """Seconds that one call of a reward source may take before it is killed and its sample left out. Shorter than that
+    of the runs which ask: theirs is for all of a request, the wait for its turn included."""
+    reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
+    """Take a reward model's scores as they are, or by the mean (and standard deviation) that its config carries."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0 for all of the machine's."""
+    port: int = 8731
+    """Port to listen at; 0 for a free one, which the first line of output names."""
+    stop_token: str = "eos"
+    """Token that ends a response for a reward model: eos or the text of one token."""
+    precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
+    """What a reward model computes in; auto is bf16 on GPUs and float32 elsewhere."""
+    micro_batch_tokens: int = 16_384
+    """Tokens, padding included, of a reward model's forward pass. Memory and speed only: never changes a result."""
+
+
+class Batch(BaseModel):
+    """What a request asks."""
+
+    src: list[str | list[dict]]
+    tgt: list[str | int | float | None]
+    response: list[str]
+    columns: dict[str, list] = {}
+
+
+class Failure(Exception):
+    """A request that gets no scores: (HTTP status, message)."""
+
+
+@contextlib.contextmanager
+def failing_with(status: int):
+    """Turn what would end a run (`utils.fail`) into a Failure, which ends the request only."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit:
+        raise Failure(status, said.getvalue().strip().removeprefix("error: ")) from None
+    sys.stderr.write(said.getvalue())
+
+
+def read_batch(body: bytes) -> Batch:
+    try:
+        batch = Batch.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise Failure(400, ": ".join([".".join(map(str, first["loc"])) or "body", first["msg"]])) from None
+    for name, column in {"tgt": batch.tgt, "response": batch.response, **batch.columns}.items():
+        if len(column) != len(batch.src):
+            raise Failure(400, f"{name} has {len(column)} entries, src has {len(batch.src)}; there is one a sample")
+    return batch
+
+
+class Scorer:
+    """The reward sources. Not for two threads at a time."""
+
+    def __init__(self, args: Args, world: utils.World):
+        self.tokenizer, self.limit = None, math.inf
+        self.weights = dict(zip(args.reward, args.reward_weights or (1.0,) * len(args.reward)))
+        model = next(filter(utils.is_reward_model, args.reward), "")
+        # Of any other name, Rewards says that there is no such source.
+        if os.path.isdir(model) or model.count("/") == 1 and not model.endswith(".py"):
+            self._load_tokenizer(model, args.stop_token)
+        self.rewards = utils.Rewards(args.reward, args.reward_timeout, self.tokenizer)
+        dtype = torch.float64 if args.precision == "float64" else torch.float32
+        bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
+        autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
+        self.rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens)
+        for scalar, *_ in self.rewards.models.values():
+            self.limit = min(self.limit, getattr(scalar.model.config, "max_position_embeddings", None) or math.inf)
+
+    def _load_tokenizer(self, name: str, stop_token: str) -> None:
+        """The tokenizer of the (first) reward model and its stop tokens."""
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            utils.fail(f"--reward {name}: no tokenizer could be loaded from it ({utils.first_line(error)})")
+        if not self.tokenizer.encode("text", add_special_tokens=False):  # made up by transformers where there is none
+            utils.fail(f"--reward {name}: has no tokenizer")
+        self.stop_ids = utils.stop_token_ids(self.tokenizer, name, stop_token)
+        eos_id = self.tokenizer.eos_token_id
+        self.stop_id = eos_id if eos_id in self.stop_ids else self.stop_ids[0]
+
+    def _encode(self, where: str, prompt, response: str) -> tuple[list[int], list[int]]:
+        """Token ids of prompt and response as reward_model.py makes them."""
+        if isinstance(prompt, str):  # a template has written the special tokens, if there is one
+            special = self.tokenizer.chat_template is None
+            query = utils.encode_text(f"{where} of src", prompt, self.tokenizer, special)
+        else:
+            _, query = utils.encode_prompt(f"{where} of src", prompt, self.tokenizer, "")
+        ids = utils.encode_text(f"{where} of response", response, self.tokenizer, special=False)
+        ids = ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_id]
+        if len(query) + len(ids) > self.limit:
+            raise Failure(400, f"{where} has {len(query) + len(ids)} tokens, over the {self.limit} of the reward model")
+        return query, ids
+
+    def score(self, batch: Batch) -> tuple[list[float | None], str]:
+        """A score, or None, for each response, and why some of them are missing."""
+        counted = [name for name, weight in self.weights.items() if weight]
+        rows, ids = [], []
+        with failing_with(400):
+            for i, (prompt, reference, response) in enumerate(zip(batch.src, batch.tgt, batch.response)):
+                query, tokens = self._encode(f"entry {i}", prompt, response) if self.tokenizer else ([], [])
+                others = {name: column[i] for name, column in batch.columns.items()}
+                rows.append({**others, "prompt": prompt, "query": query, "answer": reference})
+                ids.append(tokens)
+        scores: list[float | None] = [None] * len(rows)
+        # A verifier would take a reference that is missing for one that is empty, or is called None.
+        needs = next((name for name in counted if name in utils.ANSWER_REWARDS), "")
+        used = [i for i, row in enumerate(rows) if not needs or str(row["answer"] or "").strip() or row["answer"] == 0]
+        why = [f"{needs}: has no reference answer"] if len(used) < len(rows) else []
+        if not used:
+            return scores, "; ".join(why)
+        self.rewards.failures.clear()
+        with failing_with(500):
+            found = self.rewards.score(*([column[i] for i in used] for column in (rows, batch.response, ids)))
+        parts = {name: torch.tensor(found[name], dtype=torch.float64) for name in counted}
+        for name, part in parts.items():  # the others fail response by response
+            whole = name not in utils.BUILTIN_REWARDS and name not in self.rewards.models
+            if whole and name in self.rewards.failures and part.isnan().all():
+                raise Failure(500, f"{name}: {self.rewards.failures[name]}")
+        for i, score in zip(used, sum(self.weights[name] * part for name, part in parts.items()).tolist()):
+            scores[i] = score if math.isfinite(score) else None
+        return scores, "; ".join(filter(None, [*why, self.rewards.why_missing(parts)]))
+
+
+def reply(scorer: Scorer, body: bytes, arrived: float) -> Response:
+    """The answer to a request, and a line about it in the log."""
+    start, status, message, scores, about = time.monotonic(), 200, "Success", [], ""
+    try:
+        scores, why = scorer.score(read_batch(body))
+        missing = f", {scores.count(None)} without a score ({why})" if None in scores else ""
+        about = f"{len(scores)} rows{missing}"
+    except Failure as error:
+        status, message = error.args
+    except Exception as error:  # out of memory on the GPU, say: the next request may fit
+        status, message = 500, f"{type(error).__name__}: {utils.first_line(error)}"
+    seconds = f"{time.monotonic() - start:.2f} s, waited {start - arrived:.2f} s"
+    print(time.strftime("%H:%M:%S"), f"{about or f'error {status}: {message}'}, {seconds}", flush=True)
+    return answer(status, message, scores)
+
+
+def answer(status: int, message: str, scores: list) -> Response:
+    content = {"error_code": 0 if status == 200 else status, "error_msg": message, "score": scores}
+    return Response(json.dumps(content, allow_nan=False), status, media_type="application/json")
+
+
+def make_app(args: Args, scorer: Scorer) -> FastAPI:
+    app, turn, thread = FastAPI(), asyncio.Lock(), ThreadPoolExecutor(1)
+
+    @app.post("/")
+    async def score(request: Request) -> Response:
+        try:
+            body, arrived = await request.body(), time.monotonic()
+            async with turn:  # first come, first served
+                if await request.is_disconnected():  # it has given up, and may ask again: don't work for both
+                    raise ClientDisconnect
+                return await asyncio.get_running_loop().run_in_executor(thread, reply, scorer, body, arrived)
+        except ClientDisconnect:
+            print(time.strftime("%H:%M:%S"), "left out a request whose sender has gone", flush=True)
+            return Response()
+        except asyncio.CancelledError:  # GRACE has passed; 503 tells the sender to ask again
+            return answer(503, "the server is ending", [])
+
+    @app.get("/health")
+    async def health() -> dict:
+        return {"status": "ok", "reward": args.reward, "model": next(iter(scorer.rewards.models), None)}
+
+    @app.exception_handler(HTTPException)
+    async def no_such_page(request: Request, error: HTTPException) -> Response:
+        return answer(error.status_code, f"{request.method} {request.url.path}: {error.detail}", [])
+
+    return app
+
+
+def check_args(args: Args) -> None:
+    if not args.reward or len(set(args.reward)) < len(args.reward):
+        utils.fail(f"--reward {' '.join(args.reward)}: takes one or more sources, each once")
+    if args.reward_weights and len(args.reward_weights) != len(args.reward):
+        utils.fail(
+            f"--reward_weights: has {len(args.reward_weights)} weights for {len(args.reward)} sources in --reward"
+        )
+    if args.reward_weights and not (any(args.reward_weights) and all(map(math.isfinite, args.reward_weights))):
+        utils.fail("--reward_weights: have to be finite, and not all 0")
+    for name in ("reward_timeout", "micro_batch_tokens"):
+        if not 0 < getattr(args, name) < math.inf:
+            utils.fail(f"--{name} {getattr(args, name)}: has to be a finite number above 0")
+
+
+def main(args: Args) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    check_args(args)
+    try:  # before the models are loaded; who connects meanwhile waits until they are
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listener = socket.create_server((args.host, args.port), family=family)
+    except (OSError, OverflowError) as error:
+        utils.fail(f"--host {args.host} --port {args.port}: cannot listen there ({utils.first_line(error)})")
+    scorer = Scorer(args, utils.setup_processes())
+    config = uvicorn.Config(
+        make_app(args, scorer), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE
+    )
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    print(f"{' '.join(args.reward)} at http://{host}:{listener.getsockname()[1]}", flush=True)
+    code = 0
+    try:
+        uvicorn.Server(config).run(sockets=[listener])
+    except SystemExit as end:  # uvicorn raises the signal that ended it once more
+        code = end.code
+    scorer.rewards.close()
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code)  # without waiting for a call that was left undone
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,277 @@
+"""Which samples train: groups dropped and replaced, truncated responses left out, sources that give no scores."""
+
+import math
+import re
+
+import helpers
+import pytest
+import torch
+from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights, weights_of
+from transformers import AutoModelForCausalLM
+
+import grpo
+import utils
+
+NAN = math.nan
+SCRIPTS = ["grpo", "rloo", "ppo"]
+
+
+# ---- collect: what is asked of the sampler, and what comes of it ------------------------------------------------
+
+
+class Sampler:
+    """Stands for `rollout`: prompt i gets the scores of `table[i % len(table)]`; a response is as long as its place."""
+
+    def __init__(self, table: list[list[float]], end: int | None = None):
+        self.table, self.end, self.calls = table, end, []
+
+    def __call__(self, rows, samples, key):
+        self.calls.append(([row["i"] for row in rows], samples, key))
+        if len(self.calls) == self.end:
+            return None
+        scores = [score for row in rows for score in self.table[row["i"] % len(self.table)]]
+        rows = [row for row in rows for _ in range(samples)]
+        responses = [[7] * (1 + i % samples) for i in range(len(rows))]
+        mask = torch.arange(len(responses[-1])) < torch.tensor([len(r) for r in responses])[:, None]
+        stopped = torch.tensor([len(response) < samples for response in responses])
+        texts = [f"{row['i']}: {len(r)}" for row, r in zip(rows, responses)]
+        queries = [[row["i"]] for row in rows]
+        return grpo.Batch(rows, queries, responses, texts, mask * -0.5, mask, stopped, {"a": torch.tensor(scores)})
+
+
+def collected(table, position=0, moments=(0.0, 0.0, 0.0), end=None, **flags):
+    sampler, size = Sampler(table, end), len(table[0])
+    args = grpo.Args(**{"reward": ("a",), "rollout_batch_size": 4, "non_stop_penalty": False, **flags}, group_size=size)
+    prompts = [{"i": i} for i in range(40)]
+    order = [row["i"] for row in utils.take_prompts(prompts, 0, 80, args.seed)]
+    return grpo.collect(prompts, 3, position, list(moments), sampler, args), sampler.calls, order
+
+
+def groups_of(experience) -> list[int]:
+    return [row["i"] for row in experience.batch.rows[::2]]
+
+
+def by_table(table, order) -> list[bool]:
+    """Whether a prompt's scores differ."""
+    return [len({s for s in table[i % len(table)] if not math.isnan(s)}) > 1 for i in order]
+
+
+def test_without_a_filter_every_group_trains():
+    table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0]]
+    got, calls, order = collected(table, position=5)
+    assert calls == [(order[5:9], 2, ("rollout", 1, 3))] and got.batch is got.sampled and got.position == 9
+    torch.testing.assert_close(got.scores.tolist(), [s for i in order[5:9] for s in table[i % 3]], equal_nan=True)
+    assert got.metrics["val/zero_std_fraction"] == 1 - sum(by_table(table, order[5:9])) / 4
+
+
+def test_drop_leaves_out_the_groups_that_teach_nothing():
+    table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0], [3.0, 2.0]]
+    got, calls, order = collected(table, filter_groups="drop")
+    expected = [i for i, teaches in zip(order[:4], by_table(table, order)) if teaches]
+    assert len(calls) == 1 and 0 < len(expected) < 4 and groups_of(got) == expected and got.position == 4
+    assert got.scores.tolist() == [s for i in expected for s in table[i % 4]]
+    assert len(got.sampled.rows) == 8 and got.metrics["val/sampled_prompts"] == 4
+    present = [s for i in order[:4] for s in table[i % 4] if not math.isnan(s)]
+    assert got.metrics["objective/scores"] == pytest.approx(sum(present) / len(present))
+
+
+def test_refill_samples_other_prompts_until_the_step_is_full():
+    """As many as it takes if the share of groups with differing scores stays the same, and never more than a step's."""
+    table = [[0.0, 1.0]] + [[1.0, 1.0]] * 4
+    got, calls, order = collected(table, position=2, filter_groups="refill", max_refills=50)
+    asked, found, position = 4, 0, 2
+    for number, (prompts, samples, key) in enumerate(calls):
+        assert prompts == order[position : position + asked] and samples == 2
+        assert key == (("rollout", 1, 3, number) if number else ("rollout", 1, 3))
+        position += asked
+        found = sum(by_table(table, order[2:position]))
+        asked = min(4, math.ceil((4 - found) * (position - 2) / max(1, found)))
+    assert found >= 4 and len(calls) > 3 and got.position == position
+    expected = [i for i in order[2:position] if i % 5 == 0][:4]
+    assert groups_of(got) == expected and got.scores.tolist() == [0.0, 1.0] * 4
+    assert got.batch.texts == [f"{i}: {n}" for i in expected for n in (1, 2)]
+    assert got.batch.lengths == [2, 3] * 4 and got.batch.stopped.tolist() == [True, False] * 4
+    assert torch.equal(got.batch.response_mask, torch.tensor([[True, False], [True, True]] * 4))
+    assert got.metrics == {
+        "objective/scores": pytest.approx(got.sampled.parts["a"].mean().item()),
+        "val/zero_std_fraction": pytest.approx(1 - found / (position - 2)), "val/sampled_prompts": position - 2,
+    }  # fmt: skip
+    assert got.moments == pytest.approx(grpo.update_moments([0.0, 0.0, 0.0], got.sampled.parts["a"]))
+
+
+def test_refill_ends_at_its_limit_with_what_there_is():
+    table = [[0.0, 1.0]] + [[1.0, 1.0]] * 19
+    got, calls, order = collected(table, filter_groups="refill", max_refills=2)
+    assert [len(prompts) for prompts, *_ in calls] == [4, 4, 4] and got.position == 12
+    assert groups_of(got) == [i for i in order[:12] if i % 20 == 0] or got.scores.isnan().all()
+
+
+@pytest.mark.parametrize("how", ["drop", "refill"])
+def test_where_no_group_is_left_nothing_trains(how):
+    got, calls, order = collected([[1.0, 1.0]], filter_groups=how, max_refills=2)
+    assert len(calls) == (3 if how == "refill" else 1) and got.scores.isnan().all() and len(got.scores) == 8
+    assert got.metrics["objective/scores"] == 1
+
+
+def test_a_dead_source_is_not_asked_again():
+    got, calls, _ = collected([[NAN, NAN]], filter_groups="refill")
+    assert len(calls) == 1 and utils.silent_source(got.sampled, grpo.Args(reward=("a",))) == "a"
+    assert utils.silent_source(got.sampled, grpo.Args(reward=("a",), reward_weights=(0.0,))) == ""
+
+
+def test_an_interrupt_while_refilling():
+    assert collected([[1.0, 1.0]], end=2, filter_groups="refill")[0] is None
+
+
+def test_groups_are_compared_after_masking_and_penalties():
+    """The last response of each group has no stop token, and the overlong penalty tells equal scores apart."""
+    table = [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    got, *_ = collected(table, mask_truncated=True, filter_groups="drop")
+    assert {row["i"] % 2 for row in got.batch.rows} == {1} and got.scores.isnan().view(-1, 3).tolist()[0] == [0, 0, 1]
+    got, *_ = collected([[1.0, 1.0]], overlong_buffer=2, max_response_length=2, filter_groups="drop")
+    assert got.scores.tolist() == [0.5, 0.0] * 4
+
+
+def test_normalisation_takes_all_that_was_sampled():
+    got, *_ = collected([[0.0, 4.0]], moments=(2.0, 1.0, 8.0), reward_normalization=True)
+    moments = grpo.update_moments([2.0, 1.0, 8.0], torch.tensor([0.0, 4.0] * 4))
+    std = math.sqrt(moments[2] / 9)
+    assert got.moments == moments and got.scores.tolist() == pytest.approx(
+        [(s - moments[1]) / std for s in [0.0, 4.0] * 4], rel=1e-6
+    )
+
+
+# ---- whole runs -------------------------------------------------------------------------------------------------
+
+COARSE = """
+def score(prompts, responses, **columns):
+    return [float(sum(map(ord, prompt + response)) % 7 == 3) for prompt, response in zip(prompts, responses)]
+"""
+LONE = "def score(prompts, responses, **columns): return [1.0] * len(responses)"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    """Responses of many lengths, some of them truncated, whose scores are often all equal in a group."""
+    folder = tmp_path_factory.mktemp("samples")
+    values = {**helpers.workspace(folder), "precision": "float64"}
+    for name, text in (("coarse", COARSE), ("lone", LONE)):
+        (folder / f"{name}.py").write_text(text)
+    values["model"] = helpers.tiny_model(folder / "neox", "gpt_neox")
+    model = AutoModelForCausalLM.from_pretrained(values["model"])
+    model.get_output_embeddings().weight.data[model.config.eos_token_id] *= 4
+    model.save_pretrained(values["model"])
+    return {**values, "reward": f"{folder / 'coarse.py'}:score", "ref_model": values["model"], "kl_coef": 0.01}
+
+
+def variant(base: dict, tmp_path, **changes) -> dict:
+    return {**base, "output_dir": str(tmp_path), "run_name": "run", **changes}
+
+
+SELECTIVE = dict(filter_groups="refill", mask_truncated=True, overlong_buffer=4, reward_normalization=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ranks_and_micro_batches_change_nothing(base, tmp_path, script):
+    one = variant(base, tmp_path, run_name="one", **SELECTIVE, micro_batch_tokens=1, total_episodes=24, save_every=3)
+    two = {**one, "run_name": "two", "micro_batch_tokens": 1000}
+    started = helpers.start(one, script=script)
+    run_ranks(two, 2, (0, 0), script=script)
+    assert started.wait().code == 0
+    for ours, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
+        assert [key for key, x in ours.items() if x is None] == [key for key, x in theirs.items() if x is None]
+        known = {key: x for key, x in theirs.items() if x is not None}
+        assert {key: ours[key] for key in known} == pytest.approx(known, rel=1e-9, abs=1e-11)
+    assert any(row["val/sampled_prompts"] > 2 for row in metrics_of(one)[1:])  # it did refill
+    expected = weights_of(folder_of(one) / "checkpoints/step_3")
+    for name, weights in weights_of(folder_of(two) / "checkpoints/step_3").items():
+        torch.testing.assert_close(weights, expected[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_resume_between_refills(base, tmp_path, script):
+    """SIGTERM while a step collects: the stream of prompts and the moments of the scores go on as they were."""
+    straight = variant(base, tmp_path, run_name="straight", **SELECTIVE, max_refills=3, total_episodes=40)
+    stopped = {**straight, "run_name": "stopped"}
+    running = helpers.start(straight, script=script)
+    assert running.wait().code == 0
+    rows = metrics_of(straight)
+    run(stopped, code=75, script=script, place=f"{script}.update_moments:4:SIGTERM")
+    done = run({**stopped, "resume": True}, script=script)
+    assert "goes on after step" in done.out and metrics_of(stopped) == rows and len(rows) == 6
+    assert len({row["val/sampled_prompts"] for row in rows[1:]}) > 1
+    ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (stopped, straight))
+    assert ours == theirs and same_weights(folder_of(stopped) / "final", folder_of(straight) / "final")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypatch):
+    """The tokens of the losses are those of responses that stopped, in groups that are not dropped."""
+    module, seen = __import__(script), []
+    loss = "policy_loss" if script == "grpo" else "clipped_loss"
+    original, aggregate = getattr(module, loss), module.aggregate
+    divisors = []
+    collects, collect = [], module.collect
+    monkeypatch.setattr(module, "collect", lambda *a: collects.append(collect(*a)) or collects[-1])
+    monkeypatch.setattr(module, loss, lambda *a: seen.append(a) or original(*a))
+    monkeypatch.setattr(module, "aggregate", lambda *a, **o: divisors.append((o, a[1])) or aggregate(*a, **o))
+    values = variant(base, tmp_path, filter_groups="drop", mask_truncated=True, num_epochs=1, mini_batch_size=32)
+    values |= {
+        "rollout_batch_size": 8,
+        "total_episodes": 32,
+        "eval_every": 0,
+        "micro_batch_tokens": 10_000,
+        "max_response_length": 4,
+    }
+    run_here(values, script)
+    (experience,) = collects
+    kept = [i for i, score in enumerate(experience.scores.tolist()) if not math.isnan(score)]
+    lengths = [len(experience.batch.responses[i]) for i in kept]
+    assert 0 < len(experience.batch.rows) < 32 and len(kept) < len(experience.batch.rows)
+    assert all(experience.batch.stopped[i] for i in kept)
+    for options, mask in divisors:
+        assert options["sequences"] == len(kept) and options["tokens"] == sum(lengths)
+        assert sorted(mask.sum(1).tolist()) == sorted(lengths)
+    (row,) = metrics_of(values)
+    assert row["val/num_stop_token_ids"] == experience.sampled.stopped.sum()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_step_without_any_signal_changes_nothing(base, tmp_path, script):
+    """Not even Adam's momentum and the weight decay; the log has null for what was not computed."""
+    values = variant(base, tmp_path, filter_groups="drop", total_episodes=8, eval_every=0, weight_decay=0.5)
+    values["reward"] = values["reward"].replace("coarse.py", "lone.py")
+    run_here(values, script)
+    (row,) = metrics_of(values)
+    assert row["val/zero_std_fraction"] == 1 and row["loss/policy_avg"] is None and row["loss/grad_norm"] is None
+    assert row["objective/scores"] == 1 and helpers.finite_or_null([row])
+    before, after = weights_of(base["model"]), weights_of(folder_of(values) / "final")
+    assert all(torch.equal(before[name], after[name]) for name in after)
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (dict(filter_groups="drop", group_size=1), "error: --filter_groups drop: takes groups, so a --group_size of 2"),
+        (dict(overlong_buffer=11, max_response_length=10), "error: --overlong_buffer 11: has to be at most --max_resp"),
+        (dict(overlong_buffer=-1), "error: --overlong_buffer -1: has to be 0 or more"),
+        (dict(max_refills=-1), "error: --max_refills -1: has to be 0 or more"),
+    ],
+)
+def test_flags(options, line, capsys):
+    with pytest.raises(SystemExit):
+        utils.check_common_args(grpo.Args(**{"mini_batch_size": 8, **options}))
+    err = capsys.readouterr().err
+    assert err.startswith(line) and err.count("\n") == 1
+
+
+# ---- what a run says of its data --------------------------------------------------------------------------------
+
+
+def test_length_statistics():
+    line = utils.length_statistics([3] * 90 + [4] * 10 + [7])
+    bars = re.search(r"\|(.*)\|", line)[1]
+    assert line.startswith("101 of 3 to 7 tokens") and "mean 3.1, median 3, 5 % up to 3, 5 % from 4" in line
+    assert len(bars) == 5 and bars[0] == "█" and bars[2:4] == "  " and bars[1] in "▁▂" and bars[4] == "▁"
+    assert utils.length_statistics([5]).startswith("1 of 5 to 5 tokens |█|")
+    assert len(re.search(r"\|(.*)\|", utils.length_statistics([*range(1000)]))[1]) == 32
