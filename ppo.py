@@ -379,7 +379,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one; NaN if all returns agree."""
     error, target = (returns - values)[mask].double(), returns[mask].double()
-    differ = target.var() > 1e-10 * target.square().mean()  # by more than float32 rounds
+    # By more than float32 rounds.
+    differ = len(target) > 1 and target.var() > 1e-10 * target.square().mean()
     return (1 - error.var() / target.var()).item() if differ else math.nan
 
 
