@@ -74,7 +74,8 @@ class Args:
 
     # ---- data ----
     dataset: str = "openai/gsm8k"
-    """Prompts: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or owner/name[:config] on the hub."""
+    """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json or .parquet file, a folder, owner/name or
+    owner/name:config on the hub, or a .json list of {"prob": weight, "filepath": any of these}."""
     dataset_split: str = "train"
     """Split of --dataset to train on."""
     prompt_column: str = ""
@@ -98,9 +99,10 @@ class Args:
 
     # ---- rewards ----
     reward: tuple[str, ...] = ("math",)
-    """Reward sources, summed: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer),
-    path/to/file.py:function, or a reward model's folder or hub name. A response counts as correct if the first source
-    that is no model gives it 1 or more."""
+    """Reward sources, summed: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs
+    Python against the row's tests), knights, reasoning_gym, path/to/file.py:function, a reward model's folder or hub
+    name, or a reward server's http:// address. A response counts as correct if the first source that is no model gives
+    it 1 or more."""
     reward_weights: tuple[float, ...] = ()
     """Weight of each reward source; default: 1 each. A source of weight 0 is only measured."""
     reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"

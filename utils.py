@@ -585,7 +585,7 @@ def reasoning_gym_rows(flag: str, task: str, split: str, size: int) -> list[dict
     seed = {"train": 1, "test": 2}[split]
     try:
         entries = reasoning_gym.create_dataset(task, size=size, seed=seed)
-    except ValueError as error:
+    except Exception as error:  # no such task, or one that asks for more than a name
         fail(f"{flag} reasoning_gym:{task}: {first_line(error)}")
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": [task, size, seed, index]}
@@ -953,7 +953,7 @@ class _Worker:
 class Rewards:
     """The reward sources of a run, by the names given to `--reward`.
 
-    A built-in one (math, gsm8k, exact, format) scores response by response, spread over a few processes;
+    A built-in one (BUILTIN_REWARDS) scores response by response, spread over a few processes;
     "path/to/file.py:function" is called once with all responses of a rank. A call that raises, takes over `timeout`
     seconds, or returns None, NaN or infinity leaves its responses without a score (NaN): never a silent zero.
     The folder or hub name of a reward model is loaded by `load_models` and scores in this process; an http(s) address
@@ -978,8 +978,8 @@ class Rewards:
         count = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self.checkers, self.workers = checkers, [_Worker(checkers, timeout) for _ in range(count if checkers else 0)]
         atexit.register(self.close)
-        for worker in self.workers:
-            self._await_loaded(worker)
+        for warning in {self._await_loaded(worker) for worker in self.workers} - {None}:
+            warn(f"--reward: {warning}")
 
     def _check_model(self, name: str, tokenizer) -> None:
         if name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1:
@@ -1008,10 +1008,12 @@ class Rewards:
                 )
             self.models[name] = (model.requires_grad_(False), shift, divisor)
 
-    def _await_loaded(self, worker: _Worker) -> None:
+    def _await_loaded(self, worker: _Worker) -> str | None:
+        """What a worker warns of once it has loaded its sources, if anything."""
         answer = worker.receive(timeout=300.0)  # importing may take long on a busy file system
         if "error" in answer:
             fail(f"--reward {answer.get('reward', ' '.join(self.names))}: {answer['error']}", local=True)
+        return answer.get("warning")
 
     def why_missing(self, parts: dict[str, torch.Tensor]) -> str:
         """What is known of the scores that are missing in `parts`, source by source."""

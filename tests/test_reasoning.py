@@ -1,0 +1,283 @@
+"""The rewards `reasoning_gym` and `knights`: tables of responses, what no response can gain by, and runs in workers."""
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import utils
+
+PATH = os.path.join(ROOT, "scripts", "verifier.py")
+spec = importlib.util.spec_from_file_location("verifier", PATH)
+verifier = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(verifier)
+
+
+# ---- where the answer stands -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("<answer>5</answer>", "5"), ("<answer>\n 5 \n</answer> or 6", "5"),
+        ("<answer>5</answer><answer>6</answer>", "6"), ("<think>\\boxed{4}</think><answer>5</answer>", "5"),
+        ("<answer>so \\boxed{5}</answer>", "5"), ("<answer></answer>", ""), ("\\boxed{5}", "5"),
+        ("\\boxed{4} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), ("$\\boxed{ 5 }$", "5"), ("\\boxed{}", ""),
+        ("\\boxed{5", None), ("\\boxed{4} \\boxed{5", None), ("5", None), ("", None), ("<answer>5", None),
+        ("<answer>\\boxed{5</answer>", "\\boxed{5"), ("</answer>5<answer>", None), ("boxed{5}", None),
+    ],
+)  # fmt: skip
+def test_final_answer(response, answer):
+    assert verifier.final_answer(response) == answer
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "<think>", "5", " ", "\n", "a b", "{", "}"])).map("".join))
+def test_the_tag_is_read_as_reasoning_gym_reads_it(response):
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    expected = reasoning_gym.utils.extract_answer(response)
+    assert verifier.final_answer(response) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab {}<>\n/", max_size=30))
+def test_what_stands_in_a_box_is_found(text):
+    balanced = all(text[:i].count("{") >= text[:i].count("}") for i in range(len(text) + 1))
+    if balanced and text.count("{") == text.count("}"):
+        assert verifier.final_answer(f"So \\boxed{{{text}}} it is.") == text.strip()
+    verifier.final_answer(text)
+
+
+def test_escaped_braces_in_a_box_are_text():
+    assert verifier.final_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert verifier.final_answer(r"\boxed{1} and \boxed{[2, \infty\}}") == r"[2, \infty\}"
+    assert verifier.final_answer(r"\boxed{a \\} b}") == r"a \\"  # a line end, then the brace
+    assert verifier.final_answer(r"\boxed{1") is None
+
+
+# ---- reasoning_gym ---------------------------------------------------------------------------------------------------
+
+TASKS = ("leg_counting", "knights_knaves", "countdown", "basic_arithmetic", "maze", "spell_backward", "sudoku")
+gym = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the package reasoning-gym")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Three rows of each task, as utils makes them."""
+    return {task: utils.reasoning_gym_rows("--dataset", task, "test", 3) for task in TASKS}
+
+
+@gym
+@pytest.mark.parametrize("task", TASKS)
+def test_right_answers_and_no_answers(rows, task):
+    for row in rows[task]:
+        source = json.loads(json.dumps(row["reasoning_gym"]))  # as it reaches the worker
+        for form in ("<answer>{}</answer>", "<think>Hm, <answer>7</answer>.</think>\n<answer>\n{}\n</answer>", "{}"):
+            assert verifier.reasoning_gym(form.format(row["answer"]), source) == 1
+        assert verifier.reasoning_gym(f"<think>7, or 8?</think>\n{row['answer']}", source) == 1
+        assert verifier.reasoning_gym(f"<answer>{row['answer']}</answer><answer>I give up</answer>", source) < 0.5
+        for empty in ("", "<answer></answer>", "I do not know", "<answer>no</answer>"):
+            assert verifier.reasoning_gym(empty, source) < 0.5
+
+
+@gym
+def test_the_score_is_the_tasks_own(rows):
+    """Other answers than the task's are right where its scorer says so, and some get a part."""
+    import reasoning_gym
+
+    row = rows["countdown"][0]
+    task, size, seed, index = row["reasoning_gym"]
+    assert (
+        verifier.reasoning_gym(f"<answer>({row['answer']}) + 0*1</answer>", row["reasoning_gym"]) < 1
+    )  # other numbers
+    assert verifier.reasoning_gym(f"<answer>({row['answer']})</answer>", row["reasoning_gym"]) == 1
+    entry = reasoning_gym.create_dataset("knights_knaves", size=3, seed=2)[0]
+    first, second = entry["metadata"]["names"]
+    terms = entry["metadata"]["knight_knave_terms"]
+    wrong = [f"{name} is a {terms[('knave', 'knight')[not truth]]}" for name, truth in
+             zip((first, second), entry["metadata"]["solution"])]  # fmt: skip
+    right = entry["answer"].rstrip(".").split(", and ")
+    half = verifier.reasoning_gym(f"<answer>{right[0]}, and {wrong[1]}.</answer>", ["knights_knaves", 3, 2, 0])
+    assert half == pytest.approx(0.65)
+    assert verifier.reasoning_gym("\\boxed{" + rows["leg_counting"][1]["answer"] + "}", ["leg_counting", 3, 2, 1]) == 1
+    assert verifier.reasoning_gym(rows["leg_counting"][1]["answer"], ["leg_counting", 3, 2, 0]) < 1
+
+
+@gym
+def test_the_row_is_made_again():
+    """The rows of utils name the very problem, the last of 500 as the first."""
+    row = utils.reasoning_gym_rows("--dataset", "basic_arithmetic", "test", 500)[-1]
+    assert row["reasoning_gym"] == ["basic_arithmetic", 500, 2, 499]
+    assert verifier.reasoning_gym(row["answer"], row["reasoning_gym"]) == 1
+    made = verifier.reasoning_gym_dataset.cache_info().misses
+    verifier.reasoning_gym("1", row["reasoning_gym"])
+    assert verifier.reasoning_gym_dataset.cache_info().misses == made
+
+
+@gym
+def test_an_answer_that_the_scorer_cannot_read_is_wrong():
+    """prime_factorization's scorer raises on words: 0. A scorer that cannot read its own answer: no score."""
+    assert verifier.reasoning_gym("<answer>I do not know</answer>", ["prime_factorization", 3, 1, 0]) == 0
+
+    class Broken(dict):
+        def score_answer(self, answer, entry):
+            raise ZeroDivisionError
+
+    broken = Broken({0: {"answer": "1"}})
+    original, verifier.reasoning_gym_dataset = verifier.reasoning_gym_dataset, lambda *source: broken
+    try:
+        with pytest.raises(ZeroDivisionError):
+            verifier.reasoning_gym("1", ["any", 1, 1, 0])
+    finally:
+        verifier.reasoning_gym_dataset = original
+
+
+@gym
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=40), st.sampled_from(TASKS))
+def test_any_response_has_a_score(text, task):
+    for response in (text, f"<answer>{text}</answer>", f"\\boxed{{{text}}}"):
+        assert 0 <= verifier.reasoning_gym(response, [task, 3, 2, 0]) <= 1
+
+
+@pytest.mark.parametrize("source", [None, "leg_counting", [], ["leg_counting", 3, 1], {}])
+def test_a_row_of_another_data_set_has_no_score(source):
+    with pytest.raises(ValueError, match='the row has no column "reasoning_gym"'):
+        verifier.reasoning_gym("1", source)
+
+
+# ---- knights and knaves ----------------------------------------------------------------------------------------------
+
+TWO = "Zoey is a knave, and Oliver is a knight."
+RIGHT = [
+    TWO, "Oliver is a knight, and Zoey is a knave.", "(1) Zoey is a knave\n(2) Oliver is a knight", TWO.upper(),
+    TWO.lower(), "Zoey: knave, Oliver: knight", "Zoey = Knave; Oliver = Knight",
+    "Zoey is a knave. So Zoey is a knave. Oliver is a knight.", "Zoey -> knave\nOliver → knight",
+    "| Zoey | knave |\n| Oliver | knight |", "- **Zoey** is a **knave**\n- _Oliver_ is a _knight_",
+    "{'Zoey': 'knave', 'Oliver': 'knight'}", "Zoey is the knave and Oliver is the knight",
+    "Zoey (knave), Oliver (knight)", "\\text{Zoey is a knave, and Oliver is a knight}",
+    "\\text{Zoey} = \\text{knave}, \\quad \\text{Oliver} = \\text{knight}",
+    "$\\text{Zoey}$ is a $\\mathbf{knave}$, $\\text{Oliver}$ is a $\\mathbf{knight}$",
+]  # fmt: skip
+WRONG = [
+    "", "knight", "Zoey", "Zoey is a knave", "Zoey is a knight, and Oliver is a knave.",
+    "Zoey is a knave, and Oliver is a knave.", "Zoey is a knight, and Oliver is a knight.", TWO + " Zoey is a knight.",
+    "Zoey is a knight. " + TWO, TWO + " Or the other way.\nZoey: knight",
+    "Zoey is a knave or a knight, and Oliver is a knight.", "Zoey is a knave/knight, Oliver is a knight/knave",
+    "Zoey is a knave (or knight), and Oliver is a knight.", "Zoey is a knight, knave, Oliver is a knight",
+    "Zoey is not a knight, and Oliver is not a knave.", "Zoey isn't a knight, Oliver isn't a knave",
+    TWO + " Bob is a knight.", "Zoe is a knave, and Oliver is a knight.", "Zoeys is a knave, and Oliver is a knight.",
+    "Zoey and Oliver are knights.", "Zoey is a knavel, and Oliver is a knightly man.", "knave: Zoey, knight: Oliver",
+    "Zoey is a knave. Is a knight? Oliver", "Zoey, Oliver: knave, knight", "Zoey is a\nknave, Oliver is a\nknight",
+    "Either Zoey is a knave, or a knight is Oliver.",
+]  # fmt: skip
+
+
+FORMS = [
+    "{}", "<answer>{}</answer>", "So:\n\n{}", "<think>Zoey is a knight?</think>\n{}",
+    "If Zoey is a knight, so is Oliver.\nCONCLUSION:\n{}", "### Conclusion\n\n{}",
+    "Zoey is a knight.\n<answer>{}</answer>\nZoey is a knight.", "Zoey is a knight.\n\\boxed{{{}}}\nZoey is a knight.",
+    "<answer>\\boxed{{{}}}</answer>", "In conclusion, {}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_knights_forms(form):
+    for text in RIGHT:
+        assert verifier.knights(form.format(text), TWO) == 1, text
+    for text in WRONG:
+        assert verifier.knights(form.format(text), TWO) == 0, text
+
+
+@pytest.mark.parametrize(
+    "response, score",
+    [
+        ("<answer>Zoey is a knight</answer>\nCONCLUSION: " + TWO, 0),
+        ("\\boxed{" + TWO + "} Conclusion: Zoey: knight", 1), (TWO + "\n\nI hope that this helps.", 0),
+        ("Conclusion: Zoey is a knight.\n\nConclusion: " + TWO, 1),
+        ("Conclusion: " + TWO + "\n\nConclusion: Zoey is a knight.", 0), ("<answer>" + TWO, 1), ("<think>" + TWO, 1),
+        ("Zoey is a knight.\n" + TWO, 0), ("Suppose that Zoey is a knight.\n\n" + TWO, 1), (TWO + "</think>", 0),
+        ("<answer>Zoey is a knave</answer><answer>Oliver is a knight</answer>", 0), ("Conclusion: </think>" + TWO, 1),
+    ],
+)  # fmt: skip
+def test_knights_what_counts_of_a_response(response, score):
+    assert verifier.knights(response, TWO) == score
+
+
+@pytest.mark.parametrize("answer", [None, "", "Zoey", [True, False], "(True, False)", "Zoey is a spy."])
+def test_a_reference_without_roles_has_no_score(answer):
+    with pytest.raises(ValueError, match="NAME is a knight"):
+        verifier.knights(TWO, answer)
+
+
+NAMES = ["Ann", "Anna", "Mary-Ann", "Zoey", "O'Neil", "Zoë", "Ben", "Isa", "Andy"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), st.booleans(), min_size=1), st.data())
+def test_only_the_right_roles_of_all_score(truth, data):
+    """Whatever statements a response makes in its answer, it scores if and only if they are the truth and all of it."""
+    say = lambda name, knight: f"{name} is a {'knight' if knight else 'knave'}"
+    answer = ", and ".join(say(*item) for item in truth.items()) + "."
+    pairs = st.one_of(st.sampled_from(sorted(truth.items())), st.tuples(st.sampled_from(NAMES), st.booleans()))
+    drawn = data.draw(st.lists(pairs, max_size=6))
+    said = data.draw(st.sampled_from([drawn, [*truth.items()], [*truth.items(), *drawn], [*truth.items()][:-1]]))
+    separator = data.draw(st.sampled_from([", ", "\n", ". ", " and ", "; ", ", and "]))
+    text = separator.join(say(*pair) for pair in said)
+    assert verifier.knights(f"<answer>{text}</answer>", answer) == (set(said) == set(truth.items()))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(),
+    st.lists(st.sampled_from(["Zoey", "knight", "knave", " is a ", "\n", "or", ":", "conclusion", "\\boxed{"])),
+)
+def test_knights_any_text_has_a_score(text, words):
+    assert verifier.knights(text + " ".join(words), TWO) in (0, 1)
+
+
+# ---- as the trainer uses them ----------------------------------------------------------------------------------------
+
+
+def scores(names, rows, texts, timeout=20.0):
+    rewards = utils.Rewards(names, timeout, make_tokenizer())
+    found = rewards.score([{"prompt": "p", "query": [1], **row} for row in rows], texts, [[]] * len(rows))
+    rewards.close()
+    as_lists = {name: [None if math.isnan(score) else score for score in part] for name, part in found.items()}
+    return as_lists, rewards.failures
+
+
+@gym
+def test_each_reward_reads_its_own_column():
+    row = utils.reasoning_gym_rows("--dataset", "leg_counting", "train", 2)[1]
+    rows = [row, row, {"answer": TWO}, {"answer": TWO, "reasoning_gym": None}, {"answer": None}]
+    texts = [f"<answer>{row['answer']}</answer>", "<answer>no</answer>", TWO, "Zoey is a knave", TWO]
+    found, failures = scores(("reasoning_gym", "knights", "format"), rows, texts)
+    assert found == {
+        "reasoning_gym": [1, 0, None, None, None], "knights": [None, None, 1, 0, None], "format": [0, 0, 0, 0, 0]
+    }  # fmt: skip
+    assert 'has no column "reasoning_gym"' in failures["reasoning_gym"] and "NAME is a knight" in failures["knights"]
+
+
+@gym
+def test_no_row_has_the_column():
+    found, failures = scores(("reasoning_gym",), [{"answer": "1"}] * 3, ["1"] * 3)
+    assert (
+        found["reasoning_gym"] == [None] * 3 and "is not from --dataset reasoning_gym:TASK" in failures["reasoning_gym"]
+    )
+
+
+@pytest.mark.parametrize("name, package", [("reasoning_gym", "reasoning-gym"), ("math", "math-verify")])
+def test_a_missing_package_is_named_at_the_start(name, package):
+    """A worker that finds no packages (-S) answers with one line."""
+    settings = json.dumps({"load": ["exact", name], "timeout": 5.0})
+    worker = subprocess.run([sys.executable, "-S", PATH], input=settings, capture_output=True, text=True, timeout=60)
+    message = f"ModuleNotFoundError: takes the package {package} (pip install {package})"
+    assert json.loads(worker.stdout) == {"reward": name, "error": message} and worker.stderr == ""
