@@ -1,6 +1,6 @@
 """Measures reward sources: responses a second on one core, the round trip to a reward server, what stuck calls cost.
 
-python scripts/benchmark_rewards.py --output results/rewards.md
+    python scripts/benchmark_rewards.py --output results/rewards.md
 """
 
 import os
@@ -61,7 +61,7 @@ def main(args: Args) -> None:
     for about, (source, text, answer) in WORK.items():
         rows, texts = [{"prompt": "", "query": [], "answer": answer}] * count, [text] * count
         server = subprocess.Popen(
-            [sys.executable, os.path.join(utils.ROOT, "scripts", "reward_server.py"), "--reward", source, "--port", "0"],
+            [sys.executable, f"{utils.ROOT}/scripts/reward_server.py", "--reward", source, "--port", "0"],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         url = re.search(r"http\S+", server.stdout.readline())[0]
