@@ -264,14 +264,14 @@ def harness_text(text: str) -> str:
 
 def group_as_mathematics(responses: list[str]) -> list[str | None]:
     """The final answer of each response as math-verify reads it, in the words of the first one that is equal to it."""
-    from math_verify import parse, verify
+    from math_verify import verify
 
     words, groups = {}, []  # what an answer's text stands for; (text, parsed) of each group
     answers = []
     for response in responses:
         text = None
         with contextlib.suppress(Exception):  # as in the reward: what cannot be read is no answer
-            parsed = parse(response, parsing_timeout=None)
+            parsed = verifier.parse_response(response)
             text = str(parsed[-1]) if parsed else None
         if text is not None and text not in words:
             for first, other in groups:

@@ -92,9 +92,15 @@ def math(response: str, answer) -> float:
     reference = parse(gold if IS_TEXT.match(gold) else f"${gold}$", parsing_timeout=None)
     if not reference:
         raise ValueError(f"math-verify cannot parse the reference answer {gold!r}")
+    return float(verify(reference, parse_response(response), timeout_seconds=None))
+
+
+def parse_response(response: str) -> list:
+    """The final answer of a response as math-verify reads it: [expression, text], or [] for none."""
+    from math_verify import parse
+
     box = last_box(response)  # the library would join several into a set
-    found = parse(response if box is None else f"$\\boxed{{{box}}}$", parsing_timeout=None)
-    return float(verify(reference, found, timeout_seconds=None))
+    return parse(response if box is None else f"$\\boxed{{{box}}}$", parsing_timeout=None)
 
 
 def format(response: str, answer) -> float:
