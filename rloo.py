@@ -130,6 +130,22 @@ class Args:
     """Most further rollouts of a step with --filter_groups refill; then the step goes on with what there is."""
 
     # ---- rollout ----
+    rollout_backend: Literal["auto", "hf", "vllm", "server"] = "auto"
+    """What samples: transformers' generate (hf), vLLM in this process, or vLLM servers; auto is vLLM on a GPU where it
+    is installed, else hf."""
+    rollout_servers: tuple[str, ...] = ()
+    """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.sh starts one."""
+    async_steps: Literal[0, 1] = 0
+    """1: while a step trains, vLLM samples for the next one, with the weights from before the step."""
+    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
+    """Weight the policy loss by rho = policy at the start of the step / policy that sampled: truncate rho of a token to
+    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or take the response's and drop it above cap."""
+    rollout_correction_cap: float = 2.0
+    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
+    vllm_tensor_parallel: int = 1
+    """Neighbouring ranks that share one vLLM engine."""
+    kv_cache_gb: float = 0.0
+    """GB of vLLM's cache on each device; 0: a quarter of a GPU's memory, 1 on a CPU."""
     max_response_length: int = 1024
     """Most tokens of a response."""
     min_response_length: int = 0
@@ -330,6 +346,28 @@ def minus_mean(grouped: Tensor, weights: Tensor) -> Tensor:
     present = grouped.isfinite()
     total = masked_sum(weights, present, 1).clamp(min=1)
     return grouped - (masked_sum(weights * grouped, present, 1) / total)[:, None]
+
+
+def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
+    """Importance weights rho = exp(old_logprobs - rollout_logprobs) that make up for another policy having sampled.
+
+    Args:
+        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by what sampled.
+        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": that
+            of the whole response, 0 above cap; "none": 1.
+    Returns:
+        (N, T), without gradient.
+    """
+    log_ratio = torch.where(mask, old_logprobs.detach() - rollout_logprobs, 0.0)
+    if kind == "sequence_mask":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    rho = log_ratio.clamp(-20, 20).exp()
+    if kind == "none":
+        return torch.ones_like(rho)
+    if kind == "truncate":
+        return rho.clamp(max=cap)
+    dropped = rho > cap if kind == "sequence_mask" else (rho > cap) | (rho < 1 / cap)
+    return rho.masked_fill(dropped, 0.0)
 
 
 def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int) -> Tensor:
@@ -625,30 +663,37 @@ def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
 
 
 def rollout(
-    rows: list[dict], samples: int, key: tuple, *, model, tokenizer, stop_ids, rewards, args, interrupt, world, autocast
-):
+    rows: list[dict], samples: int, key: tuple, *, model, engine, tokenizer, stop_ids, rewards, args, interrupt, world,
+    autocast,
+):  # fmt: skip
     """Sample and score `samples` responses for each row, spread over the ranks.
 
     Args:
         rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
-        key: names the random numbers, see `utils.generator`.
+        key: names the random numbers, see `utils.generator`. engine: what samples; None for transformers.
     Returns:
         The Batch, the same on every rank; None if the run is interrupted.
     """
     rows = [row for row in rows for _ in range(samples or 1)]
-    uniforms = None
-    if samples:  # a line of numbers for each response of all ranks, whichever rank generates it
-        uniforms = torch.from_numpy(utils.generator(*key).random((len(rows), args.max_response_length)))  # (N, T)
+    numbers, uniforms, seeds = utils.generator(*key), None, None
+    if samples and engine is None:  # a line of numbers for each response of all ranks, whichever rank generates it
+        uniforms = torch.from_numpy(numbers.random((len(rows), args.max_response_length)))  # (N, T)
+    elif samples:  # a seed for each
+        seeds = numbers.integers(2**62, size=len(rows))
     share = []  # (response, logprobs) of this rank's rows
-    mine = world.deal(list(range(len(rows))))
-    for start in range(0, len(mine), args.generation_batch_size):
+    mine, interrupted = world.deal(list(range(len(rows)))), lambda: interrupt.requested
+    if engine is not None:
+        queries, own = [rows[i]["query"] for i in mine], None if seeds is None else seeds[mine].tolist()
+        found = engine.generate(queries, own, stop_ids, args, interrupted)
+        share = (
+            None if found is None else [(truncate_at_stop(ids, stop_ids), logprobs) for ids, logprobs in zip(*found)]
+        )
+    for start in range(0, len(mine) if engine is None else 0, args.generation_batch_size):
         part = mine[start : start + args.generation_batch_size]
         queries, numbers = [rows[i]["query"] for i in part], None if uniforms is None else uniforms[part]
         with autocast():
-            share += zip(
-                *generate(model, queries, numbers, stop_ids, tokenizer.pad_token_id, args, lambda: interrupt.requested)
-            )
-    if interrupt.agreed():
+            share += zip(*generate(model, queries, numbers, stop_ids, tokenizer.pad_token_id, args, interrupted))
+    if world.any(interrupt.requested or share is None):
         return None
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response, _ in share]
     parts = rewards.score([rows[i] for i in mine], texts, [response for response, _ in share])  # {source: scores}
@@ -721,14 +766,35 @@ class Experience:
     metrics: dict[str, float]
     position: int  # where the next step goes on: in the stream of prompts,
     moments: list[float]  # and with the moments of the scores
+    policy: int  # steps that the policy which sampled had trained
+
+    def state(self) -> dict:
+        """What a checkpoint holds of it: plain types and tensors, of the rows what is still needed."""
+        batches = {name: dict(vars(batch)) for name, batch in (("batch", self.batch), ("sampled", self.sampled))}
+        for batch in batches.values():
+            batch["rows"] = [{"prompt": row["prompt"], "query": row["query"]} for row in batch["rows"]]
+        return {**vars(self), **batches}
+
+    @staticmethod
+    def of(state: dict, device) -> "Experience":
+        """The way back from `state`, which was loaded to the CPU."""
+
+        def move(x):
+            return {key: move(y) for key, y in x.items()} if isinstance(x, dict) else x.to(device)
+
+        moved = lambda batch: {key: x if isinstance(x, list) else move(x) for key, x in batch.items()}
+        batches = {name: Batch(**moved(state[name])) for name in ("batch", "sampled")}
+        return Experience(**{**state, **batches, "scores": state["scores"].to(device)})
 
 
-def collect(prompts: list[dict], step: int, position: int, moments: list[float], sample, args: Args):
+def collect(
+    step: int, position: int, moments: list[float], policy: int, *, prompts: list[dict], sample, args: Args
+) -> Experience | None:
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
     Args:
         position: of the step's first prompt in `utils.take_prompts`. moments: of the scores of all steps before.
-        sample: `rollout` with all but its first three arguments.
+        policy: steps that the policy has trained. sample: `rollout` with all but its first three arguments.
     Returns:
         The Experience; None if the run is interrupted.
     """
@@ -762,7 +828,7 @@ def collect(prompts: list[dict], step: int, position: int, moments: list[float],
             found, teaches = wanted, torch.ones_like(teaches)
         chosen = teaches.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist()
         batch, scores = join([sampled], chosen), scores[chosen]
-    return Experience(batch, scores, sampled, metrics, position, moments)
+    return Experience(batch, scores, sampled, metrics, position, moments, policy)
 
 
 def token_advantages(
@@ -816,6 +882,8 @@ def check_args(args: Args) -> None:
         utils.fail(
             f"--group_size {args.group_size}: --advantage {args.advantage} compares 2 responses a prompt or more"
         )
+    if args.advantage == "remax" and args.async_steps:
+        utils.fail("--advantage remax: compares with the greedy response of the same policy; takes --async_steps 0")
     if args.dual_clip and not args.dual_clip > 1:
         utils.fail(f"--dual_clip {args.dual_clip}: has to be above 1 (or 0 for none)")
 
@@ -859,6 +927,8 @@ def main(args: Args) -> None:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     wrapped = utils.wrap(policy, world)
+    beside = world.for_rollout(args.vllm_tensor_parallel)
+    engine = utils.rollout_engine(args, beside, bf16)
     # ---- end shared
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
 
@@ -869,10 +939,12 @@ def main(args: Args) -> None:
     if resume_from:
         state = utils.load_checkpoint(resume_from, world)
         optimizer.load_state_dict(state.pop("optimizer"))
+    saved = state.pop("ahead", None)
+    following = Experience.of(saved, world.device) if saved else None  # of the next step, if it is there already
 
     def save() -> None:
         run.phase("save")
-        state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
+        state.update(seconds=clock.total(), optimizer=optimizer.state_dict(), ahead=following and following.state())
         moved = {"reference": reference.model} if args.ref_refresh_every else {}
         utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **moved)
 
@@ -883,9 +955,11 @@ def main(args: Args) -> None:
     run = utils.Run(folder, args, world, total_steps, state if resume_from else None, data)
     clock = utils.Clock(world.device, state["seconds"])
     sample = functools.partial(
-        rollout, model=model, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args, interrupt=interrupt,
-        world=world, autocast=autocast,
+        rollout, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args,
+        interrupt=interrupt, world=beside, autocast=autocast,
     )  # fmt: skip
+    gather_experience = functools.partial(collect, prompts=prompts, sample=sample, args=args)
+    ahead = utils.Ahead(gather_experience, interrupt) if args.async_steps else None
     look = functools.partial(over_batch, budget=args.micro_batch_tokens, world=world, autocast=autocast)
 
     def leave() -> NoReturn:
@@ -901,6 +975,8 @@ def main(args: Args) -> None:
             why = rewards.why_missing({source: batch.parts[source]})
             utils.fail(f"--reward: no response of step {state['step'] + 1} got a score from {why}")
 
+    if engine is not None:
+        engine.sync(model)
     while True:
         # ---- evaluate, log, save: the policy after `step` steps (a run interrupted here resumes here) ---------------
         step, metrics = state["step"], state["metrics"]
@@ -927,10 +1003,14 @@ def main(args: Args) -> None:
         step += 1
         clock.start()
         run.phase("rollout")
-        experience = collect(prompts, step, state["position"], state["moments"], sample, args)
+        experience, following = following, None
         if experience is None:
-            leave()
+            experience = gather_experience(step, state["position"], state["moments"], step - 1)
+            if experience is None:
+                leave()
         require_scores(experience.sampled)
+        if ahead and step < total_steps:  # goes on while this step trains, with the policy from before it
+            ahead.start(step + 1, experience.position, experience.moments, step - 1)
         batch, scores = experience.batch, experience.scores  # scores: (N,)
         mask, lengths = batch.response_mask, batch.lengths  # (N, T), [N]
         present = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
@@ -949,9 +1029,13 @@ def main(args: Args) -> None:
             present = [i for i in present if greedy_scores[i].isfinite()]
         clock.lap("rollout")
 
-        # Else the log-probs of the only update are the old ones.
-        needs_old = updates_a_step > 1 or kl_in_reward
+        # The old policy is the one that sampled. Its log-probs are those of the only update or computed now; where the
+        # weights have moved since, they are what the engine said, unless a correction makes up for the difference.
+        by_engine = args.async_steps > 0 and args.rollout_correction == "none"
+        needs_old = updates_a_step > 1 and not by_engine or kl_in_reward
         # ---- shared: old and reference log-probs --------------------------------------------------------------------
+        if engine is not None:
+            engine.sleep()
         run.phase("log-probs")
         old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled
         if reference is not None and exact is None:
@@ -960,6 +1044,9 @@ def main(args: Args) -> None:
             old_logprobs, _, *full_kl = look(policy, batch, exact)
             if reference is not None:
                 kl = full_kl[0] if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
+        passes = [model] * (old_logprobs is not None) + [reference] * (reference is not None)
+        if by_engine:
+            old_logprobs = batch.rollout_logprobs.to(dtype)
         clock.lap("logprobs")
         # ---- end shared
 
@@ -996,14 +1083,19 @@ def main(args: Args) -> None:
                         with autocast():
                             logprobs, entropies, full_kl = wrapped(*batch.collate(micro), exact if kl_in_loss else None)
                         logprobs, entropies = pad_rows(logprobs, m), pad_rows(entropies, m)  # (n, T)
-                        old = logprobs.detach() if updates_a_step == 1 else old_logprobs[micro]
+                        now = logprobs.detach()
+                        old = now if updates_a_step == 1 and not by_engine else old_logprobs[micro]
+                        sampled = batch.rollout_logprobs[micro]  # the log-probs of what sampled
+                        weights = correction_weights(
+                            old, sampled, m, args.rollout_correction, args.rollout_correction_cap
+                        )
                         log_ratio = logprobs - old
                         if args.ratio == "sequence":
                             log_ratio = masked_sum(log_ratio, m, 1)[:, None].expand_as(log_ratio)
                         token_losses, clipped = clipped_loss(
                             log_ratio, advantages[micro], args.clip_low, args.clip_high, args.dual_clip
                         )
-                        policy_term = mean(token_losses, m)
+                        policy_term = mean(token_losses * weights, m)
                         # ---- shared: penalties
                         loss = policy_term - args.entropy_coef * mean(entropies, m)
                         token_kl = torch.zeros_like(old)
@@ -1022,14 +1114,27 @@ def main(args: Args) -> None:
                     sums.add(approxkl=masked_sum((logprobs - old).square() / 2, m))
                     if epoch == 0:  # each response once
                         token_kl = token_kl if kl is None else kl[micro]
-                        diff = torch.where(m, (old - batch.rollout_logprobs[micro]).abs(), 0.0)
+                        latest = now if by_engine else old
+                        diff = torch.where(m, (latest - sampled).abs(), 0.0)
+                        prob_diff = masked_sum((latest.exp() - sampled.exp()).abs(), m)
                         sums.add(kl=masked_sum(token_kl, m), mean_kl=masked_mean(token_kl, m, 1).sum())
-                        sums.add(surprise=-masked_sum(old, m), diff=diff.sum())
+                        sums.add(surprise=-masked_sum(old, m), diff=diff.sum(), prob_diff=prob_diff)
+                        sums.add(weights=masked_sum(weights, m))
                         sums.max(diff=diff)
                         # ---- end shared
                 optimizer.step()
         model.eval()
         clock.lap("training")
+        # ---- shared: the next rollout, and the weights to the engine ------------------------------------------------
+        if ahead and step < total_steps:
+            run.phase("rollout")
+            following = ahead.result()
+            clock.lap("rollout")
+        if engine is not None:
+            run.phase("sync")
+            engine.sync(model)
+            clock.lap("sync")
+        # ---- end shared
         # Tokens that went through each model, times FLOPs a parameter: rollout and update.
         sampled_tokens, trained_tokens = sum(experience.sampled.lengths), sum(lengths[i] for i in present)
         work = [(model, 2 * sampled_tokens + 6 * args.num_epochs * trained_tokens)]
@@ -1051,7 +1156,6 @@ def main(args: Args) -> None:
         tokens = total["tokens"] / args.num_epochs
         responses, updates, mean_score = max(1, len(present)), max(1, updates), experience.metrics["objective/scores"]
         kl_sum = total["kl"] / responses if reference is not None else math.nan
-        passes = [model] * (old_logprobs is not None) + [reference] * (reference is not None)
         work += [(passed, 2 * sum(lengths)) for passed in passes]
         state["metrics"] = {
             "step": step,
@@ -1069,12 +1173,17 @@ def main(args: Args) -> None:
             "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
             "rollout/logprob_diff_mean": total["diff"] / tokens,
             "rollout/logprob_diff_max": total["max_diff"],
+            "rollout/prob_diff_mean": total["prob_diff"] / tokens,
+            "rollout/correction_mean": total["weights"] / tokens,
+            "rollout/staleness": step - 1 - experience.policy,
             **({"loss/ptx": total["ptx"] / updates} if "ptx" in total else {}),
             **optimizer.metrics(),
             **experience.metrics,
             **utils.batch_metrics(experience.sampled),
+            **(engine.metrics() if engine is not None else {}),
             **clock.metrics(work, sampled_tokens, world),
         }
+        utils.watch_agreement(state["metrics"])
         # ---- end shared
         if greedy_scores is not None:
             state["metrics"]["val/missing_greedy_scores"] = int(greedy_scores.isnan().sum()) // args.group_size

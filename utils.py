@@ -8,6 +8,8 @@ import contextlib
 import functools
 import glob
 import hashlib
+import importlib.util
+import itertools
 import json
 import math
 import os
@@ -78,44 +80,49 @@ class World:
     rank: int
     size: int
     device: torch.device
+    group: object = None  # of torch.distributed; None: the default one
+    copies: int = 1  # neighbouring ranks that share one rollout engine, and so do the same rollout
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
+    def for_rollout(self, copies: int) -> "World":
+        """The same processes in a group of their own, in which a thread of each can meet the others' on the CPU."""
+        group = dist.new_group(backend="gloo") if self.size > 1 else None
+        return World(self.rank, self.size, torch.device("cpu"), group, copies)
+
     def gather(self, items: list) -> list:
         """Concatenate every rank's list, in rank order, on every rank."""
-        if self.size == 1:
-            return items
-        parts = [None] * self.size
-        dist.all_gather_object(parts, items)
-        return [item for part in parts for item in part]
+        return [item for part in self._gather(items) for item in part]
+
+    def _gather(self, items: list) -> list[list]:
+        parts = [items] * self.size
+        if self.size > 1:
+            dist.all_gather_object(parts, items, group=self.group)
+        return parts
 
     def deal(self, items: list) -> list:
-        """This rank's share of a list that all ranks hold: every `size`-th item. `undeal` is the way back."""
-        return items[self.rank :: self.size]
+        """This rank's share of a list that all ranks hold: every so many-th item. `undeal` is the way back."""
+        return items[self.rank // self.copies :: self.size // self.copies]
 
     def undeal(self, items: list, total: int) -> list:
         """Gather the shares that `deal` gave out, in the order of the original list of `total` items."""
-        if self.size == 1:
-            return items
-        whole = [None] * total
-        parts = [None] * self.size
-        dist.all_gather_object(parts, items)
-        for rank, part in enumerate(parts):
-            whole[rank :: self.size] = part
+        whole, parts = [None] * total, self._gather(items)[:: self.copies]
+        for number, part in enumerate(parts):
+            whole[number :: len(parts)] = part
         return whole
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
         """The largest of a tensor's values over all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def any(self, flag: bool) -> bool:
@@ -124,7 +131,7 @@ class World:
 
     def barrier(self) -> None:
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
 
 
 def setup_processes() -> World:
@@ -159,13 +166,13 @@ def check_ranges(args) -> None:
         "rollout_batch_size group_size mini_batch_size batch_size num_epochs max_response_length max_prompt_length "
         "max_length reward_timeout micro_batch_tokens logits_chunk_tokens generation_batch_size eval_samples "
         "temperature learning_rate max_grad_norm critic_learning_rate critic_max_grad_norm ptx_batch_size kl_target "
-        "kl_horizon"
+        "kl_horizon vllm_tensor_parallel"
     )
     not_negative = (
         "weight_decay min_learning_rate critic_weight_decay critic_min_learning_rate max_skipped_updates kl_coef "
         "entropy_coef ptx_coef eval_every eval_prompts eval_pairs log_samples save_every keep_checkpoints seed "
         "clip_low clip_high value_clip critic_warmup_steps reward_clip centre_coef ref_refresh_every pf_ppo_power "
-        "overlong_buffer max_refills"
+        "overlong_buffer max_refills kv_cache_gb"
     )
     share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
     for name, value in vars(args).items():
@@ -200,6 +207,14 @@ def check_common_args(args) -> None:
         fail(f"--total_episodes {args.total_episodes}: is less than one step of {product}")
     if not 0 <= args.min_response_length <= args.max_response_length:
         fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length")
+    if not 0 < args.rollout_correction_cap or args.rollout_correction == "mask" and args.rollout_correction_cap < 1:
+        fail(f"--rollout_correction_cap {args.rollout_correction_cap}: has to be above 0, with mask 1 or more")
+    if (args.rollout_backend == "server") != bool(args.rollout_servers):
+        fail("--rollout_backend server and --rollout_servers ADDRESS ... go together")
+    if args.vllm_tensor_parallel > 1 and args.rollout_backend != "vllm":
+        fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: takes --rollout_backend vllm")
+    if args.rollout_backend in ("vllm", "server") and args.temperature > 2:
+        fail(f"--temperature {args.temperature}: vLLM takes at most 2")
     if args.overlong_buffer > args.max_response_length:
         fail(f"--overlong_buffer {args.overlong_buffer}: has to be at most --max_response_length")
     if args.filter_groups != "none" and args.group_size < 2:
@@ -1142,6 +1157,189 @@ class Rewards:
 
 
 # ----------------------------------------------------------------------------------------------------------------
+# Rollout engines: what samples, if it is not transformers
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def rollout_engine(args, world: World, bf16: bool):
+    """The engine of --rollout_backend, None for transformers' generate; says which it is.
+
+    Args:
+        world: that of the rollout. bf16: whether the trainer computes in bfloat16.
+    """
+    backend, installed = args.rollout_backend, importlib.util.find_spec("vllm") is not None
+    useful = torch.cuda.is_available() and args.precision != "float64"
+    if backend == "auto":
+        backend = "vllm" if installed and useful and args.temperature <= 2 else "hf"
+    if backend == "vllm" and not installed:
+        fail("--rollout_backend vllm: vLLM is not installed (pip install vllm==0.32.0; on a CPU see scripts/setup.sh)")
+    if backend == "hf" and args.async_steps:
+        fail(f"--async_steps {args.async_steps}: takes --rollout_backend vllm or server")
+    engine = {"hf": lambda *_: None, "vllm": Engine}[backend](args, world, bf16)
+    if world.main:
+        why = {True: "", False: " (vLLM is not installed)"}[installed] if useful else " (no GPU, or float64)"
+        auto = f"{why if args.rollout_backend == 'auto' and backend == 'hf' else ''}"
+        print(f"rollout: {engine.about if engine is not None else f'transformers{auto}'}", flush=True)
+    return engine
+
+
+class Engine:
+    """vLLM in this process: token ids in, token ids and their log-probabilities out.
+
+    One engine a rank, or one for --vllm_tensor_parallel neighbouring ranks, which then have to make the same calls. The
+    weights are random until the first `sync`.
+    """
+
+    def __init__(self, args, world: World, bf16: bool):
+        # The engine runs in this process, so that it can take the weights from the model in it.
+        os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        if world.size % args.vllm_tensor_parallel:
+            fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: has to divide the number of ranks, {world.size}")
+        import vllm
+        from vllm.platforms import current_platform
+
+        self.cpu, self.calls, self.asleep = not torch.cuda.is_available(), itertools.count(), False
+        # Not while the next rollout runs beside the training.
+        self.sleeps = current_platform.is_sleep_mode_available() and not args.async_steps
+        cache = args.kv_cache_gb or (1.0 if self.cpu else torch.cuda.mem_get_info()[1] / 4e9)
+        settings = {"enforce_eager": True} if self.cpu else {"gpu_memory_utilization": 0.1}  # of no effect, see below
+        settings |= {"enable_sleep_mode": True} if self.sleeps else {}
+        settings |= {"distributed_executor_backend": "external_launcher"} if dist.is_initialized() else {}
+        before, ranks = random_state(), os.environ.get("LOCAL_WORLD_SIZE")
+        try:
+            self.llm = vllm.LLM(
+                args.model, dtype="bfloat16" if bf16 else "float32", load_format="dummy", generation_config="vllm",
+                max_model_len=args.max_prompt_length + args.max_response_length, seed=args.seed,
+                max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache * 1e9),
+                logprobs_mode="processed_logprobs", disable_log_stats=True,
+                tensor_parallel_size=args.vllm_tensor_parallel, **settings,
+            )  # fmt: skip
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            fail(f"--rollout_backend vllm: the engine does not start with --model {args.model}: {first_line(error)}")
+        set_random_state(before)  # vLLM has seeded everything
+        if ranks is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = ranks
+        share = f", one for {args.vllm_tensor_parallel} ranks" if args.vllm_tensor_parallel > 1 else ""
+        sleep = "which is freed while training" if self.sleeps else "which stays (this backend cannot sleep)"
+        sleep = "which stays (rollout and training overlap)" if args.async_steps else sleep
+        self.about = f"vLLM {vllm.__version__} in this process{share}, with a cache of {cache:.3g} GB, {sleep}"
+
+    def _quick(self):
+        """On a CPU, a context without torch.compile, which would compile for many seconds and gain none."""
+        return torch.compiler.set_stance("force_eager") if self.cpu else contextlib.nullcontext()
+
+    def generate(
+        self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """One response a query.
+
+        Args:
+            queries: token ids. seeds: of each response, below 2**63, which alone decide what it draws; None: greedy.
+            interrupted: asked at every token, unless several ranks share the engine; once true, the result is None.
+        Returns:
+            responses, token ids up to and including a stop token; the log-probability of each token as it was drawn.
+        """
+        from vllm import SamplingParams
+
+        engine, outputs = self.llm.llm_engine, {}
+        names = [f"{next(self.calls)}" for _ in queries]
+        with self._quick():
+            try:
+                for i, (name, query) in enumerate(zip(names, queries)):
+                    draw = (
+                        {"temperature": 0.0} if seeds is None else {"temperature": args.temperature, "seed": seeds[i]}
+                    )
+                    settings = SamplingParams(
+                        **draw, top_p=args.top_p, top_k=args.top_k, repetition_penalty=args.repetition_penalty,
+                        min_tokens=args.min_response_length, max_tokens=args.max_response_length,
+                        stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False,
+                    )  # fmt: skip
+                    engine.add_request(name, {"prompt_token_ids": query}, settings)
+                while engine.has_unfinished_requests():
+                    if args.vllm_tensor_parallel == 1 and interrupted():
+                        return None
+                    outputs |= {done.request_id: done.outputs[0] for done in engine.step() if done.finished}
+            finally:  # a request that stays would be in the next rollout
+                if engine.has_unfinished_requests():
+                    engine.abort_request(names)
+        found = [outputs[name] for name in names]
+        logprobs = [[each[token].logprob for each, token in zip(x.logprobs, x.token_ids)] for x in found]
+        return [list(x.token_ids) for x in found], logprobs
+
+    def sync(self, model: torch.nn.Module) -> None:
+        """Give the engine the weights of `model`; wakes it."""
+        # With the output head under its own name, tied or not; the engine would keep its own.
+        weights = model.state_dict()
+        if self.asleep:
+            self.llm.wake_up(["weights"])
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        if self.asleep:
+            self.llm.wake_up(["kv_cache"])
+        self.asleep = False
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not drop its prefix cache, which is of the old weights")
+        self.synced = sum(x.numel() * x.element_size() for x in weights.values())
+
+    def sleep(self) -> None:
+        """Free the memory of weights and cache until the next `sync`, where the backend can."""
+        if self.sleeps:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/sync_gb": self.synced / 1e9}
+
+
+class Ahead:
+    """Makes the next step's rollout in a thread, with queues of size one, as open-instruct does (arXiv:2410.18252)."""
+
+    def __init__(self, make: Callable, interrupt: Interrupt):
+        self.make, self.interrupt = make, interrupt
+        self.jobs, self.results = queue.Queue(1), queue.Queue(1)
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+        atexit.register(self._close)
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            try:
+                self.results.put(self.make(*job))
+            except BaseException as error:  # for whoever waits for the result
+                self.results.put(error)
+
+    def start(self, *job) -> None:
+        self.jobs.put(job)
+
+    def result(self):
+        """What `make` returned for the oldest job; raises what it raised."""
+        result = self.results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def _close(self) -> None:
+        """Where the run ends in an error: leave the engine before the interpreter is taken down around it."""
+        self.interrupt.requested = True
+        with contextlib.suppress(queue.Full):
+            self.jobs.put_nowait(None)
+        self.thread.join(timeout=10)
+
+
+AGREEMENT = 0.01  # mean difference of probabilities from which on the rollout is not that of the trained policy
+
+
+def watch_agreement(metrics: dict[str, float]) -> None:
+    """Warn if what sampled and the trainer disagree about the probabilities of the tokens, given the same weights."""
+    difference = metrics["rollout/prob_diff_mean"]
+    if difference > AGREEMENT and metrics["rollout/staleness"] == 0:
+        warn(
+            f"step {metrics['step']}: rollout and trainer differ by {difference:.3f} in a token's mean probability; "
+            "try --precision float32, --rollout_backend hf to see whose fault it is, or --rollout_correction truncate"
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------
 # Evaluation
 # ----------------------------------------------------------------------------------------------------------------
 
@@ -1323,12 +1521,7 @@ def load_checkpoint(folder: str, world: World) -> dict:
     """The trainer's state of a checkpoint; sets this rank's global random generators as they were."""
     own = os.path.join(folder, f"random_state_{world.rank}.pt")
     if os.path.exists(own):  # a resumed run may have more ranks than before; nothing in it depends on these
-        state = torch.load(own, weights_only=True)
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        set_random_state(torch.load(own, weights_only=True))
     return torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
 
 
@@ -1337,6 +1530,15 @@ def random_state() -> dict:
     kind, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
     return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+
+
+def set_random_state(state: dict) -> None:
+    """Set this process's global random generators as `random_state` found them."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1590,7 +1792,7 @@ class Clock:
     def lap(self, name: str) -> None:
         """The phase that ends now."""
         now = self._now()
-        self.laps[name], self.last = now - self.last, now
+        self.laps[name], self.last = self.laps.get(name, 0.0) + now - self.last, now
 
     def total(self) -> float:
         """Seconds since the run began, those before a resume included."""

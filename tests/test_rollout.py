@@ -324,7 +324,7 @@ def setting(load, tokenizer):
     stops = [1, *range(40, vocabulary, 9)]  # many of 259 tokens, so that most responses stop
     rows = [{"query": q, "answer": i, "prompt": ""} for i, q in enumerate(queries_of([4, 9, 1, 6, 3], vocabulary))]
     model = load("qwen2", F64, vocab_size=vocabulary)
-    options = dict(model=model, tokenizer=tokenizer, stop_ids=stops, autocast=contextlib.nullcontext)
+    options = dict(model=model, engine=None, tokenizer=tokenizer, stop_ids=stops, autocast=contextlib.nullcontext)
     return rows, options
 
 
@@ -448,7 +448,7 @@ def test_training_sees_the_sampled_ids_where_text_would_give_others(load):
     allowed = torch.full((len(vocabulary),), -math.inf, dtype=F64)
     allowed[[a, b, c, vocabulary["Ã"], 1]] = 0.0  # "Ã" is the byte C3, no UTF-8 by itself
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits * 0.1 + allowed)
-    options = dict(model=model, tokenizer=tokenizer, stop_ids=[1], autocast=contextlib.nullcontext)
+    options = dict(model=model, engine=None, tokenizer=tokenizer, stop_ids=[1], autocast=contextlib.nullcontext)
     batch = roll(([{"query": [a, b], "answer": 0}] * 4, options), samples=4)
     hook.remove()
     again = [tokenizer.encode(text) + [1] * int(stopped) for text, stopped in zip(batch.texts, batch.stopped)]
