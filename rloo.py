@@ -927,8 +927,6 @@ def main(args: Args) -> None:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     wrapped = utils.wrap(policy, world)
-    beside = world.for_rollout(args.vllm_tensor_parallel)
-    engine = utils.rollout_engine(args, beside, bf16)
     # ---- end shared
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
 
@@ -949,6 +947,8 @@ def main(args: Args) -> None:
         utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **moved)
 
     # ---- shared: run ------------------------------------------------------------------------------------------------
+    beside = world.for_rollout(args.vllm_tensor_parallel)
+    engine = utils.rollout_engine(args, beside, bf16)
     data = {"prompts": [len(row["query"]) for row in prompts]}
     data |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
     data |= {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}

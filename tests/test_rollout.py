@@ -400,14 +400,14 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, rows, 
     class Missing(Exception):
         pass
 
-    def all_gather_object(parts, share):
+    def all_gather_object(parts, share, group=None):
         shares[rank] = share
         if len(shares) < len(parts):
             raise Missing
         parts[:] = [shares[r] for r in range(len(parts))]
 
     monkeypatch.setattr(utils.dist, "all_gather_object", all_gather_object)
-    monkeypatch.setattr(utils.dist, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: None)
     whole, batches, seen = roll(setting, samples, rows=setting[0][:rows]), [], []
     for rank in [*range(size), *range(size)]:
         rewards = Scores()

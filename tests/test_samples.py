@@ -44,7 +44,8 @@ def collected(table, position=0, moments=(0.0, 0.0, 0.0), end=None, **flags):
     args = grpo.Args(**{"reward": ("a",), "rollout_batch_size": 4, "non_stop_penalty": False, **flags}, group_size=size)
     prompts = [{"i": i} for i in range(40)]
     order = [row["i"] for row in utils.take_prompts(prompts, 0, 80, args.seed)]
-    return grpo.collect(prompts, 3, position, list(moments), sampler, args), sampler.calls, order
+    experience = grpo.collect(3, position, list(moments), 2, prompts=prompts, sample=sampler, args=args)
+    return experience, sampler.calls, order
 
 
 def groups_of(experience) -> list[int]:
@@ -212,7 +213,7 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     original, aggregate = getattr(module, loss), module.aggregate
     divisors = []
     collects, collect = [], module.collect
-    monkeypatch.setattr(module, "collect", lambda *a: collects.append(collect(*a)) or collects[-1])
+    monkeypatch.setattr(module, "collect", lambda *a, **o: collects.append(collect(*a, **o)) or collects[-1])
     monkeypatch.setattr(module, loss, lambda *a: seen.append(a) or original(*a))
     monkeypatch.setattr(module, "aggregate", lambda *a, **o: divisors.append((o, a[1])) or aggregate(*a, **o))
     values = variant(base, tmp_path, filter_groups="drop", mask_truncated=True, num_epochs=1, mini_batch_size=32)
