@@ -1205,7 +1205,7 @@ class Engine:
         cache = args.kv_cache_gb or (1.0 if self.cpu else torch.cuda.mem_get_info()[1] / 4e9)
         settings = {"enforce_eager": True} if self.cpu else {"gpu_memory_utilization": 0.1}  # of no effect, see below
         settings |= {"enable_sleep_mode": True} if self.sleeps else {}
-        settings |= {"distributed_executor_backend": "external_launcher"} if dist.is_initialized() else {}
+        settings |= {"distributed_executor_backend": "external_launcher"} if "RANK" in os.environ else {}
         before, ranks = random_state(), os.environ.get("LOCAL_WORLD_SIZE")
         try:
             self.llm = vllm.LLM(

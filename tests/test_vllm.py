@@ -1,0 +1,448 @@
+"""vLLM's real engine in this process: the same rollouts as transformers', weights that follow, and the rollout of the
+next step in a thread while this one trains."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+import types
+
+import helpers
+import pytest
+import torch
+from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo
+import utils
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+CPU = torch.device("cpu")
+STOPS = [1, 7, 8]
+KEPT = []  # engines: one that is shut down takes the others' process group along
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("vllm")
+    values = {**helpers.workspace(folder), "rollout_backend": "vllm", "kv_cache_gb": 0.02, "max_prompt_length": 64}
+    for name, tied in (("model", True), ("untied", False)):
+        path = helpers.tiny_model(folder / name, hidden_size=64, tie_word_embeddings=tied)  # heads of 32 or more
+        model = AutoModelForCausalLM.from_pretrained(path)
+        model.get_output_embeddings().weight.data[1] *= 2 if tied else 4  # responses of many lengths
+        model.save_pretrained(path)
+    return {**values, "eval_every": 0, "kl_coef": 0.01, "save_every": 0}
+
+
+@pytest.fixture(autouse=True)
+def keep_engines(monkeypatch):
+    made = utils.Engine.__init__
+    monkeypatch.setattr(utils.Engine, "__init__", lambda self, *args: KEPT.append(self) or made(self, *args))
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, "ERROR" if "LEVEL" in name else "1"))
+
+
+def variant(base: dict, tmp_path, **changes) -> dict:
+    return {**base, "output_dir": str(tmp_path), "run_name": "run", **changes}
+
+
+def args_of(base: dict, **changes) -> grpo.Args:
+    names = {field.name for field in dataclasses.fields(grpo.Args)}
+    values = {name: value for name, value in {**base, **changes}.items() if name in names}
+    return grpo.Args(**{**values, "reward": (values["reward"],)})
+
+
+@pytest.fixture(scope="module")
+def made(base):
+    """(engine, model, tokenizer, flags) of the tied and of the untied model."""
+    found = {}
+    for name in ("model", "untied"):
+        args = args_of(base, model=str(helpers.Path(base["model"]).parent / name), max_response_length=20)
+        engine = utils.Engine(args, utils.World(0, 1, CPU), False)
+        model = utils.load_model("--model", args.model, torch.float32, CPU)
+        engine.sync(model)
+        KEPT.append(engine)
+        found[name] = engine, model, AutoTokenizer.from_pretrained(args.model), args
+    return found
+
+
+def roll(setting, samples, engine, key=("rollout", 1, 1), **changes):
+    """A rollout of the script's own, by the engine or (None) by transformers."""
+    _, model, tokenizer, args = setting
+    prompts = [f"{a}+{b}=" for a, b in zip(range(1, 40, 3), range(2, 93, 7))]
+    rows = [{"prompt": text, "query": tokenizer.encode(text), "answer": "1"} for text in prompts]
+
+    class Scores:
+        def score(self, rows, texts, responses):
+            return {"a": [float(len(text)) for text in texts]}
+
+    return grpo.rollout(
+        rows, samples, key, model=model, engine=engine, tokenizer=tokenizer, stop_ids=STOPS, rewards=Scores(),
+        args=dataclasses.replace(args, **changes), interrupt=types.SimpleNamespace(requested=False),
+        world=utils.World(0, 1, CPU), autocast=contextlib.nullcontext,
+    )  # fmt: skip
+
+
+def logprobs_of(model, query: list[int], response: list[int], temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([query + response])).logits[0, len(query) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def worst(batch, model, temperature: float) -> float:
+    """The largest difference between the engine's log-probabilities and the model's."""
+    differences = []
+    for query, response, row in zip(batch.queries, batch.responses, batch.rollout_logprobs):
+        expected = logprobs_of(model, query, response, temperature)
+        differences.append((row[: len(response)] - expected).abs().max().item())
+    return max(differences)
+
+
+# ---- the same rollout -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model", "untied"])
+def test_greedy_token_by_token(made, name):
+    """Responses, their ends, masks and texts; stop tokens beside the tokenizer's own end token."""
+    theirs, ours = (roll(made[name], 0, engine) for engine in (made[name][0], None))
+    assert theirs.responses == ours.responses and theirs.texts == ours.texts
+    assert torch.equal(theirs.response_mask, ours.response_mask) and torch.equal(theirs.stopped, ours.stopped)
+    assert 0 < theirs.stopped.sum() < len(theirs.stopped) and len({len(r) for r in theirs.responses}) > 2
+    assert theirs.parts["a"].tolist() == ours.parts["a"].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_log_probabilities_are_those_of_the_trainer(made, temperature):
+    batch = roll(made["model"], 8, made["model"][0], temperature=temperature)
+    assert worst(batch, made["model"][1], temperature) < 1e-4
+    assert worst(batch, made["model"][1], 2 * temperature) > 0.1  # the temperature counts
+    ends = [response[-1] in STOPS for response in batch.responses]
+    assert batch.stopped.tolist() == ends and 0 < sum(ends) < len(ends)
+    for response, end in zip(
+        batch.responses, ends
+    ):  # only the last token stops, and what has no stop is of full length
+        assert not set(response[:-1]) & set(STOPS) and (end or len(response) == 20)
+
+
+def test_the_distribution_at_temperature_1(made):
+    """Frequencies of the first two tokens of 3,000 responses against the exact probabilities (chi-square)."""
+    engine, model, tokenizer, args = made["model"]
+    query, count = tokenizer.encode("12+34="), 3000
+    short = dataclasses.replace(args, max_response_length=2)
+    seeds = utils.generator("seeds").integers(2**62, size=count).tolist()
+    responses, _ = engine.generate([query] * count, seeds, STOPS, short, lambda: False)
+    with torch.no_grad():
+        first = model(input_ids=torch.tensor([query])).logits[0, -1].softmax(-1)
+    frequent = [token for token in first.topk(5).indices.tolist() if token not in STOPS][:2]
+    for given in (None, *frequent):
+        drawn = [r[0] for r in responses] if given is None else [r[1] for r in responses if r[0] == given]
+        ids = torch.tensor([query if given is None else [*query, given]])
+        with torch.no_grad():
+            exact = model(input_ids=ids).logits[0, -1].softmax(-1) * len(drawn)
+        seen = torch.bincount(torch.tensor(drawn), minlength=len(exact))[: len(exact)].float()
+        common = exact >= 5
+        cells = [(seen[common], exact[common]), (seen[~common].sum()[None], exact[~common].sum()[None])]
+        chi = sum(((s - e).square() / e.clamp(min=1e-9)).sum().item() for s, e in cells)
+        freedom = int(common.sum())
+        assert freedom > 3 and chi < freedom + 5 * math.sqrt(2 * freedom), (given, chi, freedom)
+
+
+def test_a_response_is_a_function_of_its_seed(made):
+    """Alone, in another order, beside others: so the number of ranks does not matter."""
+    engine, _, tokenizer, args = made["model"]
+    queries = [tokenizer.encode(f"{i}+{i}=") for i in range(6)] * 2
+    seeds = list(range(2**61, 2**61 + 12))
+    whole = engine.generate(queries, seeds, STOPS, args, lambda: False)
+    assert whole == engine.generate(queries, seeds, STOPS, args, lambda: False) and whole[0][:6] != whole[0][6:]
+    backwards = engine.generate(queries[::-1], seeds[::-1], STOPS, args, lambda: False)
+    assert [column[::-1] for column in backwards] == list(whole)
+    for i in (3, 8):
+        alone = engine.generate([queries[i]], [seeds[i]], STOPS, args, lambda: False)
+        assert alone == ([whole[0][i]], [whole[1][i]])
+
+
+def test_the_sampling_flags_reach_the_engine(made):
+    engine, model, tokenizer, args = made["model"]
+    setting = made["model"]
+    assert all(len(r) >= 12 for r in roll(setting, 4, engine, min_response_length=12).responses)
+    few = roll(setting, 16, engine, top_k=2, max_response_length=1)
+    assert all(len(set(few.responses[i][0] for i in range(j, j + 16))) <= 2 for j in range(0, len(few.responses), 16))
+    assert roll(setting, 8, engine, top_p=1e-6).responses[::8] == roll(setting, 0, engine).responses
+    plain, without = (roll(setting, 0, engine, repetition_penalty=x, max_response_length=12) for x in (1.0, 1.9))
+    assert plain.responses != without.responses
+
+
+def test_an_interrupt_leaves_at_once_and_nothing_behind(made):
+    engine, _, tokenizer, args = made["model"]
+    queries, seeds = [tokenizer.encode(f"{i}+{i}=") for i in range(6)], list(range(6))
+    expected, asked = engine.generate(queries, seeds, STOPS, args, lambda: False), []
+    assert engine.generate(queries, seeds, STOPS, args, lambda: asked.append(1) or len(asked) > 3) is None
+    assert len(asked) == 4 and not engine.llm.llm_engine.has_unfinished_requests()
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(queries, seeds, STOPS, args, lambda: 1 / 0)
+    assert engine.generate(queries, seeds, STOPS, args, lambda: False) == expected
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model", "untied"])
+def test_the_engine_follows_the_weights(made, name, monkeypatch):
+    """Every weight, the output head included; with prompts so long that the prefix cache would keep old states."""
+    engine, model, tokenizer, args = made[name]
+    query = tokenizer.encode("12+34=" * 9)
+    seeds, before = list(range(4)), {k: x.clone() for k, x in model.state_dict().items()}
+
+    def difference() -> float:
+        responses, logprobs = engine.generate([query] * 4, seeds, STOPS, args, lambda: False)
+        expected = [logprobs_of(model, query, response, 1.0) for response in responses]
+        return max((torch.tensor(a) - b).abs().max().item() for a, b in zip(logprobs, expected))
+
+    assert difference() < 1e-4
+    size = sum(x.numel() * x.element_size() for x in before.values())
+    for parameter in dict(model.named_parameters()):
+        with torch.no_grad():
+            model.get_parameter(parameter).mul_(1.3).add_(0.02)
+    assert difference() > 0.05
+    engine.sync(model)
+    assert difference() < 1e-4 and engine.metrics() == {"rollout/sync_gb": size / 1e9}
+    model.load_state_dict(before)
+    engine.sync(model)
+    assert difference() < 1e-4
+
+
+def test_an_engine_that_keeps_its_prefix_cache_is_an_error(made, monkeypatch):
+    engine, model, *_ = made["model"]
+    monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="prefix cache"):
+        engine.sync(model)
+
+
+def test_random_numbers_of_the_process_stay_as_they_were(base):
+    state = torch.get_rng_state()
+    engine = utils.Engine(args_of(base), utils.World(0, 1, CPU), False)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "cannot sleep" in engine.about and "0.02 GB" in engine.about
+    engine.sleep()  # which changes nothing here
+    assert not engine.asleep
+
+
+# ---- runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+def test_a_run_samples_with_the_weights_that_it_trains(base, tmp_path, script, capsys):
+    values = variant(base, tmp_path, eval_every=2, total_episodes=24, temperature=0.8)
+    run_here(values, script)
+    assert "rollout: vLLM " in capsys.readouterr().out
+    rows = read_lines(folder_of(values) / "metrics.jsonl")
+    for row in rows[1:]:
+        assert row["rollout/logprob_diff_max"] < 1e-4 and row["rollout/staleness"] == 0
+        assert row["rollout/prob_diff_mean"] < 1e-5 and row["rollout/correction_mean"] == pytest.approx(1, abs=1e-6)
+        assert row["time/sync"] > 0 and row["rollout/sync_gb"] > 0
+    assert helpers.finite_or_null(rows) and "eval/accuracy" in rows[0]
+
+
+def test_two_ranks_sample_the_same(base, tmp_path):
+    values = variant(base, tmp_path, run_name="one", total_episodes=16, eval_every=2)
+    two = {**values, "run_name": "two"}
+    running = helpers.start(values)
+    run_ranks(two, 2, (0, 0))
+    assert running.wait().code == 0, running.err[-3000:]
+    ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (values, two))
+    assert [row["response"] for row in ours] == [row["response"] for row in theirs]
+    for a, b in zip(metrics_of(values), metrics_of(two), strict=True):
+        assert {k: a[k] for k in b if k.startswith("eval/")} == {k: b[k] for k in b if k.startswith("eval/")}
+        for key in ("objective/scores", "loss/policy_avg", "objective/kl"):
+            assert key not in b or a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5)
+
+
+def test_one_engine_for_two_ranks(base, tmp_path):
+    """Tensor parallelism: both ranks make every rollout of their engine, and each counts once."""
+    for left in helpers.Path("/dev/shm").glob(
+        "-tp:*cpushm*"
+    ):  # by ranks that were killed: vLLM would not start on a CPU
+        left.unlink()
+    values = variant(base, tmp_path, run_name="one", total_episodes=8)
+    two = {**values, "run_name": "two", "vllm_tensor_parallel": 2}
+    values["model"] = two["model"] = str(helpers.Path(base["model"]).parent / "untied")
+    running = helpers.start(values)
+    run_ranks(two, 2, (0, 0))
+    assert running.wait().code == 0, running.err[-3000:]
+    ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (values, two))
+    assert [row["response"] for row in ours] == [row["response"] for row in theirs]
+
+
+def test_resume_is_exact(base, tmp_path):
+    straight = variant(base, tmp_path, run_name="straight", total_episodes=32)
+    stopped = {**straight, "run_name": "stopped"}
+    running = helpers.start(straight)
+    run(stopped, code=75, place="utils.Engine.generate:3:SIGTERM")
+    done = run({**stopped, "resume": True})
+    assert "goes on after step 2" in done.out and running.wait().code == 0
+    assert metrics_of(stopped) == metrics_of(straight) and len(metrics_of(straight)) == 4
+    assert same_weights(folder_of(stopped) / "final", folder_of(straight) / "final")
+
+
+@pytest.mark.parametrize("how", ["truncate", "mask", "sequence_mask"])
+def test_runs_with_a_correction(base, tmp_path, how):
+    """Where the engine agrees with the trainer, a correction changes nothing."""
+    losses = []
+    for name in ("none", how):
+        values = variant(base, tmp_path, run_name=name, total_episodes=16, rollout_correction=name)
+        run_here(values)
+        losses.append([row["loss/policy_avg"] for row in metrics_of(values)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4, abs=1e-6)
+
+
+# ---- asynchronous -----------------------------------------------------------------------------------------------
+
+ASYNC = dict(async_steps=1, save_every=1, keep_checkpoints=0, total_episodes=40)
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async_steps):
+    """Steps 1 and 2 train on data of policy 1, step k on data of policy k - 1; synchronous: step k on policy k.
+
+    Policy k is checkpoint k - 1, by whose log-probabilities the data are recognised.
+    """
+    module, seen = __import__(script), []
+    monkeypatch.setattr(
+        module, "collect", lambda *a, f=module.collect, **o: seen.append((a[0], f(*a, **o))) or seen[-1][1]
+    )
+    values = variant(base, tmp_path, **{**ASYNC, "async_steps": async_steps}, learning_rate=1e-2)
+    run_here(values, script)
+    checkpoints = folder_of(values) / "checkpoints"
+    policies = {1: AutoModelForCausalLM.from_pretrained(base["model"])}
+    policies |= {k: AutoModelForCausalLM.from_pretrained(checkpoints / f"step_{k - 1}") for k in range(2, 6)}
+    order = [(step, min(policies, key=lambda k: worst(got.batch, policies[k], 1.0))) for step, got in seen]
+    assert order == [(1, 1), *((k, k - async_steps) for k in range(2, 6))]
+    assert all(worst(got.batch, policies[policy], 1.0) < 1e-4 for (_, got), (_, policy) in zip(seen, order))
+    assert [row["rollout/staleness"] for row in metrics_of(values)] == [0, *[async_steps] * 4]
+    assert [got.policy + 1 for _, got in seen] == [policy for _, policy in order]
+
+
+def test_the_rollout_runs_while_the_step_trains(base, tmp_path, monkeypatch):
+    spans = {"rollout": [], "training": []}
+
+    def timed(name, function):
+        def call(*args, **options):
+            begin = time.monotonic()
+            result = function(*args, **options)
+            spans[name].append((begin, time.monotonic(), threading.current_thread() is threading.main_thread()))
+            return result
+
+        return call
+
+    monkeypatch.setattr(utils.Engine, "generate", timed("rollout", utils.Engine.generate))
+    monkeypatch.setattr(grpo.Policy, "hidden", timed("training", grpo.Policy.hidden))
+    run_here(variant(base, tmp_path, **ASYNC, micro_batch_tokens=8))
+    assert [main for *_, main in spans["rollout"]] == [True, False, False, False, False]
+    for begin, end, _ in spans["rollout"][1:]:
+        assert any(begin < start < end for start, *_ in spans["training"])
+
+
+def test_old_log_probabilities_are_of_the_policy_that_sampled(base, tmp_path, monkeypatch):
+    """What the engine said; with a correction the policy at the start of the step, weighted by the quotient."""
+    seen = []
+    monkeypatch.setattr(grpo, "policy_loss", lambda *a, f=grpo.policy_loss: seen.append(a) or f(*a))
+    made = []
+    monkeypatch.setattr(grpo, "collect", lambda *a, f=grpo.collect, **o: made.append(f(*a, **o)) or made[-1])
+    exact = dict(num_epochs=1, mini_batch_size=8, micro_batch_tokens=10_000, learning_rate=1e-2, total_episodes=24)
+    run_here(variant(base, tmp_path, **{**ASYNC, **exact}))
+    for (_, old, _, mask, *_), experience in zip(seen, made, strict=True):
+        sampled = {
+            tuple(row[m].tolist()) for row, m in zip(experience.batch.rollout_logprobs, experience.batch.response_mask)
+        }
+        assert {tuple(row[m].tolist()) for row, m in zip(old, mask)} == sampled
+    assert (seen[0][0] - seen[0][1])[seen[0][3]].abs().max() < 1e-4 < (seen[2][0] - seen[2][1])[seen[2][3]].abs().max()
+    del seen[:], made[:]
+    values = variant(base, tmp_path, **{**ASYNC, **exact}, rollout_correction="truncate")
+    values["run_name"] = "corrected"
+    run_here(values)
+    assert all(torch.equal(now.detach(), old) for now, old, *_ in seen)
+    means = [row["rollout/correction_mean"] for row in metrics_of(values)]
+    assert means[0] == pytest.approx(1, abs=1e-5) and abs(means[2] - 1) > 1e-4
+
+
+def test_resume_of_an_asynchronous_run_is_exact(base, tmp_path):
+    """The rollout that is one step ahead is part of the checkpoint."""
+    values = variant(base, tmp_path, **{**ASYNC, "filter_groups": "refill", "num_epochs": 2})
+    straight, parts = {**values, "run_name": "straight"}, {**values, "run_name": "parts"}
+    running = helpers.start(straight)
+    run({**parts, "total_episodes": 40}, code=75, place="utils.Optimizer.metrics:3:SIGTERM")
+    done = run({**parts, "resume": True})
+    assert "goes on after step 3" in done.out and running.wait().code == 0
+    assert metrics_of(parts) == metrics_of(straight) and len(metrics_of(straight)) == 5
+    assert same_weights(folder_of(parts) / "final", folder_of(straight) / "final")
+
+
+def test_a_signal_while_the_next_rollout_runs(base, tmp_path):
+    """The rollout is left, the step's training is kept, and the run goes on with a new rollout."""
+    values = variant(base, tmp_path, **ASYNC)
+    run(values, code=75, place="utils.Engine.generate:3:SIGTERM")
+    done = run({**values, "resume": True})
+    assert "goes on after step" in done.out and len(metrics_of(values)) == 5
+
+
+def test_two_ranks_asynchronously(base, tmp_path):
+    """The threads of the ranks meet in a group of their own, beside the training's."""
+    values = variant(base, tmp_path, **ASYNC)
+    one, two = ({**values, "run_name": name} for name in ("one", "two"))
+    running = helpers.start(one)
+    run_ranks(two, 2, (0, 0))
+    assert running.wait().code == 0, running.err[-3000:]
+    first, second = (
+        [row["response"] for row in read_lines(folder_of(each) / "samples.jsonl")][:16] for each in (one, two)
+    )
+    assert first == second
+
+
+BREAK = """
+import sys, tyro
+sys.path.insert(0, {root!r})
+import grpo, utils
+calls, original = [], {what}
+def broken(*args, **options):
+    calls.append(1)
+    if len(calls) == 3:
+        raise OSError("it broke here")
+    return original(*args, **options)
+{what} = broken
+grpo.main(tyro.cli(grpo.Args))
+"""
+
+
+@pytest.mark.parametrize("what", ["utils.Engine.generate", "utils.Optimizer.step"])
+def test_an_error_in_either_thread_ends_the_run(base, tmp_path, what):
+    """With its traceback and exit code 1; the other thread does not keep the process alive."""
+    code = BREAK.format(root=str(helpers.ROOT), what=what)
+    words = helpers.flags(variant(base, tmp_path, **ASYNC))
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1 and done.stderr.count("OSError: it broke here") == 1, done.stderr[-2000:]
+    assert "in broken" in done.stderr and "Fatal Python error" not in done.stderr
+
+
+def test_flags(base, capsys):
+    for options, words in (
+        (dict(rollout_backend="hf", async_steps=1), "--async_steps 1: takes --rollout_backend vllm or server"),
+        (dict(rollout_backend="vllm", temperature=2.5), "--temperature 2.5: vLLM takes at most 2"),
+        (dict(rollout_backend="server"), "--rollout_backend server and --rollout_servers"),
+        (dict(rollout_servers=("http://x",)), "--rollout_backend server and --rollout_servers"),
+        (dict(vllm_tensor_parallel=2, rollout_backend="hf"), "--vllm_tensor_parallel 2: takes --rollout_backend vllm"),
+        (dict(rollout_correction="mask", rollout_correction_cap=0.5), "--rollout_correction_cap 0.5"),
+    ):
+        args = args_of(base, **{"mini_batch_size": 8, **options})
+        with pytest.raises(SystemExit):
+            utils.check_common_args(args)
+            utils.rollout_engine(args, utils.World(0, 1, CPU), False)
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and words in err and err.count("\n") == 1
