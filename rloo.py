@@ -134,7 +134,7 @@ class Args:
     """What samples: transformers' generate (hf), vLLM in this process, or vLLM servers; auto is vLLM on a GPU where it
     is installed, else hf."""
     rollout_servers: tuple[str, ...] = ()
-    """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.sh starts one."""
+    """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.py starts one."""
     async_steps: Literal[0, 1] = 0
     """1: while a step trains, vLLM samples for the next one, with the weights from before the step."""
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
@@ -1114,13 +1114,14 @@ def main(args: Args) -> None:
                     sums.add(approxkl=masked_sum((logprobs - old).square() / 2, m))
                     if epoch == 0:  # each response once
                         token_kl = token_kl if kl is None else kl[micro]
-                        latest = now if by_engine else old
-                        diff = torch.where(m, (latest - sampled).abs(), 0.0)
-                        prob_diff = masked_sum((latest.exp() - sampled.exp()).abs(), m)
                         sums.add(kl=masked_sum(token_kl, m), mean_kl=masked_mean(token_kl, m, 1).sum())
-                        sums.add(surprise=-masked_sum(old, m), diff=diff.sum(), prob_diff=prob_diff)
-                        sums.add(weights=masked_sum(weights, m))
-                        sums.max(diff=diff)
+                        sums.add(surprise=-masked_sum(old, m), weights=masked_sum(weights, m))
+                        if updates == 1 or not by_engine:  # by the same weights, as far as they can be
+                            latest = now if by_engine else old
+                            diff = torch.where(m, (latest - sampled).abs(), 0.0)
+                            prob_diff = masked_sum((latest.exp() - sampled.exp()).abs(), m)
+                            sums.add(diff=diff.sum(), prob_diff=prob_diff, compared=m.sum())
+                            sums.max(diff=diff)
                         # ---- end shared
                 optimizer.step()
         model.eval()
@@ -1171,9 +1172,9 @@ def main(args: Args) -> None:
             "policy/approxkl_avg": total["approxkl"] / (tokens * args.num_epochs),
             "policy/clipfrac_avg": total["clipped"] / (tokens * args.num_epochs),
             "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
-            "rollout/logprob_diff_mean": total["diff"] / tokens,
+            "rollout/logprob_diff_mean": total["diff"] / total["compared"],
             "rollout/logprob_diff_max": total["max_diff"],
-            "rollout/prob_diff_mean": total["prob_diff"] / tokens,
+            "rollout/prob_diff_mean": total["prob_diff"] / total["compared"],
             "rollout/correction_mean": total["weights"] / tokens,
             "rollout/staleness": step - 1 - experience.policy,
             **({"loss/ptx": total["ptx"] / updates} if "ptx" in total else {}),

@@ -18,6 +18,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Callable, NoReturn
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -263,6 +265,63 @@ class Interrupt:
 
     def agreed(self) -> bool:
         return self.world.any(self.requested)
+
+
+class Watchdog:
+    """Names the rank that is gone, and its phase, where the others would wait for it or say that a connection broke.
+
+    Each rank tells the others once a second that it lives. One that was silent for `silence` seconds ends all.
+    """
+
+    def __init__(self, world: World, silence: float = 20.0):
+        self.world, self.silence, self.phase, self.over = world, silence, "start", threading.Event()
+        # A connection of its own: the one of torch.distributed may be blocked by what is being watched.
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=silence))
+        self.heard = {rank: ("", time.monotonic()) for rank in range(world.size)}  # what each said, and since when
+        threading.Thread(target=self._watch, daemon=True).start()
+        self.hook, sys.excepthook = sys.excepthook, self._failed
+
+    def _watch(self) -> None:
+        while not self.over.wait(1.0):
+            if gone := self._look():
+                self._say(gone)
+                os._exit(1)  # the main thread waits in a call that nothing can interrupt
+
+    def _look(self) -> list[int]:
+        """Say that this rank lives; the ranks that have been silent for too long."""
+        now, keys = time.monotonic(), [f"alive/{rank}" for rank in range(self.world.size)]
+        try:
+            self.store.set(keys[self.world.rank], json.dumps([self.phase, now]))
+            for rank, key in enumerate(keys):
+                said = self.store.get(key).decode() if self.store.check([key]) else ""
+                if said != self.heard[rank][0]:
+                    self.heard[rank] = (said, now)
+        except (RuntimeError, ValueError):  # the store is gone: with rank 0, or the launcher
+            self.heard[0] = (self.heard[0][0], min(self.heard[0][1], now - self.silence))
+        return [rank for rank, (said, since) in self.heard.items() if said != "done" and now - since >= self.silence]
+
+    def _say(self, gone: list[int]) -> None:
+        alive = [rank for rank in self.heard if rank not in gone]
+        if alive and self.world.rank == alive[0]:
+            phases = ", ".join(
+                f"rank {rank} (last phase: {json.loads(self.heard[rank][0] or '[0]')[0]})" for rank in gone
+            )
+            print(f"error: {phases} is gone; rank {alive[0]} was in phase {self.phase}", file=sys.stderr, flush=True)
+
+    def _failed(self, kind, error, trace) -> None:
+        """The end by an exception. Where another rank is to blame, as a connection has broken, wait to say which."""
+        self.hook(kind, error, trace)
+        print(f"rank {self.world.rank} failed in phase {self.phase}", file=sys.stderr, flush=True)
+        if isinstance(error, (RuntimeError, dist.DistError)) and self.over.wait(self.silence + 3.0):
+            return
+
+    def close(self) -> None:
+        """This rank has come to its end."""
+        self.over.set()
+        with contextlib.suppress(RuntimeError, ValueError):
+            self.store.set(f"alive/{self.world.rank}", "done")
+        sys.excepthook = self.hook
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1175,7 +1234,7 @@ def rollout_engine(args, world: World, bf16: bool):
         fail("--rollout_backend vllm: vLLM is not installed (pip install vllm==0.32.0; on a CPU see scripts/setup.sh)")
     if backend == "hf" and args.async_steps:
         fail(f"--async_steps {args.async_steps}: takes --rollout_backend vllm or server")
-    engine = {"hf": lambda *_: None, "vllm": Engine}[backend](args, world, bf16)
+    engine = {"hf": lambda *_: None, "vllm": Engine, "server": Servers}[backend](args, world, bf16)
     if world.main:
         why = {True: "", False: " (vLLM is not installed)"}[installed] if useful else " (no GPU, or float64)"
         auto = f"{why if args.rollout_backend == 'auto' and backend == 'hf' else ''}"
@@ -1289,6 +1348,343 @@ class Engine:
 
     def metrics(self) -> dict[str, float]:
         return {"rollout/sync_gb": self.synced / 1e9}
+
+
+SERVER_START = 600.0  # seconds that a vLLM server has to answer in when a run starts
+SERVER_PATIENCE = 120.0  # seconds that it may be away for, later
+SERVER_ANSWER = 1500.0  # seconds that an answer may take: less than the half hour that other ranks wait
+SERVER_REQUESTS = 256  # responses under way, for each rank and server
+TRANSFER_TIMEOUT = timedelta(minutes=10)  # of one tensor
+
+
+class ServerError(Exception):
+    """What went wrong with a vLLM server, in one line that begins with its address."""
+
+
+class Servers:
+    """vLLM servers (scripts/vllm_server.py) as the rollout engine: they sample over HTTP, rank 0 pushes the weights.
+
+    Weights go through vLLM's own weight transfer, in one process group of rank 0 and all workers of all servers: NCCL
+    from a GPU, gloo from a CPU. Each update has a name, and servers say for each response which weights made it: one
+    that was restarted, or that another run has sent weights to, ends the run.
+    """
+
+    def __init__(self, args, world: World, bf16: bool):
+        """Wait for the servers of `--rollout_servers`, check them and connect; one that won't do ends the run.
+
+        Args:
+            bf16: the run computes in bf16, and sends that.
+        """
+        import requests
+
+        self.urls = [url.rstrip("/") for url in args.rollout_servers]
+        if not self.urls:
+            fail("--rollout_backend server: takes --rollout_servers, such as http://10.0.0.2:8000")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")) or self.urls.count(url) > 1:
+                fail(f"--rollout_servers {url}: takes addresses such as http://10.0.0.2:8000, each once")
+        self.world, self.dtype = world, torch.bfloat16 if bf16 else torch.float32
+        self.name = world.gather([uuid.uuid4().hex[:8]])[0]  # the run's, in the names of its weights
+        self.syncs, self.retries, self.weights = 0, 0, {}
+        self.session = requests.Session()
+        self.session.trust_env = False  # proxies are for the world outside
+        for scheme in ("http://", "https://"):
+            self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=SERVER_REQUESTS * len(self.urls)))
+        self.about = f"vLLM at {', '.join(self.urls)}"
+        if world.main:
+            with self._one_line():
+                self.served = self._each(lambda url: self._check(url, args))
+                self._connect()
+        world.barrier()
+
+    @property
+    def version(self) -> str:
+        """The name of the weights that the servers should have."""
+        return f"{self.name}-{self.syncs}"
+
+    def _request(self, url: str, path: str, body: dict | None = None, timeout=60.0, patience=0.0, over=bool) -> dict:
+        """What the server answers to POST, or to GET where there is no body.
+
+        No connection, no answer in `timeout` seconds, and the statuses 429 and 5xx are tried again for `patience`
+        seconds, unless `over()`. Raises ServerError.
+        """
+        import requests
+
+        begin, wait = time.monotonic(), 0.5
+        while True:
+            try:
+                transient = True
+                ask = self.session.get if body is None else self.session.post
+                answer = ask(url + path, json=body, timeout=(10.0, timeout))
+                if answer.ok:
+                    return answer.json() if answer.content else {}  # /health says nothing
+                transient = answer.status_code == 429 or answer.status_code >= 500
+                said = f"HTTP status {answer.status_code}: {answer.text[:300]}"
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    said = answer.json()["error"]["message"]
+            except requests.Timeout:
+                said = "no answer in time"
+            except requests.ConnectionError:
+                said = "no connection, or it was cut"
+            except (requests.RequestException, ValueError) as error:
+                said = first_line(error)
+            tried = time.monotonic() - begin
+            if not transient or tried >= patience or over():
+                raise ServerError(f"{url}: {path} failed{f' for {tried:.0f} s' if patience else ''} ({said})")
+            self.retries += 1
+            time.sleep(min(wait, patience - tried))
+            wait = min(2 * wait, 10.0)
+
+    def _each(self, call: Callable[[str], object]) -> list:
+        """`call(url)` for all servers side by side: [result]."""
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            return list(pool.map(call, self.urls))
+
+    def _post_all(self, path: str, body: dict | None = None) -> list[dict]:
+        return self._each(lambda url: self._request(url, path, body or {}, TRANSFER_TIMEOUT.total_seconds()))
+
+    @contextlib.contextmanager
+    def _one_line(self):
+        """Let a ServerError end the run."""
+        try:
+            yield
+        except ServerError as error:
+            fail(f"--rollout_servers {error}", local=True)
+
+    def _check(self, url: str, args) -> dict:
+        """What a server says of itself; raises ServerError where it won't do."""
+        try:
+            self._request(url, "/health", timeout=10.0)
+        except ServerError:
+            print(f"waiting for the vLLM server at {url}, {SERVER_START:.0f} s at most", flush=True)
+            self._request(url, "/health", None, 10.0, SERVER_START)
+        try:
+            (served, *_) = self._request(url, "/collective_rpc", {"method": "served"})["results"]
+        except ServerError:
+            raise ServerError(f"{url}: was not started by scripts/vllm_server.py") from None
+        length, transfer = args.max_prompt_length + args.max_response_length, self._transfer()
+        if served["max_length"] < length:
+            raise ServerError(f"{url}: takes {served['max_length']} tokens, prompts and responses have up to {length}")
+        if served["logprobs"] != "processed_logprobs" or served["transfer"] != transfer:
+            raise ServerError(
+                f"{url}: has to run with --logprobs-mode processed_logprobs and weight transfer {transfer}"
+            )
+        if served["dtype"] != str(self.dtype):
+            warn(f"--rollout_servers {url}: computes in {served['dtype']}, this run in {self.dtype}")
+        return served
+
+    # ---- weights ----
+
+    def _transfer(self) -> str:
+        return "nccl" if torch.cuda.is_available() else "gloo"
+
+    def _connect(self) -> None:
+        """Open the process group for the weights: this rank is 0 in it, the servers' workers come after. One address of
+        this machine has to do for all servers: the one by which it reaches the farthest, as far as that can be told."""
+        # Mark each, then read the marks: the same server under two names?
+        for path, new in (("/update_weight_version", True), ("/weight_info", False)):
+            marks = [(url, f"{self.name} {url}") for url in self.urls]
+            answers = [self._request(url, path, {"new_version": mark} if new else None) for url, mark in marks]
+        for (url, mark), answer in zip(marks, answers):
+            if answer["weight_version"] != mark:
+                raise ServerError(f"{url}: is the same server as another one of the list")
+        workers = [self._request(url, "/get_world_size")["world_size"] for url in self.urls]
+        self.offsets, size = list(itertools.accumulate([1, *workers[:-1]])), 1 + sum(workers)
+        local = []
+        for url in map(urlsplit, self.urls):
+            with socket.create_connection((url.hostname, url.port or {"http": 80}.get(url.scheme, 443)), 10) as way:
+                local.append(way.getsockname()[0])
+        host = next((address for address in local if not address.startswith("127.") and address != "::1"), local[0])
+        if self._transfer() == "nccl":
+            return self._connect_nccl(host, size)
+        store = dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
+        with ThreadPoolExecutor(1) as pool:
+            info = {"master_address": host, "master_port": store.port, "world_size": size}
+            joined = pool.submit(self.init_weight_transfer_engine, info)
+            with self._or_error_of(joined):
+                self.group = dist.ProcessGroupGloo(store, 0, size, TRANSFER_TIMEOUT)
+
+    def _connect_nccl(self, host: str, size: int) -> None:
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        class Source(WeightSource):  # vLLM's own reads parameters(), in which a tied head is missing
+            def metadata(_) -> list:
+                return [ParamMeta(*about) for about in self._listing()]
+
+            def __iter__(_):
+                return self._tensors()
+
+        with socket.create_server((host, 0)) as free:
+            port = free.getsockname()[1]
+        info = NCCLTrainerInitInfo(rank=0, master_address=host, master_port=port, world_size=size)
+        self.sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=Source())
+
+    @contextlib.contextmanager
+    def _or_error_of(self, future):
+        """Do something that takes the servers' part in it; where that has failed, its error says more."""
+        try:
+            yield
+        except RuntimeError as error:
+            future.result()
+            raise ServerError(f"{' '.join(self.urls)}: weight transfer failed ({first_line(error)})") from None
+        future.result()
+
+    # The four calls that vLLM's trainer makes (its VLLMWeightSyncClient), to all servers at once.
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        def init(url: str) -> dict:
+            info = {**init_info, "rank_offset": self.offsets[self.urls.index(url)]}
+            return self._request(url, "/init_weight_transfer_engine", {"init_info": info}, SERVER_START)
+
+        self._each(init)
+
+    def start_weight_update(self) -> None:
+        self._post_all("/start_weight_update")
+
+    def update_weights(self, update_info: dict) -> None:
+        self._post_all("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post_all("/finish_weight_update", {"weight_version": weight_version or self.version})
+        if not all(answer["success"] for answer in self._post_all("/reset_prefix_cache?reset_running_requests=true")):
+            raise ServerError(f"{' '.join(self.urls)}: could not drop what they cached with the old weights")
+
+    def _listing(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, dtype on the wire and shape of each weight."""
+        kinds = ((name, self.dtype if w.is_floating_point() else w.dtype, w) for name, w in self.weights.items())
+        return [(name, dtype, tuple(weight.shape)) for name, dtype, weight in kinds]
+
+    def _tensors(self):
+        for name, dtype, _ in self._listing():
+            yield name, self.weights[name].detach().to(dtype).contiguous()
+
+    def sync(self, model) -> None:
+        """Give all servers the weights of the model; all ranks call it, when none of them samples."""
+        self.world.barrier()
+        self.syncs += 1
+        self.weights = model.state_dict()
+        if self.world.main:
+            with self._one_line():
+                if self.syncs == 1:
+                    self._check_shapes(model.config)
+                if self._transfer() == "nccl":
+                    self.sender.send_weights()
+                else:
+                    self._send()
+        self.synced = sum(dtype.itemsize * self.weights[name].numel() for name, dtype, _ in self._listing())
+        self.weights = {}
+        self.world.barrier()
+
+    def _send(self) -> None:
+        names, dtypes, shapes = zip(*self._listing())
+        info = {"names": names, "dtype_names": [str(d).removeprefix("torch.") for d in dtypes], "shapes": shapes}
+        self.start_weight_update()
+        with ThreadPoolExecutor(1) as pool:
+            with self._or_error_of(pool.submit(self.update_weights, info)):
+                for _, tensor in self._tensors():
+                    self.group.broadcast(tensor, 0).wait()
+        self.finish_weight_update()
+
+    def _check_shapes(self, config) -> None:
+        keys = "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads head_dim "
+        for key in (keys + "num_key_value_heads tie_word_embeddings").split():
+            for url, served in zip(self.urls, self.served):
+                ours, theirs = getattr(config, key, None), served["config"].get(key)
+                if None not in (ours, theirs) and ours != theirs:
+                    raise ServerError(f"{url}: its model is not like --model: {key} is {theirs} there, {ours} here")
+
+    # ---- sampling ----
+
+    def generate(
+        self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """One response to each query: token ids, the stop token included, and their log-probs.
+
+        Args:
+            seeds: a response's random numbers depend on its seed alone; None: greedy.
+            interrupted: asked ten times a second; None is returned once it is true.
+        """
+        sampling = {
+            "max_tokens": args.max_response_length, "min_tokens": args.min_response_length, "logprobs": 0,
+            "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": 0.0,
+            "repetition_penalty": args.repetition_penalty, "stop_token_ids": stop_ids, "ignore_eos": True,
+            "detokenize": False,
+        }  # fmt: skip
+        if seeds is None:
+            sampling |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+        over, done, name, shares = threading.Event(), queue.SimpleQueue(), uuid.uuid4().hex, []
+
+        def work(url: str, share: queue.SimpleQueue) -> None:
+            with contextlib.suppress(queue.Empty):
+                while not over.is_set():
+                    i = share.get_nowait()
+                    seed = {} if seeds is None else {"seed": seeds[i]}
+                    body = {"request_id": f"{name}-{i}", "token_ids": queries[i], "sampling_params": sampling | seed}
+                    try:
+                        done.put((i, self._sample(url, body, over.is_set)))
+                    except Exception as error:
+                        done.put((i, error))
+
+        for k, url in enumerate(self.urls):
+            share = queue.SimpleQueue()
+            mine = range((k - self.world.rank) % len(self.urls), len(queries), len(self.urls))
+            for i in mine:
+                share.put(i)
+            shares += [(url, share)] * min(len(mine), SERVER_REQUESTS)
+        for share in shares:  # daemons: the process may end while they wait for an answer
+            threading.Thread(target=work, args=share, daemon=True).start()
+        responses: list = [None] * len(queries)
+        left, seen, looked = set(range(len(queries))), dict.fromkeys(self.urls, time.monotonic()), time.monotonic()
+        try:
+            with self._one_line():
+                while left and not interrupted():
+                    with contextlib.suppress(queue.Empty):
+                        i, responses[i] = done.get(timeout=0.1)
+                        if isinstance(responses[i], Exception):
+                            raise responses[i]
+                        left.remove(i)
+                    if time.monotonic() - looked > 10:
+                        self._look_after(seen)
+                        looked = time.monotonic()
+        finally:
+            over.set()
+            if left:
+                ids = [f"generate-tokens-{name}-{i}" for i in left]
+                with contextlib.suppress(ServerError):
+                    self._each(lambda url: self._request(url, "/abort_requests", {"request_ids": ids}, 5.0))
+        return None if left else ([ids for ids, _ in responses], [logprobs for _, logprobs in responses])
+
+    def _look_after(self, seen: dict[str, float]) -> None:
+        """Note which servers are alive; raises ServerError where one was not for long (a lost machine cuts nothing)."""
+        for url in self.urls:
+            with contextlib.suppress(ServerError):
+                self._request(url, "/health", timeout=5.0)
+                seen[url] = time.monotonic()
+            if time.monotonic() - seen[url] > SERVER_PATIENCE:
+                raise ServerError(f"{url}: gave no sign of life for {time.monotonic() - seen[url]:.0f} s")
+
+    def _sample(self, url: str, body: dict, over: Callable) -> tuple[list[int], list[float]]:
+        for _ in range(5):
+            answer = self._request(url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE, over)
+            choice = answer["choices"][0]
+            versions = {span["version"] for span in choice.get("weight_versions") or ()}
+            if self.syncs and versions - {self.version}:
+                raise ServerError(f"{url}: has other weights than this run's: restarted, or used by another run?")
+            if choice["finish_reason"] != "abort":
+                tokens = choice["logprobs"]["content"]
+                return [token["token_id"] for token in tokens], [token["logprob"] for token in tokens]
+            if over():
+                break
+            time.sleep(1)
+        raise ServerError(f"{url}: someone else aborts this run's requests")
+
+    def sleep(self) -> None:
+        """Nothing to do: the servers' memory is theirs."""
+
+    def metrics(self) -> dict[str, float]:
+        """Size of the last weight sync, and HTTP requests of this rank that were tried again, in the whole run."""
+        return {"rollout/sync_gb": self.synced / 1e9, "rollout/retries": self.retries}
 
 
 class Ahead:
@@ -1563,6 +1959,7 @@ class Run:
             data: the lengths, in tokens, of what the run reads, by name.
         """
         self.folder, self.world, self.wandb, self.shown = folder, world, None, {}
+        self.watchdog = Watchdog(world) if world.size > 1 else None
         if not world.main:
             return
         os.makedirs(folder, exist_ok=True)
@@ -1601,7 +1998,9 @@ class Run:
         Run.progress = tqdm(total=total_steps, initial=max(0, step), unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def phase(self, name: str) -> None:
-        """Say in the progress bar what the run is doing."""
+        """Say in the progress bar, and to the watchdog, what the run is doing."""
+        if self.watchdog is not None:
+            self.watchdog.phase = name
         if self.progress is not None:
             self.progress.set_description(name)
 
@@ -1652,7 +2051,9 @@ class Run:
             self.wandb.log({"samples": samples, "lengths": wandb.Histogram(lengths)}, step=step, commit=False)
 
     def close(self, message: str) -> None:
-        """Draw curves.png, say what the run came to, end the progress bar and the tracking."""
+        """Draw curves.png, say what the run came to, end the progress bar, the tracking and the watchdog."""
+        if self.watchdog is not None:
+            self.watchdog.close()
         if not self.world.main:
             return
         self.progress.close()
