@@ -286,7 +286,14 @@ class Watchdog:
         while not self.over.wait(1.0):
             if gone := self._look():
                 self._say(gone)
+                time.sleep(3 * self.world.main)  # it may hold the store, by which the others find out
                 os._exit(1)  # the main thread waits in a call that nothing can interrupt
+
+    def enter(self, phase: str) -> None:
+        """This rank's phase from now on."""
+        self.phase = phase
+        with contextlib.suppress(RuntimeError, ValueError):
+            self.store.set(f"alive/{self.world.rank}", json.dumps([phase, time.monotonic()]))
 
     def _look(self) -> list[int]:
         """Say that this rank lives; the ranks that have been silent for too long."""
@@ -2000,7 +2007,7 @@ class Run:
     def phase(self, name: str) -> None:
         """Say in the progress bar, and to the watchdog, what the run is doing."""
         if self.watchdog is not None:
-            self.watchdog.phase = name
+            self.watchdog.enter(name)
         if self.progress is not None:
             self.progress.set_description(name)
 

@@ -19,7 +19,6 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,7 +182,7 @@ def _main(script: str, words: list[str], log: str, environment: dict, place: str
     except SystemExit as error:
         code = error.code or 0
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # as the interpreter does
     finally:
         atexit._run_exitfuncs()  # closes the reward processes, as the end of an interpreter does
         sys.stdout.flush(), sys.stderr.flush()
