@@ -624,8 +624,10 @@ class Sharding:
             if not dist.is_initialized():  # one process, without torchrun
                 dist.init_process_group("gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl",
                                         store=dist.HashStore(), rank=0, world_size=1)  # fmt: skip
-            shape = (world.size,) if size == world.size else (world.size // size, size)  # (copies,) shards of each
-            self.mesh = dist.init_device_mesh(world.device.type, shape)
+            shape, names = (size,), ("shards",)
+            if size < world.size:
+                shape, names = (world.size // size, size), ("copies", "shards")
+            self.mesh = dist.init_device_mesh(world.device.type, shape, mesh_dim_names=names)
             reason = f" over {size} of {world.size} ranks{', offloaded to the CPU' if args.cpu_offload else ''}{reason}"
         if world.main and (self.on or reason):
             print(f"sharding: {'fsdp' if self.on else 'none'}{reason}", flush=True)
@@ -657,8 +659,10 @@ class Sharding:
         blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
         policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce, cast_forward_inputs=False)
+        # A CPU's layer norm takes no weights in another format than what it normalises.
+        on_cpu = self.world.device.type == "cpu" and any(isinstance(x, torch.nn.LayerNorm) for x in module.modules())
         for block in blocks:
-            fully_shard(block, mp_policy=policy(self.compute), **settings)
+            fully_shard(block, mp_policy=policy(None if on_cpu else self.compute), **settings)
         if not blocks_only:
             fully_shard(module, mp_policy=policy(), **settings)  # a score or a logit takes more bits than half has
         for tensor in (*module.parameters(), *module.buffers()):
