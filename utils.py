@@ -528,7 +528,7 @@ class Optimizer:
             read_sharded(folder, tensors)
         self.adam.load_state_dict(state["adam"])
         for name in self.COUNTERS:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))
 
 
 def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:
@@ -605,15 +605,15 @@ class Sharding:
     def __init__(self, args, world: World, stored: torch.dtype, half: torch.dtype | None, autocast: Callable):
         self.world, self.autocast, self.on = world, autocast, args.shard == "fsdp"
         self.compute, self.reduce = half, torch.promote_types(stored, torch.float32)
-        self.offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if args.cpu_offload else OffloadPolicy()
         gpu = world.device.type == "cuda"
+        self.offload = CPUOffloadPolicy(pin_memory=gpu) if args.cpu_offload else OffloadPolicy()
         self.memory = torch.cuda.get_device_properties(world.device).total_memory if gpu else math.inf
         # A rollout beside the training must not meet other ranks where the training does.
         self.rewards = not getattr(args, "async_steps", 0)
         reason = ""
         if args.shard == "auto" and world.size > 1:
             reason = " (on a CPU)"
-            if world.device.type == "cuda":
+            if gpu:
                 need = needed_memory(args, stored)
                 self.on = world.any(need > 0.6 * self.memory)
                 reason = f" (whole, models and Adam take {need / 1e9:.3g} GB; a GPU has {self.memory / 1e9:.3g})"
@@ -622,8 +622,8 @@ class Sharding:
             if world.size % size:
                 fail(f"--shard_group_size {size}: has to divide the number of ranks, {world.size}")
             if not dist.is_initialized():  # one process, without torchrun
-                dist.init_process_group("gloo" if world.device.type == "cpu" else "cpu:gloo,cuda:nccl",
-                                        store=dist.HashStore(), rank=0, world_size=1)  # fmt: skip
+                backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             shape, names = (size,), ("shards",)
             if size < world.size:
                 shape, names = (world.size // size, size), ("copies", "shards")

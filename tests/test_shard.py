@@ -225,9 +225,17 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
         for _ in range(3 if rank == 0 else 0):
             assert torch.equal(own(ids).logits, plain(ids).logits)
     assert collectives.count == 0
-    with collectives:
-        policy(ids, ids > 45)[0].sum().backward()  # the other rank comes from elsewhere
-    assert collectives.count > 0
+    gradients, counts = [], []
+    for policy.collects_gradient in (True, False):  # over two micro-batches; the other rank has other rows
+        policy.zero_grad()
+        collectives.count = 0
+        for last in (False, True):
+            with utils.gradient_sync(policy, last), collectives:
+                policy(ids, ids > 45 + rank + 2 * last)[0].sum().backward()
+        gradients.append([utils.whole(parameter.grad) for parameter in policy.parameters()])
+        counts.append(collectives.count)
+    assert counts[1] > counts[0] > 0
+    assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) and x.any() for x, y in zip(*gradients))
 
     class Engine:
         seen = {}
