@@ -2,6 +2,7 @@
 resumed over other numbers of ranks, stopped by signals; and the number formats of --precision."""
 
 import contextlib
+import math
 import os
 import socket
 from types import SimpleNamespace
@@ -236,6 +237,24 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
         counts.append(collectives.count)
     assert counts[1] > counts[0] > 0
     assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) and x.any() for x, y in zip(*gradients))
+
+    # A gradient that is not finite on one rank is one for all; the norm of the next is that of the whole gradient.
+    policy.zero_grad()
+    optimizer = utils.Optimizer(policy, grpo.Args(learning_rate=0.1, precision="float32"), 10)
+    weights = lambda: [utils.whole(parameter).clone() for parameter in policy.parameters()]
+    before, moved = weights(), []
+    for factor in (torch.inf if rank == 1 else 1.0, 1.0):
+        with utils.gradient_sync(policy, True):
+            (policy(ids, ids > 45)[0].sum() * factor).backward()
+        optimizer.step()
+        moved.append(any(not torch.equal(x, y) for x, y in zip(before, weights())))
+    plain_policy = grpo.Policy(plain, 1.0, 8)
+    plain_policy(ids, ids > 45)[0].sum().backward()
+    norm = torch.nn.utils.get_total_norm([x.grad for x in plain.parameters() if x.grad is not None]).item()
+    assert moved == [False, True] and not math.isfinite(optimizer.norms[0])
+    assert math.isclose(optimizer.norms[1], norm, rel_tol=1e-5) and len(set(world.gather(optimizer.norms[1:]))) == 1
+    assert all(x.isfinite().all() for x in weights())
+    plain.load_state_dict({name: utils.whole(x) for name, x in own.state_dict().items()})
 
     class Engine:
         seen = {}

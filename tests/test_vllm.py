@@ -264,6 +264,24 @@ def test_two_ranks_sample_the_same(base, tmp_path):
             assert key not in b or a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_sharded_weights_reach_the_engine(base, tmp_path, steps):
+    """Each rank's engine gets whole tensors after each update, also where a rollout has run beside the update."""
+    changes = dict(async_steps=steps, total_episodes=24, shard="fsdp")
+    values = variant(base, tmp_path, run_name="sharded", **changes)
+    whole = {**values, "run_name": "whole", "shard": "none"}
+    running = helpers.start(whole)
+    run_ranks(values, 2, (0, 0))
+    assert running.wait().code == 0, running.err[-3000:]
+    ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (values, whole))
+    assert [row["response"] for row in ours] == [row["response"] for row in theirs]
+    for a, b in zip(metrics_of(values), metrics_of(whole), strict=True):
+        assert a["rollout/staleness"] == steps * (a["step"] > 1) and a["rollout/sync_gb"] == b["rollout/sync_gb"]
+        assert steps or a["rollout/logprob_diff_max"] < 1e-4
+        for key in ("objective/scores", "loss/policy_avg", "objective/kl"):
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5)
+
+
 def test_one_engine_for_two_ranks(base, tmp_path):
     """Tensor parallelism: both ranks make every rollout of their engine, and each counts once."""
     for left in helpers.Path("/dev/shm").glob(
