@@ -23,7 +23,6 @@ Deliberate choices:
     torchrun --nproc_per_node 8 reward_model.py --model Qwen/Qwen2.5-7B-Instruct      # eight GPUs
 """
 
-import functools
 import math
 import os
 import random
@@ -57,9 +56,17 @@ class Args:
     # ---- model ----
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """Model to train: a causal language model's folder or hub name."""
-    precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
-    """bf16 keeps float32 weights and computes in bfloat16 (autocast); float64 is for exactness tests; auto is bf16 on
-    GPUs and float32 elsewhere."""
+    precision: Literal["auto", "float32", "float64", "bf16", "fp16", "pure_bf16"] = "auto"
+    """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
+    has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
+    elsewhere."""
+    shard: Literal["auto", "none", "fsdp"] = "auto"
+    """none holds whole models on each rank; fsdp cuts weights, gradients and Adam's state in pieces, one a rank; auto
+    is fsdp if whole models would take over 60 % of a GPU's memory."""
+    shard_group_size: int = 0
+    """Ranks that share one sharded copy, such as those of a node, with --shard fsdp; 0 for all."""
+    cpu_offload: bool = False
+    """Keep sharded weights, gradients and Adam's state on the CPU, where the update is computed: slow, but small."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -340,10 +347,9 @@ def main(args: Args) -> None:
     total_steps = args.num_epochs * len(pairs) // args.batch_size
 
     # ---- model and optimizer ----------------------------------------------------------------------------------------
-    dtype = torch.float64 if args.precision == "float64" else torch.float32
-    bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
-    autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
-    scalar, new_head = utils.load_scalar_model("--model", resume_from or args.model, dtype, world.device)
+    stored, dtype, half, autocast = utils.precision(args.precision, world.device)
+    sharding = utils.Sharding(args, world, stored, half, autocast)
+    scalar, new_head = utils.load_scalar_model("--model", resume_from or args.model, stored, sharding.home)
     model, head = scalar.model, scalar.model.score.weight
     # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.
     model.config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
@@ -355,7 +361,7 @@ def main(args: Args) -> None:
             head.copy_(torch.from_numpy(values))
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    wrapped = utils.wrap(scalar, world)
+    wrapped = sharding.wrap(scalar)
     optimizer = utils.Optimizer(scalar, args, total_steps)
 
     # ---- resume -----------------------------------------------------------------------------------------------------
@@ -422,8 +428,8 @@ def main(args: Args) -> None:
                     scores = wrapped(*collate(micro, world.device)).view(2, -1)  # chosen and rejected, (2, n)
                 margins = torch.tensor([pair["margin"] for pair in micro], device=world.device, dtype=dtype)
                 loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
-                # DDP takes the mean over ranks, and the sum was divided by the pairs of all ranks.
-                (loss * world.size).backward()
+                # DDP and FSDP take the mean over ranks, and the sum was divided by the pairs of all ranks.
+                (loss * world.size * optimizer.loss_scale).backward()
             total += loss.detach()
             share += zip(cut, scores.detach().T.tolist())
         optimizer.step()

@@ -26,6 +26,7 @@ number; masks come from lengths, never from token ids; what could not be scored 
     torchrun --nproc_per_node 8 rloo.py --model Qwen/Qwen2.5-7B                       # eight GPUs
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -67,9 +68,17 @@ class Args:
     """Reference for the KL penalty; default: --model as it was at the start."""
     reward_model: str = ""
     """Reward model (folder or hub name) whose score is one more source after those of --reward."""
-    precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
-    """bf16 keeps float32 weights and computes in bfloat16 (autocast); float64 is for exactness tests; auto is bf16 on
-    GPUs and float32 elsewhere."""
+    precision: Literal["auto", "float32", "float64", "bf16", "fp16", "pure_bf16"] = "auto"
+    """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
+    has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
+    elsewhere."""
+    shard: Literal["auto", "none", "fsdp"] = "auto"
+    """none holds whole models on each rank; fsdp cuts weights, gradients and Adam's state in pieces, one a rank; auto
+    is fsdp if whole models would take over 60 % of a GPU's memory."""
+    shard_group_size: int = 0
+    """Ranks that share one sharded copy, such as those of a node, with --shard fsdp; 0 for all."""
+    cpu_offload: bool = False
+    """Keep sharded weights, gradients and Adam's state on the CPU, where the update is computed: slow, but small."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -403,7 +412,7 @@ def entropy_of(logits: Tensor) -> Tensor:
 class Policy(nn.Module):
     """A causal language model whose forward gives statistics of response tokens instead of logits.
 
-    All of it happens inside this module's forward, so that DDP, which wraps it, sees every use of the weights.
+    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
     """
 
     def __init__(self, model: nn.Module, temperature: float, chunk_tokens: int, train_entropy: bool = False):
@@ -632,6 +641,7 @@ def generate(
         processors += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
         processors += [logits_process.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
     settings = {"max_length": width + args.max_response_length, "do_sample": False, "return_dict_in_generate": True}
+    settings |= {"synced_gpus": False}  # weights are whole here: ranks need not wait for each other
     # The model's own generation defaults (Qwen2.5 has a repetition penalty there) would change the distribution.
     defaults, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=pad_id)
     tokens = torch.full((len(queries), args.max_response_length), pad_id, device=device)  # (N, T)
@@ -674,7 +684,7 @@ def rollout(
     Returns:
         The Batch, the same on every rank; None if the run is interrupted.
     """
-    rows = [row for row in rows for _ in range(samples or 1)]
+    rows, device = [row for row in rows for _ in range(samples or 1)], utils.device_of(model)
     numbers, uniforms, seeds = utils.generator(*key), None, None
     if samples and engine is None:  # a line of numbers for each response of all ranks, whichever rank generates it
         uniforms = torch.from_numpy(numbers.random((len(rows), args.max_response_length)))  # (N, T)
@@ -688,10 +698,10 @@ def rollout(
         share = (
             None if found is None else [(truncate_at_stop(ids, stop_ids), logprobs) for ids, logprobs in zip(*found)]
         )
-    for start in range(0, len(mine) if engine is None else 0, args.generation_batch_size):
-        part = mine[start : start + args.generation_batch_size]
-        queries, numbers = [rows[i]["query"] for i in part], None if uniforms is None else uniforms[part]
-        with autocast():
+    with utils.gathered(model) if engine is None else contextlib.nullcontext(), autocast():
+        for start in range(0, len(mine) if engine is None else 0, args.generation_batch_size):
+            part = mine[start : start + args.generation_batch_size]
+            queries, numbers = [rows[i]["query"] for i in part], None if uniforms is None else uniforms[part]
             share += zip(*generate(model, queries, numbers, stop_ids, tokenizer.pad_token_id, args, interrupted))
     if world.any(interrupt.requested or share is None):
         return None
@@ -700,14 +710,14 @@ def rollout(
     everything = world.undeal(list(zip(*zip(*share), texts, *parts.values())), len(rows))
     responses, logprobs, texts, *scores = zip(*everything)
     lengths = torch.tensor([len(response) for response in responses])
-    mask = (torch.arange(lengths.max()) < lengths[:, None]).to(model.device)
+    mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)
     if not all(math.isfinite(x) for row in logprobs for x in row):
         utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
     return Batch(
         rows, [row["query"] for row in rows], list(responses), list(texts),
-        pad_rows(torch.tensor([x for row in logprobs for x in row], device=model.device), mask), mask,
-        torch.tensor([response[-1] in stop_ids for response in responses], device=model.device),
-        {name: torch.tensor(column, device=model.device) for name, column in zip(parts, scores)},
+        pad_rows(torch.tensor([x for row in logprobs for x in row], device=device), mask), mask,
+        torch.tensor([response[-1] in stop_ids for response in responses], device=device),
+        {name: torch.tensor(column, device=device) for name, column in zip(parts, scores)},
     )  # fmt: skip
 
 
@@ -907,26 +917,26 @@ def main(args: Args) -> None:
     aggregation = args.loss_aggregation or args.ratio
 
     # ---- shared: models ---------------------------------------------------------------------------------------------
-    dtype = torch.float64 if args.precision == "float64" else torch.float32
-    bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
-    autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
-    model = utils.load_model("--model", resume_from or args.model, dtype, world.device)
+    stored, dtype, half, autocast = utils.precision(args.precision, world.device)
+    sharding = utils.Sharding(args, world, stored, half, autocast)
+    model = utils.load_model("--model", resume_from or args.model, stored, sharding.home)
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
-    policy.check_head(f"--model {args.model}", prompts[0]["query"])
+    policy.check_head(f"--model {args.model}", prompts[0]["query"][:32])
     reference, exact = None, None  # the model of the KL; the same again if its exact KL is asked for
     if args.kl_coef:
         refreshed = os.path.join(resume_from or "", "reference")  # a checkpoint has it once it was refreshed
         name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
-        ref_model = utils.load_model("--ref_model", name, dtype, world.device).requires_grad_(False)
+        ref_model = utils.load_model("--ref_model", name, stored, sharding.home).requires_grad_(False)
         reference = Policy(ref_model, args.temperature, args.logits_chunk_tokens)
-        reference.check_head(f"--ref_model {name}", prompts[0]["query"])
+        reference.check_head(f"--ref_model {name}", prompts[0]["query"][:32])
         utils.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
         exact = reference if args.kl_estimator == "full" else None
+        sharding.shard(reference, blocks_only=exact is not None)  # its head is then used in the policy's forward
     kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
-    rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens)
+    rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens, sharding)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    wrapped = utils.wrap(policy, world)
+    wrapped = sharding.wrap(policy)
     # ---- end shared
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
 
@@ -948,7 +958,7 @@ def main(args: Args) -> None:
 
     # ---- shared: run ------------------------------------------------------------------------------------------------
     beside = world.for_rollout(args.vllm_tensor_parallel)
-    engine = utils.rollout_engine(args, beside, bf16)
+    engine = utils.rollout_engine(args, beside, half)
     data = {"prompts": [len(row["query"]) for row in prompts]}
     data |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
     data |= {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}
@@ -1074,7 +1084,8 @@ def main(args: Args) -> None:
                 if args.ptx_coef:
                     count = args.ptx_batch_size
                     texts = utils.take_prompts(supervised, optimizer.updates * count, count, args.seed)
-                    sums.add(ptx=imitate(wrapped, texts, args.ptx_coef, args.micro_batch_tokens, world, autocast))
+                    coef = args.ptx_coef * optimizer.loss_scale
+                    sums.add(ptx=imitate(wrapped, texts, coef, args.micro_batch_tokens, world, autocast))
                 cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, world)
                 for number, cut in enumerate(cuts, 1):
                     micro = [mini[i] for i in cut]
@@ -1106,8 +1117,8 @@ def main(args: Args) -> None:
                                 token_kl = kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
                             loss = loss + state["kl_coef"] * mean(token_kl, m)
                         # ---- end shared
-                        # DDP takes the mean over ranks, and `mean` has divided by the counts of all ranks.
-                        (loss * world.size).backward()
+                        # DDP and FSDP take the mean over ranks, and `mean` has divided by the counts of all ranks.
+                        (loss * world.size * optimizer.loss_scale).backward()
                     # ---- shared: statistics of the update
                     sums.add(policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m))
                     sums.add(clipped=masked_sum(clipped.double(), m), tokens=m.sum())
@@ -1149,9 +1160,7 @@ def main(args: Args) -> None:
             )
         # ---- shared: metrics ----------------------------------------------------------------------------------------
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
-            with torch.no_grad():
-                for kept, new in zip(reference.parameters(), policy.parameters()):
-                    kept.lerp_(new, args.ref_refresh_mix)
+            utils.mix_into(reference, policy, args.ref_refresh_mix)
 
         state.update(step=step, position=experience.position, moments=experience.moments, logged=False)
         tokens = total["tokens"] / args.num_epochs

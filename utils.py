@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -174,7 +176,7 @@ def check_ranges(args) -> None:
         "weight_decay min_learning_rate critic_weight_decay critic_min_learning_rate max_skipped_updates kl_coef "
         "entropy_coef ptx_coef eval_every eval_prompts eval_pairs log_samples save_every keep_checkpoints seed "
         "clip_low clip_high value_clip critic_warmup_steps reward_clip centre_coef ref_refresh_every pf_ppo_power "
-        "overlong_buffer max_refills kv_cache_gb"
+        "overlong_buffer max_refills kv_cache_gb shard_group_size"
     )
     share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
     for name, value in vars(args).items():
@@ -190,6 +192,9 @@ def check_ranges(args) -> None:
             value = getattr(args, name, None)
             if value is not None and not within(value):
                 fail(f"--{name} {value}: has to be {meaning}")
+    for name in ("shard_group_size", "cpu_offload"):
+        if getattr(args, name) and args.shard != "fsdp":
+            fail(f"--{name}: takes --shard fsdp")
     if 1 in (args.adam_beta1, args.adam_beta2):
         fail("--adam_beta1 and --adam_beta2 have to be below 1")
     for prefix in ("", "critic_"):
@@ -419,8 +424,10 @@ class ScalarModel(torch.nn.Module):
             One number for each set entry of the mask, row by row; float32 or better, also under autocast.
         """
         hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
+        kind = torch.promote_types(self.model.score.weight.dtype, torch.float32)
+        weight, bias = (x if x is None else x.to(kind) for x in (self.model.score.weight, self.model.score.bias))
         with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
-            return self.model.score(hidden.to(self.model.score.weight.dtype))[:, 0]
+            return torch.nn.functional.linear(hidden.to(kind), weight, bias)[:, 0]
 
 
 def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[ScalarModel, bool]:
@@ -490,13 +497,17 @@ def check_can_read(flag: str, name: str, tokenizer) -> None:
 class Optimizer:
     """AdamW with a schedule, gradient clipping, and a guard: a gradient that is not finite never reaches the weights.
 
-    Weight decay acts on matrices, not on biases and norms.
+    Weight decay acts on matrices, not on biases and norms. What runs backward is the loss times `loss_scale`: 1, or
+    with --precision fp16 a power of two that keeps gradients in its range, halved at a gradient that is not finite and
+    doubled after 2000 updates without one, as torch.amp.GradScaler does it.
 
     Args:
-        model: the parameters; all ranks hold the same gradient of them when `step` is called.
+        model: the parameters; all ranks hold the same gradient of them, or their shards of it, when `step` is called.
         total_updates: how many updates the schedule spans.
         prefix: of the flags to go by, "critic_" for --critic_learning_rate and so on.
     """
+
+    COUNTERS = ("updates", "skipped_in_a_row", "loss_scale", "since_rescaled")  # of a checkpoint, beside Adam's state
 
     def __init__(self, model: torch.nn.Module, args, total_updates: int, prefix: str = ""):
         setting = lambda name: getattr(args, prefix + name)
@@ -509,7 +520,8 @@ class Optimizer:
         groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=(args.adam_beta1, args.adam_beta2), fused=True)
         self.total_updates = total_updates
-        self.updates = self.skipped_in_a_row = 0
+        self.updates = self.skipped_in_a_row = self.since_rescaled = 0
+        self.rescales, self.loss_scale = args.precision == "fp16", 2.0**16 if args.precision == "fp16" else 1.0
         self.norms: list[float] = []  # of the gradients since the last `metrics`, before clipping
 
     @property
@@ -519,7 +531,11 @@ class Optimizer:
 
     def step(self) -> None:
         """Clip, check, update the weights, and clear the gradient."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm).item()
+        if self.loss_scale != 1:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad /= self.loss_scale
+        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)).item()
         factor = lr_factor(self.updates, self.total_updates, self.warmup_ratio, self.schedule)
         for group in self.adam.param_groups:
             group["lr"] = self.floor + factor * (self.peak - self.floor)
@@ -528,12 +544,23 @@ class Optimizer:
         self.adam.zero_grad()
         self.updates += 1
         self.norms.append(norm)
-        self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+        if not self.rescale(math.isfinite(norm)):  # else it was the scale's fault
+            self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row > self.max_skipped:
             fail(
                 f"--max_skipped_updates {self.max_skipped}: the gradient was not finite in {self.skipped_in_a_row} "
                 f"updates in a row; go on from the last checkpoint with a lower --{self.prefix}learning_rate"
             )
+
+    def rescale(self, finite: bool) -> bool:
+        """Move the scale of the loss by what came of it; whether it was lowered."""
+        self.since_rescaled += 1
+        lower = self.rescales and not finite and self.loss_scale > 1
+        if lower or self.rescales and finite and self.since_rescaled == 2000:
+            self.loss_scale, self.since_rescaled = self.loss_scale * (0.5 if lower else 2.0), 0
+        elif not finite:
+            self.since_rescaled = 0
+        return lower
 
     def metrics(self) -> dict[str, float]:
         """The learning rate now; mean gradient norm and number of skipped updates since the last call."""
@@ -544,14 +571,30 @@ class Optimizer:
             f"{self.prefix}lr": self.lr,
             f"loss/{self.prefix}grad_norm": mean,
             f"val/{self.prefix}skipped_updates": skipped,
+            **({f"val/{self.prefix}loss_scale": self.loss_scale} if self.rescales else {}),
         }
 
     def state_dict(self) -> dict:
-        return {"adam": self.adam.state_dict(), "updates": self.updates, "skipped_in_a_row": self.skipped_in_a_row}
+        counters = {name: getattr(self, name) for name in self.COUNTERS}
+        return {"adam": self.adam.state_dict(), **counters}
 
     def load_state_dict(self, state: dict) -> None:
+        """Take over a state from a checkpoint, whole or sharded; either goes with either kind of parameters."""
+        parameters = [p for group in self.adam.param_groups for p in group["params"]]
+        values = [(parameters[i], own, name) for i, own in state["adam"]["state"].items() for name in own]
+        stored: dict[str, dict[str, torch.Tensor]] = {}  # folder: what to read from there
+        for parameter, own, name in values:
+            if isinstance(own[name], Stored):
+                folder, key = own[name].folder, own[name].key
+                own[name] = stored.setdefault(folder, {})[key] = torch.zeros_like(parameter, requires_grad=False)
+            elif isinstance(parameter, DTensor) and own[name].shape == parameter.shape:
+                spread = (parameter.device_mesh, parameter.placements)
+                own[name] = distribute_tensor(own[name].to(parameter.device), *spread, src_data_rank=None)
+        for folder, tensors in stored.items():
+            read_sharded(folder, tensors)
         self.adam.load_state_dict(state["adam"])
-        self.updates, self.skipped_in_a_row = state["updates"], state["skipped_in_a_row"]
+        for name in self.COUNTERS:
+            setattr(self, name, state.get(name, getattr(self, name)))
 
 
 def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:
@@ -565,18 +608,6 @@ def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> fl
         return (update + 1) / warmup
     progress = min(1.0, (update - warmup) / max(1, total - 1 - warmup))
     return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
-
-
-def wrap(module: torch.nn.Module, world: World) -> torch.nn.Module:
-    """The module as it is trained: itself in one process, DDP over several."""
-    if world.size == 1:
-        return module
-    return torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
-
-
-def gradient_sync(module: torch.nn.Module, now: bool):
-    """A context that averages gradients over the ranks only in the last backward pass of an update."""
-    return module.no_sync() if hasattr(module, "no_sync") and not now else contextlib.nullcontext()
 
 
 def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[list[int]]:
@@ -606,6 +637,182 @@ def even_parts(items: list, most: int) -> list[list]:
     """Cut a list into as few parts of at most `most` items as it takes, of sizes that differ by one at most."""
     count = math.ceil(len(items) / most)
     return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Number formats and sharding
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def precision(name: str, device: torch.device) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, Callable]:
+    """What --precision stands for: the number format of the weights, that of losses and statistics, that of matrix
+    products (None: that of the weights), and a function that gives the context to compute in."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "float32"
+    if name == "pure_bf16":
+        warn("--precision pure_bf16: a weight moves only by 1/256 of itself or more; bf16 keeps float32 weights")
+    stored = {"float64": torch.float64, "pure_bf16": torch.bfloat16}.get(name, torch.float32)
+    half = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+    autocast = functools.partial(torch.autocast, device.type, half or torch.bfloat16, enabled=half is not None)
+    return stored, torch.promote_types(stored, torch.float32), half, autocast
+
+
+class Sharding:
+    """What --shard makes of the models: whole ones on every rank (none; DDP averages the gradients of those that
+    train), or weights, gradients and Adam's state in pieces, one a rank (fsdp, torch's FSDP2).
+
+    A decoder block's weights are whole on a rank only while the block computes, those outside of blocks (embeddings,
+    head) while the model does. Matrix products in half precision get the blocks' weights in that format; autocast
+    stays on, so that it computes what it does without sharding.
+    """
+
+    GRADIENT_SHARE = 0.2  # of a GPU's memory up to which a whole gradient may collect before it is sharded
+
+    def __init__(self, args, world: World, stored: torch.dtype, half: torch.dtype | None, autocast: Callable):
+        self.world, self.autocast, self.on = world, autocast, args.shard == "fsdp"
+        self.compute, self.reduce = half, torch.promote_types(stored, torch.float32)
+        gpu = world.device.type == "cuda"
+        self.offload = CPUOffloadPolicy(pin_memory=gpu) if args.cpu_offload else OffloadPolicy()
+        self.memory = torch.cuda.get_device_properties(world.device).total_memory if gpu else math.inf
+        # A rollout beside the training must not meet other ranks where the training does.
+        self.rewards = not getattr(args, "async_steps", 0)
+        reason = ""
+        if args.shard == "auto" and world.size > 1:
+            reason = " (on a CPU)"
+            if gpu:
+                need = needed_memory(args, stored)
+                self.on = world.any(need > 0.6 * self.memory)
+                reason = f" (whole, models and Adam take {need / 1e9:.3g} GB; a GPU has {self.memory / 1e9:.3g})"
+        if self.on:
+            size = args.shard_group_size or world.size
+            if world.size % size:
+                fail(f"--shard_group_size {size}: has to divide the number of ranks, {world.size}")
+            if not dist.is_initialized():  # one process, without torchrun
+                backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            shape, names = (size,), ("shards",)
+            if size < world.size:
+                shape, names = (world.size // size, size), ("copies", "shards")
+            self.mesh = dist.init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+            reason = f" over {size} of {world.size} ranks{', offloaded to the CPU' if args.cpu_offload else ''}{reason}"
+        if world.main and (self.on or reason):
+            print(f"sharding: {'fsdp' if self.on else 'none'}{reason}", flush=True)
+
+    @property
+    def home(self) -> torch.device:
+        """Where to load a model to: a GPU may not have the memory for a whole one."""
+        return torch.device("cpu") if self.on else self.world.device
+
+    def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        """The module as it is trained: itself in one process, DDP over several, or itself, sharded."""
+        if self.on:
+            return self.shard(module)
+        if self.world.size == 1:
+            return module
+        return torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    def shard(self, module: torch.nn.Module, blocks_only: bool = False) -> torch.nn.Module:
+        """Shard a module in place, with --shard fsdp.
+
+        Args:
+            module: its forward takes (input_ids, mask) and holds every use of its weights. Each forward pass is a
+                collective: all ranks have to make as many.
+            blocks_only: leave the weights outside of blocks whole, for a module whose other methods are called.
+        """
+        if not self.on:
+            return module
+        lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
+        blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
+        settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
+        policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce, cast_forward_inputs=False)
+        # A CPU's layer norm takes no weights in another format than what it normalises.
+        on_cpu = self.world.device.type == "cpu" and any(isinstance(x, torch.nn.LayerNorm) for x in module.modules())
+        for block in blocks:
+            fully_shard(block, mp_policy=policy(None if on_cpu else self.compute), **settings)
+        if not blocks_only:
+            fully_shard(module, mp_policy=policy(), **settings)  # a score or a logit takes more bits than half has
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(self.world.device)
+        roots = blocks if blocks_only else [module]
+        for root in roots:
+            root.register_forward_hook(forget_pass)
+        module.collects_gradient = parameter_count(module) * self.reduce.itemsize <= self.GRADIENT_SHARE * self.memory
+        model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
+        model.sharded_parts = tuple(part for part in module.modules() if isinstance(part, FSDPModule))
+        model.compute_device = self.world.device
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
+        with torch.no_grad(), self.autocast():  # the first pass says which module is the outermost
+            module(ids, ids > 0)
+        return module
+
+
+def forget_pass(root: FSDPModule, *_) -> None:
+    """After a pass without gradient: drop the notes that it left for a backward pass, which does not come."""
+    if not torch.is_grad_enabled():
+        root.reset_iter_state()
+
+
+def parameter_count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def needed_memory(args, stored: torch.dtype) -> int:
+    """Bytes of whole models: weight, gradient and two numbers of Adam's for each parameter that trains, the weight of
+    the others."""
+    trained = [("--model", args.model)]
+    trained += [("--value_model", args.value_model or args.model)] if hasattr(args, "value_model") else []
+    kept = [("--ref_model", args.ref_model or args.model)] if getattr(args, "kl_coef", 0) else []
+    sources = reward_names(args) if hasattr(args, "reward") else ()
+    kept += [("--reward", name) for name in sources if is_reward_model(name)]
+
+    def count(flag: str, name: str) -> int:
+        with torch.device("meta"):
+            return parameter_count(AutoModelForCausalLM.from_config(load_config(flag, name)))
+
+    return stored.itemsize * (4 * sum(count(*each) for each in trained) + sum(count(*each) for each in kept))
+
+
+def gradient_sync(module: torch.nn.Module, now: bool):
+    """A context that averages gradients over the ranks only in the last backward pass of an update."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(now or not module.collects_gradient)
+    return module.no_sync() if hasattr(module, "no_sync") and not now else contextlib.nullcontext()
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where a model computes; sharded weights may lie elsewhere."""
+    return getattr(model, "compute_device", None) or model.device
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with the pieces of all ranks, which have to ask alike."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@contextlib.contextmanager
+def gathered(model: torch.nn.Module):
+    """A context in which the weights of a sharded model are whole, so that ranks compute without waiting for others.
+
+    All ranks have to enter, and may leave at different times. Nothing happens to a model that is not sharded.
+    """
+    parts = getattr(model, "sharded_parts", ())
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for root in parts[:1]:
+            root.reset_iter_state()  # reshards all, and forgets the order of the passes, which differs between ranks
+            root.set_reshard_after_forward(True)
+
+
+@torch.no_grad()
+def mix_into(reference: torch.nn.Module, policy: torch.nn.Module, share: float) -> None:
+    """Move a model's weights by a share of the way to another's, of the same architecture."""
+    for kept, new in zip(reference.parameters(), policy.parameters()):
+        kept.lerp_(new if isinstance(kept, DTensor) else whole(new), share)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1070,24 +1277,31 @@ class Rewards:
             fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
         check_can_read("--reward", name, tokenizer)
 
-    def load_models(self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int) -> None:
+    def load_models(
+        self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int,
+        sharding: Sharding | None = None,
+    ) -> None:  # fmt: skip
         """Load the reward models among the sources.
 
         Args:
             scale: "raw" scores, "centred" by the mean that the model's config carries, or "standardized" by its mean
                 and standard deviation.
             autocast: a function that gives the context to compute in. token_budget: of a forward pass.
+            sharding: None for whole models.
         """
         self.device, self.autocast, self.token_budget = device, autocast, token_budget
+        sharded = sharding is not None and sharding.on and sharding.rewards
+        self.world = sharding.world if sharded else World(0, 1, device)  # of the ranks that pass forward together
         for name in filter(is_reward_model, self.names):
-            model, _ = load_scalar_model("--reward", name, dtype, device)
+            model, _ = load_scalar_model("--reward", name, dtype, sharding.home if sharded else device)
             mean, std = (getattr(model.model.config, key, None) for key in ("score_mean", "score_std"))
             shift, divisor = {"raw": (0.0, 1.0), "centred": (mean, 1.0), "standardized": (mean, std)}[scale]
             if shift is None or not divisor:
                 fail(
                     f"--reward_model_scale {scale}: the config of {name} carries no score_mean or no score_std above 0"
                 )
-            self.models[name] = (model.requires_grad_(False), shift, divisor)
+            model.requires_grad_(False)
+            self.models[name] = (sharding.shard(model) if sharded else model, shift, divisor)
 
     def _await_loaded(self, worker: _Worker) -> str | None:
         """What a worker warns of once it has loaded its sources, if anything."""
@@ -1118,9 +1332,12 @@ class Rewards:
         model, shift, divisor = self.models[name]
         scores = [math.nan] * len(sequences)
         alone = World(0, 1, self.device)
-        for cut in micro_batches([len(sequence) for sequence in sequences], self.token_budget, alone):
+        cuts = micro_batches([len(sequence) for sequence in sequences], self.token_budget, alone)
+        most = self.world.max(torch.tensor(len(cuts), device=self.device)).item()  # each rank cuts its own
+        for cut in cuts + [[]] * (most - len(cuts)):
             rows = [torch.tensor(sequences[i], device=self.device) for i in cut]
-            last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+            last = torch.tensor([len(row) - 1 for row in rows] or [-1], device=self.device)
+            rows = rows or [torch.zeros(2, dtype=torch.long, device=self.device)]  # takes part, and is not read
             input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (n, L)
             with self.autocast():
                 outputs = model(input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None])
@@ -1227,11 +1444,11 @@ class Rewards:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def rollout_engine(args, world: World, bf16: bool):
+def rollout_engine(args, world: World, half: torch.dtype | None):
     """The engine of --rollout_backend, None for transformers' generate; says which it is.
 
     Args:
-        world: that of the rollout. bf16: whether the trainer computes in bfloat16.
+        world: that of the rollout. half: what the trainer's matrix products are computed in, None: float32.
     """
     backend, installed = args.rollout_backend, importlib.util.find_spec("vllm") is not None
     useful = torch.cuda.is_available() and args.precision != "float64"
@@ -1241,7 +1458,7 @@ def rollout_engine(args, world: World, bf16: bool):
         fail("--rollout_backend vllm: vLLM is not installed (pip install vllm==0.32.0; on a CPU see scripts/setup.sh)")
     if backend == "hf" and args.async_steps:
         fail(f"--async_steps {args.async_steps}: takes --rollout_backend vllm or server")
-    engine = {"hf": lambda *_: None, "vllm": Engine, "server": Servers}[backend](args, world, bf16)
+    engine = {"hf": lambda *_: None, "vllm": Engine, "server": Servers}[backend](args, world, half)
     if world.main:
         why = {True: "", False: " (vLLM is not installed)"}[installed] if useful else " (no GPU, or float64)"
         auto = f"{why if args.rollout_backend == 'auto' and backend == 'hf' else ''}"
@@ -1256,7 +1473,7 @@ class Engine:
     weights are random until the first `sync`.
     """
 
-    def __init__(self, args, world: World, bf16: bool):
+    def __init__(self, args, world: World, half: torch.dtype | None):
         # The engine runs in this process, so that it can take the weights from the model in it.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -1275,7 +1492,7 @@ class Engine:
         before, ranks = random_state(), os.environ.get("LOCAL_WORLD_SIZE")
         try:
             self.llm = vllm.LLM(
-                args.model, dtype="bfloat16" if bf16 else "float32", load_format="dummy", generation_config="vllm",
+                args.model, dtype=half or torch.float32, load_format="dummy", generation_config="vllm",
                 max_model_len=args.max_prompt_length + args.max_response_length, seed=args.seed,
                 max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache * 1e9),
                 logprobs_mode="processed_logprobs", disable_log_stats=True,
@@ -1339,7 +1556,8 @@ class Engine:
         weights = model.state_dict()
         if self.asleep:
             self.llm.wake_up(["weights"])
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+        stream = ((name, whole(tensor)) for name, tensor in weights.items())  # one whole tensor at a time
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
         self.asleep = False
@@ -1376,11 +1594,11 @@ class Servers:
     that was restarted, or that another run has sent weights to, ends the run.
     """
 
-    def __init__(self, args, world: World, bf16: bool):
+    def __init__(self, args, world: World, half: torch.dtype | None):
         """Wait for the servers of `--rollout_servers`, check them and connect; one that won't do ends the run.
 
         Args:
-            bf16: the run computes in bf16, and sends that.
+            half: what the run computes in, and sends; None: float32.
         """
         import requests
 
@@ -1390,7 +1608,7 @@ class Servers:
         for url in self.urls:
             if not url.startswith(("http://", "https://")) or self.urls.count(url) > 1:
                 fail(f"--rollout_servers {url}: takes addresses such as http://10.0.0.2:8000, each once")
-        self.world, self.dtype = world, torch.bfloat16 if bf16 else torch.float32
+        self.world, self.dtype = world, half or torch.float32
         self.name = world.gather([uuid.uuid4().hex[:8]])[0]  # the run's, in the names of its weights
         self.syncs, self.retries, self.weights = 0, 0, {}
         self.session = requests.Session()
@@ -1564,7 +1782,7 @@ class Servers:
 
     def _tensors(self):
         for name, dtype, _ in self._listing():
-            yield name, self.weights[name].detach().to(dtype).contiguous()
+            yield name, whole(self.weights[name].detach()).to(dtype).contiguous()
 
     def sync(self, model) -> None:
         """Give all servers the weights of the model; all ranks call it, when none of them samples."""
@@ -1579,6 +1797,9 @@ class Servers:
                     self.sender.send_weights()
                 else:
                     self._send()
+        elif any(isinstance(weight, DTensor) for weight in self.weights.values()):
+            for _ in self._tensors():  # rank 0 sends what all of them hold pieces of
+                pass
         self.synced = sum(dtype.itemsize * self.weights[name].numel() for name, dtype, _ in self._listing())
         self.weights = {}
         self.world.barrier()
@@ -1884,20 +2105,23 @@ def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, ke
     """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer needs to go on.
 
     Args:
-        state: optimizer, schedule and counters (tensors and plain values), saved as trainer_state.pt by rank 0; every
-            rank adds the state of its global random generators. `state["step"]` names the folder.
+        state: optimizer, schedule and counters (tensors and plain values), saved as trainer_state.pt by rank 0, but
+            what is sharded in sharded/, by all ranks; every rank adds the state of its global random generators.
+            `state["step"]` names the folder.
         keep: how many checkpoints stay, the newest ones; 0 keeps all.
         others: models to save in folders of their own beside it, such as a critic.
     """
 
     def write(path: str) -> None:
         torch.save(random_state(), os.path.join(path, f"random_state_{world.rank}.pt"))
+        own, pieces = take_sharded(state)
+        if pieces:
+            write_sharded(path, pieces)
+        for name, each in {"": model, **others}.items():
+            save_model(each, os.path.join(path, name), world)
         if world.main:
-            model.save_pretrained(path)
             tokenizer.save_pretrained(path)
-            torch.save(state, os.path.join(path, "trainer_state.pt"))
-            for name, other in others.items():
-                other.save_pretrained(os.path.join(path, name))
+            torch.save(own, os.path.join(path, "trainer_state.pt"))
 
     path = os.path.join(folder, "checkpoints", f"step_{state['step']}")
     # There is one already where a run is interrupted again after the same step.
@@ -1913,8 +2137,8 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
     model.to(load_config("--model", source).dtype or torch.float32)
 
     def write(path: str) -> None:
+        save_model(model, path, world)
         if world.main:
-            model.save_pretrained(path)
             tokenizer.save_pretrained(path)
 
     save_folder(os.path.join(folder, "final"), world, write)
@@ -1925,7 +2149,64 @@ def load_checkpoint(folder: str, world: World) -> dict:
     own = os.path.join(folder, f"random_state_{world.rank}.pt")
     if os.path.exists(own):  # a resumed run may have more ranks than before; nothing in it depends on these
         set_random_state(torch.load(own, weights_only=True))
-    return torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
+    state = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
+
+    def look_up(x):
+        if not isinstance(x, dict):
+            return x
+        return Stored(folder, x["sharded"]) if x.keys() == {"sharded"} else {key: look_up(y) for key, y in x.items()}
+
+    return look_up(state)
+
+
+def save_model(model: torch.nn.Module, path: str, world: World) -> None:
+    """Save a model folder, from rank 0; the tensors of a sharded model are gathered there, one at a time."""
+    state, done = None, {}  # tied weights, one parameter under two names, stay one tensor
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        state = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) not in done:
+                full = whole(tensor.detach())
+                done[id(tensor)] = full.cpu() if world.main else None
+            state[name] = done[id(tensor)]
+    if world.main:
+        model.save_pretrained(path, state_dict=state)
+
+
+@dataclass
+class Stored:
+    """A tensor in the sharded part of a checkpoint."""
+
+    folder: str
+    key: str
+
+
+def take_sharded(state, key: str = "") -> tuple:
+    """Replace the sharded tensors in nested dicts by {"sharded": key}, which `load_checkpoint` knows; and {key: tensor}
+    of those."""
+    if isinstance(state, DTensor):
+        return {"sharded": key}, {key: state}
+    if not isinstance(state, dict):
+        return state, {}
+    own, pieces = {}, {}
+    for name, x in state.items():
+        own[name], more = take_sharded(x, f"{key}.{name}" if key else str(name))
+        pieces |= more
+    return own, pieces
+
+
+def write_sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Write sharded tensors into a checkpoint, every rank its pieces."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(tensors, checkpoint_id=os.path.join(folder, "sharded"))
+
+
+def read_sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Read into tensors, whole or sharded over any number of ranks, what `write_sharded` wrote; ranks do not meet."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load(tensors, checkpoint_id=os.path.join(folder, "sharded"), no_dist=True)
 
 
 def random_state() -> dict:

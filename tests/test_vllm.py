@@ -65,7 +65,7 @@ def made(base):
     found = {}
     for name in ("model", "untied"):
         args = args_of(base, model=str(helpers.Path(base["model"]).parent / name), max_response_length=20)
-        engine = utils.Engine(args, utils.World(0, 1, CPU), False)
+        engine = utils.Engine(args, utils.World(0, 1, CPU), None)
         model = utils.load_model("--model", args.model, torch.float32, CPU)
         engine.sync(model)
         KEPT.append(engine)
@@ -227,7 +227,7 @@ def test_an_engine_that_keeps_its_prefix_cache_is_an_error(made, monkeypatch):
 
 def test_random_numbers_of_the_process_stay_as_they_were(base):
     state = torch.get_rng_state()
-    engine = utils.Engine(args_of(base), utils.World(0, 1, CPU), False)
+    engine = utils.Engine(args_of(base), utils.World(0, 1, CPU), None)
     assert torch.equal(torch.get_rng_state(), state)
     assert "cannot sleep" in engine.about and "0.02 GB" in engine.about
     engine.sleep()  # which changes nothing here
@@ -262,6 +262,24 @@ def test_two_ranks_sample_the_same(base, tmp_path):
         assert {k: a[k] for k in b if k.startswith("eval/")} == {k: b[k] for k in b if k.startswith("eval/")}
         for key in ("objective/scores", "loss/policy_avg", "objective/kl"):
             assert key not in b or a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_sharded_weights_reach_the_engine(base, tmp_path, steps):
+    """Each rank's engine gets whole tensors after each update, also where a rollout has run beside the update."""
+    changes = dict(async_steps=steps, total_episodes=24, shard="fsdp")
+    values = variant(base, tmp_path, run_name="sharded", **changes)
+    whole = {**values, "run_name": "whole", "shard": "none"}
+    running = helpers.start(whole)
+    run_ranks(values, 2, (0, 0))
+    assert running.wait().code == 0, running.err[-3000:]
+    ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (values, whole))
+    assert [row["response"] for row in ours] == [row["response"] for row in theirs]
+    for a, b in zip(metrics_of(values), metrics_of(whole), strict=True):
+        assert a["rollout/staleness"] == steps * (a["step"] > 1) and a["rollout/sync_gb"] == b["rollout/sync_gb"]
+        assert steps or a["rollout/logprob_diff_max"] < 1e-4
+        for key in ("objective/scores", "loss/policy_avg", "objective/kl"):
+            assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5)
 
 
 def test_one_engine_for_two_ranks(base, tmp_path):
@@ -443,6 +461,6 @@ def test_flags(base, capsys):
         args = args_of(base, **{"mini_batch_size": 8, **options})
         with pytest.raises(SystemExit):
             utils.check_common_args(args)
-            utils.rollout_engine(args, utils.World(0, 1, CPU), False)
+            utils.rollout_engine(args, utils.World(0, 1, CPU), None)
         err = capsys.readouterr().err
         assert err.startswith("error: ") and words in err and err.count("\n") == 1

@@ -84,7 +84,7 @@ def engines(running):
     made = {}
     for name, members in named.items():
         model = transformers.AutoModelForCausalLM.from_pretrained(running[members[0]][2], dtype=torch.float32)
-        servers = Servers(changed(rollout_servers=tuple(running[member][1] for member in members)), WORLD, False)
+        servers = Servers(changed(rollout_servers=tuple(running[member][1] for member in members)), WORLD, None)
         servers.sync(model)
         made[name] = (servers, model)
     return made
@@ -221,7 +221,7 @@ def test_weights_of_another_run_end_this_one(engines, running, capsys):
 def test_a_new_run_takes_a_server_over(engines, running):
     """As after a crash: the group of the run before it is gone."""
     _, model = engines["tied"]
-    servers = Servers(changed(rollout_servers=(running["tied"][1],)), WORLD, False)
+    servers = Servers(changed(rollout_servers=(running["tied"][1],)), WORLD, None)
     perturb(model, 5)
     servers.sync(model)
     responses, logprobs = sample(servers, prompts(8), list(range(8)))
@@ -253,7 +253,7 @@ def test_bad_addresses_and_servers(running, capsys, monkeypatch, tmp_path):
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
 
     def end(*servers: str, **values) -> str:
-        return one_line_end(capsys, lambda: Servers(changed(rollout_servers=servers, **values), WORLD, False))
+        return one_line_end(capsys, lambda: Servers(changed(rollout_servers=servers, **values), WORLD, None))
 
     assert "--rollout_servers" in end()
     assert "localhost:8000" in end("localhost:8000")
@@ -263,7 +263,7 @@ def test_bad_addresses_and_servers(running, capsys, monkeypatch, tmp_path):
     other = transformers.AutoModelForCausalLM.from_pretrained(
         tiny_model(tmp_path / "other", intermediate_size=80, **SHAPE)
     )
-    servers = Servers(changed(rollout_servers=(url,)), WORLD, False)
+    servers = Servers(changed(rollout_servers=(url,)), WORLD, None)
     said = one_line_end(capsys, lambda: servers.sync(other))
     assert "intermediate_size is 64 there, 80 here" in said
 

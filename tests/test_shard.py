@@ -1,0 +1,385 @@
+"""Sharding changes memory, never a result: runs over FSDP2 on 1, 2 and 4 CPU processes against one process without it,
+resumed over other numbers of ranks, stopped by signals; and the number formats of --precision."""
+
+import contextlib
+import math
+import os
+import socket
+from types import SimpleNamespace
+
+import helpers
+import pytest
+import torch
+import transformers
+from helpers import folder_of, metrics_of, read_lines, run, run_ranks, steps_of, weights_of
+from test_ppo import scalar_folder
+from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import grpo
+import utils
+
+SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict[str, dict]:
+    """Flags of three steps of each script, with all that is sharded: policy, reference, critic, reward model."""
+    folder = tmp_path_factory.mktemp("shard")
+    common = {**helpers.workspace(folder), "total_episodes": 24, "eval_every": 3, "save_every": 3, "eval_prompts": 2}
+    common["model"] = helpers.tiny_model(folder / "neox", "gpt_neox")
+    judge = scalar_folder(common["model"], folder / "judge")
+    exact = dict(precision="float64", learning_rate=1e-3)
+    kept = ("model", "system_prompt", "output_dir", "eval_every", "save_every", "micro_batch_tokens")
+    pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 18)
+    held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
+    of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6}
+    rewards = {"reward": (common["reward"], judge), "reward_weights": (1.0, 0.1)}
+    return {
+        "grpo": {**common, **exact, **rewards, **MOVING, "kl_estimator": "full", "entropy_coef": 0.01},
+        "rloo": {**common, **exact, **MOVING, "advantage": "remax"},
+        "ppo": {**common, **exact, **rewards, **MOVING, **OF_PPO, "ptx_dataset": common["dataset"]},
+        "reward_model": {**{name: common[name] for name in kept}, **exact, **SCHEDULE, **of_pairs},
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(base) -> dict[str, dict]:
+    """The same runs in one process, without sharding."""
+    runs = {script: {**base[script], "run_name": f"{script} whole"} for script in SCRIPTS}
+    for script, values in runs.items():
+        run(values, script=script)
+    return runs
+
+
+def sharded(values: dict, ranks: int, script: str, codes: tuple = (), **options) -> list[helpers.Running]:
+    return run_ranks({**values, "shard": "fsdp"}, ranks, codes or (0,) * ranks, script=script, **options)
+
+
+def largest_difference(ours: dict, theirs: dict, relative_to: float = 1e-2) -> float:
+    pairs = ((ours[key], x) for key, x in theirs.items() if isinstance(x, float) and isinstance(ours[key], float))
+    return max(abs(a - b) / max(abs(b), relative_to) for a, b in pairs)
+
+
+def compare(values: dict, reference: dict, tolerance: float, folders: tuple = ("checkpoints/step_3",)) -> None:
+    """Metrics of all steps, and weights, equal within a relative `tolerance`; the files have the same tensors."""
+    worst = 0.0
+    for row, expected in zip(metrics_of(values), metrics_of(reference), strict=True):
+        assert [x is None for x in row.values()] == [x is None for x in expected.values()]
+        worst = max(worst, largest_difference(row, expected))
+    for name in folders:
+        ours, theirs = weights_of(folder_of(values) / name), weights_of(folder_of(reference) / name)
+        assert ours.keys() == theirs.keys() and all(ours[key].dtype == x.dtype for key, x in theirs.items())
+        norms = [(ours[key] - x).abs().max().item() / x.abs().max().clamp(min=1e-2).item() for key, x in theirs.items()]
+        worst = max(worst, *norms)
+    print(f"{values['run_name']}: {worst:.1e}")
+    assert worst < tolerance
+
+
+def folders_of(script: str) -> tuple:
+    more = {"ppo": ("checkpoints/step_3/critic", "checkpoints/step_3/reference"), "reward_model": ()}
+    return ("checkpoints/step_3", "final", *more.get(script, ("checkpoints/step_3/reference",)))
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+CUTS = [  # ranks, tokens of a micro-batch (from one sequence to all of them), gradient checkpointing
+    (1, 1, False),
+    (2, 10_000, False),
+    (2, 40, True),
+    (4, 40, False),
+]
+
+
+@pytest.mark.parametrize("ranks, budget, recompute", CUTS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_sharding_changes_nothing(base, whole, tmp_path, script, ranks, budget, recompute):
+    values = {**base[script], "output_dir": str(tmp_path), "run_name": f"{script} {ranks} {budget} {recompute}"}
+    values |= {"micro_batch_tokens": budget, "gradient_checkpointing": recompute}
+    (first, *_) = sharded(values, ranks, script)
+    assert f"sharding: fsdp over {ranks} of {ranks} ranks" in first.out
+    compare(values, whole[script], 1e-9, folders_of(script))
+    metric = "train/loss" if script == "reward_model" else "policy/entropy_avg"
+    assert len({row.get(metric) for row in metrics_of(values)}) > 3  # else there is nothing to compare
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_in_float32(base, tmp_path, script):
+    changes = {"model": helpers.tiny_model(tmp_path / "qwen2"), "precision": "float32", "reward_weights": ()}
+    changes |= {"reward": base["rloo"]["reward"], "output_dir": str(tmp_path)}
+    one, two = ({**base[script], **changes, "run_name": f"{script} float32 {name}"} for name in ("one", "two"))
+    run(one, script=script)
+    sharded(two, 2, script)
+    for row in metrics_of(one) + metrics_of(two):
+        assert row.get("rollout/logprob_diff_max", 0) < 1e-4
+    strip = lambda row: {key: x for key, x in row.items() if not key.startswith("rollout/")}
+    pairs = zip(metrics_of(two), metrics_of(one), strict=True)
+    worst = max(largest_difference(strip(row), strip(expected)) for row, expected in pairs)
+    ours, theirs = (weights_of(folder_of(each) / "final") for each in (two, one))
+    worst = max(worst, *((ours[key] - x).abs().max().item() / x.abs().max().item() for key, x in theirs.items()))
+    print(f"{script} float32: {worst:.1e}")
+    assert ours.keys() == theirs.keys() and worst < 1e-4
+
+
+@pytest.mark.parametrize("changes, ranks", [({"shard_group_size": 2}, 4), ({"cpu_offload": True}, 2)])
+def test_copies_of_shards_and_offloading_change_nothing(base, whole, tmp_path, changes, ranks):
+    values = {**base["ppo"], **changes, "output_dir": str(tmp_path), "run_name": f"ppo {next(iter(changes))}"}
+    (first, *_) = sharded(values, ranks, "ppo")
+    assert "sharding: fsdp over 2 of" in first.out and ("offloaded" in first.out) == ("cpu_offload" in changes)
+    compare(values, whole["ppo"], 1e-9, folders_of("ppo"))
+
+
+def test_more_ranks_than_responses(base, tmp_path):
+    """Ranks with no prompt to generate for, no sequence to score and no row to train on keep nobody waiting."""
+    small = {**base["grpo"], "mini_batch_size": 2, "eval_prompts": 1, "eval_samples": 1, "rollout_batch_size": 1}
+    small |= {"group_size": 2, "total_episodes": 6, "num_epochs": 1, "output_dir": str(tmp_path)}
+    one, four = ({**small, "run_name": name} for name in ("few one", "few four"))
+    run(one)
+    sharded(four, 4, "grpo")
+    compare(four, one, 1e-9, folders_of("grpo"))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+# What one of two sharded ranks is told to stop at, and what is saved then; the same of the one rank that goes on.
+STOPS = {
+    "grpo": ("utils.Optimizer.step>grpo.Finished.__call__:3", "utils.Optimizer.step:1"),  # within a rollout
+    "rloo": ("rloo.generate:6", "utils.Optimizer.step:1"),
+    "ppo": ("ppo.generate:4", "utils.Optimizer.step:1"),
+    "reward_model": ("utils.Optimizer.step:1", "utils.Optimizer.step:1"),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_other_numbers_of_ranks_go_on(base, whole, tmp_path, script):
+    """Two sharded ranks are stopped by SIGTERM to one of them, one whole rank goes on, then four sharded ones."""
+    values = {**base[script], "output_dir": str(tmp_path), "run_name": f"{script} resumed", "save_every": 0}
+    first, second = STOPS[script]
+    ranks = sharded(values, 2, script, (75, 75), places={1: f"{first}:SIGTERM"})
+    assert "Traceback" not in ranks[0].err + ranks[1].err and steps_of(values) == ["step_1"]
+    saved = folder_of(values) / "checkpoints" / "step_1"
+    assert {"sharded", "config.json", "model.safetensors"} <= {path.name for path in saved.iterdir()}
+    values["resume"] = True
+    run(values, 75, script=script, place=f"{second}:SIGTERM")
+    assert steps_of(values) == ["step_1", "step_2"] and not (saved.parent / "step_2" / "sharded").exists()
+    sharded(values, 4, script)
+    compare(values, whole[script], 1e-9, ("final",))
+    samples = [read_lines(folder_of(each) / "samples.jsonl") for each in (values, whole[script])]
+    text = "chosen_text" if script == "reward_model" else "response"
+    assert [row[text] for row in samples[0]] == [row[text] for row in samples[1]]
+
+
+def test_a_kill_while_shards_are_written(base, whole, tmp_path):
+    values = {**base["reward_model"], "output_dir": str(tmp_path), "run_name": "killed", "save_every": 1}
+    place = "utils.write_sharded:2:SIGKILL"  # both ranks, as a node that fails does
+    sharded(values, 2, "reward_model", (-9, -9), places={0: place, 1: place})
+    assert steps_of(values) == [".step_2.tmp", "step_1"]
+    sharded({**values, "resume": True}, 2, "reward_model")
+    compare(values, whole["reward_model"], 1e-9, ("final",))
+
+
+def test_what_is_saved_loads_as_it_is(base, tmp_path):
+    """Tied embeddings stay tied, and final/ has the number format of the model that the run began with."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        helpers.tiny_model(tmp_path / "qwen2", tie_word_embeddings=True)
+    )
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "qwen2").save_pretrained(tmp_path / "bf16")
+    values = {**base["rloo"], "model": str(tmp_path / "bf16"), "output_dir": str(tmp_path), "run_name": "saved"}
+    sharded(values | {"total_episodes": 8, "save_every": 1, "eval_every": 0, "ref_refresh_every": 0}, 2, "rloo")
+    for name, dtype in (("checkpoints/step_1", torch.float64), ("final", torch.bfloat16)):
+        weights = weights_of(folder_of(values) / name)
+        assert {x.dtype for x in weights.values()} == {dtype} and "lm_head.weight" not in weights
+        loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder_of(values) / name, output_loading_info=True
+        )
+        assert not report["missing_keys"] and not report["unexpected_keys"] and loaded.dtype == dtype
+
+
+# ---- what happens between ranks --------------------------------------------------------------------------------------
+
+
+class Collectives(TorchDispatchMode):
+    """Counts those that are called within it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "c10d" in function.namespace
+        return function(*args, **(kwargs or {}))
+
+
+def alone(rank: int, port: int, model: str, log: str) -> None:
+    """A process of two: what it does within `gathered`, and then with the other one."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = utils.setup_processes()
+    args = SimpleNamespace(shard="fsdp", cpu_offload=False, shard_group_size=0, kl_coef=0.0)
+    sharding = utils.Sharding(args, world, torch.float32, None, contextlib.nullcontext)
+    load = lambda: utils.load_model("--model", model, torch.float32, CPU)
+    plain, own = load(), load()
+    policy = sharding.wrap(grpo.Policy(own, 1.0, 8))
+    assert all(x.to_local().numel() < x.numel() for x in policy.parameters() if x.ndim == 2)
+    ids, collectives = torch.arange(40, 52)[None], Collectives()
+    with utils.gathered(own), collectives, torch.no_grad():
+        for _ in range(3 if rank == 0 else 0):
+            assert torch.equal(own(ids).logits, plain(ids).logits)
+    assert collectives.count == 0
+    gradients, counts = [], []
+    for policy.collects_gradient in (True, False):  # over two micro-batches; the other rank has other rows
+        policy.zero_grad()
+        collectives.count = 0
+        for last in (False, True):
+            with utils.gradient_sync(policy, last), collectives:
+                policy(ids, ids > 45 + rank + 2 * last)[0].sum().backward()
+        gradients.append([utils.whole(parameter.grad) for parameter in policy.parameters()])
+        counts.append(collectives.count)
+    assert counts[1] > counts[0] > 0
+    assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) and x.any() for x, y in zip(*gradients))
+
+    # A gradient that is not finite on one rank is one for all; the norm of the next is that of the whole gradient.
+    policy.zero_grad()
+    optimizer = utils.Optimizer(policy, grpo.Args(learning_rate=0.1, precision="float32"), 10)
+    weights = lambda: [utils.whole(parameter).clone() for parameter in policy.parameters()]
+    before, moved = weights(), []
+    for factor in (torch.inf if rank == 1 else 1.0, 1.0):
+        with utils.gradient_sync(policy, True):
+            (policy(ids, ids > 45)[0].sum() * factor).backward()
+        optimizer.step()
+        moved.append(any(not torch.equal(x, y) for x, y in zip(before, weights())))
+    plain_policy = grpo.Policy(plain, 1.0, 8)
+    plain_policy(ids, ids > 45)[0].sum().backward()
+    norm = torch.nn.utils.get_total_norm([x.grad for x in plain.parameters() if x.grad is not None]).item()
+    assert moved == [False, True] and not math.isfinite(optimizer.norms[0])
+    assert math.isclose(optimizer.norms[1], norm, rel_tol=1e-5) and len(set(world.gather(optimizer.norms[1:]))) == 1
+    assert all(x.isfinite().all() for x in weights())
+    plain.load_state_dict({name: utils.whole(x) for name, x in own.state_dict().items()})
+
+    class Engine:
+        seen = {}
+
+        def collective_rpc(self, name, kwargs):
+            for key, tensor in kwargs["weights_iterator"]:
+                assert not isinstance(tensor, torch.distributed.tensor.DTensor)
+                self.seen[key] = tensor.clone()
+
+        def reset_prefix_cache(self):
+            return True
+
+    engine = SimpleNamespace(llm=Engine(), asleep=False)
+    utils.Engine.sync(engine, own)
+    assert engine.llm.seen.keys() == plain.state_dict().keys()
+    assert all(torch.equal(x, engine.llm.seen[key]) for key, x in plain.state_dict().items())
+    assert engine.synced == sum(x.numel() * 4 for x in plain.state_dict().values())
+    world.barrier()
+
+
+def test_no_rank_waits_for_another_while_weights_are_gathered(base):
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs = [f"{helpers._logs.name}/alone{rank}" for rank in range(2)]
+    context, model = helpers._server(), base["grpo"]["model"]
+    ranks = [context.Process(target=alone, args=(rank, port, model, logs[rank])) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(60)
+        each.kill()
+    assert [each.exitcode for each in ranks] == [0, 0], [open(log).read()[-2000:] for log in logs]
+
+
+# ---- number formats --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "pure_bf16"])
+def test_half_precision_with_and_without_sharding(base, tmp_path, precision):
+    """The same first gradient but for rounding; weights are kept in the format that was asked for."""
+    changes = {"precision": precision, "total_episodes": 8, "output_dir": str(tmp_path), "save_every": 1}
+    changes |= {"model": helpers.tiny_model(tmp_path / "qwen2"), "learning_rate": 1e-2, "eval_every": 1}
+    values = {**base["reward_model"], **changes, "batch_size": 18, "lr_schedule": "constant"}
+    del values["total_episodes"]
+    runs = [{**values, "run_name": name} for name in ("none", "fsdp")]
+    run(runs[0], script="reward_model")
+    (first, _) = sharded(runs[1], 2, "reward_model")
+    assert ("--precision pure_bf16" in first.err) == (precision == "pure_bf16")
+    (none, fsdp), kind = (metrics_of(each)[1] for each in runs), {"pure_bf16": torch.bfloat16}
+    assert fsdp["train/loss"] == pytest.approx(none["train/loss"], rel=2e-2)
+    assert fsdp["loss/grad_norm"] == pytest.approx(none["loss/grad_norm"], rel=5e-2)
+    assert none["val/skipped_updates"] == fsdp["val/skipped_updates"] == 0
+    assert none.get("val/loss_scale") == fsdp.get("val/loss_scale") == (2.0**16 if precision == "fp16" else None)
+    for each in runs:
+        weights = weights_of(folder_of(each) / "checkpoints" / "step_1")
+        assert {x.dtype for x in weights.values()} == {kind.get(precision, torch.float32)}
+        state = torch.load(folder_of(each) / "checkpoints" / "step_1" / "trainer_state.pt", weights_only=True)
+        assert state["optimizer"]["loss_scale"] == (2.0**16 if precision == "fp16" else 1.0)
+
+
+def test_the_scale_of_the_loss():
+    """Halved by a gradient that is not finite, which is then no skip that counts; doubled after 2000 that are; the
+    gradient that trains is the unscaled one; both numbers are part of the state."""
+    args = grpo.Args(precision="fp16", max_grad_norm=1e9, learning_rate=0.1, max_skipped_updates=2)
+
+    def new() -> utils.Optimizer:
+        torch.manual_seed(0)
+        return utils.Optimizer(torch.nn.Linear(2, 1, bias=False), args, 10_000)
+
+    scaled = new()
+    for _ in range(3):
+        scaled.parameters[0].grad = torch.tensor([[3.0, 4.0]]) * scaled.loss_scale
+        scaled.step()
+    assert scaled.norms == [5.0] * 3 and scaled.loss_scale == 2.0**16
+    for power in range(15, -1, -1):
+        before = scaled.parameters[0].detach().clone()
+        scaled.parameters[0].grad = torch.tensor([[torch.inf, 1.0]])
+        scaled.step()
+        assert scaled.loss_scale == 2.0**power and torch.equal(before, scaled.parameters[0])
+    assert scaled.skipped_in_a_row == 0
+    again = new()
+    again.load_state_dict(scaled.state_dict())
+    assert (again.loss_scale, again.updates) == (1.0, 19)
+    for _ in range(2000):
+        again.parameters[0].grad = torch.ones(1, 2)
+        again.step()
+    assert again.loss_scale == 2.0
+    for _ in range(3):  # of which the first lowers the scale
+        again.parameters[0].grad = torch.full((1, 2), torch.nan)
+        again.step()
+    with pytest.raises(SystemExit):
+        again.parameters[0].grad = torch.full((1, 2), torch.nan)
+        again.step()
+
+
+# ---- flags and the estimate ------------------------------------------------------------------------------------------
+
+
+def test_flags_that_do_not_fit(base, tmp_path):
+    values = {**base["rloo"], "output_dir": str(tmp_path), "run_name": "flags"}
+    assert "--shard_group_size" in run({**values, "shard_group_size": 2}, 2, script="rloo").errors[0]
+    assert "--cpu_offload" in run({**values, "cpu_offload": True}, 2, script="rloo").errors[0]
+    (first, _) = sharded({**values, "shard_group_size": 3}, 2, "rloo", (2, 2))
+    (line,) = first.errors
+    assert "--shard_group_size 3" in line and "2" in line
+
+
+def test_auto(base, tmp_path):
+    """On the CPU it is DDP, and one process is told nothing."""
+    values = {**base["reward_model"], "output_dir": str(tmp_path), "num_epochs": 1}
+    (first, _) = run_ranks({**values, "run_name": "two"}, 2, (0, 0), script="reward_model")
+    assert "sharding: none (on a CPU)" in first.out
+    assert "sharding" not in run({**values, "run_name": "one"}, script="reward_model").out
+
+
+def test_the_memory_estimate(base):
+    """16 bytes a parameter that trains, 4 for reference and reward models."""
+    size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(base["grpo"]["model"]))
+    model, judge = base["grpo"]["model"], base["ppo"]["reward"][1]
+    args = lambda **more: SimpleNamespace(model=model, **more)
+    need = lambda args, stored=torch.float32: utils.needed_memory(args, stored)
+    assert need(args()) == 16 * size
+    assert need(args(kl_coef=0.1, ref_model="")) == 20 * size
+    rewards = dict(reward=("math", judge), reward_model="", kl_coef=0.0)
+    assert need(args(**rewards)) == 20 * size
+    assert need(args(value_model="", **rewards)) == 36 * size
+    assert need(args(), torch.bfloat16) == 8 * size
