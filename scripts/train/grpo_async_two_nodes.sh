@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# GRPO of Qwen2.5-7B on two nodes of eight 80 GB GPUs: the first trains while four vLLM servers on the second sample the
+# next step. No result to compare with: the recipe has not been run.
+#   bash scripts/train/grpo_async_two_nodes.sh serve           on the second node, which trusts its network
+#   bash scripts/train/grpo_async_two_nodes.sh train HOST      on the first node, HOST the second one's address
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+model=Qwen/Qwen2.5-7B role=${1:?serve or train} port=${PORT:-8000} servers=()
+shift
+case "$role" in
+serve)
+    trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+    for ((number = 0; number < ${SERVERS:-4}; number++)); do
+        CUDA_VISIBLE_DEVICES=$((2 * number)),$((2 * number + 1)) python scripts/vllm_server.py --model "$model" \
+            --host 0.0.0.0 --port $((port + number)) --tensor_parallel 2 --max_length 4096 "$@" &
+    done
+    wait
+    ;;
+train)
+    host=${1:?address of the node that serves}
+    shift
+    for ((number = 0; number < ${SERVERS:-4}; number++)); do
+        servers+=("http://$host:$((port + number))")
+        until curl --silent --fail --output /dev/null "${servers[number]}/health"; do sleep 1; done
+    done
+    torchrun --nproc_per_node 8 grpo.py --model "$model" --shard fsdp --gradient_checkpointing \
+        --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 \
+        --reward math --rollout_backend server --rollout_servers "${servers[@]}" --async_steps 1 \
+        --rollout_correction truncate --rollout_batch_size 128 --group_size 8 --mini_batch_size 1024 \
+        --total_episodes 409600 --max_prompt_length 1024 --max_response_length 3072 "$@"
+    ;;
+*)
+    echo "error: '$role' is neither serve nor train" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# GRPO of Qwen2.5-7B on the problems of DeepScaleR, held out: MATH-500, on one node of eight 80 GB GPUs (a peak of about
+# 55 GB on each by scripts/memory.py, not measured). No result to compare with: the recipe has not been run.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen2.5-7B --shard fsdp --gradient_checkpointing \
+    --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 --eval_prompts 0 \
+    --reward math --rollout_batch_size 128 --group_size 8 --mini_batch_size 256 --total_episodes 409600 \
+    --max_prompt_length 1024 --max_response_length 3072 --rollout_backend vllm "$@"

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# GRPO of Qwen2.5-7B-Instruct on Knights and Knaves with a reward server, as PaddleNLP's GRPO runs, on one node of eight
+# 80 GB GPUs. MODEL=meta-llama/Llama-3.1-8B-Instruct trains Llama. PaddleNLP's page gives no result; not yet run here.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+port=${PORT:-8731}
+python scripts/reward_server.py --reward knights --port "$port" &
+server=$!
+trap 'kill "$server" 2>/dev/null || true' EXIT
+until curl --silent --fail --output /dev/null "http://127.0.0.1:$port/health"; do
+    kill -0 "$server" # ends the script where the server has ended
+    sleep 1
+done
+torchrun --nproc_per_node 8 grpo.py --model "${MODEL:-Qwen/Qwen2.5-7B-Instruct}" --shard fsdp --gradient_checkpointing \
+    --dataset K-and-K/knights-and-knaves:train --dataset_split 5ppl \
+    --eval_dataset K-and-K/knights-and-knaves:test --eval_split 5ppl \
+    --system_prompt "Think step by step, and end with who is a knight and who is a knave, one line a person." \
+    --reward "http://127.0.0.1:$port" --rollout_batch_size 64 --group_size 8 --mini_batch_size 128 \
+    --total_episodes 51200 --max_response_length 2048 "$@"

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Reward model from Qwen2.5-7B-Instruct on UltraFeedback's pairs, one pass, on one node of eight 80 GB GPUs.
+# No result to compare with: the recipe has not been run.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+torchrun --nproc_per_node 8 reward_model.py --model Qwen/Qwen2.5-7B-Instruct --shard fsdp --gradient_checkpointing \
+    --dataset trl-lib/ultrafeedback_binarized --max_length 2048 --batch_size 128 --learning_rate 5e-6 \
+    --centre_coef 0.01 "$@"

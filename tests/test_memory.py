@@ -1,0 +1,269 @@
+"""scripts/memory.py against what torch itself counts on a CPU, and against public figures of Qwen2.5-7B."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import tyro
+from conftest import ROOT
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import grpo
+import utils
+
+sys.path.insert(0, f"{ROOT}/scripts")
+memory = importlib.import_module("memory")
+
+SHAPE = dict(
+    vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False,
+)  # fmt: skip
+SHAPES = {  # each far from the others in what takes most
+    "plain": {},
+    "wide": dict(hidden_size=128, intermediate_size=512, num_hidden_layers=8),
+    "tall": dict(num_hidden_layers=12, intermediate_size=96, num_attention_heads=8, num_key_value_heads=1),
+    "words": dict(vocab_size=8192),
+    "tied": dict(vocab_size=8192, tie_word_embeddings=True),
+}
+QWEN_7B = dict(
+    architectures=["Qwen2ForCausalLM"], model_type="qwen2", hidden_size=3584, num_hidden_layers=28,
+    num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, vocab_size=152064,
+    tie_word_embeddings=False,
+)  # fmt: skip
+GIB, ROWS, LENGTH, PROMPT, CHUNK = 2**30, 4, 256, 64, 128
+PARTS = ("weights", "gradients", "optimizer", "critic", "frozen")
+
+
+def make(kind: str = "qwen2", precision: str = "float32", **changes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHAPE, **changes}))
+    return (model.bfloat16() if precision == "pure_bf16" else model).train()
+
+
+def count(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def estimate(model, **changes) -> dict[str, float]:
+    sizes = dict(
+        micro_batch_tokens=ROWS * LENGTH, logits_chunk_tokens=CHUNK, max_prompt_length=PROMPT,
+        max_response_length=LENGTH - PROMPT,
+    )  # fmt: skip
+    return memory.estimate(model.config, count(model), **{**sizes, **changes})
+
+
+def batch():
+    ids = torch.randint(0, 512, (ROWS, LENGTH))
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[:, PROMPT:] = True
+    return ids, mask
+
+
+def autocast(precision: str):
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+
+
+@pytest.fixture(scope="module")
+def qwen_7b(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("qwen")
+    (folder / "config.json").write_text(json.dumps(QWEN_7B))
+    return str(folder)
+
+
+# ---- against torch ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["float32", "pure_bf16"])
+@pytest.mark.parametrize("shape", ["plain", "tied"])
+def test_states_are_exact(shape, precision):
+    model = make(precision=precision, **SHAPES[shape])
+    args = grpo.Args(weight_decay=0.1)
+    optimizer = utils.Optimizer(model, args, 1)
+    model(input_ids=batch()[0]).logits.sum().backward()
+    size = lambda tensors: sum(x.numel() * x.element_size() for x in tensors)
+    parts = estimate(model, precision=precision)
+    assert parts["weights"] == size(model.parameters())
+    assert parts["gradients"] == size(p.grad for p in model.parameters())
+    optimizer.step()
+    states = [x for state in optimizer.adam.state.values() for name, x in state.items() if name != "step"]
+    assert parts["optimizer"] == size(states)
+
+
+def saved_bytes(model, ids, precision: str) -> int:
+    """Of the storages that a forward pass keeps for the backward pass, beside the weights and their copies."""
+    own, found, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}, []
+    shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape[::-1]) for p in model.parameters()}
+
+    def pack(x):
+        storage, is_copy = x.untyped_storage(), x.dtype == torch.bfloat16 and tuple(x.shape) in shapes
+        if storage.data_ptr() not in own and not is_copy:
+            found[storage.data_ptr()] = storage.nbytes()
+            kept.append(x)  # so that nothing else gets its address
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast(precision):
+        output = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    assert output.requires_grad
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("precision", ["float32", "bf16", "pure_bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_activations(shape, precision, checkpointing):
+    model, ids = make(precision=precision, **SHAPES[shape]), batch()[0]
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    parts = estimate(model, precision=precision, gradient_checkpointing=checkpointing)
+    expected = parts["activations"]
+    if checkpointing:  # the block that is computed again comes later; the end of the model is there now
+        last = model.config.hidden_size * (4 + memory.BYTES[precision][0])
+        expected += ids.numel() * (last - memory.block_activations(model.config, precision))
+    assert saved_bytes(model, ids, precision) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen3"])
+def test_activations_of_other_families(kind):
+    changes = {"head_dim": 16} if kind == "qwen3" else {}
+    model = make(kind, **changes)
+    assert saved_bytes(model, batch()[0], "float32") == pytest.approx(
+        estimate(model, precision="float32")["activations"], rel=0.15
+    )
+
+
+def peak_bytes(work) -> int:
+    """The most that torch has allocated at one time while `work` ran, above what was there before."""
+    work()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = profiled.profiler.kineto_results.events()
+    now = most = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        now += size
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("precision", ["float32", "bf16", "pure_bf16"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_peak_of_a_micro_batch(shape, precision, checkpointing):
+    """Forward and backward through grpo.Policy: copies, activations, logits and temporaries together."""
+    model, (ids, mask) = make(precision=precision, **SHAPES[shape]), batch()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = grpo.Policy(model, 1.0, CHUNK)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def work():
+        with autocast(precision):
+            logprobs, _, _ = policy(ids, mask)
+        logprobs.sum().backward()
+
+    parts = estimate(model, precision=precision, gradient_checkpointing=checkpointing)
+    expected = parts["while training"] - sum(parts[name] for name in PARTS)
+    assert peak_bytes(work) == pytest.approx(expected, rel=0.15)
+
+
+def test_adapters_are_counted():
+    model = make()
+    inner = sum(m.in_features + m.out_features for n, m in model.named_modules() if n.endswith("_proj"))
+    assert memory.lora_parameters(model, 8) == 8 * inner
+
+
+# ---- Qwen2.5-7B ------------------------------------------------------------------------------------------------------
+
+
+def planned(folder: str, **flags) -> dict[str, float]:
+    args = memory.Args(model=folder, **flags)
+    return memory.plan(args, memory.on_meta("--model", folder))
+
+
+def test_figures_of_7b(qwen_7b):
+    assert count(memory.on_meta("--model", qwen_7b)) == 7_615_616_512
+    plain, sharded = planned(qwen_7b, gpus=8), planned(qwen_7b, gpus=8, shard="fsdp")
+    states = lambda parts: sum(parts[name] for name in ("weights", "gradients", "optimizer")) / GIB
+    assert states(plain) == pytest.approx(113.5, abs=0.1)  # 16 bytes a parameter
+    assert states(sharded) == pytest.approx(14.2, abs=0.1)
+    matrix, block = 152064 * 3584, (7_615_616_512 - 2 * 152064 * 3584) / 28
+    assert sharded["copies"] == pytest.approx(2 * matrix * 4 + matrix * 2 + 2 * block * 2, rel=0.001)  # 5.9 GiB
+    assert planned(qwen_7b, gpus=8, shard="fsdp", shard_group_size=4)["weights"] == 2 * sharded["weights"]
+    collected = planned(qwen_7b, gpus=8, shard="fsdp", gpu_gb=160)
+    assert collected["gradients"] == plain["gradients"]  # below utils.Sharding.GRADIENT_SHARE of the GPU
+    assert plain["frozen"] == 4 * 7_615_616_512 and planned(qwen_7b, kl_coef=0)["frozen"] == 0
+    ppo = planned(qwen_7b, algorithm="ppo")
+    assert ppo["critic"] == 16 * (7_615_616_512 - 152064 * 3584)  # without the head
+    offloaded = planned(qwen_7b, gpus=8, shard="fsdp", cpu_offload=True)
+    assert not any(offloaded[name] for name in PARTS)
+
+
+def test_which_parts_there_are(qwen_7b):
+    vllm, server = planned(qwen_7b, kv_cache_gb=10), planned(qwen_7b, rollout_backend="server")
+    assert vllm["engine"] == 2 * 7_615_616_512 + 10e9 and server["engine"] == server["sampler"] == 0
+    assert planned(qwen_7b, kv_cache_gb=10, vllm_tensor_parallel=2)["engine"] == 7_615_616_512 + 10e9
+    beside = planned(qwen_7b, kv_cache_gb=10, async_steps=1)
+    assert beside["while training"] == vllm["while training"] + vllm["engine"]
+    assert planned(qwen_7b, rollout_backend="hf")["sampler"] > 512 * 1536 * 28 * 512 * 6
+    scores = planned(qwen_7b, algorithm="reward_model")
+    assert scores["logits"] == scores["frozen"] == scores["engine"] == 0
+    adapters = planned(qwen_7b, lora_rank=16)
+    assert adapters["frozen"] == 0 and adapters["gradients"] < 0.01 * adapters["weights"]
+
+
+def test_suggestions_fit(qwen_7b):
+    model = memory.on_meta("--model", qwen_7b)
+    for flags in (dict(gpus=8), dict(gpus=1), dict(gpus=8, algorithm="ppo"), dict(gpus=4, gpu_gb=48)):
+        args = memory.Args(model=qwen_7b, **flags)
+        assert not memory.fits(memory.plan(args, model), args)
+        found = memory.suggestions(args, model)
+        for changes, peak in found:
+            changed = memory.replace(args, **changes)
+            assert memory.fits(memory.plan(changed, model), args) and peak <= 0.9e9 * args.gpu_gb
+            for name in changes:  # each change is needed
+                fewer = {key: value for key, value in changes.items() if key != name}
+                left = memory.replace(args, **fewer)
+                assert left.cpu_offload and left.shard != "fsdp" or not memory.fits(memory.plan(left, model), args)
+        if flags["gpus"] == 8:
+            assert found[0][0]["shard"] == "fsdp"
+            assert {"gradient_checkpointing": True, "shard": "fsdp"} in [changes for changes, _ in found]
+    assert not memory.suggestions(memory.Args(model=qwen_7b, gpu_gb=4), model)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def command(*words) -> subprocess.CompletedProcess:
+    line = [sys.executable, f"{ROOT}/scripts/memory.py", *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60)
+
+
+def test_command(qwen_7b):
+    done = command("--model", qwen_7b, "--gpus", "8")
+    assert done.returncode == 0 and not done.stderr
+    assert "7,615,616,512 parameters" in done.stdout and "does not fit into 80 GB" in done.stdout
+    assert "GB with --gradient_checkpointing --shard fsdp\n" in done.stdout
+    done = command("--model", f"{ROOT}/assets/tiny")
+    assert done.returncode == 0 and "\nfits into 80 GB" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--model", "Nobody/has-this"], "--model Nobody/has-this"),
+        (["--cpu_offload"], "--shard fsdp"),
+        (["--gpus", "0"], "--gpus 0"),
+        (["--gpu_gb", "nan"], "--gpu_gb nan"),
+        (["--lora_rank", "-1"], "--lora_rank -1"),
+    ],
+)
+def test_bad_flags_are_one_line(words, said, capsys):
+    model = [] if "--model" in words else ["--model", f"{ROOT}/assets/tiny"]
+    with pytest.raises(SystemExit) as ended:
+        memory.main(tyro.cli(memory.Args, args=[*model, *words]))
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and said in error
