@@ -922,6 +922,7 @@ def main(args: Args) -> None:
     model = utils.load_model("--model", resume_from or args.model, stored, sharding.home)
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
     policy.check_head(f"--model {args.model}", prompts[0]["query"][:32])
+    wrapped = sharding.wrap(policy)
     reference, exact = None, None  # the model of the KL; the same again if its exact KL is asked for
     if args.kl_coef:
         refreshed = os.path.join(resume_from or "", "reference")  # a checkpoint has it once it was refreshed
@@ -936,7 +937,6 @@ def main(args: Args) -> None:
     rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens, sharding)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    wrapped = sharding.wrap(policy)
     # ---- end shared
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
 

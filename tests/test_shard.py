@@ -106,7 +106,8 @@ def test_sharding_changes_nothing(base, whole, tmp_path, script, ranks, budget, 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_in_float32(base, tmp_path, script):
-    changes = {"model": helpers.tiny_model(tmp_path / "qwen2"), "precision": "float32", "reward_weights": ()}
+    tied = helpers.tiny_model(tmp_path / "qwen2", tie_word_embeddings=True)
+    changes = {"model": tied, "precision": "float32", "reward_weights": ()}
     changes |= {"reward": base["rloo"]["reward"], "output_dir": str(tmp_path)}
     one, two = ({**base[script], **changes, "run_name": f"{script} float32 {name}"} for name in ("one", "two"))
     run(one, script=script)
@@ -383,3 +384,19 @@ def test_the_memory_estimate(base):
     assert need(args(**rewards)) == 20 * size
     assert need(args(value_model="", **rewards)) == 36 * size
     assert need(args(), torch.bfloat16) == 8 * size
+
+
+@pytest.mark.parametrize("share, on", [(0.59, False), (0.61, True)])
+def test_auto_on_gpus(base, monkeypatch, capsys, share, on):
+    """Sharded from 60 % of a GPU's memory on; the GPUs are made up."""
+    args = grpo.Args(model=base["grpo"]["model"], reward=("exact",), kl_coef=0.0)
+    memory = int(utils.needed_memory(args, torch.float32) / share)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
+    world = utils.World(0, 8, torch.device("cuda", 0))
+    sharding = utils.Sharding(args, world, torch.float32, torch.bfloat16, contextlib.nullcontext)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert sharding.on == on and line.startswith(f"sharding: {'fsdp over 8 of 8 ranks' if on else 'none'} (whole, ")
+    assert sharding.home == (CPU if on else world.device)
