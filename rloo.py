@@ -79,6 +79,11 @@ class Args:
     """Ranks that share one sharded copy, such as those of a node, with --shard fsdp; 0 for all."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and Adam's state on the CPU, where the update is computed: slow, but small."""
+    lora_rank: int = 0
+    """Train LoRA adapters of this rank instead of the weights, with peft; the reference is then the model without them.
+    0: train all weights."""
+    lora_alpha: float = 32.0
+    """The adapters' product is scaled by this over --lora_rank."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -482,6 +487,26 @@ class Policy(nn.Module):
         theirs = self.model(input_ids=ids, use_cache=False).logits.to(own.dtype)
         if not torch.allclose(own, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item()):
             utils.fail(f"{flag}: {type(self.model).__name__} changes its logits in a way unknown to Policy.logits")
+
+
+class WithoutLora:
+    """A policy that trains LoRA adapters, without them: the model that it started from, as a reference."""
+
+    def __init__(self, policy: Policy):
+        self.policy, self.model, self.parameters = policy, policy.model, policy.parameters
+
+    def _call(self, function, *args):
+        with utils.without_lora(self.model):
+            return function(*args)
+
+    def __call__(self, *args):
+        return self._call(self.policy, *args)
+
+    def hidden(self, *args):
+        return self._call(self.policy.hidden, *args)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.policy.logits(hidden)  # the head has no adapter
 
 
 @dataclass
@@ -919,20 +944,26 @@ def main(args: Args) -> None:
     # ---- shared: models ---------------------------------------------------------------------------------------------
     stored, dtype, half, autocast = utils.precision(args.precision, world.device)
     sharding = utils.Sharding(args, world, stored, half, autocast)
-    model = utils.load_model("--model", resume_from or args.model, stored, sharding.home)
+    source = args.model if args.lora_rank else resume_from or args.model
+    model = utils.load_model("--model", source, stored, sharding.home)
+    if args.lora_rank:
+        utils.add_lora(model, args, resume_from)
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
     policy.check_head(f"--model {args.model}", prompts[0]["query"][:32])
     wrapped = sharding.wrap(policy)
-    reference, exact = None, None  # the model of the KL; the same again if its exact KL is asked for
-    if args.kl_coef:
+    reference = None  # the model of the KL; `exact` is the same again if its exact KL is asked for
+    if args.kl_coef and args.lora_rank and not args.ref_model:
+        reference = WithoutLora(policy)
+    elif args.kl_coef:
         refreshed = os.path.join(resume_from or "", "reference")  # a checkpoint has it once it was refreshed
         name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
         ref_model = utils.load_model("--ref_model", name, stored, sharding.home).requires_grad_(False)
         reference = Policy(ref_model, args.temperature, args.logits_chunk_tokens)
         reference.check_head(f"--ref_model {name}", prompts[0]["query"][:32])
         utils.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
-        exact = reference if args.kl_estimator == "full" else None
-        sharding.shard(reference, blocks_only=exact is not None)  # its head is then used in the policy's forward
+        # Its head is used in the policy's forward for the exact KL.
+        sharding.shard(reference, blocks_only=args.kl_estimator == "full")
+    exact = reference if args.kl_estimator == "full" else None
     kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
     rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens, sharding)
     if args.gradient_checkpointing:

@@ -170,13 +170,13 @@ def check_ranges(args) -> None:
         "rollout_batch_size group_size mini_batch_size batch_size num_epochs max_response_length max_prompt_length "
         "max_length reward_timeout micro_batch_tokens logits_chunk_tokens generation_batch_size eval_samples "
         "temperature learning_rate max_grad_norm critic_learning_rate critic_max_grad_norm ptx_batch_size kl_target "
-        "kl_horizon vllm_tensor_parallel"
+        "kl_horizon vllm_tensor_parallel lora_alpha"
     )
     not_negative = (
         "weight_decay min_learning_rate critic_weight_decay critic_min_learning_rate max_skipped_updates kl_coef "
         "entropy_coef ptx_coef eval_every eval_prompts eval_pairs log_samples save_every keep_checkpoints seed "
         "clip_low clip_high value_clip critic_warmup_steps reward_clip centre_coef ref_refresh_every pf_ppo_power "
-        "overlong_buffer max_refills kv_cache_gb shard_group_size"
+        "overlong_buffer max_refills kv_cache_gb shard_group_size lora_rank"
     )
     share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
     for name, value in vars(args).items():
@@ -241,6 +241,8 @@ def check_common_args(args) -> None:
         fail(f"--ptx_dataset {args.ptx_dataset}: has no effect without a --ptx_coef above 0")
     if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":
         warn("--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is no penalty; take k2, k3 or full")
+    if args.ref_refresh_every and args.lora_rank:
+        fail("--ref_refresh_every: with --lora_rank the reference is the model without its adapter, which stays")
     if args.ref_refresh_every and not args.kl_coef:
         fail(f"--ref_refresh_every {args.ref_refresh_every}: with --kl_coef 0 there is no reference to refresh")
     if not 0 < args.top_p <= 1 or args.top_k < 0 or args.repetition_penalty <= 0:
@@ -753,6 +755,63 @@ def forget_pass(root: FSDPModule, *_) -> None:
         root.reset_iter_state()
 
 
+def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
+    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by peft.
+
+    Args:
+        resumed: a checkpoint's folder to take the adapter from; None for a new one, which changes nothing yet.
+    """
+    from peft import LoraConfig
+
+    if resumed:
+        model.load_adapter(resumed, is_trainable=True)
+    else:
+        model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+        if ".lora_A." in name and not resumed:  # as peft draws them, but the same on all ranks
+            bound = parameter.shape[1] ** -0.5
+            draw = generator("lora", args.seed, name).uniform(-bound, bound, tuple(parameter.shape))
+            parameter.data.copy_(torch.from_numpy(draw))
+
+
+@contextlib.contextmanager
+def without_lora(model: torch.nn.Module):
+    """A context in which a model computes as if it had no adapter."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def base_weights(model: torch.nn.Module) -> list[tuple]:
+    """The weights of a model under the names that they have without adapters, those of the adapters left out.
+
+    Returns:
+        (name, tensor, LoRA layer that it belongs to or None), for `merged`. The output head is there under its own
+        name, tied or not.
+    """
+    if not getattr(model, "peft_config", None):
+        return [(name, tensor, None) for name, tensor in model.state_dict().items()]
+    from peft.tuners.lora import LoraLayer
+
+    layers = {f"{name}.base_layer.weight": x for name, x in model.named_modules() if isinstance(x, LoraLayer)}
+    weights = ((name, tensor) for name, tensor in model.state_dict().items() if ".lora_" not in name)
+    return [(name.replace(".base_layer.", "."), tensor, layers.get(name)) for name, tensor in weights]
+
+
+@torch.no_grad()
+def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
+    """One of `base_weights`, whole, with its adapter's product added; of a sharded model all ranks ask alike."""
+    tensor = whole(tensor)
+    if layer is None:
+        return tensor
+    a, b = (whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+    change = layer.scaling["default"] * (b @ a)
+    return tensor + (change.T if layer.fan_in_fan_out else change)
+
+
 def parameter_count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -760,9 +819,12 @@ def parameter_count(module: torch.nn.Module) -> int:
 def needed_memory(args, stored: torch.dtype) -> int:
     """Bytes of whole models: weight, gradient and two numbers of Adam's for each parameter that trains, the weight of
     the others."""
-    trained = [("--model", args.model)]
+    adapter = getattr(args, "lora_rank", 0) > 0  # so small that it does not count
+    trained = [] if adapter else [("--model", args.model)]
     trained += [("--value_model", args.value_model or args.model)] if hasattr(args, "value_model") else []
-    kept = [("--ref_model", args.ref_model or args.model)] if getattr(args, "kl_coef", 0) else []
+    kept = [("--model", args.model)] if adapter else []
+    if getattr(args, "kl_coef", 0) and (args.ref_model or not adapter):
+        kept.append(("--ref_model", args.ref_model or args.model))
     sources = reward_names(args) if hasattr(args, "reward") else ()
     kept += [("--reward", name) for name in sources if is_reward_model(name)]
 
@@ -1552,18 +1614,17 @@ class Engine:
 
     def sync(self, model: torch.nn.Module) -> None:
         """Give the engine the weights of `model`; wakes it."""
-        # With the output head under its own name, tied or not; the engine would keep its own.
-        weights = model.state_dict()
+        weights = base_weights(model)
         if self.asleep:
             self.llm.wake_up(["weights"])
-        stream = ((name, whole(tensor)) for name, tensor in weights.items())  # one whole tensor at a time
+        stream = ((name, merged(tensor, layer)) for name, tensor, layer in weights)  # one whole tensor at a time
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
         self.asleep = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not drop its prefix cache, which is of the old weights")
-        self.synced = sum(x.numel() * x.element_size() for x in weights.values())
+        self.synced = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in weights)
 
     def sleep(self) -> None:
         """Free the memory of weights and cache until the next `sync`, where the backend can."""
@@ -1610,7 +1671,7 @@ class Servers:
                 fail(f"--rollout_servers {url}: takes addresses such as http://10.0.0.2:8000, each once")
         self.world, self.dtype = world, half or torch.float32
         self.name = world.gather([uuid.uuid4().hex[:8]])[0]  # the run's, in the names of its weights
-        self.syncs, self.retries, self.weights = 0, 0, {}
+        self.syncs, self.retries, self.weights = 0, 0, []
         self.session = requests.Session()
         self.session.trust_env = False  # proxies are for the world outside
         for scheme in ("http://", "https://"):
@@ -1692,7 +1753,7 @@ class Servers:
             raise ServerError(f"{url}: takes {served['max_length']} tokens, prompts and responses have up to {length}")
         if served["logprobs"] != "processed_logprobs" or served["transfer"] != transfer:
             raise ServerError(
-                f"{url}: has to run with --logprobs-mode processed_logprobs and weight transfer {transfer}"
+                f"{url}: has to give processed log-probs and take weights by {transfer}: scripts/vllm_server.py does"
             )
         if served["dtype"] != str(self.dtype):
             warn(f"--rollout_servers {url}: computes in {served['dtype']}, this run in {self.dtype}")
@@ -1777,18 +1838,18 @@ class Servers:
 
     def _listing(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Name, dtype on the wire and shape of each weight."""
-        kinds = ((name, self.dtype if w.is_floating_point() else w.dtype, w) for name, w in self.weights.items())
+        kinds = ((name, self.dtype if w.is_floating_point() else w.dtype, w) for name, w, _ in self.weights)
         return [(name, dtype, tuple(weight.shape)) for name, dtype, weight in kinds]
 
     def _tensors(self):
-        for name, dtype, _ in self._listing():
-            yield name, whole(self.weights[name].detach()).to(dtype).contiguous()
+        for (name, dtype, _), (_, tensor, layer) in zip(self._listing(), self.weights):
+            yield name, merged(tensor.detach(), layer).to(dtype).contiguous()
 
     def sync(self, model) -> None:
         """Give all servers the weights of the model; all ranks call it, when none of them samples."""
         self.world.barrier()
         self.syncs += 1
-        self.weights = model.state_dict()
+        self.weights = base_weights(model)
         if self.world.main:
             with self._one_line():
                 if self.syncs == 1:
@@ -1797,11 +1858,11 @@ class Servers:
                     self.sender.send_weights()
                 else:
                     self._send()
-        elif any(isinstance(weight, DTensor) for weight in self.weights.values()):
+        elif any(isinstance(weight, DTensor) for _, weight, _ in self.weights):
             for _ in self._tensors():  # rank 0 sends what all of them hold pieces of
                 pass
-        self.synced = sum(dtype.itemsize * self.weights[name].numel() for name, dtype, _ in self._listing())
-        self.weights = {}
+        self.synced = sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self._listing())
+        self.weights = []
         self.world.barrier()
 
     def _send(self) -> None:
@@ -2133,11 +2194,23 @@ def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, ke
 
 
 def save_final(folder: str, world: World, model, tokenizer, source: str) -> None:
-    """Save `final/`: the trained model in the number format of the model it came from. Changes `model` in place."""
+    """Save `final/`: the trained model in the number format of the model it came from. Changes `model` in place.
+
+    A LoRA adapter is merged into it, and beside it in `final/adapter/` as peft saves it.
+    """
     model.to(load_config("--model", source).dtype or torch.float32)
 
     def write(path: str) -> None:
-        save_model(model, path, world)
+        if getattr(model, "peft_config", None):
+            save_model(model, os.path.join(path, "adapter"), world)
+            weights = {name: merged(tensor, layer).cpu() for name, tensor, layer in base_weights(model)}
+            with torch.device("meta"):
+                plain = type(model)(model.config)
+            plain.generation_config = model.generation_config
+            if world.main:
+                plain.save_pretrained(path, state_dict=weights)
+        else:
+            save_model(model, path, world)
         if world.main:
             tokenizer.save_pretrained(path)
 

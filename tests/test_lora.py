@@ -1,0 +1,130 @@
+"""LoRA: the reference is the model without its adapter, ranks and shards change nothing, and what is saved computes the
+same merged, as an adapter, and in the rollout engine."""
+
+import importlib.util
+
+import helpers
+import pytest
+import torch
+from helpers import folder_of, metrics_of, run, run_here, run_ranks, weights_of
+from transformers import AutoModelForCausalLM
+
+import grpo
+import utils
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("lora")
+    values = helpers.workspace(folder)
+    values["model"] = helpers.tiny_model(folder / "neox", "gpt_neox")
+    exact = {"precision": "float64", "lora_rank": 3, "lora_alpha": 8.0, "learning_rate": 1e-2, "kl_coef": 0.05}
+    return {**values, **exact, "total_episodes": 24, "save_every": 3}
+
+
+def variant(base: dict, tmp_path, **changes) -> dict:
+    return {**base, "output_dir": str(tmp_path), "run_name": "run", **changes}
+
+
+def logits_of(path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)(IDS).logits
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+def test_what_is_saved_is_what_was_trained(base, tmp_path, script):
+    """final/ is a plain model, final/adapter and the checkpoints are peft's folders; the base's weights stay."""
+    values = variant(base, tmp_path)
+    run_here(values, script)
+    final = folder_of(values) / "final"
+    plain, adapted, saved = (logits_of(p) for p in (final, final / "adapter", folder_of(values) / "checkpoints/step_3"))
+    torch.testing.assert_close(plain, adapted, rtol=1e-4, atol=1e-4)  # final/ is float32, as the model it came from
+    torch.testing.assert_close(saved, adapted, rtol=1e-5, atol=1e-5)
+    assert (plain - logits_of(base["model"])).abs().max() > 1e-2
+    assert {name for name in weights_of(final)} == {name for name in weights_of(base["model"])}
+    assert all(".lora_" in name for name in weights_of_adapter(final / "adapter"))
+    rows = metrics_of(values)
+    assert rows[1]["objective/kl"] == 0 and rows[-1]["objective/kl"] != 0 and helpers.finite_or_null(rows)
+
+
+def weights_of_adapter(folder) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("estimator", ["k3", "full"])
+def test_the_reference_is_the_model_without_the_adapter(base, tmp_path, estimator):
+    """The same run as with the base given as a reference model of its own."""
+    own = variant(base, tmp_path, run_name="own", kl_estimator=estimator)
+    given = {**own, "run_name": "given", "ref_model": base["model"]}
+    for values in (own, given):
+        run_here(values)
+    for ours, theirs in zip(metrics_of(own), metrics_of(given), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
+
+
+@pytest.mark.parametrize("shard", ["none", "fsdp"])
+def test_ranks_and_micro_batches_change_nothing(base, tmp_path, shard):
+    one = variant(base, tmp_path, run_name="one", micro_batch_tokens=1, gradient_checkpointing=True)
+    two = {**one, "run_name": "two", "micro_batch_tokens": 1000, "shard": shard, "gradient_checkpointing": False}
+    started = helpers.start(one)
+    run_ranks(two, 2, (0, 0))
+    assert started.wait().code == 0, started.err[-2000:]
+    for ours, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
+    for part in ("checkpoints/step_3", "final/adapter"):
+        ours, theirs = (weights_of_adapter(folder_of(each) / part) for each in (two, one))
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-9)
+
+
+def test_resume_is_exact(base, tmp_path):
+    straight = variant(base, tmp_path, run_name="straight", total_episodes=32, save_every=0)
+    stopped = {**straight, "run_name": "stopped"}
+    running = helpers.start(straight)
+    run(stopped, code=75, place="utils.Optimizer.metrics:2:SIGTERM")
+    done = run({**stopped, "resume": True})
+    assert "goes on after step 2" in done.out and running.wait().code == 0
+    assert metrics_of(stopped) == metrics_of(straight)
+    ours, theirs = (weights_of_adapter(folder_of(each) / "final/adapter") for each in (stopped, straight))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_merged_weights(tmp_path, kind):
+    """Linear layers and GPT-2's transposed ones; a model without adapters comes through as it is."""
+    model = AutoModelForCausalLM.from_pretrained(helpers.tiny_model(tmp_path / "model", kind), dtype=torch.float64)
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(utils.merged(t, layer), plain[name]) for name, t, layer in utils.base_weights(model))
+    utils.add_lora(model, grpo.Args(lora_rank=2, lora_alpha=6.0), None)
+    other = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, other(IDS).logits)  # a new adapter changes nothing
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad == (".lora_" in name)
+            if ".lora_B." in name:
+                parameter.normal_()
+        weights = {name: utils.merged(tensor, layer) for name, tensor, layer in utils.base_weights(model)}
+        assert weights.keys() == plain.keys() and (model(IDS).logits - other(IDS).logits).abs().max() > 0.1
+        other.load_state_dict(weights)
+        torch.testing.assert_close(model(IDS).logits, other(IDS).logits)
+
+
+def test_the_engine_gets_merged_weights(base, tmp_path):
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    values = variant(base, tmp_path, model=helpers.tiny_model(tmp_path / "model", hidden_size=64), precision="float32")
+    run({**values, "rollout_backend": "vllm", "kv_cache_gb": 0.02, "max_prompt_length": 64})
+    rows = metrics_of(values)[1:]
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows) and rows[-1]["objective/kl"] != 0
+
+
+def test_no_refresh_of_a_reference_that_is_the_base(base, capsys):
+    with pytest.raises(SystemExit):
+        utils.check_common_args(grpo.Args(lora_rank=4, ref_refresh_every=2))
+    assert capsys.readouterr().err.startswith("error: --ref_refresh_every: with --lora_rank ")
