@@ -990,6 +990,7 @@ def main(args: Args) -> None:
     # ---- shared: run ------------------------------------------------------------------------------------------------
     beside = world.for_rollout(args.vllm_tensor_parallel)
     engine = utils.rollout_engine(args, beside, half)
+    utils.show_memory(args, __file__, world, sharding, engine, rewards.models.values())
     data = {"prompts": [len(row["query"]) for row in prompts]}
     data |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
     data |= {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}

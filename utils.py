@@ -755,6 +755,27 @@ def forget_pass(root: FSDPModule, *_) -> None:
         root.reset_iter_state()
 
 
+def show_memory(args, script: str, world: World, sharding: Sharding, engine=None, reward_models=()) -> None:
+    """Say what scripts/memory.py expects the run to need of each device, from the model's configuration."""
+    if not world.main:
+        return
+    sys.path.append(os.path.join(ROOT, "scripts"))
+    import memory
+
+    gpu = world.device.type == "cuda"
+    values = {name: x for name, x in vars(args).items() if name in memory.Args.__annotations__}
+    values |= {"algorithm": os.path.basename(script).removesuffix(".py"), "gpus": world.size, "reward_model": ""}
+    values |= {"shard": "fsdp" if sharding.on else "none", "gpu_gb": sharding.memory / 1e9 if gpu else 4.0}
+    if args.precision == "auto":
+        values["precision"] = "bf16" if gpu else "float32"
+    if hasattr(args, "rollout_backend"):
+        values["rollout_backend"] = {type(None): "hf", Engine: "vllm", Servers: "server"}[type(engine)]
+    reward = sum(parameter_count(model) for model, *_ in reward_models)
+    parts = memory.plan(memory.Args(**values), memory.on_meta("--model", args.model), reward)
+    named = [f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size and " " not in name and name != "peak"]
+    print(f"memory of each device, estimated: {parts['peak'] / 1e9:.3g} GB ({', '.join(named)})", flush=True)
+
+
 def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
     """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by peft.
 

@@ -244,7 +244,9 @@ def flags_named(text: str) -> set[str]:
 
 
 # Flags of other programs. A line that calls one of these is not searched.
-FOREIGN = re.compile(r"\b(pip|uv|venv|pytest|git|vllm serve|nvidia-smi|grep|sort|curl|ruff|docker|conda|apt-get|SBATCH)\b")
+FOREIGN = re.compile(
+    r"\b(pip|uv|venv|pytest|git|vllm serve|nvidia-smi|grep|sort|curl|ruff|docker|conda|apt-get|SBATCH)\b"
+)
 TORCHRUN = {
     "nproc_per_node",
     "nnodes",
