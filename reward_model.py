@@ -67,6 +67,11 @@ class Args:
     """Ranks that share one sharded copy, such as those of a node, with --shard fsdp; 0 for all."""
     cpu_offload: bool = False
     """Keep sharded weights, gradients and Adam's state on the CPU, where the update is computed: slow, but small."""
+    lora_rank: int = 0
+    """Train LoRA adapters of this rank instead of the weights, with peft; the reference is then the model without them.
+    0: train all weights."""
+    lora_alpha: float = 32.0
+    """The adapters' product is scaled by this over --lora_rank."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
@@ -349,8 +354,11 @@ def main(args: Args) -> None:
     # ---- model and optimizer ----------------------------------------------------------------------------------------
     stored, dtype, half, autocast = utils.precision(args.precision, world.device)
     sharding = utils.Sharding(args, world, stored, half, autocast)
-    scalar, new_head = utils.load_scalar_model("--model", resume_from or args.model, stored, sharding.home)
+    source = args.model if args.lora_rank else resume_from or args.model
+    scalar, new_head = utils.load_scalar_model("--model", source, stored, sharding.home)
     model, head = scalar.model, scalar.model.score.weight
+    if args.lora_rank:
+        utils.add_lora(model, args, resume_from)
     # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.
     model.config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
     if not resume_from:  # of another model's scores
@@ -359,21 +367,24 @@ def main(args: Args) -> None:
         values = utils.generator("head", args.seed).normal(0, 1 / math.sqrt(head.shape[1] + 1), head.shape)
         with torch.no_grad():
             head.copy_(torch.from_numpy(values))
+    # What the next step depends on, beside the weights and the optimizer: the order of the pairs is a function of it.
+    state = {"step": 0, "position": 0, "seconds": 0.0, "metrics": {}, "logged": False}
+    if resume_from:
+        state = utils.load_checkpoint(resume_from, world)
+        if args.lora_rank:  # an adapter's folder does not hold it
+            head.data.copy_(state["head"])
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     wrapped = sharding.wrap(scalar)
     optimizer = utils.Optimizer(scalar, args, total_steps)
 
-    # ---- resume -----------------------------------------------------------------------------------------------------
-    # What the next step depends on, beside the weights and the optimizer: the order of the pairs is a function of it.
-    state = {"step": 0, "position": 0, "seconds": 0.0, "metrics": {}, "logged": False}
     if resume_from:
-        state = utils.load_checkpoint(resume_from, world)
         optimizer.load_state_dict(state.pop("optimizer"))
 
     def save() -> None:
         run.phase("save")
         state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
+        state.update({"head": utils.whole(model.score.weight.detach()).cpu()} if args.lora_rank else {})
         utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints)
 
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]

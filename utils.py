@@ -787,9 +787,13 @@ def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
     if resumed:
         model.load_adapter(resumed, is_trainable=True)
     else:
-        model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules="all-linear"))
+        linear = {
+            "target_modules": "all-linear",
+            "exclude_modules": ["score"],
+        }  # the head of a reward model trains whole
+        model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **linear))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name)
+        parameter.requires_grad_(".lora_" in name or name == "score.weight")
         if ".lora_A." in name and not resumed:  # as peft draws them, but the same on all ranks
             bound = parameter.shape[1] ** -0.5
             draw = generator("lora", args.seed, name).uniform(-bound, bound, tuple(parameter.shape))
@@ -2227,7 +2231,8 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
             weights = {name: merged(tensor, layer).cpu() for name, tensor, layer in base_weights(model)}
             with torch.device("meta"):
                 plain = type(model)(model.config)
-            plain.generation_config = model.generation_config
+            if model.can_generate():
+                plain.generation_config = model.generation_config
             if world.main:
                 plain.save_pretrained(path, state_dict=weights)
         else:
