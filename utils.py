@@ -787,11 +787,9 @@ def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
     if resumed:
         model.load_adapter(resumed, is_trainable=True)
     else:
-        linear = {
-            "target_modules": "all-linear",
-            "exclude_modules": ["score"],
-        }  # the head of a reward model trains whole
-        model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **linear))
+        head = ["score"] if hasattr(model, "score") else None  # of a reward model; it trains whole
+        layers = {"target_modules": "all-linear", "exclude_modules": head}
+        model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **layers))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name == "score.weight")
         if ".lora_A." in name and not resumed:  # as peft draws them, but the same on all ranks
