@@ -390,7 +390,7 @@ def main(args: Args) -> None:
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
     data = {"sides of pairs": sides(pairs)} | ({"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {})
     utils.show_memory(args, __file__, world, sharding)
-    run = utils.Run(folder, args, world, total_steps, state if resume_from else None, data)
+    run = utils.Run(folder, args, __file__, world, total_steps, state if resume_from else None, data)
     clock = utils.Clock(world.device, state["seconds"])
 
     def leave() -> NoReturn:

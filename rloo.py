@@ -94,9 +94,11 @@ class Args:
     dataset_split: str = "train"
     """Split of --dataset to train on."""
     prompt_column: str = ""
-    """Column of the prompt, text or messages; default: the first of prompt, question, messages, problem."""
+    """Column of the prompt, text or messages; default: the first of prompt, question, messages, problem, quiz,
+    src."""
     answer_column: str = ""
-    """Column of the reference answer; default: the first of answer, ground_truth, solution."""
+    """Column of the reference answer; default: the first of answer, ground_truth, solution_text, solution,
+    tgt."""
     system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
     """System turn put before each prompt that has none; "" for none."""
     max_prompt_length: int = 512
@@ -537,8 +539,11 @@ class Batch:
 
 def join(batches: list[Batch], chosen: list[int]) -> Batch:
     """Some of the responses of several batches, counted through them all, as one batch."""
-    every = lambda field: [item for batch in batches for item in getattr(batch, field)]
-    pick = lambda field: [every(field)[i] for i in chosen]
+
+    def pick(field: str) -> list:
+        every = [item for batch in batches for item in getattr(batch, field)]
+        return [every[i] for i in chosen]
+
     pad = lambda field: nn.utils.rnn.pad_sequence(pick(field), batch_first=True)
     parts = {name: torch.cat([batch.parts[name] for batch in batches])[chosen] for name in batches[0].parts}
     lists = (pick(field) for field in ("rows", "queries", "responses", "texts"))
@@ -802,6 +807,7 @@ class Experience:
     position: int  # where the next step goes on: in the stream of prompts,
     moments: list[float]  # and with the moments of the scores
     policy: int  # steps that the policy which sampled had trained
+    group_size: int
 
     def state(self) -> dict:
         """What a checkpoint holds of it: plain types and tensors, of the rows what is still needed."""
@@ -843,8 +849,8 @@ def collect(
             return None
         sums, lengths = weighted_sum(batches[-1].parts, args), batches[-1].response_mask.sum(1)
         position, moments = position + count, update_moments(moments, sums)
-        parts.append(final_scores(sums, lengths, batches[-1].stopped, moments, args))
-        scores = torch.cat(parts)
+        parts.append((sums, lengths, batches[-1].stopped))
+        scores = final_scores(*map(torch.cat, zip(*parts)), moments, args)  # all of a step by the same moments
         teaches = ~equal_scores(scores.view(-1, size))  # (prompts,)
         found = int(teaches.sum())
         if found >= wanted or utils.silent_source(batches[-1], args):
@@ -863,7 +869,7 @@ def collect(
             found, teaches = wanted, torch.ones_like(teaches)
         chosen = teaches.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist()
         batch, scores = join([sampled], chosen), scores[chosen]
-    return Experience(batch, scores, sampled, metrics, position, moments, policy)
+    return Experience(batch, scores, sampled, metrics, position, moments, policy, size)
 
 
 def token_advantages(
@@ -917,6 +923,8 @@ def check_args(args: Args) -> None:
         utils.fail(
             f"--group_size {args.group_size}: --advantage {args.advantage} compares 2 responses a prompt or more"
         )
+    if args.filter_groups != "none" and args.advantage in ("remax", "reinforce++"):
+        utils.fail(f"--filter_groups {args.filter_groups}: --advantage {args.advantage} learns from equal scores, too")
     if args.advantage == "remax" and args.async_steps:
         utils.fail("--advantage remax: compares with the greedy response of the same policy; takes --async_steps 0")
     if args.dual_clip and not args.dual_clip > 1:
@@ -978,8 +986,9 @@ def main(args: Args) -> None:
     if resume_from:
         state = utils.load_checkpoint(resume_from, world)
         optimizer.load_state_dict(state.pop("optimizer"))
-    saved = state.pop("ahead", None)
-    following = Experience.of(saved, world.device) if saved else None  # of the next step, if it is there already
+    saved, following = state.pop("ahead", None), None  # the next step's, if it is there already
+    if saved and args.async_steps and saved["group_size"] == args.group_size:
+        following = Experience.of(saved, world.device)
 
     def save() -> None:
         run.phase("save")
@@ -994,7 +1003,7 @@ def main(args: Args) -> None:
     data = {"prompts": [len(row["query"]) for row in prompts]}
     data |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
     data |= {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}
-    run = utils.Run(folder, args, world, total_steps, state if resume_from else None, data)
+    run = utils.Run(folder, args, __file__, world, total_steps, state if resume_from else None, data)
     clock = utils.Clock(world.device, state["seconds"])
     sample = functools.partial(
         rollout, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args,
@@ -1102,6 +1111,9 @@ def main(args: Args) -> None:
         run.phase("update")
         model.train()  # for gradient checkpointing; there is no dropout
         sums, updates = utils.Sums(world), 0
+        # The schedules go by steps: one in which responses were left out may have fewer updates.
+        fewer = updates_a_step - args.num_epochs * math.ceil(len(present) / args.mini_batch_size)
+        optimizer.updates += fewer
         for epoch in range(args.num_epochs):
             order = utils.generator("mini-batches", args.seed, step, epoch).permutation(present).tolist()
             minis = utils.even_parts(order, args.mini_batch_size)
@@ -1181,7 +1193,8 @@ def main(args: Args) -> None:
         # ---- end shared
         # Tokens that went through each model, times FLOPs a parameter: rollout and update.
         sampled_tokens, trained_tokens = sum(experience.sampled.lengths), sum(lengths[i] for i in present)
-        work = [(model, 2 * sampled_tokens + 6 * args.num_epochs * trained_tokens)]
+        learning = 4 if args.lora_rank else 6  # frozen weights have no gradient
+        work = [(model, 2 * sampled_tokens + learning * args.num_epochs * trained_tokens)]
 
         # ---- KL controller and reference ----------------------------------------------------------------------------
         total = sums.totals()

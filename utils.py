@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import queue
 import random
 import resource
@@ -48,6 +49,7 @@ from transformers import (
     GenerationConfig,
 )
 
+set_num_threads = torch.set_num_threads  # vLLM's CPU build puts a function that does nothing in its place
 ROOT = os.path.dirname(os.path.abspath(__file__))
 EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
 EXIT_INTERRUPTED = 75  # SIGTERM or SIGINT: a checkpoint was saved, `--resume` goes on from it
@@ -429,7 +431,7 @@ class ScalarModel(torch.nn.Module):
         kind = torch.promote_types(self.model.score.weight.dtype, torch.float32)
         weight, bias = (x if x is None else x.to(kind) for x in (self.model.score.weight, self.model.score.bias))
         with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
-            return torch.nn.functional.linear(hidden.to(kind), weight, bias)[:, 0]
+            return torch.nn.functional.linear(hidden.to(kind), weight, bias)[:, 0].clone()  # FSDP warns of views
 
 
 def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[ScalarModel, bool]:
@@ -1066,7 +1068,7 @@ def load_mixture(flag: str, name: str, rows: list[dict], split: str, tokenizer, 
     """The data sets that a .json list of {"prob": weight, "filepath": data set} names, relative to its own folder."""
     parts = []
     for number, row in enumerate(rows, 1):
-        where, weight, path = f"{flag} {name} entry {number}", row["prob"], row["filepath"]
+        where, weight, path = f"{flag} {name} entry {number}", row.get("prob"), row["filepath"]
         numeric, named = isinstance(weight, (int, float)), isinstance(path, str) and path.strip()
         if not named or not numeric or not 0 < weight < 1e300:
             fail(f"{where}: takes a prob above 0 and a filepath, not {str(row)[:60]}")
@@ -1113,7 +1115,7 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args, inside: str 
     rows = read_rows(flag, name, split)
     if not rows:
         fail(f"{flag} {name}: has no rows in split {split!r}")
-    if name.endswith(".json") and all({"prob", "filepath"} <= set(row) for row in rows):
+    if name.endswith(".json") and all("filepath" in row for row in rows):
         if inside:  # itself, perhaps
             fail(f"{flag} {name}: is a list of data sets and stands in another, {inside}")
         return load_mixture(flag, name, rows, split, tokenizer, args)
@@ -1131,6 +1133,8 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args, inside: str 
     prompts = []
     for number, row in enumerate(tqdm(rows, desc=f"reading {name}", delay=2, leave=False), 1):
         where = f"{flag} {name} row {number}"
+        for column in {"prompts", "responses"} & row.keys():
+            fail(f"{where}: has a column {column!r}, which is a name that reward functions get something else by")
         prompt, answer = row.get(prompt_column), row.get(answer_column)
         if prompt_column == "src":
             prompt, reference = conversation(where, prompt, row.get("tgt"))
@@ -1211,7 +1215,7 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[st
         fail(f"{where}: the prompt is empty")
     if tokenizer.chat_template is None:
         if not is_text:
-            fail(f"{where}: has messages, but the tokenizer of --model has no chat template")
+            fail(f"{where}: has messages or several turns, but the tokenizer of --model has no chat template")
         bos = tokenizer.bos_token or ""  # the text may bring its own
         text = (f"{system_prompt}\n" if system_prompt else "") + prompt.removeprefix(bos)
         text = bos + text if prompt.startswith(bos) else text
@@ -1584,7 +1588,8 @@ class Engine:
                 tensor_parallel_size=args.vllm_tensor_parallel, **settings,
             )  # fmt: skip
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            fail(f"--rollout_backend vllm: the engine does not start with --model {args.model}: {first_line(error)}")
+            why = " ".join(str(error).split())[:300]  # the first line of vLLM's is a heading
+            fail(f"--rollout_backend vllm: the engine does not start with --model {args.model}: {why}")
         set_random_state(before)  # vLLM has seeded everything
         if ranks is not None:
             os.environ["LOCAL_WORLD_SIZE"] = ranks
@@ -2005,11 +2010,16 @@ class Ahead:
     def __init__(self, make: Callable, interrupt: Interrupt):
         self.make, self.interrupt = make, interrupt
         self.jobs, self.results = queue.Queue(1), queue.Queue(1)
+        self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self.threads = torch.get_num_threads()
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
         atexit.register(self._close)
 
     def _work(self) -> None:
+        set_num_threads(self.threads)  # both belong to a thread: a new one has the default, and GPU 0
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
         while (job := self.jobs.get()) is not None:
             try:
                 self.results.put(self.make(*job))
@@ -2145,13 +2155,29 @@ def run_folder(args, script: str) -> tuple[str, str | None]:
     folder = os.path.join(args.output_dir, name)
     if os.path.exists(folder) and not args.resume:
         fail(f"--run_name {name}: {folder} exists; go on from its last checkpoint with --resume, or take another name")
+    parent = os.path.abspath(args.output_dir)
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+        fail(f"--output_dir {args.output_dir}: {parent} is no folder that can be written to")
     checkpoints = checkpoint_folders(folder)
+    if checkpoints:
+        with open(os.path.join(folder, "args.json")) as file:
+            about = json.load(file)
+        own = os.path.basename(script)
+        if about.get("script", own) != own:
+            fail(f"--resume: {folder} is a run of {about['script']}")
+        for flag in ("lora_rank", "lora_alpha"):
+            before, now = (values.get(flag) for values in (about["args"], vars(args)))
+            if None not in (before, now) and before != now:
+                fail(f"--{flag} {now}: the run to resume has {before}")
     return folder, checkpoints[-1] if checkpoints else None
 
 
 def checkpoint_folders(folder: str) -> list[str]:
     """The complete checkpoints of a run, oldest first. A folder has its name only once all of it is on the disk."""
     found = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "step_*"))
+    found = [path for path in found if path.rsplit("_", 1)[1].isdigit()]
     return sorted(found, key=lambda path: int(path.rsplit("_", 1)[1]))
 
 
@@ -2246,7 +2272,10 @@ def load_checkpoint(folder: str, world: World) -> dict:
     own = os.path.join(folder, f"random_state_{world.rank}.pt")
     if os.path.exists(own):  # a resumed run may have more ranks than before; nothing in it depends on these
         set_random_state(torch.load(own, weights_only=True))
-    state = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
+    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+        fail(f"--resume: {folder} cannot be read ({first_line(error)}); remove it to go on from the one before")
 
     def look_up(x):
         if not isinstance(x, dict):
@@ -2336,10 +2365,18 @@ class Run:
     progress: tqdm | None = None  # the process's one bar: `fail` ends it, too
 
     def __init__(
-        self, folder: str, args, world: World, total_steps: int, resumed: dict | None, data: dict[str, list[int]]
+        self,
+        folder: str,
+        args,
+        script: str,
+        world: World,
+        total_steps: int,
+        resumed: dict | None,
+        data: dict[str, list[int]],
     ):
         """
         Args:
+            script: the file that runs.
             resumed: the state of the checkpoint that the run goes on from; lines that it does not know are dropped.
             data: the lengths, in tokens, of what the run reads, by name.
         """
@@ -2347,7 +2384,10 @@ class Run:
         self.watchdog = Watchdog(world) if world.size > 1 else None
         if not world.main:
             return
-        os.makedirs(folder, exist_ok=True)
+        try:
+            os.makedirs(folder, exist_ok=args.resume)
+        except OSError as error:  # another run may have made it since `run_folder` looked
+            fail(f"--output_dir {args.output_dir}: cannot make {folder} ({first_line(error)})", local=True)
         for leftover in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".step_*")):
             shutil.rmtree(leftover)  # a save that was killed
         step = resumed["step"] if resumed else -1
@@ -2359,7 +2399,12 @@ class Run:
                 file.writelines(json.dumps(row) + "\n" for row in kept)
             os.replace(f"{path}.tmp", path)
         with open(os.path.join(folder, "args.json"), "w") as file:
-            about = {"versions": versions(), "git_commit": git_commit(), "ranks": world.size}
+            about = {
+                "script": os.path.basename(script),
+                "versions": versions(),
+                "git_commit": git_commit(),
+                "ranks": world.size,
+            }
             json.dump({"args": asdict(args), **about}, file, indent=2)
         if args.track:
             import wandb
@@ -2443,6 +2488,7 @@ class Run:
             return
         self.progress.close()
         curves = os.path.join(self.folder, "curves.png")
+        print(message, flush=True)  # before what takes a moment, and may be interrupted
         rows = read_jsonl(os.path.join(self.folder, "metrics.jsonl"))
         plot_curves([self.folder], curves)
         for name, key in SUMMARY.items():
@@ -2450,7 +2496,7 @@ class Run:
             if values:
                 points = [f"{accuracy:.3f} at step {step}" for step, accuracy in dict.fromkeys((values[0], values[-1]))]
                 print(f"{name}: {', '.join(points)}")
-        print(f"{message}\ncurves: {curves}", flush=True)
+        print(f"curves: {curves}", flush=True)
         if self.wandb:
             self.wandb.finish()
 

@@ -70,8 +70,8 @@ class Args:
     # ---- model ----
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """Model to evaluate: a causal language model's folder or hub name."""
-    backend: Literal["transformers", "vllm"] = "transformers"
-    """What generates: the sampler of the training, or vLLM's engine."""
+    backend: Literal["hf", "vllm"] = "hf"
+    """What generates: the sampler of the training, on transformers (hf), or vLLM's engine."""
     precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
     """As in the training: bf16 computes in bfloat16, with float32 weights (transformers) or bfloat16 ones (vllm);
     auto is bf16 on GPUs and float32 elsewhere."""
@@ -461,7 +461,7 @@ def check_args(args: Args) -> tuple[str, int, tuple[int, ...]]:
         if importlib.util.find_spec("vllm") is None:
             utils.fail("--backend vllm: the package vllm is not installed here (requirements.txt has the version)")
         if args.precision == "float64":
-            utils.fail("--precision float64: takes --backend transformers")
+            utils.fail("--precision float64: takes --backend hf")
         if args.temperature > 2:
             utils.fail(f"--temperature {args.temperature}: --backend vllm takes at most 2")
     model = "-".join(os.path.normpath(args.model).split(os.sep)[-2:])  # final/ is the name of many
@@ -513,7 +513,7 @@ def main(args: Args) -> None:
     dtype = torch.float64 if args.precision == "float64" else torch.float32
     bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
     autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
-    if args.backend == "transformers":
+    if args.backend == "hf":
         model = utils.load_model("--model", args.model, dtype, world.device).requires_grad_(False).eval()
     rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens)
 

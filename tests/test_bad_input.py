@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 import helpers
 import pytest
 from helpers import HELD_OUT, ROOT, ROWS, flags, run_here, tiny_model, write_rows
+
+import utils
 
 
 @pytest.fixture(scope="module")
@@ -311,3 +314,59 @@ def test_a_hub_that_cannot_be_reached(base, tmp_path, option):
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert lines[0].startswith(f"error: --{option} nobody/nothing-of-this-name")
     assert seconds < 60 and not (tmp_path / "runs").exists()
+
+
+# ---- runs that cannot go on, or begin ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> dict:
+    values = {**helpers.workspace(tmp_path_factory.mktemp("finished")), "eval_every": 0, "run_name": "run"}
+    helpers.run_here({**values, "total_episodes": 16})
+    return values
+
+
+def last_line(values, capsys, script: str = "grpo") -> str:
+    with pytest.raises(SystemExit) as end:
+        helpers.run_here(values, script)
+    errors = [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+    assert end.value.code == 2 and len(errors) == 1
+    return errors[0]
+
+
+def test_a_run_of_another_script_is_not_resumed(finished, capsys):
+    assert "is a run of grpo.py" in last_line({**finished, "resume": True}, capsys, "rloo")
+
+
+def test_a_run_with_other_adapters_is_not_resumed(finished, capsys):
+    line = last_line({**finished, "resume": True, "lora_rank": 4}, capsys)
+    assert line == "error: --lora_rank 4: the run to resume has 0"
+
+
+def test_a_damaged_checkpoint_is_named(finished, tmp_path, capsys):
+    shutil.copytree(finished["output_dir"], tmp_path / "runs")
+    state = tmp_path / "runs/run/checkpoints/step_2/trainer_state.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    (state.parent.parent / "step_abc").mkdir()  # somebody's own
+    line = last_line({**finished, "resume": True, "output_dir": str(tmp_path / "runs")}, capsys)
+    assert line.startswith(f"error: --resume: {state.parent} cannot be read") and "remove it" in line
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_an_output_folder_that_cannot_be_made(finished, tmp_path, capsys, folder):
+    (tmp_path / "file").write_text("")
+    line = last_line({**finished, "output_dir": str(tmp_path / folder)}, capsys)
+    assert line.startswith(f"error: --output_dir {tmp_path / folder}: ")
+
+
+def test_two_runs_that_begin_at_once(finished, tmp_path, capsys, monkeypatch):
+    """The second one to make the folder ends, though there was none when it looked."""
+    values = {**finished, "output_dir": str(tmp_path)}
+    monkeypatch.setattr(utils, "show_memory", lambda *_: (tmp_path / "run").mkdir())
+    assert "cannot make" in last_line(values, capsys)
+
+
+def test_a_column_that_is_named_as_an_argument(finished, tmp_path, capsys):
+    path = helpers.write_rows(tmp_path / "rows.jsonl", [{"prompt": "1", "answer": "2", "responses": "3"}])
+    line = last_line({**finished, "dataset": path, "run_name": "columns"}, capsys)
+    assert line.startswith(f"error: --dataset {path} row 1: has a column 'responses'")

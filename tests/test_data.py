@@ -182,7 +182,10 @@ def test_without_a_template_text_stays_as_it_is(bos, tokenizers, tmp_path, capsy
     assert got["query"] == tokenizer.encode("1+1?") and got["query"].count(2) == bos and got["prompt"] == "1+1?"
     with pytest.raises(SystemExit):
         load([ROWS["src and tgt"][0]], tmp_path, tokenizer)
-    assert "row 1: has messages, but the tokenizer of --model has no chat template" in capsys.readouterr().err
+    assert (
+        "row 1: has messages or several turns, but the tokenizer of --model has no chat template"
+        in capsys.readouterr().err
+    )
 
 
 # ---- mixtures ---------------------------------------------------------------------------------------------------

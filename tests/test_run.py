@@ -417,7 +417,7 @@ def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
     values = variant(base, tmp_path, total_episodes=88, save_every=1, keep_checkpoints=2, eval_every=0, num_epochs=1)
     run_here(values)
     assert steps_of(values) == ["step_10", "step_11"]
-    _, newest = utils.run_folder(grpo.Args(run_name="run", output_dir=values["output_dir"], resume=True), "grpo")
+    _, newest = utils.run_folder(grpo.Args(run_name="run", output_dir=values["output_dir"], resume=True), grpo.__file__)
     assert newest.endswith("step_11")
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 
 import helpers
 import pytest
@@ -142,6 +143,21 @@ def test_normalisation_takes_all_that_was_sampled():
     )
 
 
+def test_all_of_a_step_is_normalised_by_the_same_moments():
+    """Else equal scores of a step would train as different ones, and differ from remax's greedy one."""
+    table = [[0.0, 4.0]] + [[4.0, 4.0]] * 3
+    got, calls, _ = collected(table, reward_normalization=True, filter_groups="refill", max_refills=50)
+    assert len(calls) > 2 and len(set(got.scores.tolist())) == 2
+
+
+def test_joining_many_responses_takes_no_time():
+    sampler = Sampler([[0.0, 1.0]])
+    batches = [sampler([{"i": i} for i in range(2000)], 2, ()) for _ in range(2)]
+    begin = time.monotonic()
+    grpo.join(batches, list(range(8000)))
+    assert time.monotonic() - begin < 2  # seconds; it took minutes when it went through all for each
+
+
 # ---- whole runs -------------------------------------------------------------------------------------------------
 
 COARSE = """
@@ -248,6 +264,16 @@ def test_a_step_without_any_signal_changes_nothing(base, tmp_path, script):
     assert row["objective/scores"] == 1 and helpers.finite_or_null([row])
     before, after = weights_of(base["model"]), weights_of(folder_of(values) / "final")
     assert all(torch.equal(before[name], after[name]) for name in after)
+
+
+def test_the_schedule_goes_by_steps(base, tmp_path):
+    """A step in which groups were dropped has fewer updates; the learning rate ends where it should all the same."""
+    values = variant(base, tmp_path, filter_groups="drop", lr_schedule="linear", total_episodes=64, eval_every=0)
+    values |= {"rollout_batch_size": 4, "mini_batch_size": 4, "num_epochs": 1}
+    run_here(values)
+    rows = metrics_of(values)
+    assert any(row["val/zero_std_fraction"] for row in rows) and rows[-1]["lr"] == pytest.approx(0, abs=1e-3)
+    assert rows[0]["lr"] > rows[1]["lr"] > rows[2]["lr"] > rows[3]["lr"]
 
 
 @pytest.mark.parametrize(
