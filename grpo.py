@@ -859,7 +859,7 @@ def collect(
     if args.filter_groups != "none":
         if not found:  # nothing to learn from in this step
             scores = torch.full_like(scores, math.nan)
-            found, teaches = wanted, torch.ones_like(teaches)
+            teaches = torch.ones_like(teaches)
         chosen = teaches.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist()
         batch, scores = join([sampled], chosen), scores[chosen]
     return Experience(batch, scores, sampled, metrics, position, moments, policy, size)
