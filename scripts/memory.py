@@ -299,11 +299,11 @@ def main(args: Args) -> None:
     print(f"{args.model}: {count(model):,} parameters, {where}; GB on each:")
     for name, size in parts.items():
         if size:
-            print(f"  {name:16}{size / 1e9:9.2f}")
+            print(f"  {name:16}{size / 1e9:9.3g}")
     if args.cpu_offload:
         held = plan(replace(args, cpu_offload=False, gpus=1), model, reward)
         states = sum(held[name] for name in ("weights", "gradients", "optimizer", "critic", "frozen"))
-        print(f"  and {states / 1e9:.2f} GB in the memory of all machines together")
+        print(f"  and {states / 1e9:.3g} GB in the memory of all machines together")
     room = f"{args.gpu_gb:g} GB, of which {RESERVE:.0%} are left for what is not counted"
     if fits(parts, args):
         print(f"fits into {room}")
