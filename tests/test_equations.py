@@ -15,6 +15,7 @@ from grpo import (
     Args,
     adapt_kl_coef,
     aggregate,
+    correction_weights,
     entropy_of,
     equal_scores,
     exact_kl,
@@ -441,6 +442,31 @@ def test_entropy_by_loops():
     close(entropy_of(logits + 1e4), expected, 1e-8)  # shifted logits, which overflow exp
     close(entropy_of(torch.zeros(1, 9, dtype=torch.float64)), [math.log(9)])
     close(entropy_of(double([1000.0, 0.0, 0.0])), [0.0])
+
+
+# ---- off-policy correction --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["none", "truncate", "mask", "sequence_mask"])
+@pytest.mark.parametrize("cap", [1.5, 3.0])
+def test_correction_weights_by_loops(kind, cap):
+    """Of each token, or of the response's sum; what stands outside of the mask does not count; without gradient."""
+    lengths, width = [4, 1, 3, 2], 4
+    differences = [[0.0, 0.3, -0.3, 0.5], [2.0, 9.0, 9.0, 9.0], [-2.0, 0.2, 1.2, NAN], [0.41, 0.4, NAN, NAN]]
+    rollout = torch.full((4, width), -1.5, dtype=torch.float64)
+    old = (rollout + double(*differences)).requires_grad_()
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    got = correction_weights(old, rollout, mask, kind, cap)
+    assert not got.requires_grad
+    for row, own, length in zip(got.tolist(), differences, lengths):
+        whole = math.exp(sum(own[:length]))
+        for weight, difference in zip(row[:length], own):
+            rho = math.exp(difference)
+            expected = {
+                "none": 1.0, "truncate": min(rho, cap), "mask": rho if 1 / cap <= rho <= cap else 0.0,
+                "sequence_mask": whole if whole <= cap else 0.0,
+            }[kind]  # fmt: skip
+            assert weight == pytest.approx(expected, rel=1e-12)
 
 
 # ---- scores -----------------------------------------------------------------------------------------------------

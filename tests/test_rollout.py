@@ -527,3 +527,28 @@ def test_a_prompt_that_cannot_be_encoded_ends_the_run(prompt, template, capsys):
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line.startswith("error: --dataset d.jsonl row 4: ") and line.count("\n") == 1
+
+
+@pytest.mark.parametrize("difference, staleness, warned", [(0.011, 0, True), (0.009, 0, False), (0.5, 1, False)])
+def test_disagreement_of_rollout_and_trainer_is_warned_of(difference, staleness, warned, capsys):
+    """But not where the weights have moved in between, nor where nothing was measured."""
+    metrics = {"step": 3, "rollout/prob_diff_mean": difference, "rollout/staleness": staleness}
+    utils.watch_agreement(metrics)
+    utils.watch_agreement({**metrics, "rollout/prob_diff_mean": math.nan})
+    err = capsys.readouterr().err
+    assert err.startswith("warning: step 3: ") == warned and err.count("\n") == warned
+
+
+@pytest.mark.parametrize("installed, gpu, changes, expected", [
+    (True, True, {}, "vllm"), (False, True, {}, "hf"), (True, False, {}, "hf"),
+    (True, True, {"temperature": 2.5}, "hf"), (True, True, {"precision": "float64"}, "hf"),
+    (True, True, {"rollout_backend": "hf"}, "hf"),
+])  # fmt: skip
+def test_auto_takes_vllm_on_a_gpu_where_it_is_installed(installed, gpu, changes, expected, monkeypatch, capsys):
+    monkeypatch.setattr(utils.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(utils, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
+    engine = utils.rollout_engine(Args(**changes), utils.World(0, 1, CPU), None)
+    assert (engine is not None) == (expected == "vllm")
+    said = {"vllm": "rollout: the engine", "hf": "rollout: transformers"}[expected]
+    assert capsys.readouterr().out.startswith(said)

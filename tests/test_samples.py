@@ -266,6 +266,29 @@ def test_a_step_without_any_signal_changes_nothing(base, tmp_path, script):
     assert all(torch.equal(before[name], after[name]) for name in after)
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monkeypatch):
+    """With weights of 3, the policy's part of the loss is three times as large; the KL's part is not."""
+    module, rows = __import__(script), {}
+    values = {"kl_in": "loss", "kl_coef": 0.5, "eval_every": 0, "num_epochs": 1, "learning_rate": 1e-9}
+    # The mean that advantages of mean 0 do not cancel in: they are whitened over tokens in ppo, of groups in the others.
+    values["loss_aggregation"] = "sequence" if script == "ppo" else "token"
+    values |= {"ref_model": helpers.tiny_model(tmp_path / "other", "gpt_neox", initializer_range=0.1)}
+    values["reward"] = base["reward"].replace("coarse.py", "reward.py")
+    values["rollout_batch_size"], values["total_episodes"], values["mini_batch_size"] = 4, 16, 16
+    for factor in (1, 3):
+        constant = lambda old, *_, factor=factor: torch.full_like(old, factor)
+        monkeypatch.setattr(module, "correction_weights", constant)
+        run = variant(base, tmp_path, **values, run_name=f"{factor}")
+        run_here(run, script)
+        (rows[factor],) = metrics_of(run)
+    policy = {factor: row["loss/policy_avg"] for factor, row in rows.items()}
+    others = {factor: row["objective/loss"] - policy[factor] for factor, row in rows.items()}
+    assert abs(policy[1]) > 1e-9 and policy[3] == pytest.approx(3 * policy[1], rel=1e-6)
+    assert others[1] > 1e-3 and others[3] == pytest.approx(others[1], rel=1e-6)
+    assert rows[3]["rollout/correction_mean"] == pytest.approx(3)
+
+
 def test_the_schedule_goes_by_steps(base, tmp_path):
     """A step in which groups were dropped has fewer updates; the learning rate ends where it should all the same."""
     values = variant(base, tmp_path, filter_groups="drop", lr_schedule="linear", total_episodes=64, eval_every=0)
