@@ -498,6 +498,7 @@ def test_final_scores():
     close(score(reward_normalization=True, reward_clip=0.5), [1 / 3, -1 / 3, NAN, NAN, 0.5], 1e-7)
     # From 7 tokens (no penalty) to 10 (a penalty of 1).
     close(score(overlong_buffer=3), [1.5 - 1 / 3, 0.5, NAN, NAN, 1.5], 1e-7)
+    close(score(overlong_buffer=1), [1.5, 0.5, NAN, NAN, 1.5], 1e-7)  # no bonus for what is shorter
     close(score(overlong_buffer=10), [0.7, -0.2, NAN, NAN, 1.5], 1e-7)
     every = dict(non_stop_penalty=True, penalty_reward_value=-1.0, overlong_buffer=3, reward_clip=1.0)
     close(score(**every), [2 / 3, 0.5, NAN, -2.0, -2.0], 1e-7)

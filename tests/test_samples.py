@@ -271,7 +271,7 @@ def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monke
     """With weights of 3, the policy's part of the loss is three times as large; the KL's part is not."""
     module, rows = __import__(script), {}
     values = {"kl_in": "loss", "kl_coef": 0.5, "eval_every": 0, "num_epochs": 1, "learning_rate": 1e-9}
-    # The mean that advantages of mean 0 do not cancel in: they are whitened over tokens in ppo, of groups in the others.
+    # The mean that advantages of mean 0 do not cancel in: over tokens they have it in ppo, in a group elsewhere.
     values["loss_aggregation"] = "sequence" if script == "ppo" else "token"
     values |= {"ref_model": helpers.tiny_model(tmp_path / "other", "gpt_neox", initializer_range=0.1)}
     values["reward"] = base["reward"].replace("coarse.py", "reward.py")
