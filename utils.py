@@ -277,17 +277,21 @@ class Interrupt:
 
 
 class Watchdog:
-    """Names the rank that is gone, and its phase, where the others would wait for it or say that a connection broke.
+    """Names the rank that is gone, and its phase, where the others would wait for it or say that a connection broke;
+    and says where each rank is while all of them wait.
 
-    Each rank tells the others once a second that it lives. One that was silent for `silence` seconds ends all.
+    Each rank tells the others once a second that it lives, and where. One that was silent for `silence` seconds ends
+    all; every `patience` seconds in which no rank enters another phase make a warning.
     """
 
-    def __init__(self, world: World, silence: float = 20.0):
-        self.world, self.silence, self.phase, self.over = world, silence, "start", threading.Event()
+    def __init__(self, world: World, silence: float = 20.0, patience: float = 600.0):
+        self.world, self.silence, self.patience, self.over = world, silence, patience, threading.Event()
+        self.phase, self.entered = "start", 0  # the latter counts the phases
         # A connection of its own: the one of torch.distributed may be blocked by what is being watched.
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=silence))
-        self.heard = {rank: ("", time.monotonic()) for rank in range(world.size)}  # what each said, and since when
+        self.heard: dict[int, tuple[list, float]] = {}  # what each rank said last, and when; one may be loading yet
+        self.moved, self.warnings = time.monotonic(), 0  # when a rank last entered a phase, and warnings since then
         threading.Thread(target=self._watch, daemon=True).start()
         self.hook, sys.excepthook = sys.excepthook, self._failed
 
@@ -300,29 +304,55 @@ class Watchdog:
 
     def enter(self, phase: str) -> None:
         """This rank's phase from now on."""
-        self.phase = phase
+        self.phase, self.entered = phase, self.entered + 1
         with contextlib.suppress(RuntimeError, ValueError):
-            self.store.set(f"alive/{self.world.rank}", json.dumps([phase, time.monotonic()]))
+            self._speak()
+
+    def _speak(self) -> None:
+        said = [self.phase, self.entered, self._place(), time.monotonic()]
+        self.store.set(f"alive/{self.world.rank}", json.dumps(said))
+
+    def _place(self) -> str:
+        """Where the main thread is in this project's code: "any, utils.py line 130"."""
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        while frame is not None and not frame.f_code.co_filename.startswith(ROOT):
+            frame = frame.f_back
+        return (
+            f"{frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}"
+            if frame
+            else ""
+        )
 
     def _look(self) -> list[int]:
-        """Say that this rank lives; the ranks that have been silent for too long."""
-        now, keys = time.monotonic(), [f"alive/{rank}" for rank in range(self.world.size)]
+        """Say that this rank lives, and where all are if they wait; the ranks that have been silent for too long."""
+        now, before = time.monotonic(), [said[1] for said, _ in self.heard.values()]
         try:
-            self.store.set(keys[self.world.rank], json.dumps([self.phase, now]))
-            for rank, key in enumerate(keys):
-                said = self.store.get(key).decode() if self.store.check([key]) else ""
-                if said != self.heard[rank][0]:
+            self._speak()
+            for rank in range(self.world.size):
+                said = json.loads(self.store.get(key)) if self.store.check([key := f"alive/{rank}"]) else None
+                if said and said != self.heard.get(rank, (None,))[0]:
                     self.heard[rank] = (said, now)
         except (RuntimeError, ValueError):  # the store is gone: with rank 0, or the launcher
-            self.heard[0] = (self.heard[0][0], min(self.heard[0][1], now - self.silence))
-        return [rank for rank, (said, since) in self.heard.items() if said != "done" and now - since >= self.silence]
+            first = self.heard.get(0, (["start", 0, "", 0.0], now))
+            self.heard[0] = (first[0], min(first[1], now - self.silence))
+        if [said[1] for said, _ in self.heard.values()] != before:
+            self.moved, self.warnings = now, 0
+        if now - self.moved > self.patience * (self.warnings + 1):
+            self.warnings += 1
+            warn(f"no rank has entered another phase for {(now - self.moved) / 60:.1f} min: {self._where()}")
+        return [rank for rank, (said, since) in self.heard.items() if said[0] != "done" and now - since >= self.silence]
+
+    def _where(self) -> str:
+        """Phase and place of each rank, those at the same place together."""
+        places = defaultdict(list)
+        for rank, ((phase, _, place, _), _) in sorted(self.heard.items()):
+            places[f"{phase} ({place})"].append(str(rank))
+        return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} in {at}" for at, ranks in places.items())
 
     def _say(self, gone: list[int]) -> None:
-        alive = [rank for rank in self.heard if rank not in gone]
+        alive = [rank for rank in range(self.world.size) if rank not in gone]
         if alive and self.world.rank == alive[0]:
-            phases = ", ".join(
-                f"rank {rank} (last phase: {json.loads(self.heard[rank][0] or '[0]')[0]})" for rank in gone
-            )
+            phases = ", ".join(f"rank {rank} (last phase: {self.heard[rank][0][0]})" for rank in gone)
             print(f"error: {phases} is gone; rank {alive[0]} was in phase {self.phase}", file=sys.stderr, flush=True)
 
     def _failed(self, kind, error, trace) -> None:
@@ -336,7 +366,7 @@ class Watchdog:
         """This rank has come to its end."""
         self.over.set()
         with contextlib.suppress(RuntimeError, ValueError):
-            self.store.set(f"alive/{self.world.rank}", "done")
+            self.store.set(f"alive/{self.world.rank}", json.dumps(["done", self.entered + 1, "", 0.0]))
         sys.excepthook = self.hook
 
 

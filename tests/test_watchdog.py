@@ -1,10 +1,18 @@
-"""What a run of several ranks says, and how soon it ends, when one of them is gone."""
+"""What a run of several ranks says, and how soon it ends, when one of them is gone; and where they wait."""
 
+import contextlib
+import os
+import socket
+import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import pytest
 from helpers import run_ranks
+
+import utils
 
 
 @pytest.fixture(scope="module")
@@ -29,3 +37,47 @@ def test_the_first_rank_is_named_too(base, tmp_path):
     values = {**base, "output_dir": str(tmp_path), "run_name": "run"}
     ranks = run_ranks(values, 2, (-9, 1), {0: "utils.Optimizer.step:80:SIGKILL"})
     assert len(ranks[1].errors) == 1 and ranks[1].errors[0].startswith("error: rank 0 (last phase: ")
+
+
+def a_rank(rank: int, port: int, log: str) -> None:
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    sys.stderr = open(2, "w", closefd=False)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = utils.setup_processes()
+    time.sleep(rank)  # one that still loads is not gone
+    watchdog = utils.Watchdog(world, silence=3.0, patience=2.0)
+    watchdog.enter("rollout")
+    if rank == 1:
+        rewards = SimpleNamespace(names=("slow",), models=(), _score=lambda *_: time.sleep(9))
+        utils.Rewards.score(rewards, [], [], [])
+    world.barrier()
+    watchdog.enter("update")
+    world.barrier()
+    time.sleep(1.5)
+    watchdog.close()
+    world.barrier()
+
+
+def test_ranks_that_wait_say_where():
+    """One rank hangs in a reward and the other waits for it: every so often a line names phase and place of both, and
+    nobody is ended."""
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs = [f"{helpers._logs.name}/waiting{rank}" for rank in range(2)]
+    ranks = [helpers._server().Process(target=a_rank, args=(rank, port, logs[rank])) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(60)
+        each.kill()
+    said = [Path(log).read_text() for log in logs]
+    assert [each.exitcode for each in ranks] == [0, 0], said
+    lines = said[0].splitlines()
+    assert 2 <= len(lines) <= 4 and "warning" not in said[1], said
+    for line in lines:
+        assert line.startswith("warning: no rank has entered another phase for 0."), line
+        assert (
+            "rank 0 in rollout (barrier, utils.py line " in line
+            and "rank 1 in rollout (<lambda>, test_watchdog.py" in line
+        )
