@@ -1040,10 +1040,24 @@ def main(args: Args) -> None:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     # ---- end shared
-    value_name = os.path.join(resume_from, "critic") if resume_from else args.value_model or args.model
-    values_of, new_head = utils.load_scalar_model("--value_model", value_name, stored, sharding.home)
+    # What the next step depends on, beside the weights and the optimizer: random numbers are functions of the step.
+    state = {"step": 0, "position": 0, "kl_coef": args.kl_coef, "seconds": 0.0, "metrics": {}, "logged": False}
+    state["moments"] = [0.0, 0.0, 0.0]  # of the scores, see update_moments
+    if resume_from:
+        state = utils.load_checkpoint(resume_from, world)
+
+    # ---- critic -----------------------------------------------------------------------------------------------------
+    saved_critic = os.path.join(resume_from, "critic") if resume_from else None
+    source = None if args.lora_rank else saved_critic
+    values_of, new_head = utils.load_scalar_model(
+        "--value_model", source or args.value_model or args.model, stored, sharding.home
+    )
     if new_head:
         nn.init.zeros_(values_of.model.score.weight)
+    if args.lora_rank:
+        utils.add_lora(values_of.model, args, saved_critic)
+        if resume_from:  # an adapter's folder does not hold it
+            values_of.model.score.weight.data.copy_(state.pop("critic_head"))
     critic = Critic(values_of)
     if args.gradient_checkpointing:
         values_of.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -1052,11 +1066,7 @@ def main(args: Args) -> None:
     critic_optimizer = utils.Optimizer(critic, args, total_steps * updates_a_step, prefix="critic_")
 
     # ---- resume -----------------------------------------------------------------------------------------------------
-    # What the next step depends on, beside the weights and the optimizer: random numbers are functions of the step.
-    state = {"step": 0, "position": 0, "kl_coef": args.kl_coef, "seconds": 0.0, "metrics": {}, "logged": False}
-    state["moments"] = [0.0, 0.0, 0.0]  # of the scores, see update_moments
     if resume_from:
-        state = utils.load_checkpoint(resume_from, world)
         optimizer.load_state_dict(state.pop("optimizer"))
         critic_optimizer.load_state_dict(state.pop("critic_optimizer"))
     saved, following = state.pop("ahead", None), None  # the next step's, if it is there already
@@ -1066,6 +1076,7 @@ def main(args: Args) -> None:
     def save() -> None:
         run.phase("save")
         states = {"optimizer": optimizer.state_dict(), "critic_optimizer": critic_optimizer.state_dict()}
+        states |= {"critic_head": utils.whole(values_of.model.score.weight.detach()).cpu()} if args.lora_rank else {}
         state.update(seconds=clock.total(), ahead=following and following.state(), **states)
         moved = {"reference": reference.model} if args.ref_refresh_every else {}
         others = {"critic": values_of.model, **moved}
@@ -1282,9 +1293,9 @@ def main(args: Args) -> None:
         # ---- end shared
         # Tokens that went through each model, times FLOPs a parameter: rollout, values and update.
         sampled_tokens, trained_tokens = sum(experience.sampled.lengths), sum(lengths[i] for i in chosen)
-        learning = (4 if args.lora_rank else 6) if policy_trains else 2  # frozen weights have no gradient
-        work = [(model, 2 * sampled_tokens + learning * args.num_epochs * trained_tokens)]
-        work += [(critic, 2 * sum(lengths) + 6 * args.num_epochs * trained_tokens)]
+        learning = 4 if args.lora_rank else 6  # frozen weights have no gradient
+        work = [(model, 2 * sampled_tokens + (learning if policy_trains else 2) * args.num_epochs * trained_tokens)]
+        work += [(critic, 2 * sum(lengths) + learning * args.num_epochs * trained_tokens)]
 
         # ---- KL controller and reference ----------------------------------------------------------------------------
         total = sums.totals()

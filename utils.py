@@ -875,9 +875,9 @@ def needed_memory(args, stored: torch.dtype) -> int:
     """Bytes of whole models: weight, gradient and two numbers of Adam's for each parameter that trains, the weight of
     the others."""
     adapter = getattr(args, "lora_rank", 0) > 0  # so small that it does not count
-    trained = [] if adapter else [("--model", args.model)]
+    trained = [("--model", args.model)]
     trained += [("--value_model", args.value_model or args.model)] if hasattr(args, "value_model") else []
-    kept = [("--model", args.model)] if adapter else []
+    trained, kept = ([], trained) if adapter else (trained, [])
     if getattr(args, "kl_coef", 0) and (args.ref_model or not adapter):
         kept.append(("--ref_model", args.ref_model or args.model))
     sources = reward_names(args) if hasattr(args, "reward") else ()

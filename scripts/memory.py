@@ -106,8 +106,8 @@ def block_activations(config, precision: str) -> int:
 
 
 def estimate(
-    config, parameters: int, *, trained: int | None = None, critic: int = 0, frozen: int = 0, ranks: int = 1,
-    shard: str = "none", cpu_offload: bool = False, precision: str = "bf16", gradient_checkpointing: bool = False,
+    config, parameters: int, *, trained: int | None = None, critic: int = 0, critic_trained: int | None = None,
+    frozen: int = 0, ranks: int = 1, shard: str = "none", cpu_offload: bool = False, precision: str = "bf16", gradient_checkpointing: bool = False,
     micro_batch_tokens: int = 16_384, logits_chunk_tokens: int = 512, max_prompt_length: int = 512,
     max_response_length: int = 1024, backend: str = "none", generation_batch_size: int = 512, kv_cache: float = 0.0,
     tensor_parallel: int = 1, overlap: bool = False, gpu_memory: float = 0.0,
@@ -116,16 +116,16 @@ def estimate(
 
     Args:
         config: of the model, as transformers has it. parameters: of the model, tied ones once.
-        trained: how many of them train, adapters included; default: all. critic, frozen: parameters of PPO's critic, of
-            the reference and reward models together.
+        trained: how many of them train, adapters included; default: all. critic, critic_trained: the same of PPO's
+            critic. frozen: parameters of the reference and reward models together.
         logits_chunk_tokens: 0 for a model without logits (a reward model).
         backend: "hf", "vllm" (in this process), or "none" for sampling elsewhere. kv_cache: bytes of vLLM's.
         overlap: the engine keeps its memory while the model trains. gpu_memory: bytes of the GPU.
 
     The parts, with w the bytes of a weight (4, pure_bf16 2) and c those in a matrix product (bf16 2):
         weights: w a parameter. gradients: w a trained one (DDP's buckets are the gradients). optimizer: 2w a trained
-        one, Adam's two means in the weights' type. critic: w + w + 2w a parameter of it. frozen: w a parameter. All of
-        them over the number of ranks with fsdp (gradients that collect whole: utils.Sharding); on the CPU with
+        one, Adam's two means in the weights' type. critic: w a parameter, w + 2w a trained one. frozen: w a parameter.
+        All of them over the number of ranks with fsdp (gradients that collect whole: utils.Sharding); on the CPU with
         cpu_offload.
         copies: autocast makes one of each matrix for c bytes and keeps it to the end of the forward pass, and without
         checkpointing the graph keeps it to the backward pass; with fsdp, what is gathered at once: embeddings and head
@@ -152,7 +152,7 @@ def estimate(
         "weights": weight * parameters * share,
         "gradients": weight * trained * share,
         "optimizer": 2 * weight * trained * share,
-        "critic": 4 * weight * critic * share,
+        "critic": weight * (critic + 3 * (critic if critic_trained is None else critic_trained)) * share,
         "frozen": weight * frozen * share,
     }
     if shard == "fsdp":
@@ -225,9 +225,10 @@ def plan(args: Args, model: torch.nn.Module, reward: int = 0) -> dict[str, float
     adapters = lora_parameters(model, args.lora_rank) if args.lora_rank else 0
     reference = count if samples and args.kl_coef and not args.lora_rank else 0  # else the model without its adapters
     size = (count if samples else scalar) + adapters
+    critic = scalar + adapters if args.algorithm == "ppo" else 0
     backend = {"auto": "vllm", "server": "none"}.get(args.rollout_backend, args.rollout_backend)
     return estimate(
-        config, size, trained=adapters or size, critic=scalar if args.algorithm == "ppo" else 0,
+        config, size, trained=adapters or size, critic=critic, critic_trained=adapters if args.lora_rank else critic,
         frozen=reference + (reward if samples else 0), ranks=args.shard_group_size or args.gpus,
         shard=args.shard, cpu_offload=args.cpu_offload,
         precision=args.precision, gradient_checkpointing=args.gradient_checkpointing,

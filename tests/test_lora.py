@@ -67,6 +67,31 @@ def test_the_reference_is_the_model_without_the_adapter(base, tmp_path, estimato
         assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
 
 
+def test_a_critic_of_adapters(base, tmp_path):
+    """PPO's critic starts at 0, learns by its adapters and its head, and its base stays as it was."""
+    values = variant(base, tmp_path, critic_learning_rate=1e-2, non_stop_penalty=False)
+    seen = {}
+    watched, original = utils.add_lora, utils.add_lora
+
+    def add_lora(model, *more):
+        watched(model, *more)
+        seen["value" if hasattr(model, "score") else "policy"] = model
+
+    utils.add_lora = add_lora
+    try:
+        run_here(values, "ppo")
+    finally:
+        utils.add_lora = original
+    start = dict(AutoModelForCausalLM.from_pretrained(base["model"], dtype=torch.float64).base_model.named_parameters())
+    critic = {name.replace(".base_layer", ""): x for name, x in seen["value"].base_model.named_parameters()}
+    assert all(torch.equal(critic[name], x) for name, x in start.items())
+    assert all(x.any() for name, x in critic.items() if ".lora_B." in name) and seen["value"].score.weight.any()
+    losses = [row["loss/value_avg"] for row in metrics_of(values)[1:]]
+    assert losses[-1] < losses[0]
+    saved = weights_of_adapter(folder_of(values) / "checkpoints/step_3/critic")
+    assert saved and all(".lora_" in name for name in saved)
+
+
 @pytest.mark.parametrize("shard", ["none", "fsdp"])
 def test_ranks_and_micro_batches_change_nothing(base, tmp_path, shard):
     one = variant(base, tmp_path, run_name="one", micro_batch_tokens=1, gradient_checkpointing=True)
@@ -83,12 +108,14 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path, shard):
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-9)
 
 
-def test_resume_is_exact(base, tmp_path):
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
+def test_resume_is_exact(base, tmp_path, script):
     straight = variant(base, tmp_path, run_name="straight", total_episodes=32, save_every=0)
     stopped = {**straight, "run_name": "stopped"}
-    running = helpers.start(straight)
-    run(stopped, code=75, place="utils.Optimizer.metrics:2:SIGTERM")
-    done = run({**stopped, "resume": True})
+    running = helpers.start(straight, script=script)
+    place = {"grpo": "utils.Optimizer.metrics:2:SIGTERM", "ppo": "utils.Optimizer.metrics:4:SIGTERM"}[script]
+    run(stopped, code=75, place=place, script=script)
+    done = run({**stopped, "resume": True}, script=script)
     assert "goes on after step 2" in done.out and running.wait().code == 0
     assert metrics_of(stopped) == metrics_of(straight)
     ours, theirs = (weights_of_adapter(folder_of(each) / "final/adapter") for each in (stopped, straight))
