@@ -107,7 +107,8 @@ def block_activations(config, precision: str) -> int:
 
 def estimate(
     config, parameters: int, *, trained: int | None = None, critic: int = 0, critic_trained: int | None = None,
-    frozen: int = 0, ranks: int = 1, shard: str = "none", cpu_offload: bool = False, precision: str = "bf16", gradient_checkpointing: bool = False,
+    frozen: int = 0, ranks: int = 1, shard: str = "none", cpu_offload: bool = False, precision: str = "bf16",
+    gradient_checkpointing: bool = False,
     micro_batch_tokens: int = 16_384, logits_chunk_tokens: int = 512, max_prompt_length: int = 512,
     max_response_length: int = 1024, backend: str = "none", generation_batch_size: int = 512, kv_cache: float = 0.0,
     tensor_parallel: int = 1, overlap: bool = False, gpu_memory: float = 0.0,
