@@ -356,7 +356,7 @@ def main(args: Args) -> None:
     sharding = utils.Sharding(args, world, stored, half, autocast)
     source = args.model if args.lora_rank else resume_from or args.model
     scalar, new_head = utils.load_scalar_model("--model", source, stored, sharding.home)
-    model, head = scalar.model, scalar.model.score.weight
+    model, head = scalar.model, scalar.model.score.weight.data
     if args.lora_rank:
         utils.add_lora(model, args, resume_from)
     # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.
@@ -365,14 +365,13 @@ def main(args: Args) -> None:
         vars(model.config).pop("score_mean", None), vars(model.config).pop("score_std", None)
     if new_head:
         values = utils.generator("head", args.seed).normal(0, 1 / math.sqrt(head.shape[1] + 1), head.shape)
-        with torch.no_grad():
-            head.copy_(torch.from_numpy(values))
+        head.copy_(torch.from_numpy(values))
     # What the next step depends on, beside the weights and the optimizer: the order of the pairs is a function of it.
     state = {"step": 0, "position": 0, "seconds": 0.0, "metrics": {}, "logged": False}
     if resume_from:
         state = utils.load_checkpoint(resume_from, world)
         if args.lora_rank:  # an adapter's folder does not hold it
-            head.data.copy_(state["head"])
+            head.copy_(state["head"])
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     wrapped = sharding.wrap(scalar)

@@ -428,9 +428,13 @@ def load_model(
 ) -> torch.nn.Module:
     """A causal language model (or one of another `auto` class) in `dtype` on `device`, without dropout.
 
-    Ends the run if the files lack weights, except those in `may_lack`, which the caller sets.
+    On the device "meta" it has no weights, and only the configuration is read. Ends the run if the files lack weights,
+    except those in `may_lack`, which the caller sets.
     """
     config = config or load_config(flag, name)
+    if device.type == "meta":
+        with device:
+            return auto.from_config(config, dtype=dtype).eval()
     try:
         model, report = auto.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -734,8 +738,11 @@ class Sharding:
 
     @property
     def home(self) -> torch.device:
-        """Where to load a model to: a GPU may not have the memory for a whole one."""
-        return torch.device("cpu") if self.on else self.world.device
+        """Where to load a model to. A GPU may not have the memory for a whole one that is to be sharded, nor a machine
+        for one a rank, so that only rank 0 reads the files."""
+        if self.on:
+            return torch.device("cpu" if self.world.main else "meta")
+        return self.world.device
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module as it is trained: itself in one process, DDP over several, or itself, sharded."""
@@ -755,6 +762,11 @@ class Sharding:
         """
         if not self.on:
             return module
+        model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
+        weights = [tensor.data for tensor in (*module.parameters(), *module.buffers())]  # rank 0 has them
+        if not self.world.main:
+            module.to_empty(device="cpu")  # pages that are not written to take no memory
+            model.tie_weights()
         lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
         blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
@@ -768,17 +780,28 @@ class Sharding:
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.world.device)
+        if self.world.size > 1:
+            for tensor, of_main in zip((*module.parameters(), *module.buffers()), weights, strict=True):
+                self._spread(tensor.data, of_main)
         roots = blocks if blocks_only else [module]
         for root in roots:
             root.register_forward_hook(forget_pass)
         module.collects_gradient = parameter_count(module) * self.reduce.itemsize <= self.GRADIENT_SHARE * self.memory
-        model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
         model.sharded_parts = tuple(part for part in module.modules() if isinstance(part, FSDPModule))
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
         with torch.no_grad(), self.autocast():  # the first pass says which module is the outermost
             module(ids, ids > 0)
         return module
+
+    def _spread(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        """Fill a tensor, or this rank's piece of it, with what rank 0 has as `whole`."""
+        sent = whole.to(self.world.device) if self.world.main else torch.empty_like(whole, device=self.world.device)
+        dist.broadcast(sent, 0)
+        if isinstance(tensor, DTensor):
+            sent = distribute_tensor(sent, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+            tensor = tensor.to_local()
+        tensor.copy_(sent)
 
 
 def forget_pass(root: FSDPModule, *_) -> None:
@@ -816,7 +839,7 @@ def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
     """
     from peft import LoraConfig
 
-    if resumed:
+    if resumed and model.device.type != "meta":
         model.load_adapter(resumed, is_trainable=True)
     else:
         head = ["score"] if hasattr(model, "score") else None  # of a reward model; it trains whole
