@@ -152,9 +152,20 @@ def setup_processes() -> World:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         # Half an hour: longer than any collective should wait, and a rank that waits longer is reported and ended.
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        backend, wait = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(minutes=30)
+        # torchrun's store outlives its ranks, and what they left in it would mislead those that it starts after them.
+        own = {}
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else rank 0 makes one
+            own = {"store": common_store(wait), "rank": rank, "world_size": size}
+        dist.init_process_group(backend, timeout=wait, **own)
     return World(rank, size, device)
+
+
+def common_store(wait: timedelta) -> dist.Store:
+    """A connection to the store of all ranks, of entries of this start alone, where torchrun starts them repeatedly."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start {start}", dist.TCPStore(*address, is_master=False, timeout=wait))
 
 
 def generator(*key) -> np.random.Generator:
@@ -288,8 +299,7 @@ class Watchdog:
         self.world, self.silence, self.patience, self.over = world, silence, patience, threading.Event()
         self.phase, self.entered = "start", 0  # the latter counts the phases
         # A connection of its own: the one of torch.distributed may be blocked by what is being watched.
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=silence))
+        self.store = common_store(timedelta(seconds=silence))
         self.heard: dict[int, tuple[list, float]] = {}  # what each rank said last, and when; one may be loading yet
         self.moved, self.warnings = time.monotonic(), 0  # when a rank last entered a phase, and warnings since then
         threading.Thread(target=self._watch, daemon=True).start()
@@ -750,7 +760,9 @@ class Sharding:
             return self.shard(module)
         if self.world.size == 1:
             return module
-        return torch.nn.parallel.DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return torch.nn.parallel.DistributedDataParallel(
+            module, forward_sync_buffers=False, gradient_as_bucket_view=True
+        )
 
     def shard(self, module: torch.nn.Module, blocks_only: bool = False) -> torch.nn.Module:
         """Shard a module in place, with --shard fsdp.

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,6 +38,40 @@ def test_the_first_rank_is_named_too(base, tmp_path):
     values = {**base, "output_dir": str(tmp_path), "run_name": "run"}
     ranks = run_ranks(values, 2, (-9, 1), {0: "utils.Optimizer.step:80:SIGKILL"})
     assert len(ranks[1].errors) == 1 and ranks[1].errors[0].startswith("error: rank 0 (last phase: ")
+
+
+DEADLY = """
+import os, signal
+def score(prompts, responses, **columns):
+    marker = os.environ["MARKER"]
+    if os.environ["RANK"] == "1" and os.path.exists(marker):  # once
+        os.remove(marker)
+        os.kill(os.getppid(), signal.SIGKILL)
+    return [float(len(response) % 3) for response in responses]
+"""
+
+
+def test_torchrun_starts_again_and_resumes(base, tmp_path):
+    """With --max_restarts a killed rank ends all and the next start goes on from the newest checkpoint by itself."""
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    marker = tmp_path / "marker"
+    values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 48, "save_every": 1}
+    values |= {"reward": f"{tmp_path / 'deadly.py'}:score", "resume": True}
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MARKER": str(marker)}
+    log = tmp_path / "log"
+    with open(log, "w") as file:
+        running = subprocess.Popen(
+            [sys.executable, *words, str(helpers.ROOT / "grpo.py"), *helpers.flags(values)],
+            stdout=file, stderr=file, env=environment,
+        )  # fmt: skip
+        metrics = helpers.folder_of(values) / "metrics.jsonl"
+        while running.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
+            time.sleep(0.05)
+        marker.touch()
+        assert running.wait(120) == 0, log.read_text()[-3000:]
+    assert not marker.exists() and "goes on after step" in log.read_text()
+    assert [row["step"] for row in helpers.metrics_of(values)] == [1, 2, 3, 4, 5, 6]
 
 
 def a_rank(rank: int, port: int, log: str) -> None:
