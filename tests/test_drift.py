@@ -248,6 +248,7 @@ FOREIGN = re.compile(
     r"\b(pip|uv|venv|pytest|git|vllm serve|nvidia-smi|grep|sort|curl|ruff|docker|conda|apt-get|SBATCH)\b"
 )
 TORCHRUN = {
+    "max_restarts",
     "nproc_per_node",
     "nnodes",
     "node_rank",
