@@ -22,6 +22,8 @@ import transformers
 import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import vllm_engines
+
 import grpo
 import utils
 
@@ -62,7 +64,7 @@ def rollouts(model_name: str, responses: int, tokens: int, repeats: int) -> dict
     args = dataclasses.replace(args, kv_cache_gb=0.5 if world.device.type == "cpu" else 0.0)
     model = utils.load_model("--model", model_name, torch.float32, world.device)
     tokenizer = utils.load_tokenizer(model_name, "")
-    engine = utils.Engine(args, world, torch.bfloat16 if world.device.type == "cuda" else None)
+    engine = vllm_engines.Engine(args, world, torch.bfloat16 if world.device.type == "cuda" else None)
     sync = []
     for _ in range(repeats):
         begin = time.perf_counter()

@@ -38,6 +38,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 import tyro  # noqa: E402
+import vllm_engines  # noqa: E402, F401
 from make_tiny_model import make_tokenizer  # noqa: E402
 
 import utils  # noqa: E402

@@ -11,6 +11,7 @@ import helpers
 import pytest
 import torch
 import transformers
+import vllm_engines
 from helpers import folder_of, metrics_of, read_lines, run, run_ranks, steps_of, weights_of
 from test_ppo import scalar_folder
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
@@ -270,7 +271,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
             return True
 
     engine = SimpleNamespace(llm=Engine(), asleep=False)
-    utils.Engine.sync(engine, own)
+    vllm_engines.Engine.sync(engine, own)
     assert engine.llm.seen.keys() == plain.state_dict().keys()
     assert all(torch.equal(x, engine.llm.seen[key]) for key, x in plain.state_dict().items())
     assert engine.synced == sum(x.numel() * 4 for x in plain.state_dict().values())

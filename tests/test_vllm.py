@@ -15,6 +15,7 @@ import types
 import helpers
 import pytest
 import torch
+import vllm_engines
 from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,8 +44,8 @@ def base(tmp_path_factory) -> dict:
 
 @pytest.fixture(autouse=True)
 def keep_engines(monkeypatch):
-    made = utils.Engine.__init__
-    monkeypatch.setattr(utils.Engine, "__init__", lambda self, *args: KEPT.append(self) or made(self, *args))
+    made = vllm_engines.Engine.__init__
+    monkeypatch.setattr(vllm_engines.Engine, "__init__", lambda self, *args: KEPT.append(self) or made(self, *args))
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, "ERROR" if "LEVEL" in name else "1"))
 
@@ -65,7 +66,7 @@ def made(base):
     found = {}
     for name in ("model", "untied"):
         args = args_of(base, model=str(helpers.Path(base["model"]).parent / name), max_response_length=20)
-        engine = utils.Engine(args, utils.World(0, 1, CPU), None)
+        engine = vllm_engines.Engine(args, utils.World(0, 1, CPU), None)
         model = utils.load_model("--model", args.model, torch.float32, CPU)
         engine.sync(model)
         KEPT.append(engine)
@@ -227,7 +228,7 @@ def test_an_engine_that_keeps_its_prefix_cache_is_an_error(made, monkeypatch):
 
 def test_random_numbers_of_the_process_stay_as_they_were(base):
     state = torch.get_rng_state()
-    engine = utils.Engine(args_of(base), utils.World(0, 1, CPU), None)
+    engine = vllm_engines.Engine(args_of(base), utils.World(0, 1, CPU), None)
     assert torch.equal(torch.get_rng_state(), state)
     assert "cannot sleep" in engine.about and "0.02 GB" in engine.about
     engine.sleep()  # which changes nothing here
@@ -302,7 +303,7 @@ def test_resume_is_exact(base, tmp_path):
     straight = variant(base, tmp_path, run_name="straight", total_episodes=32)
     stopped = {**straight, "run_name": "stopped"}
     running = helpers.start(straight)
-    run(stopped, code=75, place="utils.Engine.generate:3:SIGTERM")
+    run(stopped, code=75, place="vllm_engines.Engine.generate:3:SIGTERM")
     done = run({**stopped, "resume": True})
     assert "goes on after step 2" in done.out and running.wait().code == 0
     assert metrics_of(stopped) == metrics_of(straight) and len(metrics_of(straight)) == 4
@@ -360,7 +361,7 @@ def test_the_rollout_runs_while_the_step_trains(base, tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(utils.Engine, "generate", timed("rollout", utils.Engine.generate))
+    monkeypatch.setattr(vllm_engines.Engine, "generate", timed("rollout", vllm_engines.Engine.generate))
     monkeypatch.setattr(grpo.Policy, "hidden", timed("training", grpo.Policy.hidden))
     run_here(variant(base, tmp_path, **ASYNC, micro_batch_tokens=8))
     assert [main for *_, main in spans["rollout"]] == [True, False, False, False, False]
@@ -406,7 +407,7 @@ def test_resume_of_an_asynchronous_run_is_exact(base, tmp_path):
 def test_a_signal_while_the_next_rollout_runs(base, tmp_path):
     """The rollout is left, the step's training is kept, and the run goes on with a new rollout."""
     values = variant(base, tmp_path, **ASYNC)
-    run(values, code=75, place="utils.Engine.generate:3:SIGTERM")
+    run(values, code=75, place="vllm_engines.Engine.generate:3:SIGTERM")
     done = run({**values, "resume": True})
     assert "goes on after step" in done.out and len(metrics_of(values)) == 5
 
@@ -427,7 +428,7 @@ def test_two_ranks_asynchronously(base, tmp_path):
 BREAK = """
 import sys, tyro
 sys.path.insert(0, {root!r})
-import grpo, utils
+import grpo, utils, vllm_engines
 calls, original = [], {what}
 def broken(*args, **options):
     calls.append(1)
@@ -439,7 +440,7 @@ grpo.main(tyro.cli(grpo.Args))
 """
 
 
-@pytest.mark.parametrize("what", ["utils.Engine.generate", "utils.Optimizer.step"])
+@pytest.mark.parametrize("what", ["vllm_engines.Engine.generate", "utils.Optimizer.step"])
 def test_an_error_in_either_thread_ends_the_run(base, tmp_path, what):
     """With its traceback and exit code 1; the other thread does not keep the process alive."""
     code = BREAK.format(root=str(helpers.ROOT), what=what)
