@@ -650,7 +650,7 @@ def generate(
     Returns:
         responses, token ids up to and including the first stop token; their log-probabilities, alike.
     """
-    device, width = model.device, max(map(len, queries))
+    device, width = utils.device_of(model), max(map(len, queries))
     # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
     input_ids = torch.tensor([[q[0]] * (width - len(q)) + q for q in queries], device=device)  # (N, width)
     attention_mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in queries], device=device)
@@ -1064,7 +1064,7 @@ def main(args: Args) -> None:
             old_logprobs, _, *full_kl = look(policy, batch, exact)
             if reference is not None:
                 kl = full_kl[0] if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
-        passes = [model] * (old_logprobs is not None) + [reference] * (reference is not None)
+        passes = [model] * needs_old + [reference] * (reference is not None and (needs_old or exact is None))
         if by_engine:
             old_logprobs = batch.rollout_logprobs.to(dtype)
         clock.lap("logprobs")
@@ -1158,10 +1158,10 @@ def main(args: Args) -> None:
             engine.sync(model)
             clock.lap("sync")
         # ---- end shared
-        # Tokens that went through each model, times FLOPs a parameter: rollout and update.
+        # Tokens that went through each model, times FLOPs a parameter.
         sampled_tokens, trained_tokens = sum(experience.sampled.lengths), sum(lengths[i] for i in present)
         learning = 4 if args.lora_rank else 6  # frozen weights have no gradient
-        work = [(model, 2 * sampled_tokens + learning * args.num_epochs * trained_tokens)]
+        work = {"training": [(model, learning * args.num_epochs * trained_tokens)]}
 
         # ---- KL controller and reference ----------------------------------------------------------------------------
         total = sums.totals()
@@ -1178,7 +1178,10 @@ def main(args: Args) -> None:
         tokens = total["tokens"] / args.num_epochs
         responses, updates, mean_score = max(1, len(present)), max(1, updates), experience.metrics["objective/scores"]
         kl_sum = total["kl"] / responses if reference is not None else math.nan
-        work += [(passed, 2 * sum(lengths)) for passed in passes]
+        if args.rollout_backend != "server":  # that is the servers' work; beside the training it has no time of its own
+            work["ahead" if ahead else "rollout"] = [(model, 2 * sampled_tokens)]
+        work["logprobs"] = [(passed, 2 * sum(lengths)) for passed in passes]
+        work["training"] += [(exact, 2 * args.num_epochs * trained_tokens)] * (exact is not None and kl_in_loss)
         state["metrics"] = {
             "step": step,
             "episode": step * N,

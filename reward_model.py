@@ -458,7 +458,7 @@ def main(args: Args) -> None:
             "train/loss": world.sum(total).item(),
             **{f"train/{name}": value for name, value in found.items()},
             **optimizer.metrics(),
-            **clock.metrics([(model, 6 * tokens)], tokens, world),
+            **clock.metrics({"training": [(model, (4 if args.lora_rank else 6) * tokens)]}, tokens, world),
         }
         run.samples(step, sample_pairs(batch[: args.log_samples], scores))
 

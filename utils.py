@@ -899,7 +899,7 @@ def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
     return tensor + (change.T if layer.fan_in_fan_out else change)
 
 
-def parameter_count(module: torch.nn.Module) -> int:
+def parameter_count(module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -2247,22 +2247,24 @@ class Clock:
         """Seconds since the run began, those before a resume included."""
         return time.perf_counter() - self.begin
 
-    def metrics(self, work: list[tuple[torch.nn.Module, int]], tokens: int, world: World) -> dict[str, float]:
-        """time/... of the laps and perf/... of the step.
+    def metrics(self, work: dict[str, list[tuple]], tokens: int, world: World) -> dict[str, float]:
+        """time/... of the laps and perf/... of the step; MFU is of the step, and of each lap that has work.
 
         Args:
-            work: models, and FLOPs that they did for each parameter: 2 a token for a pass forward, 6 with the one
-                backward.
+            work: by phase, the models at work and the FLOPs that each did for a parameter: 2 a token for a pass
+                forward, 6 with the one backward.
             tokens: of the step's sequences, prompts included, over all ranks.
         """
-        step = sum(self.laps.values())
-        flops = sum(flops * sum(p.numel() for p in model.parameters()) for model, flops in work)
+        step, peak = sum(self.laps.values()), world.size * peak_flops(self.device)
+        flops = {name: sum(count * parameter_count(model) for model, count in done) for name, done in work.items()}
+        known = [name for name in self.laps if flops.get(name) and math.isfinite(peak)]
         return {
             **{f"time/{name}": seconds for name, seconds in self.laps.items()},
             "time/step": step,
             "time/from_scratch": self.total(),
             "perf/tokens_per_second": tokens / step,
-            "perf/mfu": flops / step / world.size / peak_flops(self.device),
+            "perf/mfu": sum(flops.values()) / step / peak,
+            **{f"perf/mfu_{name}": flops[name] / self.laps[name] / peak for name in known},
             "perf/peak_memory_gb": peak_memory_gb(self.device),
         }
 
