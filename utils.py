@@ -279,7 +279,7 @@ class Interrupt:
 
     def _handle(self, signum, frame) -> None:
         self.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
 
     def agreed(self) -> bool:
         return self.world.any(self.requested)
