@@ -1,5 +1,5 @@
-"""LoRA: the reference is the model without its adapter, ranks and shards change nothing, and what is saved computes the
-same merged, as an adapter, and in the rollout engine."""
+"""LoRA: the reference is the model without its adapter, and what is saved computes the same merged, as an adapter, and
+in the rollout engine. (What ranks and shards do to it: test_invariance.py.)"""
 
 import importlib.util
 
@@ -65,22 +65,6 @@ def test_the_reference_is_the_model_without_the_adapter(base, tmp_path, estimato
         run_here(values)
     for ours, theirs in zip(metrics_of(own), metrics_of(given), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
-
-
-@pytest.mark.parametrize("shard", ["none", "fsdp"])
-def test_ranks_and_micro_batches_change_nothing(base, tmp_path, shard):
-    one = variant(base, tmp_path, run_name="one", micro_batch_tokens=1, gradient_checkpointing=True)
-    two = {**one, "run_name": "two", "micro_batch_tokens": 1000, "shard": shard, "gradient_checkpointing": False}
-    started = helpers.start(one)
-    run_ranks(two, 2, (0, 0))
-    assert started.wait().code == 0, started.err[-2000:]
-    for ours, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
-    for part in ("checkpoints/step_3", "final/adapter"):
-        ours, theirs = (weights_of_adapter(folder_of(each) / part) for each in (two, one))
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-9)
 
 
 def test_resume_is_exact(base, tmp_path):
