@@ -352,13 +352,13 @@ def tensors_of(folder) -> dict[str, torch.Tensor]:
 
 
 def largest_difference(
-    values: dict, reference: dict, parts: tuple = ("checkpoints/step_3",), without: str = " "
+    values: dict, reference: dict, parts: tuple = ("checkpoints/step_3",), least: float = 1e-2, without: str = " "
 ) -> tuple[float, str]:
     """The largest difference between two runs, and where it is: in any metric of any step but those that begin with
     `without`, and in any weight in some of their folders.
 
-    It is relative to the reference's number, and to the largest number of a tensor, but to 0.01 at least, as a loss can
-    be next to 0. Both runs have to have the same metrics, and tensors of the same names and formats.
+    It is relative to the reference's number, and to the largest number of a tensor, but to `least` at least, as a loss
+    can be next to 0. Both runs have to have the same metrics, and tensors of the same names and formats.
     """
     found = [(0.0, "nowhere")]
     for row, expected in zip(metrics_of(values), metrics_of(reference), strict=True):
@@ -366,13 +366,13 @@ def largest_difference(
         assert [x is None for x in row.values()] == [x is None for x in expected.values()]
         compared = {key: x for key, x in expected.items() if x is not None and not key.startswith(without)}
         found += [
-            (abs(row[key] - x) / max(abs(x), 1e-2), f"{key} of step {row['step']}") for key, x in compared.items()
+            (abs(row[key] - x) / max(abs(x), least), f"{key} of step {row['step']}") for key, x in compared.items()
         ]
     for part in parts:
         ours, theirs = tensors_of(folder_of(values) / part), tensors_of(folder_of(reference) / part)
         assert theirs and {key: x.dtype for key, x in ours.items()} == {key: x.dtype for key, x in theirs.items()}
         for key, x in theirs.items():
-            found.append(((ours[key] - x).abs().max().item() / max(x.abs().max().item(), 1e-2), f"{part}/{key}"))
+            found.append(((ours[key] - x).abs().max().item() / max(x.abs().max().item(), least), f"{part}/{key}"))
     return max(found)
 
 

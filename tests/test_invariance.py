@@ -43,21 +43,21 @@ STAYS = dict(ref_refresh_every=0)  # the reference of LoRA
 TRAINED = {  # row of the table, script, flags beside those of `exact_runs`, cuts in float64, cuts in float32
     "grpo": ("grpo, dr_grpo", "grpo", dict(loss="grpo", kl_estimator="k3"), "ejo", "q"),
     "dr_grpo": ("grpo, dr_grpo", "grpo", dict(loss="dr_grpo", kl_estimator="k1"), "gr", "d"),
-    "dapo": ("dapo, bnpo", "grpo", dict(loss="dapo", kl_estimator="k2"), "dlp", "h"),
+    "dapo": ("dapo, bnpo", "grpo", dict(loss="dapo", kl_estimator="k2"), "dlr", "h"),
     "bnpo": ("dapo, bnpo", "grpo", dict(loss="bnpo", kl_estimator="abs", kl_in="reward"), "in", "m"),
     "gspo": ("gspo", "grpo", dict(loss="gspo", kl_estimator="full"), "fhjmr", "io"),
     "cispo": ("cispo, sapo", "grpo", dict(loss="cispo", loss_aggregation="sequence_sum"), "cgo", "g"),
-    "sapo": ("cispo, sapo", "grpo", dict(loss="sapo", advantage_scale="batch"), "ekp", "p"),
+    "sapo": ("cispo, sapo", "grpo", dict(loss="sapo", advantage_scale="batch"), "ekq", "r"),
     "reinforce": ("reinforce", "grpo", dict(loss="reinforce", **ONCE), "aeilnq", "em"),
     "rloo": ("rloo, opo, remax", "rloo", dict(advantage="rloo", ratio="sequence"), "dq", "j"),
     "opo": ("rloo, opo, remax", "rloo", dict(advantage="opo", kl_estimator="full"), "hl", "h"),
     "remax": ("rloo, opo, remax", "rloo", dict(advantage="remax", kl_estimator="k2"), "fm", "o"),
     "reinforce++": ("reinforce++, with baseline", "rloo", dict(advantage="reinforce++", gamma=0.95), "gjo", "f"),
     "baseline": ("reinforce++, with baseline", "rloo", dict(advantage="reinforce++-baseline", kl_in="loss"), "fr", "q"),
-    "ppo": ("ppo, actor and critic", "ppo", {}, "bdilnp", "gn"),
+    "ppo": ("ppo, actor and critic", "ppo", {}, "bdilnr", "gn"),
     "reward_model": ("reward_model", "reward_model", dict(centre_coef=0.05), "cegjmr", "fr"),
     "grpo lora": ("grpo, LoRA", "grpo", dict(kl_estimator="full", **LORA, **STAYS), "fhjnr", "fn"),
-    "ppo lora": ("ppo, LoRA", "ppo", dict(**LORA, **STAYS), "dgkoq", "dp"),
+    "ppo lora": ("ppo, LoRA", "ppo", dict(**LORA, **STAYS), "dgkoq", "dr"),
     "reward_model lora": ("reward_model, LoRA", "reward_model", LORA, "eilmp", "gm"),
 }
 CASES = [
@@ -113,11 +113,12 @@ class Runs:
         assert (f"sharding: fsdp over {ranks} of {ranks} ranks" in first.out) == (shard == "fsdp")
         reference = self.whole[name, precision].wait()
         assert reference.code == 0, reference.err[-3000:]
-        # In float32, how far the rollout's log-probabilities are from the update's is nothing but rounding.
-        if precision == "float32":
-            rows = metrics_of(values) + metrics_of(whole)
-            assert all(row.get("rollout/logprob_diff_max", 0.0) < 1e-4 for row in rows)
-        return helpers.largest_difference(values, whole, without="rollout/" if precision == "float32" else " ")
+        if precision == "float64":
+            return helpers.largest_difference(values, whole)
+        # How far the rollout's log-probabilities are from the update's is nothing but rounding here.
+        rows = metrics_of(values) + metrics_of(whole)
+        assert all(row.get("rollout/logprob_diff_max", 0.0) < 1e-4 for row in rows)
+        return helpers.largest_difference(values, whole, least=0.1, without="rollout/")
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +233,7 @@ def main() -> None:
     print("|", " | ".join(["trained", *columns]), "|")
     print("|" + "---|" * (1 + len(columns)))
     for row in dict.fromkeys(row for row, *_ in TRAINED.values()):
-        print("|", " | ".join([row, *(f"{worst[row, column]:.0e}" for column in columns)]), "|")
+        print("|", " | ".join([row, *(f"{worst[row, column]:.0e}".replace("0e+00", "0") for column in columns)]), "|")
 
 
 if __name__ == "__main__":
