@@ -846,6 +846,8 @@ def rollout(
     parts = rewards.score([rows[i] for i in mine], texts, [response for response, _ in share])  # {source: scores}
     everything = world.undeal(list(zip(*zip(*share), texts, *parts.values())), len(rows))
     responses, logprobs, texts, *scores = zip(*everything)
+    sequences = [row["query"] + list(response) for row, response in zip(rows, responses)]
+    scores = [utils.one_score(sequences, x) if name in rewards.models else x for name, x in zip(parts, scores)]
     lengths = torch.tensor([len(response) for response in responses])
     mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)
     if not all(math.isfinite(x) for row in logprobs for x in row):

@@ -1389,6 +1389,16 @@ class _Worker:
         self.process.wait()
 
 
+def one_score(sequences: list[list[int]], scores: list[float]) -> list[float]:
+    """Equal sequences get the score of the first of them.
+
+    What a model gives depends, by rounding, on the rows beside it; a group of equal responses would have advantages of
+    nothing else.
+    """
+    first: dict[tuple, float] = {}
+    return [first.setdefault(tuple(sequence), score) for sequence, score in zip(sequences, scores)]
+
+
 class Rewards:
     """The reward sources of a run, by the names given to `--reward`.
 

@@ -1,5 +1,5 @@
-"""LoRA: the reference is the model without its adapter, ranks and shards change nothing, and what is saved computes the
-same merged, as an adapter, and in the rollout engine."""
+"""LoRA: the reference is the model without its adapter, and what is saved computes the same merged, as an adapter, and
+in the rollout engine. (What ranks and shards do to it: test_invariance.py.)"""
 
 import importlib.util
 
@@ -90,22 +90,6 @@ def test_a_critic_of_adapters(base, tmp_path):
     assert losses[-1] < losses[0]
     saved = weights_of_adapter(folder_of(values) / "checkpoints/step_3/critic")
     assert saved and all(".lora_" in name for name in saved)
-
-
-@pytest.mark.parametrize("shard", ["none", "fsdp"])
-def test_ranks_and_micro_batches_change_nothing(base, tmp_path, shard):
-    one = variant(base, tmp_path, run_name="one", micro_batch_tokens=1, gradient_checkpointing=True)
-    two = {**one, "run_name": "two", "micro_batch_tokens": 1000, "shard": shard, "gradient_checkpointing": False}
-    started = helpers.start(one)
-    run_ranks(two, 2, (0, 0))
-    assert started.wait().code == 0, started.err[-2000:]
-    for ours, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
-    for part in ("checkpoints/step_3", "final/adapter"):
-        ours, theirs = (weights_of_adapter(folder_of(each) / part) for each in (two, one))
-        assert ours.keys() == theirs.keys()
-        for name in ours:
-            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo"])

@@ -304,6 +304,8 @@ def test_an_interruption_returns_early(load, calls):
 class Scores:
     """A reward source that knows which text belongs to which row."""
 
+    models = {}
+
     def __init__(self):
         self.seen = []
 

@@ -174,23 +174,6 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
         assert ours.pop("advantage") == pytest.approx(theirs.pop("advantage")) and ours == theirs
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(kl_in="reward", kl_estimator="full", loss_aggregation="token", advantage_scale="batch"),
-        dict(kl_estimator="full", loss="gspo", loss_aggregation="step_token", gradient_checkpointing=True),
-        dict(mini_batch_size=8, num_epochs=1, loss="dr_grpo"),  # one update a step: the old log-probs are the current
-    ],
-    ids=lambda changes: changes.get("loss", "reward"),
-)
-def test_two_ranks(base, tmp_path, changes):
-    one = variant(base, tmp_path, run_name="one", **{**EXACT, **changes})
-    run(one)
-    two = variant(base, tmp_path, run_name="two", **{**EXACT, **changes})
-    run_ranks(two, 2, (0, 0))
-    assert_close(two, one, 3)
-
-
 def test_more_ranks_than_responses_of_a_mini_batch(base, tmp_path):
     """Ranks with nothing to do take part with empty batches: mini-batches of two, one prompt evaluated.
 
