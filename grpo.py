@@ -202,8 +202,9 @@ class Args:
     """Responses an optimizer update, over all ranks."""
     num_epochs: int = 1
     """Passes over one rollout."""
-    micro_batch_tokens: int = 16_384
-    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result."""
+    micro_batch_tokens: int = 0
+    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result. 0:
+    16,384, or fewer where scripts/memory.py expects that to take over 80 % of a GPU."""
     logits_chunk_tokens: int = 512
     """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only."""
     learning_rate: float = 1e-6
@@ -935,6 +936,7 @@ def main(args: Args) -> None:
     # ---- shared: models ---------------------------------------------------------------------------------------------
     stored, dtype, half, autocast = utils.precision(args.precision, world.device)
     sharding = utils.Sharding(args, world, stored, half, autocast)
+    utils.plan_memory(args, __file__, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
     model = utils.load_model("--model", source, stored, sharding.home)
     if args.lora_rank:
@@ -982,7 +984,6 @@ def main(args: Args) -> None:
     # ---- shared: run ------------------------------------------------------------------------------------------------
     beside = world.for_rollout(args.vllm_tensor_parallel)
     engine = utils.rollout_engine(args, beside, half)
-    utils.show_memory(args, __file__, world, sharding, engine, rewards.models.values())
     data = {"prompts": [len(row["query"]) for row in prompts]}
     data |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
     data |= {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}

@@ -100,8 +100,9 @@ class Args:
     """Passes over the pairs."""
     batch_size: int = 64
     """Pairs an optimizer update, over all ranks."""
-    micro_batch_tokens: int = 16_384
-    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result."""
+    micro_batch_tokens: int = 0
+    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result. 0:
+    16,384, or fewer where scripts/memory.py expects that to take over 80 % of a GPU."""
     learning_rate: float = 1e-5
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
@@ -354,6 +355,7 @@ def main(args: Args) -> None:
     # ---- model and optimizer ----------------------------------------------------------------------------------------
     stored, dtype, half, autocast = utils.precision(args.precision, world.device)
     sharding = utils.Sharding(args, world, stored, half, autocast)
+    utils.plan_memory(args, __file__, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
     scalar, new_head = utils.load_scalar_model("--model", source, stored, sharding.home)
     model, head = scalar.model, scalar.model.score.weight.data
@@ -388,7 +390,6 @@ def main(args: Args) -> None:
 
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
     data = {"sides of pairs": sides(pairs)} | ({"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {})
-    utils.show_memory(args, __file__, world, sharding)
     run = utils.Run(folder, args, __file__, world, total_steps, state if resume_from else None, data)
     clock = utils.Clock(world.device, state["seconds"])
 

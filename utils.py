@@ -179,7 +179,7 @@ def check_ranges(args) -> None:
     """End the run for a flag that is out of its range, whichever of them a script has."""
     positive = (
         "rollout_batch_size group_size mini_batch_size batch_size num_epochs max_response_length max_prompt_length "
-        "max_length reward_timeout micro_batch_tokens logits_chunk_tokens generation_batch_size eval_samples "
+        "max_length reward_timeout logits_chunk_tokens generation_batch_size eval_samples "
         "temperature learning_rate max_grad_norm critic_learning_rate critic_max_grad_norm ptx_batch_size kl_target "
         "kl_horizon vllm_tensor_parallel lora_alpha"
     )
@@ -187,7 +187,7 @@ def check_ranges(args) -> None:
         "weight_decay min_learning_rate critic_weight_decay critic_min_learning_rate max_skipped_updates kl_coef "
         "entropy_coef ptx_coef eval_every eval_prompts eval_pairs log_samples save_every keep_checkpoints seed "
         "clip_low clip_high value_clip critic_warmup_steps reward_clip centre_coef ref_refresh_every pf_ppo_power "
-        "overlong_buffer max_refills kv_cache_gb shard_group_size lora_rank"
+        "overlong_buffer max_refills kv_cache_gb shard_group_size lora_rank micro_batch_tokens"
     )
     share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
     for name, value in vars(args).items():
@@ -712,6 +712,7 @@ class Sharding:
     stays on, so that it computes what it does without sharding.
     """
 
+    WHOLE_SHARE = 0.6  # of a GPU's memory that whole models and Adam may take before --shard auto shards them
     GRADIENT_SHARE = 0.2  # of a GPU's memory up to which a whole gradient may collect before it is sharded
 
     def __init__(self, args, world: World, stored: torch.dtype, half: torch.dtype | None, autocast: Callable):
@@ -727,7 +728,7 @@ class Sharding:
             reason = " (on a CPU)"
             if gpu:
                 need = needed_memory(args, stored)
-                self.on = world.any(need > 0.6 * self.memory)
+                self.on = world.any(need > self.WHOLE_SHARE * self.memory)
                 reason = f" (whole, models and Adam take {need / 1e9:.3g} GB; a GPU has {self.memory / 1e9:.3g})"
         if self.on:
             size = args.shard_group_size or world.size
@@ -820,10 +821,9 @@ def forget_pass(root: FSDPModule, *_) -> None:
         root.reset_iter_state()
 
 
-def show_memory(args, script: str, world: World, sharding: Sharding, engine=None, reward_models=()) -> None:
-    """Say what scripts/memory.py expects the run to need of each device, from the model's configuration."""
-    if not world.main:
-        return
+def plan_memory(args, script: str, world: World, sharding: Sharding) -> None:
+    """Set --micro_batch_tokens, if it is 0, by what scripts/memory.py expects the run to need of each device, from the
+    configurations of its models, and say what that is."""
     import memory
 
     gpu = world.device.type == "cuda"
@@ -833,11 +833,24 @@ def show_memory(args, script: str, world: World, sharding: Sharding, engine=None
     if args.precision == "auto":
         values["precision"] = "bf16" if gpu else "float32"
     if hasattr(args, "rollout_backend"):
-        values["rollout_backend"] = "hf" if engine is None else engine.backend
-    reward = sum(parameter_count(model) for model, *_ in reward_models)
-    parts = memory.plan(memory.Args(**values), memory.on_meta("--model", args.model), reward)
+        values["rollout_backend"] = rollout_backend(args)
+    about, model = memory.Args(**values), memory.on_meta("--model", args.model)
+    sources = reward_names(args) if hasattr(args, "reward") else ()
+    reward = sum(parameter_count(memory.on_meta("--reward", name)) for name in filter(is_reward_model, sources))
+    if not args.micro_batch_tokens:
+        tokens = memory.settle(about, model, reward).micro_batch_tokens if gpu else memory.TOKENS
+        args.micro_batch_tokens = about.micro_batch_tokens = min(world.gather([tokens]))
+    if not world.main:
+        return
+    parts = memory.plan(about, model, reward)
     named = [f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size and " " not in name and name != "peak"]
-    print(f"memory of each device, estimated: {parts['peak'] / 1e9:.3g} GB ({', '.join(named)})", flush=True)
+    tokens = f"{args.micro_batch_tokens:,} tokens at once"
+    print(
+        f"memory of each device, estimated: {parts['peak'] / 1e9:.3g} GB with {tokens} ({', '.join(named)})", flush=True
+    )
+    if gpu and not memory.fits(parts, about):
+        better = [memory.as_flags(changes) for changes, _ in memory.suggestions(about, model, reward)[:2]]
+        warn(f"the GPU has {about.gpu_gb:.3g} GB: the run may not fit; try {' or '.join(better) or 'more GPUs'}")
 
 
 def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
@@ -1605,17 +1618,22 @@ class Rewards:
 # ----------------------------------------------------------------------------------------------------------------
 
 
+def rollout_backend(args) -> str:
+    """What --rollout_backend stands for: "hf", "vllm" or "server"."""
+    if args.rollout_backend != "auto":
+        return args.rollout_backend
+    useful = torch.cuda.is_available() and args.precision != "float64" and args.temperature <= 2
+    return "vllm" if useful and importlib.util.find_spec("vllm") else "hf"
+
+
 def rollout_engine(args, world: World, half: torch.dtype | None):
     """The engine of --rollout_backend, None for transformers' generate; says which it is.
 
     Args:
         world: that of the rollout. half: what the trainer's matrix products are computed in, None: float32.
     """
-    backend, installed = args.rollout_backend, importlib.util.find_spec("vllm") is not None
-    useful = torch.cuda.is_available() and args.precision != "float64"
-    if backend == "auto":
-        backend = "vllm" if installed and useful and args.temperature <= 2 else "hf"
-    if backend == "vllm" and not installed:
+    backend = rollout_backend(args)
+    if backend == "vllm" and importlib.util.find_spec("vllm") is None:
         fail("--rollout_backend vllm: vLLM is not installed (pip install vllm==0.32.0; on a CPU see scripts/setup.sh)")
     if backend == "hf" and args.async_steps:
         fail(f"--async_steps {args.async_steps}: takes --rollout_backend vllm or server")
@@ -1625,9 +1643,8 @@ def rollout_engine(args, world: World, half: torch.dtype | None):
 
         engine = {"vllm": vllm_engines.Engine, "server": vllm_engines.Servers}[backend](args, world, half)
     if world.main:
-        why = {True: "", False: " (vLLM is not installed)"}[installed] if useful else " (no GPU, or float64)"
-        auto = f"{why if args.rollout_backend == 'auto' and backend == 'hf' else ''}"
-        print(f"rollout: {engine.about if engine is not None else f'transformers{auto}'}", flush=True)
+        why = " (vLLM, on a GPU, is not installed or not for these flags)" if args.rollout_backend == "auto" else ""
+        print(f"rollout: {engine.about if engine is not None else f'transformers{why}'}", flush=True)
     return engine
 
 

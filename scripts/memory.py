@@ -23,6 +23,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 
 RESERVE = 0.1  # of a GPU's memory, for what is not counted
+STATES = ("weights", "gradients", "optimizer", "critic", "frozen")  # what a run holds all the time
+TOKENS, ROOM = 16_384, 0.8  # of a micro-batch, if they are not given, and what share of a GPU training may then take
 BYTES = {  # of a weight, and of a number in a matrix product
     "float32": (4, 4), "float64": (8, 8), "bf16": (4, 2), "fp16": (4, 2), "pure_bf16": (2, 2),
 }  # fmt: skip
@@ -40,8 +42,9 @@ class Args:
     """GPUs that train."""
     gpu_gb: float = 80.0
     """Memory of each, GB."""
-    shard: Literal["none", "fsdp"] = "none"
-    """none: each GPU holds everything (DDP); fsdp: weights, gradients and Adam are spread over the GPUs."""
+    shard: Literal["auto", "none", "fsdp"] = "auto"
+    """none: each GPU holds everything (DDP); fsdp: weights, gradients and Adam are spread over the GPUs; auto: fsdp if
+    they would take over 60 % of one of several GPUs."""
     shard_group_size: int = 0
     """GPUs that share one sharded copy; 0 for all."""
     cpu_offload: bool = False
@@ -54,8 +57,9 @@ class Args:
     """Weight of the KL; 0: no reference model."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
-    micro_batch_tokens: int = 16_384
-    """Tokens, padding included, of a forward pass on one device."""
+    micro_batch_tokens: int = 0
+    """Tokens, padding included, of a forward pass on one device; 0: 16,384, or fewer where that takes over 80 % of a
+    GPU."""
     logits_chunk_tokens: int = 512
     """Response tokens whose logits exist at once."""
     max_prompt_length: int = 512
@@ -241,6 +245,25 @@ def plan(args: Args, model: torch.nn.Module, reward: int = 0) -> dict[str, float
     )  # fmt: skip
 
 
+def settle(args: Args, model: torch.nn.Module, reward: int = 0) -> Args:
+    """The flags with what a run makes of --shard auto and --micro_batch_tokens 0.
+
+    The latter is 16,384 tokens, halved while training takes over ROOM of a GPU's memory and the longest sequence is
+    shorter.
+    """
+    gpu = args.gpu_gb * 1e9
+    if args.shard == "auto":
+        whole = plan(replace(args, shard="none"), model, reward)
+        states = sum(whole[name] for name in STATES)
+        args = replace(args, shard="fsdp" if args.gpus > 1 and states > utils.Sharding.WHOLE_SHARE * gpu else "none")
+    if not args.micro_batch_tokens:
+        args = replace(args, micro_batch_tokens=TOKENS)
+        longest = args.max_prompt_length + args.max_response_length
+        while args.micro_batch_tokens // 2 >= longest and plan(args, model, reward)["while training"] > ROOM * gpu:
+            args = replace(args, micro_batch_tokens=args.micro_batch_tokens // 2)
+    return args
+
+
 def fits(parts: dict[str, float], args: Args) -> bool:
     return parts["peak"] <= (1 - RESERVE) * args.gpu_gb * 1e9
 
@@ -288,7 +311,7 @@ def as_flags(changes: dict) -> str:
 def main(args: Args) -> None:
     positive = ("gpus", "gpu_gb", "micro_batch_tokens", "logits_chunk_tokens", "max_prompt_length", "kv_cache_gb")
     for name in (*positive, "max_response_length", "vllm_tensor_parallel", "generation_batch_size", "lora_rank"):
-        least = name not in ("kv_cache_gb", "lora_rank")
+        least = name not in ("kv_cache_gb", "lora_rank", "micro_batch_tokens")
         if not math.isfinite(getattr(args, name)) or getattr(args, name) < least * 1e-9:
             utils.fail(f"--{name} {getattr(args, name)}: has to be {'above 0' if least else '0 or more'}")
     if args.cpu_offload and args.shard != "fsdp":
@@ -296,15 +319,18 @@ def main(args: Args) -> None:
     model = on_meta("--model", args.model)
     count = lambda model: sum(p.numel() for p in model.parameters())
     reward = count(on_meta("--reward_model", args.reward_model)) if args.reward_model else 0
+    args = settle(args, model, reward)
     parts = plan(args, model, reward)
     where = f"{args.algorithm} on {args.gpus} GPU{'s' * (args.gpus > 1)}"
-    print(f"{args.model}: {count(model):,} parameters, {where}; GB on each:")
+    print(
+        f"{args.model}: {count(model):,} parameters, {where}, --shard {args.shard}, {args.micro_batch_tokens:,} tokens at once; GB on each:"
+    )
     for name, size in parts.items():
         if size:
             print(f"  {name:16}{size / 1e9:9.3g}")
     if args.cpu_offload:
         held = plan(replace(args, cpu_offload=False, gpus=1), model, reward)
-        states = sum(held[name] for name in ("weights", "gradients", "optimizer", "critic", "frozen"))
+        states = sum(held[name] for name in STATES)
         print(f"  and {states / 1e9:.3g} GB in the memory of all machines together")
     room = f"{args.gpu_gb:g} GB, of which {RESERVE:.0%} are left for what is not counted"
     if fits(parts, args):
