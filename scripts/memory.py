@@ -321,10 +321,9 @@ def main(args: Args) -> None:
     reward = count(on_meta("--reward_model", args.reward_model)) if args.reward_model else 0
     args = settle(args, model, reward)
     parts = plan(args, model, reward)
-    where = f"{args.algorithm} on {args.gpus} GPU{'s' * (args.gpus > 1)}"
-    print(
-        f"{args.model}: {count(model):,} parameters, {where}, --shard {args.shard}, {args.micro_batch_tokens:,} tokens at once; GB on each:"
-    )
+    where = f"{args.algorithm} on {args.gpus} GPU{'s' * (args.gpus > 1)}, --shard {args.shard}"
+    where += f", {args.micro_batch_tokens:,} tokens at once"
+    print(f"{args.model}: {count(model):,} parameters, {where}; GB on each:")
     for name, size in parts.items():
         if size:
             print(f"  {name:16}{size / 1e9:9.3g}")
