@@ -656,27 +656,36 @@ def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> fl
     return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
 
 
+PASS = 1024  # tokens of padding that one more forward pass, and backward, is worth
+
+
 def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[list[int]]:
     """Cut sequences of known lengths into this rank's micro-batches of similar length.
+
+    Ranks cut at the same places, as they meet in each pass and the slowest decides: those with the fewest tokens,
+    padding included, where one more micro-batch counts as PASS of them.
 
     Args:
         lengths: tokens of every sequence of all ranks, the same list on every rank.
         token_budget: tokens of a micro-batch, padding included; a longer sequence is a micro-batch of its own.
     Returns:
-        Lists of indices into `lengths`. Every rank gets the same number of lists, so that none waits for the others
-        in a collective; the ones that have less to do end with empty lists, which are run like the rest.
+        Lists of indices into `lengths`, as many on every rank, so that none waits for the others in a collective; the
+        last one may be empty, and is run like the rest.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # longest first: memory problems show at once
-    cuts = []
-    for rank in range(world.size):
-        cut: list[list[int]] = []
-        for i in order[rank :: world.size]:
-            if not cut or (len(cut[-1]) + 1) * lengths[cut[-1][0]] > token_budget:
-                cut.append([])
-            cut[-1].append(i)
-        cuts.append(cut)
-    most = max(len(cut) for cut in cuts)
-    return cuts[world.rank] + [[] for _ in range(most - len(cuts[world.rank]))]
+    longest = np.array([lengths[i] for i in order[:: world.size]])  # over the ranks, at each place
+    cost, begins, start = np.zeros(len(longest) + 1), [0], 0  # the least of the first so many places; its last cut
+    for end in range(1, len(longest) + 1):
+        while start < end - 1 and (end - start) * longest[start] > token_budget:
+            start += 1
+        costs = cost[start:end] + np.arange(end - start, 0, -1) * longest[start:end]
+        begins.append(start + int(costs.argmin()))
+        cost[end] = costs.min() + PASS
+    own, cuts, end = order[world.rank :: world.size], [], len(longest)
+    while end:
+        cuts.append(own[begins[end] : end])
+        end = begins[end]
+    return cuts[::-1]
 
 
 def even_parts(items: list, most: int) -> list[list]:
