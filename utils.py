@@ -685,6 +685,8 @@ class Sharding:
             fail(f"--attention {args.attention}: takes a GPU, and bf16, fp16 or pure_bf16 as --precision")
         if args.attention == "flex_attention" and not gpu:
             fail(f"--attention {args.attention}: takes a GPU; on a CPU torch has no gradient of it")
+        if args.attention == "eager" and stored == torch.float64:
+            fail("--attention eager: not in float64; transformers' softmax is of float32, where its mask is infinite")
         if args.compile:
             try:
                 torch.compile(torch.sin)(torch.zeros(2, device=world.device))

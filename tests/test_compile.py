@@ -2,6 +2,9 @@
 micro-batches of many shapes take. --attention: what is computed, and what cannot be."""
 
 import math
+import os
+import subprocess
+import sys
 
 import helpers
 import pytest
@@ -56,9 +59,12 @@ def test_compiling_changes_nothing(runs, name):
 class Counted:
     """A context in which all that is compiled is compiled by a backend that counts the graphs."""
 
+    def __init__(self, backend: str = "eager"):
+        self.backend = backend
+
     def __enter__(self) -> CompileCounterWithBackend:
         torch._dynamo.reset()
-        self.counter = CompileCounterWithBackend("eager")
+        self.counter = CompileCounterWithBackend(self.backend)
         self.stance = torch.compiler.set_stance("default", force_backend=self.counter)
         return self.counter
 
@@ -112,24 +118,26 @@ def test_generate_runs_as_it_is(load):
 
 def test_half_precision(load):
     """Under autocast a compiled policy computes what it does otherwise, as far as bfloat16 goes."""
-    both = [grpo.Policy(load("qwen2"), 1.0, 4), compiled(load, "qwen2", torch.float32)]
+    both = [grpo.Policy(load("qwen2"), 0.8, 4), compiled(load, "qwen2", torch.float32)]
     found, batch = [], random_batch()
-    with Counted() as counter:
+    with Counted("aot_eager") as counter:
         for policy in both:
             with torch.autocast("cpu", torch.bfloat16):
                 logprobs, entropies, _ = policy(*batch.collate(list(range(8))))
             logprobs.sum().backward()
             found.append((logprobs.detach(), entropies.detach(), gradient_of(policy)))
         assert counter.frame_count > 0
-    assert all(ours.dtype == torch.float32 and relative(ours, theirs) < 0.02 for ours, theirs in zip(*found))
+    assert all(ours.dtype == torch.float32 and relative(ours, theirs) < 0.005 for ours, theirs in zip(*found))
 
 
 def test_no_compiler_is_one_line(base, tmp_path):  # noqa: F811
     values = {**base["reward_model"], "output_dir": str(tmp_path), "run_name": "none", "compile": True}
-    cache = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = run(values, 2, script="reward_model", environment=cache)
-    (line,) = done.errors
-    assert line.startswith("error: --compile: ") and "Traceback" not in done.err
+    environment = {**os.environ, "CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(helpers.ROOT / "reward_model.py"), *helpers.flags(values)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert len(lines) == 1 and lines[0].startswith("error: --compile: torch.compile does not work here (")
 
 
 # ---- --attention -----------------------------------------------------------------------------------------------------
@@ -162,25 +170,30 @@ def test_attention_changes_the_way_only(load):
         logprobs = policy(*batch.collate(list(range(8))))[0]
         logprobs.sum().backward()
         found.append((logprobs.detach(), gradient_of(policy)))
-    assert all(relative(ours, theirs) < 1e-12 for ours, theirs in zip(*found))
+    assert all(0 < relative(ours, theirs) < 1e-5 for ours, theirs in zip(*found))  # one has a softmax in float32
 
 
 def test_attention_of_all_models(base, tmp_path):  # noqa: F811
     """Policy, reference, critic and reward model by eager attention: one run, the same numbers, nothing saved of it."""
-    values = {**base["ppo"], "output_dir": str(tmp_path), "run_name": "sdpa", "total_episodes": 8, "eval_every": 0}
+    values = {**base["ppo"], "output_dir": str(tmp_path), "run_name": "sdpa", "total_episodes": 16, "eval_every": 0}
+    values |= {"precision": "float32"}
     eager = {**values, "run_name": "eager", "attention": "eager"}
     run(values, script="ppo"), run(eager, script="ppo")
-    (ours,), (theirs,) = metrics_of(eager), metrics_of(values)
-    assert all(x is None or math.isclose(x, theirs[key], rel_tol=1e-9, abs_tol=1e-11) for key, x in ours.items())
+    for ours, theirs in zip(metrics_of(eager), metrics_of(values), strict=True):
+        assert all(x is None or math.isclose(x, theirs[key], rel_tol=1e-3, abs_tol=1e-5) for key, x in ours.items())
+    assert metrics_of(eager) != metrics_of(values)
     assert "eager" not in (helpers.folder_of(eager) / "final" / "config.json").read_text()
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"])
-def test_attention_that_cannot_be(base, tmp_path, name):  # noqa: F811
-    """On a CPU, before a model is loaded."""
+FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+@pytest.mark.parametrize("name, why", [*((x, "takes a GPU") for x in (*FLASH, "flex_attention")), ("eager", "not in")])
+def test_attention_that_cannot_be(base, tmp_path, name, why):  # noqa: F811
+    """On a CPU in float64, before a model is loaded."""
     values = {**base["grpo"], "output_dir": str(tmp_path), "run_name": "none", "attention": name}
     (line,) = run(values, 2).errors
-    assert line.startswith(f"error: --attention {name}: takes a GPU")
+    assert line.startswith(f"error: --attention {name}: {why}")
 
 
 def test_attention_that_is_not_installed(load, capsys, monkeypatch):
@@ -189,7 +202,7 @@ def test_attention_that_is_not_installed(load, capsys, monkeypatch):
             utils.set_attention(model, name)
         assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: --attention {name}: ")
     model = load("qwen2")
-    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda: False)
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *_: False)
     with pytest.raises(SystemExit):
         utils.set_attention(model, "eager")
     assert "Qwen2ForCausalLM" in capsys.readouterr().err and model.device == CPU
