@@ -283,9 +283,9 @@ def start_ranks(
     ]
 
 
-def run_ranks(values: dict, size: int, codes: tuple, **options) -> list[Running]:
+def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None, **options) -> list[Running]:
     """Run several ranks to the end, and check the exit codes."""
-    ranks = start_ranks(values, size, **options)
+    ranks = start_ranks(values, size, places, **options)
     try:
         for rank in ranks:
             rank.wait()
