@@ -82,6 +82,13 @@ class Args:
     """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
     has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
     elsewhere."""
+    attention: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
+    ] = "auto"
+    """What computes the attention, by transformers' names; auto is sdpa (torch's own) where the model has it."""
+    compile: bool = False
+    """Compile the decoder blocks of all models, and the statistics of the logits, by torch.compile; generate runs as it
+    is."""
     shard: Literal["auto", "none", "fsdp"] = "auto"
     """none holds whole models on each rank; fsdp cuts weights, gradients and Adam's state in pieces, one a rank; auto
     is fsdp if whole models would take over 60 % of a GPU's memory."""
@@ -440,11 +447,7 @@ class Policy(nn.Module):
             ref_hidden = reference.hidden(input_ids, response_mask)[0] if reference else hidden.detach()
         chunks = []
         for part in zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden))):
-            if torch.is_grad_enabled() and len(labels) > self.chunk_tokens:  # logits live only while they are used
-                part = checkpoint(self.statistics, *part, *more, use_reentrant=False, preserve_rng_state=False)
-            else:
-                part = self.statistics(*part, *more)
-            chunks.append(part)
+            chunks.append(self.chunk(torch.is_grad_enabled() and len(labels) > self.chunk_tokens, *part, *more))
         logprobs, entropies, kl = (torch.cat(column) if column[0] is not None else None for column in zip(*chunks))
         return logprobs, entropies, kl
 
@@ -459,6 +462,12 @@ class Policy(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def chunk(self, recompute: bool, *inputs):
+        """`statistics` in one function with its recomputation, so that --compile sees both."""
+        if recompute:  # logits live only while they are used
+            return checkpoint(self.statistics, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self.statistics(*inputs)
 
     def statistics(
         self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None"
@@ -639,6 +648,7 @@ class Finished(StoppingCriteria):
         return self.rows | leave
 
 
+@torch.compiler.set_stance("force_eager")  # its shapes change at every token
 @torch.no_grad()
 def generate(
     model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], pad_id: int, args, interrupted

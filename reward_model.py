@@ -60,6 +60,13 @@ class Args:
     """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
     has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
     elsewhere."""
+    attention: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
+    ] = "auto"
+    """What computes the attention, by transformers' names; auto is sdpa (torch's own) where the model has it."""
+    compile: bool = False
+    """Compile the decoder blocks of all models, and the statistics of the logits, by torch.compile; generate runs as it
+    is."""
     shard: Literal["auto", "none", "fsdp"] = "auto"
     """none holds whole models on each rank; fsdp cuts weights, gradients and Adam's state in pieces, one a rank; auto
     is fsdp if whole models would take over 60 % of a GPU's memory."""

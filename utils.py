@@ -713,8 +713,8 @@ def precision(name: str, device: torch.device) -> tuple[torch.dtype, torch.dtype
 
 
 class Sharding:
-    """What --shard makes of the models: whole ones on every rank (none; DDP averages the gradients of those that
-    train), or weights, gradients and Adam's state in pieces, one a rank (fsdp, torch's FSDP2).
+    """What --attention and --compile make of the models, and --shard: whole ones on every rank (none; DDP averages the
+    gradients of those that train), or weights, gradients and Adam's state in pieces, one a rank (fsdp, torch's FSDP2).
 
     A decoder block's weights are whole on a rank only while the block computes, those outside of blocks (embeddings,
     head) while the model does. Matrix products in half precision get the blocks' weights in that format; autocast
@@ -726,12 +726,24 @@ class Sharding:
 
     def __init__(self, args, world: World, stored: torch.dtype, half: torch.dtype | None, autocast: Callable):
         self.world, self.autocast, self.on = world, autocast, args.shard == "fsdp"
+        self.attention, self.compile = args.attention, args.compile
         self.compute, self.reduce = half, torch.promote_types(stored, torch.float32)
         gpu = world.device.type == "cuda"
         self.offload = CPUOffloadPolicy(pin_memory=gpu) if args.cpu_offload else OffloadPolicy()
         self.memory = torch.cuda.get_device_properties(world.device).total_memory if gpu else math.inf
         # A rollout beside the training must not meet other ranks where the training does.
         self.rewards = not getattr(args, "async_steps", 0)
+        if args.attention.startswith("flash") and not (gpu and half):
+            fail(f"--attention {args.attention}: takes a GPU, and bf16, fp16 or pure_bf16 as --precision")
+        if args.attention == "flex_attention" and not gpu:
+            fail(f"--attention {args.attention}: takes a GPU; on a CPU torch has no gradient of it")
+        if args.attention == "eager" and stored == torch.float64:
+            fail("--attention eager: not in float64; transformers' softmax is of float32, where its mask is infinite")
+        if args.compile:
+            try:
+                torch.compile(torch.sin)(torch.zeros(2, device=world.device))
+            except Exception as error:
+                fail(f"--compile: torch.compile does not work here ({first_line(error)})")
         reason = ""
         if args.shard == "auto" and world.size > 1:
             reason = " (on a CPU)"
@@ -764,31 +776,35 @@ class Sharding:
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module as it is trained: itself in one process, DDP over several, or itself, sharded."""
-        if self.on:
-            return self.shard(module)
-        if self.world.size == 1:
+        self.shard(module)
+        if self.on or self.world.size == 1:
             return module
         return torch.nn.parallel.DistributedDataParallel(
             module, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
 
-    def shard(self, module: torch.nn.Module, blocks_only: bool = False) -> torch.nn.Module:
-        """Shard a module in place, with --shard fsdp.
+    def shard(self, module: torch.nn.Module, blocks_only: bool = False, beside: bool = False) -> torch.nn.Module:
+        """Set a module's attention, compile it, with --compile, and shard it, with --shard fsdp, in place.
 
         Args:
             module: its forward takes (input_ids, mask) and holds every use of its weights. Each forward pass is a
                 collective: all ranks have to make as many.
             blocks_only: leave the weights outside of blocks whole, for a module whose other methods are called.
+            beside: it computes in another thread than the training, so it is neither compiled nor sharded.
         """
-        if not self.on:
-            return module
         model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
+        if self.attention != "auto":
+            set_attention(model, self.attention)
+        lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
+        blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
+        if self.compile and not beside:
+            compile_parts(module, blocks)
+        if not self.on or beside:
+            return module
         weights = [tensor.data for tensor in (*module.parameters(), *module.buffers())]  # rank 0 has them
         if not self.world.main:
             module.to_empty(device="cpu")  # pages that are not written to take no memory
             model.tie_weights()
-        lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
-        blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
         policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce, cast_forward_inputs=False)
         # A CPU's layer norm takes no weights in another format than what it normalises.
@@ -810,8 +826,8 @@ class Sharding:
         model.sharded_parts = tuple(part for part in module.modules() if isinstance(part, FSDPModule))
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
-        with torch.no_grad(), self.autocast():  # the first pass says which module is the outermost
-            module(ids, ids > 0)
+        with torch.no_grad(), self.autocast(), torch.compiler.set_stance("force_eager"):
+            module(ids, ids > 0)  # the first pass says which module is the outermost
         return module
 
     def _spread(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
@@ -822,6 +838,30 @@ class Sharding:
             sent = distribute_tensor(sent, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
             tensor = tensor.to_local()
         tensor.copy_(sent)
+
+
+def set_attention(model: torch.nn.Module, name: str) -> None:
+    """Make a model compute its attention by --attention `name`, or end the run if it cannot."""
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError, OSError, RuntimeError) as error:
+        fail(f"--attention {name}: {first_line(error)}")
+    if model.config._attn_implementation != name:
+        fail(f"--attention {name}: {type(model).__name__} does not know it")
+
+
+def compile_parts(module: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
+    """Compile, in place, a module's decoder blocks, which share their graphs, and a policy's `chunk`.
+
+    The `forward` of a block, not the block: FSDP's hooks and gradient checkpointing stay outside, names as they are.
+    The attention mask stays outside, too: transformers leaves it out only where it may look at the positions.
+    """
+    torch._dynamo.config.optimize_ddp = False  # it would cut each block's graph again
+    compiled = functools.partial(torch.compile, dynamic=True, recompile_limit=64)
+    for block in blocks:
+        block.forward = compiled(block.forward)
+    if hasattr(module, "chunk"):
+        module.chunk = compiled(module.chunk)
 
 
 def forget_pass(root: FSDPModule, *_) -> None:
@@ -1470,7 +1510,7 @@ class Rewards:
             scale: "raw" scores, "centred" by the mean that the model's config carries, or "standardized" by its mean
                 and standard deviation.
             autocast: a function that gives the context to compute in. token_budget: of a forward pass.
-            sharding: None for whole models.
+            sharding: None for whole models, as they are.
         """
         self.device, self.autocast, self.token_budget = device, autocast, token_budget
         sharded = sharding is not None and sharding.on and sharding.rewards
@@ -1484,7 +1524,9 @@ class Rewards:
                     f"--reward_model_scale {scale}: the config of {name} carries no score_mean or no score_std above 0"
                 )
             model.requires_grad_(False)
-            self.models[name] = (sharding.shard(model) if sharded else model, shift, divisor)
+            if sharding is not None:
+                sharding.shard(model, beside=not sharding.rewards)
+            self.models[name] = (model, shift, divisor)
 
     def _await_loaded(self, worker: _Worker) -> str | None:
         """What a worker warns of once it has loaded its sources, if anything."""

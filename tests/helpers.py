@@ -174,6 +174,8 @@ def _main(script: str, words: list[str], log: str, environment: dict, place: str
     os.environ.pop("PYTHONPATH", None)
     os.environ.update(environment)
     module = __import__(script)
+    if backend := environment.get("COMPILE_BACKEND"):  # torch reads its own variable when it is imported
+        torch._dynamo.config.debug_backend_override = f"0-10000:{backend}"
     if place:
         _signal_at(place)
     if not curves:
@@ -262,7 +264,9 @@ def run(values: dict, code: int = 0, **options) -> Running:
     return done
 
 
-def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None, **options) -> list[Running]:
+def start_ranks(
+    values: dict, size: int, places: dict | None = None, environment: dict | None = None, **options
+) -> list[Running]:
     """The same over several ranks; `places` gives one rank a signal: {1: "grpo.Sampler.__call__:3:SIGTERM"}."""
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
@@ -273,15 +277,20 @@ def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    ranks = [
+    return [
         Running(
             values,
-            environment={**group, "RANK": str(r), "LOCAL_RANK": str(r)},
+            environment={**group, "RANK": str(r), "LOCAL_RANK": str(r), **(environment or {})},
             place=(places or {}).get(r, ""),
             **options,
         )
         for r in range(size)
     ]
+
+
+def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None, **options) -> list[Running]:
+    """Run several ranks to the end, and check the exit codes."""
+    ranks = start_ranks(values, size, places, **options)
     try:
         for rank in ranks:
             rank.wait()
