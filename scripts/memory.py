@@ -288,7 +288,14 @@ def as_flags(changes: dict) -> str:
 
 def main(args: Args) -> None:
     positive = ("gpus", "gpu_gb", "micro_batch_tokens", "logits_chunk_tokens", "max_prompt_length", "kv_cache_gb")
-    for name in (*positive, "max_response_length", "vllm_tensor_parallel", "generation_batch_size", "lora_rank"):
+    for name in (
+        *positive,
+        "max_response_length",
+        "vllm_tensor_parallel",
+        "sequence_parallel",
+        "generation_batch_size",
+        "lora_rank",
+    ):
         least = name not in ("kv_cache_gb", "lora_rank")
         if not math.isfinite(getattr(args, name)) or getattr(args, name) < least * 1e-9:
             utils.fail(f"--{name} {getattr(args, name)}: has to be {'above 0' if least else '0 or more'}")
