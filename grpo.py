@@ -103,6 +103,8 @@ class Args:
     """The adapters' product is scaled by this over --lora_rank."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    sequence_parallel: int = 1
+    """Neighbouring ranks that share each sequence in training, each with a slice of its positions; for long ones."""
 
     # ---- data ----
     dataset: str = "openai/gsm8k"
@@ -442,19 +444,21 @@ class Policy(nn.Module):
             set entries of the mask row by row; float32 or better.
         """
         more = (temperature or self.temperature, reference)
-        hidden, labels = self.hidden(input_ids, response_mask)  # (tokens, H), (tokens,)
+        before = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set where a response token is predicted
+        hidden, labels = self.hidden(input_ids, before)  # (tokens, H), (tokens,)
         with torch.no_grad():
-            ref_hidden = reference.hidden(input_ids, response_mask)[0] if reference else hidden.detach()
+            ref_hidden = reference.hidden(input_ids, before)[0] if reference else hidden.detach()
         chunks = []
         for part in zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden))):
             chunks.append(self.chunk(torch.is_grad_enabled() and len(labels) > self.chunk_tokens, *part, *more))
-        logprobs, entropies, kl = (torch.cat(column) if column[0] is not None else None for column in zip(*chunks))
-        return logprobs, entropies, kl
+        columns = (torch.cat(column) if column[0] is not None else None for column in zip(*chunks))
+        return tuple(x if x is None else utils.from_team(self.model, x, before) for x in columns)
 
-    def hidden(self, input_ids: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden states that predict the response tokens, one position before each, and the tokens."""
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # (N, L, H)
-        return hidden[:, :-1][response_mask[:, 1:]], input_ids[:, 1:][response_mask[:, 1:]]
+    def hidden(self, input_ids: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """The hidden states one position before each response token, and these tokens, of this rank's positions."""
+        following = nn.functional.pad(input_ids[:, 1:], (0, 1))
+        input_ids, following, before = utils.own_positions(self.model, input_ids, following, before)
+        return utils.last_hidden_states(self.model, input_ids)[before], following[before]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own head: (..., H) -> (..., V), float32 or better, not divided by the temperature."""
@@ -946,6 +950,7 @@ def main(args: Args) -> None:
     # ---- shared: models ---------------------------------------------------------------------------------------------
     stored, dtype, half, autocast = utils.precision(args.precision, world.device)
     sharding = utils.Sharding(args, world, stored, half, autocast)
+    teams = sharding.teams  # of ranks that share each sequence in training
     utils.plan_memory(args, __file__, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
     model = utils.load_model("--model", source, stored, sharding.home)
@@ -1005,7 +1010,7 @@ def main(args: Args) -> None:
     )  # fmt: skip
     gather_experience = functools.partial(collect, prompts=prompts, sample=sample, args=args)
     ahead = utils.Ahead(gather_experience, interrupt) if args.async_steps else None
-    look = functools.partial(over_batch, budget=args.micro_batch_tokens, world=world, autocast=autocast)
+    look = functools.partial(over_batch, budget=args.micro_batch_tokens, world=teams, autocast=autocast)
 
     def leave() -> NoReturn:
         save()
@@ -1092,7 +1097,7 @@ def main(args: Args) -> None:
         # ---- update: epochs, mini-batches (an optimizer step each), micro-batches -----------------------------------
         run.phase("update")
         model.train()  # for gradient checkpointing; there is no dropout
-        sums, updates = utils.Sums(world), 0
+        sums, updates = utils.Sums(teams), 0
         # The schedules go by steps: one in which responses were left out may have fewer updates.
         fewer = updates_a_step - args.num_epochs * math.ceil(len(present) / args.mini_batch_size)
         optimizer.updates += fewer
@@ -1111,8 +1116,8 @@ def main(args: Args) -> None:
                     count = args.ptx_batch_size
                     texts = utils.take_prompts(supervised, optimizer.updates * count, count, args.seed)
                     coef = args.ptx_coef * optimizer.loss_scale
-                    sums.add(ptx=imitate(wrapped, texts, coef, args.micro_batch_tokens, world, autocast))
-                cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, world)
+                    sums.add(ptx=imitate(wrapped, texts, coef, args.micro_batch_tokens, teams, autocast))
+                cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, teams)
                 for number, cut in enumerate(cuts, 1):
                     micro = [mini[i] for i in cut]
                     m = mask[micro]  # (n, T)
@@ -1142,7 +1147,7 @@ def main(args: Args) -> None:
                             loss = loss + state["kl_coef"] * mean(token_kl, m)
                         # ---- end shared
                         # DDP and FSDP take the mean over ranks, and `mean` has divided by the counts of all ranks.
-                        (loss * world.size * optimizer.loss_scale).backward()
+                        (loss * teams.size * optimizer.loss_scale).backward()
                     # ---- shared: statistics of the update
                     sums.add(policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m))
                     sums.add(clipped=masked_sum(clipped.double(), m), tokens=m.sum())

@@ -81,6 +81,8 @@ class Args:
     """The adapters' product is scaled by this over --lora_rank."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    sequence_parallel: int = 1
+    """Neighbouring ranks that share each sequence in training, each with a slice of its positions; for long ones."""
 
     # ---- data ----
     dataset: str = "trl-lib/ultrafeedback_binarized"
@@ -362,6 +364,7 @@ def main(args: Args) -> None:
     # ---- model and optimizer ----------------------------------------------------------------------------------------
     stored, dtype, half, autocast = utils.precision(args.precision, world.device)
     sharding = utils.Sharding(args, world, stored, half, autocast)
+    teams = sharding.teams  # of ranks that share each sequence in training
     utils.plan_memory(args, __file__, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
     scalar, new_head = utils.load_scalar_model("--model", source, stored, sharding.home)
@@ -406,7 +409,7 @@ def main(args: Args) -> None:
         sys.exit(utils.EXIT_INTERRUPTED)
 
     def measure(pairs: list[dict]) -> Tensor:
-        scores = score_pairs(scalar, pairs, args.micro_batch_tokens, interrupt, world, autocast)
+        scores = score_pairs(scalar, pairs, args.micro_batch_tokens, interrupt, teams, autocast)
         if scores is None:
             leave()
         model.config.score_mean, model.config.score_std = scores.mean().item(), scores.std().item()
@@ -439,7 +442,7 @@ def main(args: Args) -> None:
         batch = utils.take_prompts(pairs, state["position"], args.batch_size, args.seed)
         scalar.train()  # for gradient checkpointing; there is no dropout
         total, share = torch.zeros((), dtype=torch.float64, device=world.device), []
-        cuts = cut_pairs(batch, args.micro_batch_tokens, world)
+        cuts = cut_pairs(batch, args.micro_batch_tokens, teams)
         for number, cut in enumerate(cuts, 1):
             micro = [batch[i] for i in cut]
             with utils.gradient_sync(wrapped, number == len(cuts)):
@@ -448,7 +451,7 @@ def main(args: Args) -> None:
                 margins = torch.tensor([pair["margin"] for pair in micro], device=world.device, dtype=dtype)
                 loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
                 # DDP and FSDP take the mean over ranks, and the sum was divided by the pairs of all ranks.
-                (loss * world.size * optimizer.loss_scale).backward()
+                (loss * teams.size * optimizer.loss_scale).backward()
             total += loss.detach()
             share += zip(cut, scores.detach().T.tolist())
         optimizer.step()
@@ -456,14 +459,14 @@ def main(args: Args) -> None:
         clock.lap("training")
 
         # ---- metrics ------------------------------------------------------------------------------------------------
-        scores = torch.tensor([scores for _, scores in sorted(world.gather(share))], dtype=torch.float64)  # (P, 2)
+        scores = torch.tensor([scores for _, scores in sorted(teams.gather(share))], dtype=torch.float64)  # (P, 2)
         state.update(step=step, position=state["position"] + args.batch_size, logged=False)
         tokens = sum(len(pair[side]) for pair in batch for side in ("chosen", "rejected"))
         found = pair_statistics(scores, [None] * len(batch))
         state["metrics"] = {
             "step": step,
             "epoch": state["position"] / len(pairs),
-            "train/loss": world.sum(total).item(),
+            "train/loss": teams.sum(total).item(),
             **{f"train/{name}": value for name, value in found.items()},
             **optimizer.metrics(),
             **clock.metrics({"training": [(model, (4 if args.lora_rank else 6) * tokens)]}, tokens, world),

@@ -35,16 +35,21 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GenerationConfig,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 set_num_threads = torch.set_num_threads  # vLLM's CPU build puts a function that does nothing in its place
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -86,6 +91,7 @@ class World:
     device: torch.device
     group: object = None  # of torch.distributed; None: the default one
     copies: int = 1  # neighbouring ranks that share one rollout engine, and so do the same rollout
+    team: object = None  # the group of this rank's team, see `teams`
 
     @property
     def main(self) -> bool:
@@ -95,6 +101,19 @@ class World:
         """The same processes in a group of their own, in which a thread of each can meet the others' on the CPU."""
         group = dist.new_group(backend="gloo") if self.size > 1 else None
         return World(self.rank, self.size, torch.device("cpu"), group, copies)
+
+    def teams(self, size: int) -> "World":
+        """The same processes as teams of `size` neighbouring ranks, which share each sequence (--sequence_parallel).
+
+        Its `rank` and `size` count teams. What all ranks of a team hold counts once in its sums, and is gathered once.
+        """
+        if size == 1:
+            return self
+        if self.size % size:
+            fail(f"--sequence_parallel {size}: has to divide the number of ranks, {self.size}")
+        team, _ = dist.new_subgroups(size)
+        others, _ = dist.new_subgroups_by_enumeration([list(range(i, self.size, size)) for i in range(size)])
+        return World(self.rank // size, self.size // size, self.device, others, team=team)
 
     def gather(self, items: list) -> list:
         """Concatenate every rank's list, in rank order, on every rank."""
@@ -181,7 +200,7 @@ def check_ranges(args) -> None:
         "rollout_batch_size group_size mini_batch_size batch_size num_epochs max_response_length max_prompt_length "
         "max_length reward_timeout logits_chunk_tokens generation_batch_size eval_samples "
         "temperature learning_rate max_grad_norm critic_learning_rate critic_max_grad_norm ptx_batch_size kl_target "
-        "kl_horizon vllm_tensor_parallel lora_alpha"
+        "kl_horizon vllm_tensor_parallel lora_alpha sequence_parallel"
     )
     not_negative = (
         "weight_decay min_learning_rate critic_weight_decay critic_min_learning_rate max_skipped_updates kl_coef "
@@ -469,11 +488,13 @@ class ScalarModel(torch.nn.Module):
         Returns:
             One number for each set entry of the mask, row by row; float32 or better, also under autocast.
         """
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
+        own, here = own_positions(self.model, input_ids, mask)
+        hidden = last_hidden_states(self.model, own)[here]
         kind = torch.promote_types(self.model.score.weight.dtype, torch.float32)
         weight, bias = (x if x is None else x.to(kind) for x in (self.model.score.weight, self.model.score.bias))
         with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
-            return torch.nn.functional.linear(hidden.to(kind), weight, bias)[:, 0].clone()  # FSDP warns of views
+            outputs = torch.nn.functional.linear(hidden.to(kind), weight, bias)[:, 0].clone()  # FSDP warns of views
+        return from_team(self.model, outputs, mask)
 
 
 def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[ScalarModel, bool]:
@@ -667,11 +688,12 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
 
     Args:
         lengths: tokens of every sequence of all ranks, the same list on every rank.
-        token_budget: tokens of a micro-batch, padding included; a longer sequence is a micro-batch of its own.
+        token_budget: tokens of a micro-batch on a rank, padding included; a longer sequence is one of its own.
     Returns:
         Lists of indices into `lengths`, as many on every rank, so that none waits for the others in a collective; the
         last one may be empty, and is run like the rest.
     """
+    token_budget *= world.team.size() if world.team else 1
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # longest first: memory problems show at once
     longest = np.array([lengths[i] for i in order[:: world.size]])  # over the ranks, at each place
     cost, begins, start = np.zeros(len(longest) + 1), [0], 0  # the least of the first so many places; its last cut
@@ -727,6 +749,7 @@ class Sharding:
     def __init__(self, args, world: World, stored: torch.dtype, half: torch.dtype | None, autocast: Callable):
         self.world, self.autocast, self.on = world, autocast, args.shard == "fsdp"
         self.attention, self.compile = args.attention, args.compile
+        self.teams = world.teams(args.sequence_parallel)
         self.compute, self.reduce = half, torch.promote_types(stored, torch.float32)
         gpu = world.device.type == "cuda"
         self.offload = CPUOffloadPolicy(pin_memory=gpu) if args.cpu_offload else OffloadPolicy()
@@ -783,7 +806,9 @@ class Sharding:
             module, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
 
-    def shard(self, module: torch.nn.Module, blocks_only: bool = False, beside: bool = False) -> torch.nn.Module:
+    def shard(
+        self, module: torch.nn.Module, blocks_only: bool = False, beside: bool = False, rewards: bool = False
+    ) -> torch.nn.Module:
         """Set a module's attention, compile it, with --compile, and shard it, with --shard fsdp, in place.
 
         Args:
@@ -791,10 +816,13 @@ class Sharding:
                 collective: all ranks have to make as many.
             blocks_only: leave the weights outside of blocks whole, for a module whose other methods are called.
             beside: it computes in another thread than the training, so it is neither compiled nor sharded.
+            rewards: it is a reward model, whose ranks have other sequences than their neighbours.
         """
         model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
         if self.attention != "auto":
             set_attention(model, self.attention)
+        if self.teams.team is not None and not rewards:
+            share_sequences(model, self.teams.team)
         lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
         blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
         if self.compile and not beside:
@@ -1024,6 +1052,83 @@ def mix_into(reference: torch.nn.Module, policy: torch.nn.Module, share: float) 
     """Move a model's weights by a share of the way to another's, of the same architecture."""
     for kept, new in zip(reference.parameters(), policy.parameters()):
         kept.lerp_(new if isinstance(kept, DTensor) else whole(new), share)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Sequences that several ranks share: each has a slice of the positions, and in attention some of the heads at all
+# positions (DeepSpeed Ulysses, arXiv:2309.14509)
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def share_sequences(model: torch.nn.Module, team) -> None:
+    """Let the ranks of a team share the sequences of a model in all that follows, or end the run if they cannot."""
+    config, size = model.config.get_text_config(), team.size()
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")  # two kinds depend on the whole length
+    known = model._supports_attention_backend and model.supports_context_parallel
+    if not known or rope in ("dynamic", "longrope") or config._attn_implementation != "sdpa":
+        fail(f"--sequence_parallel {size}: takes a model of full causal attention, unlike {type(model).__name__}")
+    if config.num_attention_heads % size:
+        fail(f"--sequence_parallel {size}: has to divide the {config.num_attention_heads} heads of attention")
+    model.team = team
+    model.set_attn_implementation("shared_sdpa")
+
+
+def own_positions(model: torch.nn.Module, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """This rank's slice of the positions of tensors (N, L), each of the same length; all of them without a team."""
+    team = getattr(model, "team", None)
+    if team is None:
+        return list(tensors)
+    length = math.ceil(tensors[0].shape[1] / team.size())
+    padding, start = length * team.size() - tensors[0].shape[1], length * team.rank()
+    return [torch.nn.functional.pad(x, (0, padding))[:, start : start + length] for x in tensors]
+
+
+def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """A language model's last hidden states (N, L, H) at this rank's positions, of which it gets the tokens (N, L)."""
+    shared, team = {}, getattr(model, "team", None)
+    if team is not None:
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device) + input_ids.shape[1] * team.rank()
+        shared = {"position_ids": positions[None], "team": team}  # transformers hands `team` on to `attention`
+    return model.base_model(input_ids=input_ids, use_cache=False, **shared).last_hidden_state
+
+
+def from_team(model: torch.nn.Module, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Values of the set entries of a mask (N, L), row by row, from those that each rank has for its own positions.
+
+    Every rank of a team gets them all. The gradient of each is the sum of what the ranks have for it.
+    """
+    team = getattr(model, "team", None)
+    if team is None:
+        return values
+    (here,) = own_positions(model, mask)
+    grid = torch.zeros(here.shape, dtype=values.dtype, device=values.device).masked_scatter(here, values)
+    whole_grid = exchange(grid.repeat(1, team.size()), 1, 1, team)  # the same to each
+    return whole_grid[:, : mask.shape[1]][mask]
+
+
+def exchange(x: torch.Tensor, apart: int, together: int, team) -> torch.Tensor:
+    """Cut a tensor along one dimension, a part for each rank of a team, and join those that come along another."""
+    parts = torch.stack(x.chunk(team.size(), apart))
+    return torch.cat(all_to_all_single(parts, None, None, team).unbind(), together)
+
+
+def attention(module, query, key, value, attention_mask, team=None, **options) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa attention, (N, heads, L, D) to (N, L, heads, D); with a team, as not in generation, each rank
+    has its own L."""
+    if team is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    copies = team.size() // math.gcd(team.size(), key.shape[1])  # fewer keys than ranks
+    key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+    query, key, value = (exchange(x, 1, 2, team) for x in (query, key, value))  # (N, heads / size, L * size, D)
+    grouped = query.shape[1] != key.shape[1]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=options.get("scaling"), enable_gqa=grouped
+    )
+    return exchange(output, 2, 1, team).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("shared_sdpa", attention)
+AttentionMaskInterface.register("shared_sdpa", sdpa_mask)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -1525,7 +1630,7 @@ class Rewards:
                 )
             model.requires_grad_(False)
             if sharding is not None:
-                sharding.shard(model, beside=not sharding.rewards)
+                sharding.shard(model, beside=not sharding.rewards, rewards=True)
             self.models[name] = (model, shift, divisor)
 
     def _await_loaded(self, worker: _Worker) -> str | None:

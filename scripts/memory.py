@@ -57,6 +57,8 @@ class Args:
     """Weight of the KL; 0: no reference model."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    sequence_parallel: int = 1
+    """Neighbouring GPUs that share each sequence in training."""
     micro_batch_tokens: int = 0
     """Tokens, padding included, of a forward pass on one device; 0: 16,384, or fewer where that takes over 80 % of a
     GPU."""
@@ -115,7 +117,7 @@ def estimate(
     gradient_checkpointing: bool = False,
     micro_batch_tokens: int = 16_384, logits_chunk_tokens: int = 512, max_prompt_length: int = 512,
     max_response_length: int = 1024, backend: str = "none", generation_batch_size: int = 512, kv_cache: float = 0.0,
-    tensor_parallel: int = 1, overlap: bool = False, gpu_memory: float = 0.0,
+    tensor_parallel: int = 1, overlap: bool = False, gpu_memory: float = 0.0, sequence_parallel: int = 1,
 ) -> dict[str, float]:  # fmt: skip
     """Bytes of each part on one GPU, and the most at one time while sampling, while training, and in all ("peak").
 
@@ -148,7 +150,8 @@ def estimate(
     weight, compute = BYTES[precision]
     trained = parameters if trained is None else trained
     share = 0.0 if cpu_offload else 1 / ranks if shard == "fsdp" else 1.0
-    tokens, length = max(micro_batch_tokens, max_prompt_length + max_response_length), max_prompt_length
+    longest = math.ceil((max_prompt_length + max_response_length) / sequence_parallel)
+    tokens, length = max(micro_batch_tokens, longest), max_prompt_length
     tied = getattr(config, "tie_word_embeddings", False)
     embeddings = vocabulary * hidden * (1 if tied else 2)
     block = (parameters - embeddings) / layers
@@ -241,7 +244,7 @@ def plan(args: Args, model: torch.nn.Module, reward: int = 0) -> dict[str, float
         max_prompt_length=args.max_prompt_length, max_response_length=args.max_response_length,
         backend=backend if samples else "none", generation_batch_size=args.generation_batch_size,
         kv_cache=(args.kv_cache_gb or args.gpu_gb / 4) * 1e9, tensor_parallel=args.vllm_tensor_parallel,
-        overlap=args.async_steps > 0, gpu_memory=args.gpu_gb * 1e9,
+        overlap=args.async_steps > 0, gpu_memory=args.gpu_gb * 1e9, sequence_parallel=args.sequence_parallel,
     )  # fmt: skip
 
 
@@ -273,7 +276,7 @@ def suggestions(args: Args, model: torch.nn.Module, reward: int = 0) -> list[tup
 
     The price of each is a rough order: what costs time before what changes the result.
     """
-    longest = args.max_prompt_length + args.max_response_length
+    longest = (args.max_prompt_length + args.max_response_length) / args.sequence_parallel
     halves = [args.micro_batch_tokens // 2**i for i in range(1, 20)]
     choices = {  # flag: [(value, price)]
         "micro_batch_tokens": [(n, 0.2 * i) for i, n in enumerate(halves, 1) if n >= longest],
@@ -310,6 +313,7 @@ def as_flags(changes: dict) -> str:
 
 def main(args: Args) -> None:
     positive = ("gpus", "gpu_gb", "micro_batch_tokens", "logits_chunk_tokens", "max_prompt_length", "kv_cache_gb")
+    positive += ("sequence_parallel",)
     for name in (*positive, "max_response_length", "vllm_tensor_parallel", "generation_batch_size", "lora_rank"):
         least = name not in ("kv_cache_gb", "lora_rank", "micro_batch_tokens")
         if not math.isfinite(getattr(args, name)) or getattr(args, name) < least * 1e-9:

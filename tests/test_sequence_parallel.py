@@ -1,0 +1,84 @@
+"""Ranks that share sequences compute what one rank does: whole runs of all scripts on 2 and 4 CPU processes, with whole
+models and sharded ones; and what cannot be shared is refused."""
+
+from types import SimpleNamespace
+
+import helpers
+import pytest
+import torch
+from helpers import run, run_ranks
+from test_shard import CPU, SCRIPTS, base, compare, whole  # noqa: F401
+
+import utils
+
+CUTS = [  # ranks, of a team, sharding, tokens of a micro-batch on a rank, gradient checkpointing
+    (2, 2, "none", 40, True),
+    (4, 2, "fsdp", 20, False),
+]
+
+
+def shared(values: dict, ranks: int, script: str, codes: tuple = ()) -> list[helpers.Running]:
+    return run_ranks(values, ranks, codes or (0,) * ranks, script=script)
+
+
+@pytest.mark.parametrize("ranks, team, shard, budget, recompute", CUTS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_sharing_changes_nothing(base, whole, tmp_path, script, ranks, team, shard, budget, recompute):  # noqa: F811
+    values = {**base[script], "output_dir": str(tmp_path), "run_name": f"{script} {ranks} {team} {shard}"}
+    values |= {"micro_batch_tokens": budget, "gradient_checkpointing": recompute, "shard": shard}
+    shared({**values, "sequence_parallel": team}, ranks, script)
+    compare(values, whole[script])
+
+
+def test_fewer_keys_than_ranks_and_an_adapter(base, tmp_path):  # noqa: F811
+    """All four ranks in one team, four heads with two keys, LoRA. (Its norms and rotations compute in float32.)"""
+    model = helpers.tiny_model(tmp_path / "qwen2", num_attention_heads=4, num_key_value_heads=2)
+    common = {**base["grpo"], "model": model, "output_dir": str(tmp_path), "lora_rank": 4, "ref_refresh_every": 0}
+    alone, four = ({**common, "run_name": name} for name in ("alone", "four"))
+    run(alone)
+    shared({**four, "sequence_parallel": 4, "micro_batch_tokens": 10}, 4, "grpo")
+    worst, where = helpers.largest_difference(four, alone, ("final",))
+    assert worst < 1e-4, where
+
+
+def test_each_rank_has_its_part():
+    """Of a sequence only a slice goes through the model, and of a micro-batch's tokens a rank counts its own."""
+
+    class Team:  # of three ranks
+        size, rank = lambda self: 3, lambda self: 2
+
+    world, model = utils.World(1, 2, CPU, team=Team()), torch.nn.Module()
+    assert utils.micro_batches([7, 6, 5, 4], 5, world) == [[1, 3]]  # 2 x 7 of the first team, of which a rank has 5
+    assert utils.micro_batches([7, 6, 5, 4], 4, world) == [[1], [3]]
+    ids = torch.arange(14).view(2, 7)
+    assert utils.own_positions(model, ids)[0] is ids
+    model.team, seen = world.team, []
+    model.base_model = lambda **inputs: seen.append(inputs) or SimpleNamespace(last_hidden_state=None)
+    (own,) = utils.own_positions(model, ids)
+    assert own.tolist() == [[6, 0, 0], [13, 0, 0]]
+    utils.last_hidden_states(model, own)
+    assert seen[0]["position_ids"].tolist() == [[6, 7, 8]] and seen[0]["team"] is world.team
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("mistral", {"sliding_window": 8}),
+        ("gemma2", {}),  # a window in every other layer
+        ("bloom", {}),  # has an attention of its own
+        ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+        ("qwen2", {"num_attention_heads": 3, "hidden_size": 24}),
+    ],
+)
+def test_models_that_cannot(tmp_path, capsys, kind, changes):
+    model = utils.load_model("--model", helpers.tiny_model(tmp_path, kind, **changes), torch.float32, CPU)
+    with pytest.raises(SystemExit):
+        utils.share_sequences(model, SimpleNamespace(size=lambda: 2))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: --sequence_parallel 2: ") and not hasattr(model, "team")
+
+
+def test_ranks_that_make_no_teams(base, tmp_path):  # noqa: F811
+    values = {**base["reward_model"], "output_dir": str(tmp_path), "run_name": "teams", "sequence_parallel": 2}
+    assert "--sequence_parallel 2" in run(values, 2, script="reward_model").errors[0]
+    assert "above 0" in run({**values, "sequence_parallel": 0}, 2, script="reward_model").errors[0]
