@@ -409,9 +409,12 @@ def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
-def entropy_of(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits), nats: (..., V) -> (...). H = logsumexp(z) - sum(softmax(z) * z)."""
-    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
+def entropy_of(logits: Tensor, normaliser: Tensor) -> Tensor:
+    """Entropy of softmax(logits), nats: logits (..., V) and their logsumexp (...) -> (...).
+
+    H = logsumexp(z) - sum(softmax(z) * z).
+    """
+    return normaliser - (logits.softmax(-1) * logits).sum(-1)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -477,7 +480,9 @@ class Policy(nn.Module):
         self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None"
     ):
         logits = self.logits(hidden) / temperature  # (chunk, V)
-        logprobs = logits.gather(-1, labels[:, None])[:, 0] - logits.logsumexp(-1)
+        chosen = logits.gather(-1, labels[:, None])[:, 0]  # first, so that its gradient, of (chunk, V), comes last
+        normaliser = logits.logsumexp(-1)  # (chunk,)
+        logprobs = chosen - normaliser
         kl = None
         if reference is not None:
             with torch.no_grad():
@@ -485,7 +490,7 @@ class Policy(nn.Module):
             kl = exact_kl(logits.log_softmax(-1), ref_all)
         # Last, so that the recomputation for the backward pass ends before an entropy that is only logged.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_entropy):
-            entropies = entropy_of(logits)
+            entropies = entropy_of(logits, normaliser)
         return logprobs, entropies, kl
 
     @torch.no_grad()
