@@ -529,19 +529,21 @@ class Policy(nn.Module):
         self.chunk_tokens, self.train_entropy = chunk_tokens, train_entropy
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None, temperature: float = 0.0
-    ):
+        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None, temperature: float = 0.0,
+        entropies: bool = True,
+    ):  # fmt: skip
         """
         Args:
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
             response_mask: (N, L) bool, set on response tokens.
             reference: give the exact KL to this model, too.
             temperature: other than that of the sampling; 1 for a supervised loss.
+            entropies: compute them, too.
         Returns:
-            logprobs (tokens,), entropies (tokens,) and KL to the reference (tokens,) or None, where `tokens` are the
-            set entries of the mask row by row; float32 or better.
+            logprobs (tokens,), entropies (tokens,) or None and KL to the reference (tokens,) or None, where `tokens`
+            are the set entries of the mask row by row; float32 or better.
         """
-        more = (temperature or self.temperature, reference)
+        more = (temperature or self.temperature, reference, entropies)
         before = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set where a response token is predicted
         hidden, labels = self.hidden(input_ids, before)  # (tokens, H), (tokens,)
         with torch.no_grad():
@@ -572,8 +574,9 @@ class Policy(nn.Module):
         return self.statistics(*inputs)
 
     def statistics(
-        self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None"
-    ):
+        self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None",
+        entropies: bool,
+    ):  # fmt: skip
         logits = self.logits(hidden) / temperature  # (chunk, V)
         chosen = logits.gather(-1, labels[:, None])[:, 0]  # first, so that its gradient, of (chunk, V), comes last
         normaliser = logits.logsumexp(-1)  # (chunk,)
@@ -585,8 +588,8 @@ class Policy(nn.Module):
             kl = exact_kl(logits.log_softmax(-1), ref_all)
         # Last, so that the recomputation for the backward pass ends before an entropy that is only logged.
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_entropy):
-            entropies = entropy_of(logits, normaliser)
-        return logprobs, entropies, kl
+            entropy = entropy_of(logits, normaliser) if entropies else None
+        return logprobs, entropy, kl
 
     @torch.no_grad()
     def check_head(self, flag: str, input_ids: list[int]) -> None:
@@ -606,12 +609,12 @@ class WithoutLora:
     def __init__(self, policy: Policy):
         self.policy, self.model, self.parameters = policy, policy.model, policy.parameters
 
-    def _call(self, function, *args):
+    def _call(self, function, *args, **options):
         with utils.without_lora(self.model):
-            return function(*args)
+            return function(*args, **options)
 
-    def __call__(self, *args):
-        return self._call(self.policy, *args)
+    def __call__(self, *args, **options):
+        return self._call(self.policy, *args, **options)
 
     def hidden(self, *args):
         return self._call(self.policy.hidden, *args)
@@ -677,13 +680,13 @@ def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
-def over_batch(module: nn.Module, batch: Batch, *more, budget: int, world, autocast) -> list[Tensor]:
-    """What `module(*batch.collate(rows), *more)` gives for every response token, without gradient, the work spread over
-    the ranks: (N, T) for each of its outputs that is not None, 0 after a response's end."""
+def over_batch(module: nn.Module, batch: Batch, *more, budget: int, world, autocast, **options) -> list[Tensor]:
+    """What `module(*batch.collate(rows), *more, **options)` gives for every response token, without gradient, the work
+    spread over the ranks: (N, T) for each of its outputs that is not None, 0 after a response's end."""
     share = []
     with torch.no_grad(), autocast():
         for rows in utils.micro_batches(batch.lengths, budget, world):
-            outputs = [x for x in module(*batch.collate(rows), *more) if x is not None]  # (tokens,) each
+            outputs = [x for x in module(*batch.collate(rows), *more, **options) if x is not None]  # (tokens,) each
             share += zip(rows, torch.stack(outputs).cpu().split([len(batch.responses[i]) for i in rows], dim=1))
     values = [value for _, value in sorted(world.gather(share), key=lambda pair: pair[0])]
     return [pad_rows(x, batch.response_mask) for x in torch.cat(values, 1).to(batch.response_mask.device)]
@@ -701,7 +704,7 @@ def imitate(wrapped: nn.Module, rows: list[dict], coef: float, budget: int, worl
         with utils.gradient_sync(wrapped, False):
             with autocast():
                 texts = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
-                logprobs, _, _ = wrapped(*texts, None, 1.0)  # at temperature 1, whatever that of the rollout
+                logprobs, _, _ = wrapped(*texts, None, 1.0, False)  # at temperature 1, whatever that of the rollout
             loss = -logprobs.sum() / tokens
             (coef * loss * world.size).backward()
         total = total + loss.detach()
@@ -1189,9 +1192,9 @@ def main(args: Args) -> None:
         run.phase("log-probs")
         old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled
         if reference is not None and exact is None:
-            ref_logprobs, _ = look(reference, batch)
+            (ref_logprobs,) = look(reference, batch, entropies=False)
         if needs_old:
-            old_logprobs, _, *full_kl = look(policy, batch, exact)
+            old_logprobs, *full_kl = look(policy, batch, exact, entropies=False)
             if reference is not None:
                 kl = full_kl[0] if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
         passes = [model] * needs_old + [reference] * (reference is not None and (needs_old or exact is None))

@@ -141,7 +141,7 @@ def measure(args: Args) -> dict[str, float]:
         clock = utils.Clock(world.device, 0.0)
         clock.start()
         with torch.no_grad(), autocast():
-            wrapped(*batch)
+            wrapped(*batch, entropies=False)
         clock.lap("logprobs")
         model.train()
         with autocast():
