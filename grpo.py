@@ -214,8 +214,9 @@ class Args:
     micro_batch_tokens: int = 0
     """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result. 0:
     16,384, or fewer where scripts/memory.py expects that to take over 80 % of a GPU."""
-    logits_chunk_tokens: int = 512
-    """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only."""
+    logits_chunk_tokens: int = 0
+    """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only. 0: 512, or up
+    to 4,096 where that still fits into 80 % of a GPU."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -592,7 +593,8 @@ def over_batch(module: nn.Module, batch: Batch, *more, budget: int, world, autoc
     with torch.no_grad(), autocast():
         for rows in utils.micro_batches(batch.lengths, budget, world):
             outputs = [x for x in module(*batch.collate(rows), *more, **options) if x is not None]  # (tokens,) each
-            share += zip(rows, torch.stack(outputs).cpu().split([len(batch.responses[i]) for i in rows], dim=1))
+            parts = torch.stack(outputs).cpu().split([len(batch.responses[i]) for i in rows], dim=1)
+            share += zip(rows, [part.clone() for part in parts])  # a view would take the whole with it to the others
     values = [value for _, value in sorted(world.gather(share), key=lambda pair: pair[0])]
     return [pad_rows(x, batch.response_mask) for x in torch.cat(values, 1).to(batch.response_mask.device)]
 
@@ -1011,7 +1013,7 @@ def main(args: Args) -> None:
     data |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
     data |= {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}
     run = utils.Run(folder, args, __file__, world, total_steps, state if resume_from else None, data)
-    clock = utils.Clock(world.device, state["seconds"])
+    clock = utils.Clock(world.device, state["seconds"], engine)
     sample = functools.partial(
         rollout, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args,
         interrupt=interrupt, world=beside, autocast=autocast,

@@ -163,9 +163,14 @@ def setup_processes() -> World:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    # Else what training leaves in pieces has no room for a sleeping vLLM to wake up in. (Read at the first allocation.)
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= gpus:
+            fail(f"torchrun --nproc_per_node: starts more processes than there are GPUs, {gpus}")
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         # Half an hour: longer than any collective should wait, and a rank that waits longer is reported and ended.
@@ -198,7 +203,7 @@ def check_ranges(args) -> None:
     """End the run for a flag that is out of its range, whichever of them a script has."""
     positive = (
         "rollout_batch_size group_size mini_batch_size batch_size num_epochs max_response_length max_prompt_length "
-        "max_length reward_timeout logits_chunk_tokens generation_batch_size eval_samples "
+        "max_length reward_timeout generation_batch_size eval_samples "
         "temperature learning_rate max_grad_norm critic_learning_rate critic_max_grad_norm ptx_batch_size kl_target "
         "kl_horizon vllm_tensor_parallel lora_alpha sequence_parallel"
     )
@@ -206,7 +211,8 @@ def check_ranges(args) -> None:
         "weight_decay min_learning_rate critic_weight_decay critic_min_learning_rate max_skipped_updates kl_coef "
         "entropy_coef ptx_coef eval_every eval_prompts eval_pairs log_samples save_every keep_checkpoints seed "
         "clip_low clip_high value_clip critic_warmup_steps reward_clip centre_coef ref_refresh_every pf_ppo_power "
-        "overlong_buffer max_refills kv_cache_gb shard_group_size lora_rank micro_batch_tokens"
+        "overlong_buffer max_refills kv_cache_gb shard_group_size lora_rank micro_batch_tokens "
+        "logits_chunk_tokens"
     )
     share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
     for name, value in vars(args).items():
@@ -250,6 +256,8 @@ def check_common_args(args) -> None:
         fail("--rollout_backend server and --rollout_servers ADDRESS ... go together")
     if args.vllm_tensor_parallel > 1 and args.rollout_backend != "vllm":
         fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: takes --rollout_backend vllm")
+    if args.vllm_tensor_parallel > 1 and args.async_steps:
+        fail("--async_steps 1: ranks that share an engine would meet in it and in training at once; take vLLM servers")
     if args.rollout_backend in ("vllm", "server") and args.temperature > 2:
         fail(f"--temperature {args.temperature}: vLLM takes at most 2")
     if args.overlong_buffer > args.max_response_length:
@@ -840,7 +848,8 @@ class Sharding:
         for block in blocks:
             fully_shard(block, mp_policy=policy(None if on_cpu else self.compute), **settings)
         if not blocks_only:
-            fully_shard(module, mp_policy=policy(), **settings)  # a score or a logit takes more bits than half has
+            # A score or a logit takes more bits than half has; its backward pass begins where the forward one ends.
+            fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
         for tensor in (*module.parameters(), *module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.world.device)
@@ -852,6 +861,7 @@ class Sharding:
             root.register_forward_hook(forget_pass)
         module.collects_gradient = parameter_count(module) * self.reduce.itemsize <= self.GRADIENT_SHARE * self.memory
         model.sharded_parts = tuple(part for part in module.modules() if isinstance(part, FSDPModule))
+        model.blocks_reshard = blocks
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
         with torch.no_grad(), self.autocast(), torch.compiler.set_stance("force_eager"):
@@ -899,8 +909,8 @@ def forget_pass(root: FSDPModule, *_) -> None:
 
 
 def plan_memory(args, script: str, world: World, sharding: Sharding) -> None:
-    """Set --micro_batch_tokens, if it is 0, by what scripts/memory.py expects the run to need of each device, from the
-    configurations of its models, and say what that is."""
+    """Set --micro_batch_tokens and --logits_chunk_tokens, where they are 0, by what scripts/memory.py expects the run
+    to need of each device, from the configurations of its models, and say what that is."""
     import memory
 
     gpu = world.device.type == "cuda"
@@ -914,16 +924,20 @@ def plan_memory(args, script: str, world: World, sharding: Sharding) -> None:
     about, model = memory.Args(**values), memory.on_meta("--model", args.model)
     sources = reward_names(args) if hasattr(args, "reward") else ()
     reward = sum(parameter_count(memory.on_meta("--reward", name)) for name in filter(is_reward_model, sources))
-    if not args.micro_batch_tokens:
-        tokens = memory.settle(about, model, reward).micro_batch_tokens if gpu else memory.TOKENS
-        args.micro_batch_tokens = about.micro_batch_tokens = min(world.gather([tokens]))
+    about = memory.settle(about, model, reward) if gpu else about
+    for name, on_cpu in {"micro_batch_tokens": memory.TOKENS, "logits_chunk_tokens": memory.CHUNKS[0]}.items():
+        if getattr(args, name, None) == 0:
+            chosen = min(world.gather([getattr(about, name) if gpu else on_cpu]))
+            setattr(args, name, chosen)
+            setattr(about, name, chosen)
     if not world.main:
         return
     parts = memory.plan(about, model, reward)
     named = [f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size and " " not in name and name != "peak"]
-    tokens = f"{args.micro_batch_tokens:,} tokens at once"
+    tokens = f"{about.micro_batch_tokens:,} tokens at once"
+    tokens += f" and logits of {about.logits_chunk_tokens:,}" if parts["logits"] else ""
     print(
-        f"memory of each device, estimated: {parts['peak'] / 1e9:.3g} GB with {tokens} ({', '.join(named)})", flush=True
+        f"memory of each device with {tokens}, estimated: {parts['peak'] / 1e9:.3g} GB ({', '.join(named)})", flush=True
     )
     if gpu and not memory.fits(parts, about):
         better = [memory.as_flags(changes) for changes, _ in memory.suggestions(about, model, reward)[:2]]
@@ -1026,7 +1040,9 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with the pieces of all ranks, which have to ask alike."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # an offloaded one, too, by way of the GPUs
 
 
 @contextlib.contextmanager
@@ -1044,7 +1060,8 @@ def gathered(model: torch.nn.Module):
     finally:
         for root in parts[:1]:
             root.reset_iter_state()  # reshards all, and forgets the order of the passes, which differs between ranks
-            root.set_reshard_after_forward(True)
+        for block in getattr(model, "blocks_reshard", ()):
+            block.set_reshard_after_forward(True, recurse=False)
 
 
 @torch.no_grad()
@@ -1117,6 +1134,7 @@ def attention(module, query, key, value, attention_mask, team=None, **options) -
     has its own L."""
     if team is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    query, key = query.to(value.dtype), key.to(value.dtype)  # in autocast, rotated ones are float32
     copies = team.size() // math.gcd(team.size(), key.shape[1])  # fewer keys than ranks
     key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
     query, key, value = (exchange(x, 1, 2, team) for x in (query, key, value))  # (N, heads / size, L * size, D)
@@ -2409,9 +2427,11 @@ def peak_memory_gb(device: torch.device) -> float:
 class Clock:
     """Seconds that the phases of a step take, and what follows from them."""
 
-    def __init__(self, device: torch.device, seconds_before: float):
-        self.device, self.begin = device, time.perf_counter() - seconds_before
+    def __init__(self, device: torch.device, seconds_before: float, engine=None):
+        """`engine`: what samples; where it sleeps, the memory that torch still counts for it is free."""
+        self.device, self.begin, self.engine = device, time.perf_counter() - seconds_before, engine
         self.laps: dict[str, float] = {}
+        self.peak_gb = 0.0  # the most memory in use in a lap
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -2425,6 +2445,10 @@ class Clock:
         """The phase that ends now."""
         now = self._now()
         self.laps[name], self.last = self.laps.get(name, 0.0) + now - self.last, now
+        asleep = self.engine.freed_gb if getattr(self.engine, "asleep", False) else 0.0
+        self.peak_gb = max(self.peak_gb, peak_memory_gb(self.device) - asleep)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def total(self) -> float:
         """Seconds since the run began, those before a resume included."""
@@ -2448,7 +2472,7 @@ class Clock:
             "perf/tokens_per_second": tokens / step,
             "perf/mfu": sum(flops.values()) / step / peak,
             **{f"perf/mfu_{name}": flops[name] / self.laps[name] / peak for name in known},
-            "perf/peak_memory_gb": peak_memory_gb(self.device),
+            "perf/peak_memory_gb": self.peak_gb,
         }
 
 

@@ -24,6 +24,7 @@ import utils
 
 RESERVE = 0.1  # of a GPU's memory, for what is not counted
 STATES = ("weights", "gradients", "optimizer", "critic", "frozen")  # what a run holds all the time
+CHUNKS = 512, 4096  # least and most response tokens whose logits exist at once, if they are not given
 TOKENS, ROOM = 16_384, 0.8  # of a micro-batch, if they are not given, and what share of a GPU training may then take
 BYTES = {  # of a weight, and of a number in a matrix product
     "float32": (4, 4), "float64": (8, 8), "bf16": (4, 2), "fp16": (4, 2), "pure_bf16": (2, 2),
@@ -62,8 +63,8 @@ class Args:
     micro_batch_tokens: int = 0
     """Tokens, padding included, of a forward pass on one device; 0: 16,384, or fewer where that takes over 80 % of a
     GPU."""
-    logits_chunk_tokens: int = 512
-    """Response tokens whose logits exist at once."""
+    logits_chunk_tokens: int = 0
+    """Response tokens whose logits exist at once; 0: 512, or up to 4,096 where that still fits into 80 % of a GPU."""
     max_prompt_length: int = 512
     """Most tokens of a prompt."""
     max_response_length: int = 1024
@@ -249,12 +250,14 @@ def plan(args: Args, model: torch.nn.Module, reward: int = 0) -> dict[str, float
 
 
 def settle(args: Args, model: torch.nn.Module, reward: int = 0) -> Args:
-    """The flags with what a run makes of --shard auto and --micro_batch_tokens 0.
+    """The flags with what a run makes of --shard auto, --micro_batch_tokens 0 and --logits_chunk_tokens 0.
 
-    The latter is 16,384 tokens, halved while training takes over ROOM of a GPU's memory and the longest sequence is
-    shorter.
+    The tokens are 16,384, halved while training takes over ROOM of a GPU's memory and the longest sequence is shorter;
+    the chunk is doubled while training takes less.
     """
     gpu = args.gpu_gb * 1e9
+    training = lambda args: plan(args, model, reward)["while training"]
+    chunk, args = args.logits_chunk_tokens, replace(args, logits_chunk_tokens=args.logits_chunk_tokens or CHUNKS[0])
     if args.shard == "auto":
         whole = plan(replace(args, shard="none"), model, reward)
         states = sum(whole[name] for name in STATES)
@@ -262,8 +265,13 @@ def settle(args: Args, model: torch.nn.Module, reward: int = 0) -> Args:
     if not args.micro_batch_tokens:
         args = replace(args, micro_batch_tokens=TOKENS)
         longest = args.max_prompt_length + args.max_response_length
-        while args.micro_batch_tokens // 2 >= longest and plan(args, model, reward)["while training"] > ROOM * gpu:
+        while args.micro_batch_tokens // 2 >= longest and training(args) > ROOM * gpu:
             args = replace(args, micro_batch_tokens=args.micro_batch_tokens // 2)
+    while not chunk and args.logits_chunk_tokens < CHUNKS[1]:
+        larger = replace(args, logits_chunk_tokens=2 * args.logits_chunk_tokens)
+        if training(larger) > ROOM * gpu:
+            break
+        args = larger
     return args
 
 
@@ -315,7 +323,7 @@ def main(args: Args) -> None:
     positive = ("gpus", "gpu_gb", "micro_batch_tokens", "logits_chunk_tokens", "max_prompt_length", "kv_cache_gb")
     positive += ("sequence_parallel",)
     for name in (*positive, "max_response_length", "vllm_tensor_parallel", "generation_batch_size", "lora_rank"):
-        least = name not in ("kv_cache_gb", "lora_rank", "micro_batch_tokens")
+        least = name not in ("kv_cache_gb", "lora_rank", "micro_batch_tokens", "logits_chunk_tokens")
         if not math.isfinite(getattr(args, name)) or getattr(args, name) < least * 1e-9:
             utils.fail(f"--{name} {getattr(args, name)}: has to be {'above 0' if least else '0 or more'}")
     if args.cpu_offload and args.shard != "fsdp":
@@ -326,7 +334,7 @@ def main(args: Args) -> None:
     args = settle(args, model, reward)
     parts = plan(args, model, reward)
     where = f"{args.algorithm} on {args.gpus} GPU{'s' * (args.gpus > 1)}, --shard {args.shard}"
-    where += f", {args.micro_batch_tokens:,} tokens at once"
+    where += f", {args.micro_batch_tokens:,} tokens and logits of {args.logits_chunk_tokens:,} at once"
     print(f"{args.model}: {count(model):,} parameters, {where}; GB on each:")
     for name, size in parts.items():
         if size:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from utils import World, base_weights, fail, first_line, merged, random_state, set_random_state, warn
+from utils import World, base_weights, fail, first_line, merged, random_state, set_num_threads, set_random_state, warn
 
 
 class Engine:
@@ -47,28 +47,44 @@ class Engine:
         # Not while the next rollout runs beside the training.
         self.sleeps = current_platform.is_sleep_mode_available() and not args.async_steps
         cache = args.kv_cache_gb or (1.0 if self.cpu else torch.cuda.mem_get_info()[1] / 4e9)
-        settings = {"enforce_eager": True} if self.cpu else {"gpu_memory_utilization": 0.1}  # of no effect, see below
+        # With kv_cache_memory_bytes the share only says how much has to be free at the start.
+        settings = {"enforce_eager": True} if self.cpu else {"gpu_memory_utilization": 0.1}
         settings |= {"enable_sleep_mode": True} if self.sleeps else {}
         settings |= {"distributed_executor_backend": "external_launcher"} if "RANK" in os.environ else {}
-        before, ranks = random_state(), os.environ.get("LOCAL_WORLD_SIZE")
+        # On a GPU, beside the training, work of both in one stream would wait for the other's.
+        self.stream = torch.cuda.Stream() if args.async_steps and not self.cpu else None
+        before, threads, ranks = random_state(), torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")
         try:
-            self.llm = vllm.LLM(
-                args.model, dtype=half or torch.float32, load_format="dummy", generation_config="vllm",
-                max_model_len=args.max_prompt_length + args.max_response_length, seed=args.seed,
-                max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache * 1e9),
-                logprobs_mode="processed_logprobs", disable_log_stats=True,
-                tensor_parallel_size=args.vllm_tensor_parallel, **settings,
-            )  # fmt: skip
+            with self._on_stream():  # vLLM keeps the one that it finds here
+                self.llm = vllm.LLM(
+                    args.model, dtype=half or torch.float32, load_format="dummy", generation_config="vllm",
+                    max_model_len=args.max_prompt_length + args.max_response_length, seed=args.seed,
+                    max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache * 1e9),
+                    logprobs_mode="processed_logprobs", disable_log_stats=True,
+                    tensor_parallel_size=args.vllm_tensor_parallel, **settings,
+                )  # fmt: skip
         except (ValueError, RuntimeError, NotImplementedError) as error:
             why = " ".join(str(error).split())[:300]  # the first line of vLLM's is a heading
             fail(f"--rollout_backend vllm: the engine does not start with --model {args.model}: {why}")
-        set_random_state(before)  # vLLM has seeded everything
+        set_random_state(before)  # vLLM has seeded everything,
+        set_num_threads(threads)  # and keeps one thread
         if ranks is not None:
             os.environ["LOCAL_WORLD_SIZE"] = ranks
         share = f", one for {args.vllm_tensor_parallel} ranks" if args.vllm_tensor_parallel > 1 else ""
         sleep = "which is freed while training" if self.sleeps else "which stays (this backend cannot sleep)"
         sleep = "which stays (rollout and training overlap)" if args.async_steps else sleep
         self.about = f"vLLM {vllm.__version__} in this process{share}, with a cache of {cache:.3g} GB, {sleep}"
+
+    @contextlib.contextmanager
+    def _on_stream(self):
+        """A context for the GPU's work of the engine, which waits for what was begun before it, and ends within it."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        self.stream.synchronize()
 
     def _quick(self):
         """On a CPU, a context without torch.compile, which would compile for many seconds and gain none."""
@@ -89,7 +105,7 @@ class Engine:
 
         engine, outputs = self.llm.llm_engine, {}
         names = [f"{next(self.calls)}" for _ in queries]
-        with self._quick():
+        with self._quick(), self._on_stream():
             try:
                 for i, (name, query) in enumerate(zip(names, queries)):
                     draw = (
@@ -117,8 +133,9 @@ class Engine:
         weights = base_weights(model)
         if self.asleep:
             self.llm.wake_up(["weights"])
-        stream = ((name, merged(tensor, layer)) for name, tensor, layer in weights)  # one whole tensor at a time
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        tensors = ((name, merged(tensor, layer)) for name, tensor, layer in weights)  # one whole tensor at a time
+        with self._on_stream():
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         if self.asleep:
             self.llm.wake_up(["kv_cache"])
         self.asleep = False
@@ -129,8 +146,9 @@ class Engine:
     def sleep(self) -> None:
         """Free the memory of weights and cache until the next `sync`, where the backend can."""
         if self.sleeps:
+            free, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=2)
-            self.asleep = True
+            self.asleep, self.freed_gb = True, (torch.cuda.mem_get_info()[0] - free) / 1e9
 
     def metrics(self) -> dict[str, float]:
         return {"rollout/sync_gb": self.synced / 1e9}
@@ -349,6 +367,8 @@ class Servers:
 
     def sync(self, model) -> None:
         """Give all servers the weights of the model; all ranks call it, when none of them samples."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # vLLM sends from a stream of its own, which does not wait for ours
         self.world.barrier()
         self.syncs += 1
         self.weights = base_weights(model)

@@ -381,3 +381,11 @@ def test_help_lists_every_flag(name):
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     listed = set(flags_named(done.stdout))
     assert set(args_of(tree_of(name))) <= listed
+
+
+def test_what_is_pinned_is_what_is_installed():
+    """Else something else that is installed, vLLM say, does not go with requirements.txt."""
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        if version and not line.startswith("#") and importlib.util.find_spec(name.replace("-", "_")):
+            assert importlib.metadata.version(name).partition("+")[0] == version, line

@@ -180,7 +180,9 @@ def test_adapters_are_counted():
 
 
 def planned(folder: str, **flags) -> dict[str, float]:
-    args = memory.Args(model=folder, **flags)
+    args = memory.Args(
+        model=folder, **{"shard": "none", "micro_batch_tokens": 16_384, "logits_chunk_tokens": 512, **flags}
+    )
     return memory.plan(args, memory.on_meta("--model", folder))
 
 
@@ -218,7 +220,9 @@ def test_which_parts_there_are(qwen_7b):
 def test_suggestions_fit(qwen_7b):
     model = memory.on_meta("--model", qwen_7b)
     for flags in (dict(gpus=8), dict(gpus=1), dict(gpus=8, algorithm="ppo"), dict(gpus=4, gpu_gb=48)):
-        args = memory.settle(memory.Args(model=qwen_7b, shard="none", micro_batch_tokens=16_384, **flags), model)
+        args = memory.settle(
+            memory.Args(model=qwen_7b, shard="none", micro_batch_tokens=16_384, logits_chunk_tokens=512, **flags), model
+        )
         assert not memory.fits(memory.plan(args, model), args)
         found = memory.suggestions(args, model)
         for changes, peak in found:
@@ -243,25 +247,26 @@ def command(*words) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "flags, shard, tokens",
+    "flags, shard, tokens, chunk",
     [
-        ({}, "none", 4096),  # 0.5B on one GPU of 24 GB
-        (dict(gpus=8), "none", 4096),
-        (dict(gpus=8, gpu_gb=4), "fsdp", 2048),
-        (dict(gpus=8, gpu_gb=80), "none", 16_384),
-        (dict(gpu_gb=4), "none", 2048),  # the longest sequence has 1,536
-        (dict(gpu_gb=4, micro_batch_tokens=100), "none", 100),
-        (dict(gpus=8, shard="fsdp"), "fsdp", 8192),
+        ({}, "none", 4096, 512),  # 0.5B on one GPU of 24 GB
+        (dict(gpus=8), "none", 4096, 512),
+        (dict(gpus=8, gpu_gb=4), "fsdp", 2048, 512),
+        (dict(gpus=8, gpu_gb=80), "none", 16_384, 4096),
+        (dict(gpu_gb=4), "none", 2048, 512),  # the longest sequence has 1,536
+        (dict(gpu_gb=4, micro_batch_tokens=100), "none", 100, 512),
+        (dict(gpu_gb=80, logits_chunk_tokens=3), "none", 16_384, 3),
+        (dict(gpus=8, shard="fsdp"), "fsdp", 8192, 512),
     ],
 )
-def test_what_is_left_to_the_estimate(tmp_path, flags, shard, tokens):
+def test_what_is_left_to_the_estimate(tmp_path, flags, shard, tokens, chunk):
     """--shard auto goes by what models and Adam take, --micro_batch_tokens 0 by what training does."""
     config = {**QWEN_7B, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "vocab_size": 151936}
     config |= {"num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = memory.on_meta("--model", str(tmp_path))
     args = memory.settle(memory.Args(model=str(tmp_path), **{"gpu_gb": 24.0, **flags}), model)
-    assert (args.shard, args.micro_batch_tokens) == (shard, tokens)
+    assert (args.shard, args.micro_batch_tokens, args.logits_chunk_tokens) == (shard, tokens, chunk)
     if tokens not in (100, 16_384):
         twice = memory.plan(memory.replace(args, micro_batch_tokens=2 * tokens), model)
         assert twice["while training"] > 0.8e9 * args.gpu_gb
@@ -279,8 +284,13 @@ def test_the_command_of_the_readme_fits(qwen_7b):
 
 def test_command(qwen_7b):
     done = command("--model", qwen_7b, "--gpus", "8")
-    assert done.returncode == 0 and not done.stderr and "--shard fsdp, 4,096 tokens at once" in done.stdout
-    done = command("--model", qwen_7b, "--gpus", "8", "--shard", "none", "--micro_batch_tokens", "16384")
+    assert (
+        done.returncode == 0
+        and not done.stderr
+        and "--shard fsdp, 4,096 tokens and logits of 1,024 at once" in done.stdout
+    )
+    flags = ("--shard", "none", "--micro_batch_tokens", "16384", "--logits_chunk_tokens", "512")
+    done = command("--model", qwen_7b, "--gpus", "8", *flags)
     assert done.returncode == 0 and not done.stderr
     assert "7,615,616,512 parameters" in done.stdout and "does not fit into 80 GB" in done.stdout
     assert "GB with --gradient_checkpointing --shard fsdp\n" in done.stdout
