@@ -402,14 +402,20 @@ class Watchdog:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(name: str, pad_token: str):
-    """The tokenizer of `--model`, padding on the left; ends the run where there is none or it has no pad token."""
+def read_tokenizer(flag: str, name: str):
+    """A model's tokenizer, padding on the left; ends the run where there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except (OSError, ValueError, KeyError, ImportError) as error:
-        fail(f"--model {name}: no tokenizer could be loaded from it ({first_line(error)})")
+        fail(f"{flag} {name}: no tokenizer could be loaded from it ({first_line(error)})")
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
-        fail(f"--model {name}: has no tokenizer")
+        fail(f"{flag} {name}: has no tokenizer")
+    return tokenizer
+
+
+def load_tokenizer(name: str, pad_token: str):
+    """The tokenizer of `--model`; ends the run where it has no pad token."""
+    tokenizer = read_tokenizer("--model", name)
     if pad_token:
         pad_token = tokenizer.eos_token if pad_token == "eos" else pad_token
         if pad_token is None or tokenizer.convert_tokens_to_ids(pad_token) in (None, tokenizer.unk_token_id):
@@ -521,21 +527,15 @@ def scalar_config(flag: str, name: str) -> tuple:
     return config, trained
 
 
-def check_same_vocabulary(tokenizer, other) -> None:
-    """Check that two tokenizers give every token the same id, so that one model can read what the other wrote.
-
-    Raises:
-        ValueError: says which sizes, or which tokens, differ.
-    """
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+def check_can_read(flag: str, name: str, tokenizer) -> None:
+    """End the run unless a model's tokenizer gives every token the id that the policy's `tokenizer` gives it."""
+    ours, theirs = tokenizer.get_vocab(), read_tokenizer(flag, name).get_vocab()
+    about = f"{flag} {name}: cannot read what --model writes: its vocabulary"
     if len(ours) != len(theirs):
-        raise ValueError(f"its vocabulary has {len(theirs)} tokens, that of --model {len(ours)}")
+        fail(f"{about} has {len(theirs)} tokens, that of --model {len(ours)}")
     different = sorted(token for token, index in ours.items() if theirs.get(token) != index)
     if different:
-        raise ValueError(
-            f"its vocabulary and that of --model have {len(ours)} tokens each, but {len(different)} of them have other "
-            f"ids, such as {different[0]!r}"
-        )
+        fail(f"{about} gives other ids to {len(different)} of its {len(ours)} tokens, such as {different[0]!r}")
 
 
 def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
@@ -551,14 +551,6 @@ def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, for a one-line report."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def check_can_read(flag: str, name: str, tokenizer) -> None:
-    """End the run if a model does not share the vocabulary of the policy's tokenizer."""
-    try:
-        check_same_vocabulary(tokenizer, AutoTokenizer.from_pretrained(name))
-    except (OSError, ValueError, KeyError) as error:
-        fail(f"{flag} {name}: cannot read what --model writes: {first_line(error)}")
 
 
 class Optimizer:

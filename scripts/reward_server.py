@@ -40,7 +40,6 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from transformers import AutoTokenizer
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
@@ -129,12 +128,7 @@ class Scorer:
 
     def _load_tokenizer(self, name: str, stop_token: str) -> None:
         """The tokenizer of the (first) reward model and its stop tokens."""
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            utils.fail(f"--reward {name}: no tokenizer could be loaded from it ({utils.first_line(error)})")
-        if not self.tokenizer.encode("text", add_special_tokens=False):  # made up by transformers where there is none
-            utils.fail(f"--reward {name}: has no tokenizer")
+        self.tokenizer = utils.read_tokenizer("--reward", name)
         self.stop_ids = utils.stop_token_ids(self.tokenizer, name, stop_token)
         eos_id = self.tokenizer.eos_token_id
         self.stop_id = eos_id if eos_id in self.stop_ids else self.stop_ids[0]

@@ -496,15 +496,21 @@ def test_a_source_that_is_only_measured_may_fail(base, tmp_path):
 # ---- bad input --------------------------------------------------------------------------------------------------
 
 
-def test_check_same_vocabulary():
-    ours, longer = helpers.make_tokenizer(), helpers.make_tokenizer()
-    utils.check_same_vocabulary(ours, longer)
-    longer.add_tokens(["<more>"])
-    with pytest.raises(ValueError, match=rf"{len(longer)} tokens, that of --model {len(ours)}\b"):
-        utils.check_same_vocabulary(ours, longer)
+def test_check_can_read(tmp_path, capsys):
+    def refused() -> str:
+        theirs.save_pretrained(tmp_path)
+        with pytest.raises(SystemExit):
+            utils.check_can_read("--value_model", str(tmp_path), ours)
+        return capsys.readouterr().err
+
+    ours, theirs = helpers.make_tokenizer(), helpers.make_tokenizer()
+    theirs.save_pretrained(tmp_path)
+    utils.check_can_read("--value_model", str(tmp_path), ours)
+    theirs.add_tokens(["<more>"])
+    begin = f"error: --value_model {tmp_path}: cannot read what --model writes: its vocabulary"
+    assert refused() == f"{begin} has {len(theirs)} tokens, that of --model {len(ours)}\n"
     ours.add_tokens(["<less>"])
-    with pytest.raises(ValueError, match="1 of them have other ids, such as '<less>'"):
-        utils.check_same_vocabulary(ours, longer)
+    assert refused() == f"{begin} gives other ids to 1 of its {len(ours)} tokens, such as '<less>'\n"
 
 
 REFUSED = {
