@@ -510,12 +510,10 @@ def main(args: Args) -> None:
     rewards = utils.Rewards(args.reward, args.reward_timeout, tokenizer)
     voters = Voters(args.reward_timeout)
 
-    dtype = torch.float64 if args.precision == "float64" else torch.float32
-    bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
-    autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
+    stored, _, half, autocast = utils.precision(args.precision, world.device)
     if args.backend == "hf":
-        model = utils.load_model("--model", args.model, dtype, world.device).requires_grad_(False).eval()
-    rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens)
+        model = utils.load_model("--model", args.model, stored, world.device).requires_grad_(False).eval()
+    rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens)
 
     # ---- generate: this rank's prompts, all n responses of each -----------------------------------------------------
     def bar(name: str, total: int) -> tqdm:
@@ -528,7 +526,7 @@ def main(args: Args) -> None:
     mine = world.deal(list(enumerate(prompts)))
     begin = time.perf_counter()
     if args.backend == "vllm":
-        responses, engine = generate_vllm(mine, stop_ids, args, n, world, "bfloat16" if bf16 else "float32")
+        responses, engine = generate_vllm(mine, stop_ids, args, n, world, "bfloat16" if half else "float32")
     else:
         progress = bar("generate", len(mine) * n)
         responses = generate_transformers(mine, model, tokenizer, stop_ids, args, n, autocast, progress)

@@ -20,7 +20,6 @@ The server has no password: --host 0.0.0.0 is for networks on which every machin
 
 import asyncio
 import contextlib
-import functools
 import io
 import json
 import math
@@ -119,10 +118,8 @@ class Scorer:
         if os.path.isdir(model) or model.count("/") == 1 and not model.endswith(".py"):
             self._load_tokenizer(model, args.stop_token)
         self.rewards = utils.Rewards(args.reward, args.reward_timeout, self.tokenizer)
-        dtype = torch.float64 if args.precision == "float64" else torch.float32
-        bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
-        autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
-        self.rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens)
+        stored, _, _, autocast = utils.precision(args.precision, world.device)
+        self.rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens)
         for scalar, *_ in self.rewards.models.values():
             self.limit = min(self.limit, getattr(scalar.model.config, "max_position_embeddings", None) or math.inf)
 
