@@ -427,7 +427,8 @@ def load_tokenizer(name: str, pad_token: str):
 
 
 def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
-    """The ids that end a response: every end token of the tokenizer and the model ("eos"), or one named token."""
+    """The ids that end a response: every end token of the tokenizer, which comes first, and the model ("eos"), or one
+    named token."""
     if stop_token == "eos":
         try:
             configured = GenerationConfig.from_pretrained(model_name).eos_token_id
@@ -436,7 +437,7 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
         ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
         if not ids:
             fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
-        return sorted(ids)
+        return sorted(ids, key=lambda token: (token != tokenizer.eos_token_id, token))
     ids = tokenizer.encode(stop_token, add_special_tokens=False)
     if len(ids) != 1:
         fail(f"--stop_token {stop_token!r}: has to be exactly one token of the tokenizer, this is {len(ids)}")
@@ -1395,7 +1396,6 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
 
     The text stands in the answer column, or is the last turn of messages; it ends with the stop token.
     """
-    stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
     flag, name, rows = "--ptx_dataset", args.ptx_dataset, []
     for number, row in enumerate(read_rows(flag, name, "train"), 1):
         where = f"{flag} {name} row {number}"
@@ -1412,7 +1412,7 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
         query = encode_prompt(where, prompt, tokenizer, args.system_prompt)[1]
         if not query:
             fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
-        response = [*encode_text(where, text, tokenizer, special=False), stop_id]
+        response = [*encode_text(where, text, tokenizer, special=False), stop_ids[0]]
         for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
             if len(ids) > getattr(args, option):
                 fail(f"{where}: has {len(ids)} tokens, over --{option} {getattr(args, option)}")

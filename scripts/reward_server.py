@@ -127,8 +127,6 @@ class Scorer:
         """The tokenizer of the (first) reward model and its stop tokens."""
         self.tokenizer = utils.read_tokenizer("--reward", name)
         self.stop_ids = utils.stop_token_ids(self.tokenizer, name, stop_token)
-        eos_id = self.tokenizer.eos_token_id
-        self.stop_id = eos_id if eos_id in self.stop_ids else self.stop_ids[0]
 
     def _encode(self, where: str, prompt, response: str) -> tuple[list[int], list[int]]:
         """Token ids of prompt and response as reward_model.py makes them."""
@@ -138,7 +136,7 @@ class Scorer:
         else:
             _, query = utils.encode_prompt(f"{where} of src", prompt, self.tokenizer, "")
         ids = utils.encode_text(f"{where} of response", response, self.tokenizer, special=False)
-        ids = ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_id]
+        ids = ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_ids[0]]
         if len(query) + len(ids) > self.limit:
             raise Failure(400, f"{where} has {len(query) + len(ids)} tokens, over the {self.limit} of the reward model")
         return query, ids

@@ -225,7 +225,7 @@ def supervised(tmp_path, rows, chat=False):
         tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
     path = helpers.write_rows(tmp_path / "ptx.jsonl", rows)
     args = ppo.Args(ptx_dataset=path, system_prompt="", max_prompt_length=40, max_response_length=6)
-    return utils.load_supervised(args, tokenizer, [7, tokenizer.eos_token_id]), tokenizer
+    return utils.load_supervised(args, tokenizer, [tokenizer.eos_token_id, 7]), tokenizer
 
 
 def test_load_supervised(tmp_path):
