@@ -1362,8 +1362,6 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args, inside: str 
             prompt, reference = conversation(where, prompt, row.get("tgt"))
             answer = reference if answer_column == "tgt" else answer
         text, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
-        if not query:
-            fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
         if len(query) > args.max_prompt_length:
             fail(f"{where}: the prompt has {len(query)} tokens, over --max_prompt_length {args.max_prompt_length}")
         if answer_for and (answer is None or not str(answer).strip()):
@@ -1409,9 +1407,7 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
             prompt, text = prompt[:-1], last.get("content")
         if not isinstance(text, str) or not text.strip():
             fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
-        query = encode_prompt(where, prompt, tokenizer, args.system_prompt)[1]
-        if not query:
-            fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
+        _, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
         response = [*encode_text(where, text, tokenizer, special=False), stop_ids[0]]
         for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
             if len(ids) > getattr(args, option):
@@ -1440,15 +1436,18 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[st
         bos = tokenizer.bos_token or ""  # the text may bring its own
         text = (f"{system_prompt}\n" if system_prompt else "") + prompt.removeprefix(bos)
         text = bos + text if prompt.startswith(bos) else text
-        return text, encode_text(where, text, tokenizer)
-    messages = [{"role": "user", "content": prompt}] if is_text else prompt
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs of their own and raise whatever they like
-        fail(f"{where}: the chat template of --model refuses it ({first_line(error)})")
-    return text, encode_text(where, text, tokenizer, special=False)  # the template wrote the special tokens
+    else:
+        messages = [{"role": "user", "content": prompt}] if is_text else prompt
+        if system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs of their own and raise whatever they like
+            fail(f"{where}: the chat template of --model refuses it ({first_line(error)})")
+    ids = encode_text(where, text, tokenizer, special=tokenizer.chat_template is None)  # else the template wrote them
+    if not ids:
+        fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
+    return text, ids
 
 
 def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[int]:
