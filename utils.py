@@ -1142,11 +1142,11 @@ def arithmetic_rows(split: str, size: int) -> list[dict]:
     numbers = random.Random(f"arithmetic {split}")
     rows = []
     while len(rows) < size:
-        prompt = f"{numbers.randint(100, 999)}+{numbers.randint(100, 999)}="
+        first, second = numbers.randint(100, 999), numbers.randint(100, 999)
+        prompt = f"{first}+{second}="
         held_out = zlib.crc32(prompt.encode()) % 10 == 0
         if held_out == (split == "test"):
-            first, second = prompt[:-1].split("+")
-            rows.append({"prompt": prompt, "answer": str(int(first) + int(second))})
+            rows.append({"prompt": prompt, "answer": str(first + second)})
     return rows
 
 
@@ -1242,18 +1242,16 @@ def read_file(flag: str, name: str) -> list[dict]:
             fail(f"{flag} {name}: not a readable parquet file ({first_line(error)})")
     if not name.endswith((".jsonl", ".json")):
         fail(f"{flag} {name}: a file has to end in .jsonl, .json or .parquet")
-    try:
-        with open(name, "rb") as file:
-            text = file.read()
-    except OSError as error:
-        fail(f"{flag} {name}: could not be read ({first_line(error)})")
     rows, line = [], 0
     try:
-        if name.endswith(".json"):
-            rows = json.loads(text)
-        else:
-            for line, item in enumerate(text.split(b"\n"), 1):  # noqa: B007
-                rows += [json.loads(item)] if item.strip() else []
+        with open(name, "rb") as file:
+            if name.endswith(".json"):
+                rows = json.load(file)
+            else:
+                for line, item in enumerate(file, 1):  # noqa: B007
+                    rows += [json.loads(item)] if item.strip() else []
+    except OSError as error:
+        fail(f"{flag} {name}: could not be read ({first_line(error)})")
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         fail(f"{flag} {name}: line {line or getattr(error, 'lineno', 1)} is not valid JSON ({first_line(error)})")
     if not isinstance(rows, list):
