@@ -2312,10 +2312,7 @@ CURVES = {  # what curves.png shows, as far as a run has it
 
 def plot_curves(folders: list[str], path: str) -> None:
     """Draw the curves of one or several runs into a picture, one line a run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     runs = {os.path.basename(os.path.normpath(f)): read_jsonl(os.path.join(f, "metrics.jsonl")) for f in folders}
     keys = [k for k in CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
@@ -2323,7 +2320,8 @@ def plot_curves(folders: list[str], path: str) -> None:
         return
     columns = min(3, len(keys))
     lines = math.ceil(len(keys) / columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.9 * lines), squeeze=False)
+    figure = Figure((4.2 * columns, 2.9 * lines), layout="tight")
+    axes = figure.subplots(lines, columns, squeeze=False)
     for axis in axes.flat[len(keys) :]:
         axis.axis("off")
     for axis, key in zip(axes.flat, keys):
@@ -2338,9 +2336,7 @@ def plot_curves(folders: list[str], path: str) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     if len(runs) > 1:
         axes.flat[0].legend(fontsize=8)
-    figure.tight_layout()
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def length_statistics(lengths: list[int]) -> str:
