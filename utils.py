@@ -2154,20 +2154,13 @@ class Run:
     progress: tqdm | None = None  # the process's one bar: `fail` ends it, too
 
     def __init__(
-        self,
-        folder: str,
-        args,
-        script: str,
-        world: World,
-        total_steps: int,
-        resumed: dict | None,
-        data: dict[str, list[int]],
+        self, folder: str, args, script: str, world: World, total_steps: int, resumed: dict | None, data: dict
     ):
         """
         Args:
             script: the file that runs.
             resumed: the state of the checkpoint that the run goes on from; lines that it does not know are dropped.
-            data: the lengths, in tokens, of what the run reads, by name.
+            data: the lengths, in tokens, of what the run reads: {name: [int]}.
         """
         self.folder, self.world, self.wandb, self.shown = folder, world, None, {}
         self.watchdog = Watchdog(world) if world.size > 1 else None
@@ -2187,14 +2180,9 @@ class Run:
             with open(f"{path}.tmp", "w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in kept)
             os.replace(f"{path}.tmp", path)
+        about = {"versions": versions(), "git_commit": git_commit(), "ranks": world.size}
         with open(os.path.join(folder, "args.json"), "w") as file:
-            about = {
-                "script": os.path.basename(script),
-                "versions": versions(),
-                "git_commit": git_commit(),
-                "ranks": world.size,
-            }
-            json.dump({"args": asdict(args), **about}, file, indent=2)
+            json.dump({"args": asdict(args), "script": os.path.basename(script), **about}, file, indent=2)
         if args.track:
             import wandb
 
