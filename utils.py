@@ -2013,7 +2013,8 @@ def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, ke
 
     def write(path: str) -> None:
         torch.save(random_state(), os.path.join(path, f"random_state_{world.rank}.pt"))
-        own, pieces = take_sharded(state)
+        pieces: dict[str, torch.Tensor] = {}
+        own = take_sharded(state, pieces)
         if pieces:
             write_sharded(path, pieces)
         for name, each in {"": model, **others}.items():
@@ -2096,18 +2097,14 @@ class Stored:
     key: str
 
 
-def take_sharded(state, key: str = "") -> tuple:
-    """Replace the sharded tensors in nested dicts by {"sharded": key}, which `load_checkpoint` knows; and {key: tensor}
-    of those."""
+def take_sharded(state, pieces: dict[str, torch.Tensor], key: str = ""):
+    """Nested dicts, with each sharded tensor moved to `pieces` and {"sharded": its key there} in its place."""
     if isinstance(state, DTensor):
-        return {"sharded": key}, {key: state}
+        pieces[key] = state
+        return {"sharded": key}
     if not isinstance(state, dict):
-        return state, {}
-    own, pieces = {}, {}
-    for name, x in state.items():
-        own[name], more = take_sharded(x, f"{key}.{name}" if key else str(name))
-        pieces |= more
-    return own, pieces
+        return state
+    return {name: take_sharded(x, pieces, f"{key}.{name}" if key else str(name)) for name, x in state.items()}
 
 
 def write_sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
