@@ -1675,7 +1675,7 @@ class Rewards:
         import requests
 
         others = sorted({column for row in rows for column in row} - {"prompt", "query", "answer"})
-        as_json = functools.partial(json.dumps, default=str)
+        as_json, headers = functools.partial(json.dumps, default=str), {"Content-Type": "application/json"}
         self.failures.pop(url, None)
 
         def ask(start: int) -> list[float]:
@@ -1689,9 +1689,7 @@ class Rewards:
             for wait in (1, 2, 4, 8, 0):
                 try:
                     transient = True  # another try may do better
-                    answer = requests.post(
-                        url, data, headers={"Content-Type": "application/json"}, timeout=self.timeout
-                    )
+                    answer = requests.post(url, data, headers=headers, timeout=self.timeout)
                     transient = answer.status_code == 429 or answer.status_code >= 500
                     if not answer.ok:
                         with contextlib.suppress(KeyError, ValueError):  # it may be a date
@@ -1900,6 +1898,7 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, object]:
 def batch_metrics(batch) -> dict[str, float]:
     """What a Batch says of itself: lengths, stops, correctness, and each reward source."""
     correct = correct_responses(batch)
+    verified = {name: part for name, part in batch.parts.items() if not is_reward_model(name)}
     present = lambda part: part[part.isfinite()]
     std = lambda part: present(part).std().item() if len(present(part)) > 1 else math.nan
     return {
@@ -1909,11 +1908,7 @@ def batch_metrics(batch) -> dict[str, float]:
         "val/missing_scores": int(sum(part.isnan() for part in batch.parts.values()).count_nonzero()),
         **{f"reward/{name}": part.nanmean().item() for name, part in batch.parts.items()},
         **{f"reward_std/{name}": std(part) for name, part in batch.parts.items()},
-        **{
-            f"reward_correct/{name}": (part >= 1).double().mean().item()
-            for name, part in batch.parts.items()
-            if not is_reward_model(name)
-        },
+        **{f"reward_correct/{name}": (part >= 1).double().mean().item() for name, part in verified.items()},
     }
 
 
@@ -2434,9 +2429,8 @@ class Sums:
 
     def max(self, **tensors: torch.Tensor) -> None:
         for name, x in tensors.items():  # an empty micro-batch has none; 0 is below every value that is asked for
-            self.largest[name] = torch.cat(
-                [x.detach().flatten().double(), self.largest.get(name, x.new_zeros(1))]
-            ).amax(0, True)
+            before = self.largest.get(name, x.new_zeros(1))
+            self.largest[name] = torch.cat([x.detach().flatten().double(), before]).amax(0, True)
 
     def totals(self) -> dict[str, float]:
         """{name: sum over all ranks} and {"max_" + name: largest over all ranks}; NaN for what was never added."""
