@@ -1504,31 +1504,32 @@ def is_server(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-class _Worker:
-    """One `scripts/verifier.py` process: a line of JSON goes in, lines of JSON come out."""
+def worker_count() -> int:
+    """How many processes of its own a rank has for checking answers."""
+    return max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
-    def __init__(self, names: tuple[str, ...], timeout: float):
-        self.process = subprocess.Popen(
-            [sys.executable, os.path.join(ROOT, "scripts", "verifier.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C at the terminal is for the trainer
-        )
+
+class Worker:
+    """A process of a script in scripts/: a line of JSON goes in, lines of JSON come out."""
+
+    def __init__(self, script: str, *words: str):
+        command, pipe = [sys.executable, os.path.join(ROOT, "scripts", script), *words], subprocess.PIPE
+        # In a session of its own: a Ctrl-C at the terminal is for the trainer.
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
         self.lines: queue.Queue = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.send({"load": names, "timeout": timeout})
 
     def _read(self) -> None:
         for line in self.process.stdout:
             self.lines.put(line)
         self.lines.put(None)
 
-    def send(self, message: dict) -> None:
+    def send(self, message) -> None:
         with contextlib.suppress(BrokenPipeError):  # that the process has died is seen when its answer is read
             self.process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self.process.stdin.flush()
 
-    def receive(self, timeout: float) -> dict:
+    def receive(self, timeout: float):
         """The next answer; where none comes, {"error": why, "dead": True}, and the process is ended."""
         try:
             line = self.lines.get(timeout=timeout)
@@ -1570,18 +1571,17 @@ class Rewards:
         self.names, self.timeout = names, timeout
         self.failures: dict[str, str] = {}  # the last failure of each source, for messages
         self.models: dict[str, tuple] = {}  # name: ScalarModel, and what its score is shifted and scaled by
-        checkers = tuple(name for name in names if not is_reward_model(name) and not is_server(name))
+        self.checkers = tuple(name for name in names if not is_reward_model(name) and not is_server(name))
         for name in names:
             path, _, function = name.rpartition(":")
-            if name in checkers and name not in BUILTIN_REWARDS:
+            if name in self.checkers and name not in BUILTIN_REWARDS:
                 if not function.isidentifier():
                     fail(f"--reward {name}: a function is named as path/to/file.py:function")
                 if not os.path.isfile(path):
                     fail(f"--reward {name}: there is no file {path}")
             elif is_reward_model(name):
                 self._check_model(name, tokenizer)
-        count = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        self.checkers, self.workers = checkers, [_Worker(checkers, timeout) for _ in range(count if checkers else 0)]
+        self.workers = [self._start() for _ in range(worker_count() if self.checkers else 0)]
         atexit.register(self.close)
         for warning in {self._await_loaded(worker) for worker in self.workers} - {None}:
             warn(f"--reward: {warning}")
@@ -1622,7 +1622,12 @@ class Rewards:
                 sharding.shard(model, beside=not sharding.rewards, rewards=True)
             self.models[name] = (model, shift, divisor)
 
-    def _await_loaded(self, worker: _Worker) -> str | None:
+    def _start(self) -> Worker:
+        worker = Worker("verifier.py")
+        worker.send({"load": self.checkers, "timeout": self.timeout})
+        return worker
+
+    def _await_loaded(self, worker: Worker) -> str | None:
         """What a worker warns of once it has loaded its sources, if anything."""
         answer = worker.receive(timeout=300.0)  # importing may take long on a busy file system
         if "error" in answer:
@@ -1747,7 +1752,7 @@ class Rewards:
                     answer["scores"] = [None] * (1 if name in BUILTIN_REWARDS else len(rest))
                 scores += [math.nan if x is None or not math.isfinite(x) else x for x in answer["scores"]]
             if "dead" in answer:
-                self.workers[index] = _Worker(self.checkers, self.timeout)
+                self.workers[index] = self._start()
                 self._await_loaded(self.workers[index])
         return scores
 
