@@ -1614,9 +1614,7 @@ class Rewards:
             mean, std = (getattr(model.model.config, key, None) for key in ("score_mean", "score_std"))
             shift, divisor = {"raw": (0.0, 1.0), "centred": (mean, 1.0), "standardized": (mean, std)}[scale]
             if shift is None or not divisor:
-                fail(
-                    f"--reward_model_scale {scale}: the config of {name} carries no score_mean or no score_std above 0"
-                )
+                fail(f"--reward_model_scale {scale}: the config of {name} has no score_mean or no score_std above 0")
             model.requires_grad_(False)
             if sharding is not None:
                 sharding.shard(model, beside=not sharding.rewards, rewards=True)
@@ -2306,10 +2304,8 @@ def plot_curves(folders: list[str], path: str) -> None:
     columns = min(3, len(keys))
     lines = math.ceil(len(keys) / columns)
     figure = Figure((4.2 * columns, 2.9 * lines), layout="tight")
-    axes = figure.subplots(lines, columns, squeeze=False)
-    for axis in axes.flat[len(keys) :]:
-        axis.axis("off")
-    for axis, key in zip(axes.flat, keys):
+    for place, key in enumerate(keys, 1):
+        axis = figure.add_subplot(lines, columns, place)
         for number, (name, rows) in enumerate(runs.items()):
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             if points:
@@ -2320,7 +2316,7 @@ def plot_curves(folders: list[str], path: str) -> None:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     if len(runs) > 1:
-        axes.flat[0].legend(fontsize=8)
+        figure.axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=130)
 
 
