@@ -536,7 +536,7 @@ def check_can_read(flag: str, name: str, tokenizer) -> None:
         fail(f"{about} has {len(theirs)} tokens, that of --model {len(ours)}")
     different = sorted(token for token, index in ours.items() if theirs.get(token) != index)
     if different:
-        fail(f"{about} gives other ids to {len(different)} of its {len(ours)} tokens, such as {different[0]!r}")
+        fail(f"{about} gives other ids to {len(different)} of the {len(ours)} tokens, such as {different[0]!r}")
 
 
 def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
@@ -2309,8 +2309,8 @@ def plot_curves(folders: list[str], path: str) -> None:
         for number, (name, rows) in enumerate(runs.items()):
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             if points:
-                look = {"color": f"C{number % 10}", "marker": "o" if len(points) < 20 else None}
-                axis.plot(*zip(*points), **look, markersize=3, linewidth=1.4, label=name)
+                marker = "o" if len(points) < 20 else None
+                axis.plot(*zip(*points), color=f"C{number}", marker=marker, markersize=3, linewidth=1.4, label=name)
         axis.set_title(CURVES[key], fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)

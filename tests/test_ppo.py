@@ -510,7 +510,7 @@ def test_check_can_read(tmp_path, capsys):
     begin = f"error: --value_model {tmp_path}: cannot read what --model writes: its vocabulary"
     assert refused() == f"{begin} has {len(theirs)} tokens, that of --model {len(ours)}\n"
     ours.add_tokens(["<less>"])
-    assert refused() == f"{begin} gives other ids to 1 of its {len(ours)} tokens, such as '<less>'\n"
+    assert refused() == f"{begin} gives other ids to 1 of the {len(ours)} tokens, such as '<less>'\n"
 
 
 REFUSED = {
