@@ -1574,13 +1574,13 @@ class Rewards:
         self.checkers = tuple(name for name in names if not is_reward_model(name) and not is_server(name))
         for name in names:
             path, _, function = name.rpartition(":")
-            if name in self.checkers and name not in BUILTIN_REWARDS:
+            if is_reward_model(name):
+                self._check_model(name, tokenizer)
+            elif name in self.checkers and name not in BUILTIN_REWARDS:
                 if not function.isidentifier():
                     fail(f"--reward {name}: a function is named as path/to/file.py:function")
                 if not os.path.isfile(path):
                     fail(f"--reward {name}: there is no file {path}")
-            elif is_reward_model(name):
-                self._check_model(name, tokenizer)
         self.workers = [self._start() for _ in range(worker_count() if self.checkers else 0)]
         atexit.register(self.close)
         for warning in {self._await_loaded(worker) for worker in self.workers} - {None}:
@@ -1732,16 +1732,11 @@ class Rewards:
         """Scores from worker `index`. If it gets stuck or dies, a new one takes its place and goes on after that."""
         scores: list[float] = []
         while len(scores) < len(responses):
-            worker, rest = self.workers[index], rows[len(scores) :]
+            worker, rest, texts = self.workers[index], rows[len(scores) :], responses[len(scores) :]
+            question = {"reward": name, "prompts": [row["prompt"] for row in rest], "responses": texts}
             columns = sorted({column for row in rest for column in row} - {"prompt", "query"})
-            worker.send(
-                {
-                    "reward": name,
-                    "prompts": [row["prompt"] for row in rest],
-                    "responses": responses[len(scores) :],
-                    "columns": {column: [row.get(column) for row in rest] for column in columns},
-                }
-            )
+            question["columns"] = {column: [row.get(column) for row in rest] for column in columns}
+            worker.send(question)
             answer: dict = {}
             while len(scores) < len(responses) and "dead" not in answer:
                 answer = worker.receive(self.timeout)
