@@ -113,20 +113,16 @@ class Scorer:
     def __init__(self, args: Args, world: utils.World):
         self.tokenizer, self.limit = None, math.inf
         self.weights = dict(zip(args.reward, args.reward_weights or (1.0,) * len(args.reward)))
-        model = next(filter(utils.is_reward_model, args.reward), "")
+        model = next(filter(utils.is_reward_model, args.reward), "")  # the first one, whose tokenizer is that of all
         # Of any other name, Rewards says that there is no such source.
         if os.path.isdir(model) or model.count("/") == 1 and not model.endswith(".py"):
-            self._load_tokenizer(model, args.stop_token)
+            self.tokenizer = utils.read_tokenizer("--reward", model)
+            self.stop_ids = utils.stop_token_ids(self.tokenizer, model, args.stop_token)
         self.rewards = utils.Rewards(args.reward, args.reward_timeout, self.tokenizer)
         stored, _, _, autocast = utils.precision(args.precision, world.device)
         self.rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens)
         for scalar, *_ in self.rewards.models.values():
             self.limit = min(self.limit, getattr(scalar.model.config, "max_position_embeddings", None) or math.inf)
-
-    def _load_tokenizer(self, name: str, stop_token: str) -> None:
-        """The tokenizer of the (first) reward model and its stop tokens."""
-        self.tokenizer = utils.read_tokenizer("--reward", name)
-        self.stop_ids = utils.stop_token_ids(self.tokenizer, name, stop_token)
 
     def _encode(self, where: str, prompt, response: str) -> tuple[list[int], list[int]]:
         """Token ids of prompt and response as reward_model.py makes them."""
