@@ -262,7 +262,6 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         token; "margin": float, 0 if the row has none; "subset": text or None}
     """
     rows = arithmetic_pairs(split) if name == "arithmetic" else utils.read_rows(flag, name, split)
-    stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
     pairs, too_long = [], []
     for number, row in enumerate(rows, 1):
         where = f"{flag} {name} row {number}"
@@ -275,7 +274,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
             if prompt is not None:
                 pair["prompt"], query = utils.encode_prompt(where, prompt, tokenizer, args.system_prompt)
             ids = query + utils.encode_text(where, text, tokenizer, special=prompt is None)
-            pair |= {side: ids if ids[-1] in stop_ids else [*ids, stop_id], f"{side}_text": text}
+            pair |= {side: ids if ids[-1] in stop_ids else [*ids, stop_ids[0]], f"{side}_text": text}
         longest = max(len(pair["chosen"]), len(pair["rejected"]))
         if longest > args.max_length:
             too_long.append((number, longest))

@@ -410,14 +410,20 @@ class Watchdog:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def load_tokenizer(name: str, pad_token: str):
-    """The tokenizer of `--model`, padding on the left; ends the run where there is none or it has no pad token."""
+def read_tokenizer(flag: str, name: str):
+    """A model's tokenizer, padding on the left; ends the run where there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except (OSError, ValueError, KeyError, ImportError) as error:
-        fail(f"--model {name}: no tokenizer could be loaded from it ({first_line(error)})")
+        fail(f"{flag} {name}: no tokenizer could be loaded from it ({first_line(error)})")
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
-        fail(f"--model {name}: has no tokenizer")
+        fail(f"{flag} {name}: has no tokenizer")
+    return tokenizer
+
+
+def load_tokenizer(name: str, pad_token: str):
+    """The tokenizer of `--model`; ends the run where it has no pad token."""
+    tokenizer = read_tokenizer("--model", name)
     if pad_token:
         pad_token = tokenizer.eos_token if pad_token == "eos" else pad_token
         if pad_token is None or tokenizer.convert_tokens_to_ids(pad_token) in (None, tokenizer.unk_token_id):
@@ -429,7 +435,8 @@ def load_tokenizer(name: str, pad_token: str):
 
 
 def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
-    """The ids that end a response: every end token of the tokenizer and the model ("eos"), or one named token."""
+    """The ids that end a response: every end token of the tokenizer, which comes first, and the model ("eos"), or one
+    named token."""
     if stop_token == "eos":
         try:
             configured = GenerationConfig.from_pretrained(model_name).eos_token_id
@@ -438,7 +445,7 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
         ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
         if not ids:
             fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
-        return sorted(ids)
+        return sorted(ids, key=lambda token: (token != tokenizer.eos_token_id, token))
     ids = tokenizer.encode(stop_token, add_special_tokens=False)
     if len(ids) != 1:
         fail(f"--stop_token {stop_token!r}: has to be exactly one token of the tokenizer, this is {len(ids)}")
@@ -529,21 +536,15 @@ def scalar_config(flag: str, name: str) -> tuple:
     return config, trained
 
 
-def check_same_vocabulary(tokenizer, other) -> None:
-    """Check that two tokenizers give every token the same id, so that one model can read what the other wrote.
-
-    Raises:
-        ValueError: says which sizes, or which tokens, differ.
-    """
-    ours, theirs = tokenizer.get_vocab(), other.get_vocab()
+def check_can_read(flag: str, name: str, tokenizer) -> None:
+    """End the run unless a model's tokenizer gives every token the id that the policy's `tokenizer` gives it."""
+    ours, theirs = tokenizer.get_vocab(), read_tokenizer(flag, name).get_vocab()
+    about = f"{flag} {name}: cannot read what --model writes: its vocabulary"
     if len(ours) != len(theirs):
-        raise ValueError(f"its vocabulary has {len(theirs)} tokens, that of --model {len(ours)}")
+        fail(f"{about} has {len(theirs)} tokens, that of --model {len(ours)}")
     different = sorted(token for token, index in ours.items() if theirs.get(token) != index)
     if different:
-        raise ValueError(
-            f"its vocabulary and that of --model have {len(ours)} tokens each, but {len(different)} of them have other "
-            f"ids, such as {different[0]!r}"
-        )
+        fail(f"{about} gives other ids to {len(different)} of the {len(ours)} tokens, such as {different[0]!r}")
 
 
 def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
@@ -559,14 +560,6 @@ def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, for a one-line report."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def check_can_read(flag: str, name: str, tokenizer) -> None:
-    """End the run if a model does not share the vocabulary of the policy's tokenizer."""
-    try:
-        check_same_vocabulary(tokenizer, AutoTokenizer.from_pretrained(name))
-    except (OSError, ValueError, KeyError) as error:
-        fail(f"{flag} {name}: cannot read what --model writes: {first_line(error)}")
 
 
 class Optimizer:
@@ -1167,11 +1160,11 @@ def arithmetic_rows(split: str, size: int) -> list[dict]:
     numbers = random.Random(f"arithmetic {split}")
     rows = []
     while len(rows) < size:
-        prompt = f"{numbers.randint(100, 999)}+{numbers.randint(100, 999)}="
+        first, second = numbers.randint(100, 999), numbers.randint(100, 999)
+        prompt = f"{first}+{second}="
         held_out = zlib.crc32(prompt.encode()) % 10 == 0
         if held_out == (split == "test"):
-            first, second = prompt[:-1].split("+")
-            rows.append({"prompt": prompt, "answer": str(int(first) + int(second))})
+            rows.append({"prompt": prompt, "answer": str(first + second)})
     return rows
 
 
@@ -1267,18 +1260,16 @@ def read_file(flag: str, name: str) -> list[dict]:
             fail(f"{flag} {name}: not a readable parquet file ({first_line(error)})")
     if not name.endswith((".jsonl", ".json")):
         fail(f"{flag} {name}: a file has to end in .jsonl, .json or .parquet")
-    try:
-        with open(name, "rb") as file:
-            text = file.read()
-    except OSError as error:
-        fail(f"{flag} {name}: could not be read ({first_line(error)})")
     rows, line = [], 0
     try:
-        if name.endswith(".json"):
-            rows = json.loads(text)
-        else:
-            for line, item in enumerate(text.split(b"\n"), 1):  # noqa: B007
-                rows += [json.loads(item)] if item.strip() else []
+        with open(name, "rb") as file:
+            if name.endswith(".json"):
+                rows = json.load(file)
+            else:
+                for line, item in enumerate(file, 1):  # noqa: B007
+                    rows += [json.loads(item)] if item.strip() else []
+    except OSError as error:
+        fail(f"{flag} {name}: could not be read ({first_line(error)})")
     except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
         fail(f"{flag} {name}: line {line or getattr(error, 'lineno', 1)} is not valid JSON ({first_line(error)})")
     if not isinstance(rows, list):
@@ -1387,8 +1378,6 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args, inside: str 
             prompt, reference = conversation(where, prompt, row.get("tgt"))
             answer = reference if answer_column == "tgt" else answer
         text, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
-        if not query:
-            fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
         if len(query) > args.max_prompt_length:
             fail(f"{where}: the prompt has {len(query)} tokens, over --max_prompt_length {args.max_prompt_length}")
         if answer_for and (answer is None or not str(answer).strip()):
@@ -1421,7 +1410,6 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
 
     The text stands in the answer column, or is the last turn of messages; it ends with the stop token.
     """
-    stop_id = tokenizer.eos_token_id if tokenizer.eos_token_id in stop_ids else stop_ids[0]
     flag, name, rows = "--ptx_dataset", args.ptx_dataset, []
     for number, row in enumerate(read_rows(flag, name, "train"), 1):
         where = f"{flag} {name} row {number}"
@@ -1435,10 +1423,8 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
             prompt, text = prompt[:-1], last.get("content")
         if not isinstance(text, str) or not text.strip():
             fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
-        query = encode_prompt(where, prompt, tokenizer, args.system_prompt)[1]
-        if not query:
-            fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
-        response = [*encode_text(where, text, tokenizer, special=False), stop_id]
+        _, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
+        response = [*encode_text(where, text, tokenizer, special=False), stop_ids[0]]
         for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
             if len(ids) > getattr(args, option):
                 fail(f"{where}: has {len(ids)} tokens, over --{option} {getattr(args, option)}")
@@ -1466,15 +1452,18 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[st
         bos = tokenizer.bos_token or ""  # the text may bring its own
         text = (f"{system_prompt}\n" if system_prompt else "") + prompt.removeprefix(bos)
         text = bos + text if prompt.startswith(bos) else text
-        return text, encode_text(where, text, tokenizer)
-    messages = [{"role": "user", "content": prompt}] if is_text else prompt
-    if system_prompt and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs of their own and raise whatever they like
-        fail(f"{where}: the chat template of --model refuses it ({first_line(error)})")
-    return text, encode_text(where, text, tokenizer, special=False)  # the template wrote the special tokens
+    else:
+        messages = [{"role": "user", "content": prompt}] if is_text else prompt
+        if system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # templates are programs of their own and raise whatever they like
+            fail(f"{where}: the chat template of --model refuses it ({first_line(error)})")
+    ids = encode_text(where, text, tokenizer, special=tokenizer.chat_template is None)  # else the template wrote them
+    if not ids:
+        fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
+    return text, ids
 
 
 def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[int]:
@@ -1533,31 +1522,32 @@ def is_server(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-class _Worker:
-    """One `scripts/verifier.py` process: a line of JSON goes in, lines of JSON come out."""
+def worker_count() -> int:
+    """How many processes of its own a rank has for checking answers."""
+    return max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
-    def __init__(self, names: tuple[str, ...], timeout: float):
-        self.process = subprocess.Popen(
-            [sys.executable, os.path.join(ROOT, "scripts", "verifier.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # a Ctrl-C at the terminal is for the trainer
-        )
+
+class Worker:
+    """A process of a script in scripts/: a line of JSON goes in, lines of JSON come out."""
+
+    def __init__(self, script: str, *words: str):
+        command, pipe = [sys.executable, os.path.join(ROOT, "scripts", script), *words], subprocess.PIPE
+        # In a session of its own: a Ctrl-C at the terminal is for the trainer.
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
         self.lines: queue.Queue = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self.send({"load": names, "timeout": timeout})
 
     def _read(self) -> None:
         for line in self.process.stdout:
             self.lines.put(line)
         self.lines.put(None)
 
-    def send(self, message: dict) -> None:
+    def send(self, message) -> None:
         with contextlib.suppress(BrokenPipeError):  # that the process has died is seen when its answer is read
             self.process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self.process.stdin.flush()
 
-    def receive(self, timeout: float) -> dict:
+    def receive(self, timeout: float):
         """The next answer; where none comes, {"error": why, "dead": True}, and the process is ended."""
         try:
             line = self.lines.get(timeout=timeout)
@@ -1599,18 +1589,17 @@ class Rewards:
         self.names, self.timeout = names, timeout
         self.failures: dict[str, str] = {}  # the last failure of each source, for messages
         self.models: dict[str, tuple] = {}  # name: ScalarModel, and what its score is shifted and scaled by
-        checkers = tuple(name for name in names if not is_reward_model(name) and not is_server(name))
+        self.checkers = tuple(name for name in names if not is_reward_model(name) and not is_server(name))
         for name in names:
             path, _, function = name.rpartition(":")
-            if name in checkers and name not in BUILTIN_REWARDS:
+            if is_reward_model(name):
+                self._check_model(name, tokenizer)
+            elif name in self.checkers and name not in BUILTIN_REWARDS:
                 if not function.isidentifier():
                     fail(f"--reward {name}: a function is named as path/to/file.py:function")
                 if not os.path.isfile(path):
                     fail(f"--reward {name}: there is no file {path}")
-            elif is_reward_model(name):
-                self._check_model(name, tokenizer)
-        count = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        self.checkers, self.workers = checkers, [_Worker(checkers, timeout) for _ in range(count if checkers else 0)]
+        self.workers = [self._start() for _ in range(worker_count() if self.checkers else 0)]
         atexit.register(self.close)
         for warning in {self._await_loaded(worker) for worker in self.workers} - {None}:
             warn(f"--reward: {warning}")
@@ -1643,15 +1632,18 @@ class Rewards:
             mean, std = (getattr(model.model.config, key, None) for key in ("score_mean", "score_std"))
             shift, divisor = {"raw": (0.0, 1.0), "centred": (mean, 1.0), "standardized": (mean, std)}[scale]
             if shift is None or not divisor:
-                fail(
-                    f"--reward_model_scale {scale}: the config of {name} carries no score_mean or no score_std above 0"
-                )
+                fail(f"--reward_model_scale {scale}: the config of {name} has no score_mean or no score_std above 0")
             model.requires_grad_(False)
             if sharding is not None:
                 sharding.shard(model, beside=not sharding.rewards, rewards=True)
             self.models[name] = (model, shift, divisor)
 
-    def _await_loaded(self, worker: _Worker) -> str | None:
+    def _start(self) -> Worker:
+        worker = Worker("verifier.py")
+        worker.send({"load": self.checkers, "timeout": self.timeout})
+        return worker
+
+    def _await_loaded(self, worker: Worker) -> str | None:
         """What a worker warns of once it has loaded its sources, if anything."""
         answer = worker.receive(timeout=300.0)  # importing may take long on a busy file system
         if "error" in answer:
@@ -1704,7 +1696,7 @@ class Rewards:
         import requests
 
         others = sorted({column for row in rows for column in row} - {"prompt", "query", "answer"})
-        as_json = functools.partial(json.dumps, default=str)
+        as_json, headers = functools.partial(json.dumps, default=str), {"Content-Type": "application/json"}
         self.failures.pop(url, None)
 
         def ask(start: int) -> list[float]:
@@ -1718,9 +1710,7 @@ class Rewards:
             for wait in (1, 2, 4, 8, 0):
                 try:
                     transient = True  # another try may do better
-                    answer = requests.post(
-                        url, data, headers={"Content-Type": "application/json"}, timeout=self.timeout
-                    )
+                    answer = requests.post(url, data, headers=headers, timeout=self.timeout)
                     transient = answer.status_code == 429 or answer.status_code >= 500
                     if not answer.ok:
                         with contextlib.suppress(KeyError, ValueError):  # it may be a date
@@ -1760,16 +1750,11 @@ class Rewards:
         """Scores from worker `index`. If it gets stuck or dies, a new one takes its place and goes on after that."""
         scores: list[float] = []
         while len(scores) < len(responses):
-            worker, rest = self.workers[index], rows[len(scores) :]
+            worker, rest, texts = self.workers[index], rows[len(scores) :], responses[len(scores) :]
+            question = {"reward": name, "prompts": [row["prompt"] for row in rest], "responses": texts}
             columns = sorted({column for row in rest for column in row} - {"prompt", "query"})
-            worker.send(
-                {
-                    "reward": name,
-                    "prompts": [row["prompt"] for row in rest],
-                    "responses": responses[len(scores) :],
-                    "columns": {column: [row.get(column) for row in rest] for column in columns},
-                }
-            )
+            question["columns"] = {column: [row.get(column) for row in rest] for column in columns}
+            worker.send(question)
             answer: dict = {}
             while len(scores) < len(responses) and "dead" not in answer:
                 answer = worker.receive(self.timeout)
@@ -1778,7 +1763,7 @@ class Rewards:
                     answer["scores"] = [None] * (1 if name in BUILTIN_REWARDS else len(rest))
                 scores += [math.nan if x is None or not math.isfinite(x) else x for x in answer["scores"]]
             if "dead" in answer:
-                self.workers[index] = _Worker(self.checkers, self.timeout)
+                self.workers[index] = self._start()
                 self._await_loaded(self.workers[index])
         return scores
 
@@ -1929,6 +1914,7 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, object]:
 def batch_metrics(batch) -> dict[str, float]:
     """What a Batch says of itself: lengths, stops, correctness, and each reward source."""
     correct = correct_responses(batch)
+    verified = {name: part for name, part in batch.parts.items() if not is_reward_model(name)}
     present = lambda part: part[part.isfinite()]
     std = lambda part: present(part).std().item() if len(present(part)) > 1 else math.nan
     return {
@@ -1938,11 +1924,7 @@ def batch_metrics(batch) -> dict[str, float]:
         "val/missing_scores": int(sum(part.isnan() for part in batch.parts.values()).count_nonzero()),
         **{f"reward/{name}": part.nanmean().item() for name, part in batch.parts.items()},
         **{f"reward_std/{name}": std(part) for name, part in batch.parts.items()},
-        **{
-            f"reward_correct/{name}": (part >= 1).double().mean().item()
-            for name, part in batch.parts.items()
-            if not is_reward_model(name)
-        },
+        **{f"reward_correct/{name}": (part >= 1).double().mean().item() for name, part in verified.items()},
     }
 
 
@@ -2042,7 +2024,8 @@ def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, ke
 
     def write(path: str) -> None:
         torch.save(random_state(), os.path.join(path, f"random_state_{world.rank}.pt"))
-        own, pieces = take_sharded(state)
+        pieces: dict[str, torch.Tensor] = {}
+        own = take_sharded(state, pieces)
         if pieces:
             write_sharded(path, pieces)
         for name, each in {"": model, **others}.items():
@@ -2125,18 +2108,14 @@ class Stored:
     key: str
 
 
-def take_sharded(state, key: str = "") -> tuple:
-    """Replace the sharded tensors in nested dicts by {"sharded": key}, which `load_checkpoint` knows; and {key: tensor}
-    of those."""
+def take_sharded(state, pieces: dict[str, torch.Tensor], key: str = ""):
+    """Nested dicts, with each sharded tensor moved to `pieces` and {"sharded": its key there} in its place."""
     if isinstance(state, DTensor):
-        return {"sharded": key}, {key: state}
+        pieces[key] = state
+        return {"sharded": key}
     if not isinstance(state, dict):
-        return state, {}
-    own, pieces = {}, {}
-    for name, x in state.items():
-        own[name], more = take_sharded(x, f"{key}.{name}" if key else str(name))
-        pieces |= more
-    return own, pieces
+        return state
+    return {name: take_sharded(x, pieces, f"{key}.{name}" if key else str(name)) for name, x in state.items()}
 
 
 def write_sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
@@ -2183,20 +2162,13 @@ class Run:
     progress: tqdm | None = None  # the process's one bar: `fail` ends it, too
 
     def __init__(
-        self,
-        folder: str,
-        args,
-        script: str,
-        world: World,
-        total_steps: int,
-        resumed: dict | None,
-        data: dict[str, list[int]],
+        self, folder: str, args, script: str, world: World, total_steps: int, resumed: dict | None, data: dict
     ):
         """
         Args:
             script: the file that runs.
             resumed: the state of the checkpoint that the run goes on from; lines that it does not know are dropped.
-            data: the lengths, in tokens, of what the run reads, by name.
+            data: the lengths, in tokens, of what the run reads: {name: [int]}.
         """
         self.folder, self.world, self.wandb, self.shown = folder, world, None, {}
         self.watchdog = Watchdog(world) if world.size > 1 else None
@@ -2216,14 +2188,9 @@ class Run:
             with open(f"{path}.tmp", "w") as file:
                 file.writelines(json.dumps(row) + "\n" for row in kept)
             os.replace(f"{path}.tmp", path)
+        about = {"versions": versions(), "git_commit": git_commit(), "ranks": world.size}
         with open(os.path.join(folder, "args.json"), "w") as file:
-            about = {
-                "script": os.path.basename(script),
-                "versions": versions(),
-                "git_commit": git_commit(),
-                "ranks": world.size,
-            }
-            json.dump({"args": asdict(args), **about}, file, indent=2)
+            json.dump({"args": asdict(args), "script": os.path.basename(script), **about}, file, indent=2)
         if args.track:
             import wandb
 
@@ -2341,10 +2308,7 @@ CURVES = {  # what curves.png shows, as far as a run has it
 
 def plot_curves(folders: list[str], path: str) -> None:
     """Draw the curves of one or several runs into a picture, one line a run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     runs = {os.path.basename(os.path.normpath(f)): read_jsonl(os.path.join(f, "metrics.jsonl")) for f in folders}
     keys = [k for k in CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
@@ -2352,24 +2316,21 @@ def plot_curves(folders: list[str], path: str) -> None:
         return
     columns = min(3, len(keys))
     lines = math.ceil(len(keys) / columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.9 * lines), squeeze=False)
-    for axis in axes.flat[len(keys) :]:
-        axis.axis("off")
-    for axis, key in zip(axes.flat, keys):
+    figure = Figure((4.2 * columns, 2.9 * lines), layout="tight")
+    for place, key in enumerate(keys, 1):
+        axis = figure.add_subplot(lines, columns, place)
         for number, (name, rows) in enumerate(runs.items()):
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             if points:
-                look = {"color": f"C{number % 10}", "marker": "o" if len(points) < 20 else None}
-                axis.plot(*zip(*points), **look, markersize=3, linewidth=1.4, label=name)
+                marker = "o" if len(points) < 20 else None
+                axis.plot(*zip(*points), color=f"C{number}", marker=marker, markersize=3, linewidth=1.4, label=name)
         axis.set_title(CURVES[key], fontsize=10)
         axis.set_xlabel("step", fontsize=9)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     if len(runs) > 1:
-        axes.flat[0].legend(fontsize=8)
-    figure.tight_layout()
+        figure.axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 def length_statistics(lengths: list[int]) -> str:
@@ -2488,9 +2449,8 @@ class Sums:
 
     def max(self, **tensors: torch.Tensor) -> None:
         for name, x in tensors.items():  # an empty micro-batch has none; 0 is below every value that is asked for
-            self.largest[name] = torch.cat(
-                [x.detach().flatten().double(), self.largest.get(name, x.new_zeros(1))]
-            ).amax(0, True)
+            before = self.largest.get(name, x.new_zeros(1))
+            self.largest[name] = torch.cat([x.detach().flatten().double(), before]).amax(0, True)
 
     def totals(self) -> dict[str, float]:
         """{name: sum over all ranks} and {"max_" + name: largest over all ranks}; NaN for what was never added."""

@@ -7,7 +7,6 @@ rollout before the training and beside it.
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import platform
 import statistics
@@ -100,8 +99,7 @@ def step_seconds(model_name: str, responses: int, tokens: int, steps: int, **fla
         )  # fmt: skip
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             grpo.main(args)
-        with open(os.path.join(folder, "run", "metrics.jsonl")) as file:
-            rows = [json.loads(line) for line in file][3:]
+        rows = utils.read_jsonl(os.path.join(folder, "run", "metrics.jsonl"))[3:]
     return tuple(statistics.median(row[key] for row in rows) for key in ("time/step", "time/rollout"))
 
 

@@ -33,9 +33,7 @@ import json
 import math
 import os
 import re
-import select
 import signal
-import subprocess
 import sys
 import time
 import types
@@ -292,7 +290,7 @@ def serve_votes(timeout: float) -> None:
 
     logging.disable(logging.WARNING)  # math-verify warns at every call that its time limits are off
     group_as_mathematics(["1", "\\boxed{2}"])  # imports all there is
-    print("ready", flush=True)
+    print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, timeout + 5)  # if the caller, who kills this process, is gone
         print(json.dumps(group_as_mathematics(json.loads(line))), flush=True)
@@ -304,13 +302,12 @@ class Voters:
 
     def __init__(self, timeout: float):
         self.timeout, self.failures = timeout, 0
-        count = max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        self.processes: list[subprocess.Popen | None] = [None] * count
+        self.workers: list[utils.Worker | None] = [None] * utils.worker_count()
         atexit.register(self.close)
 
     def vote(self, prompts: list[list[str]], progress) -> list[list[str | None]]:
         """The answers of the responses to each prompt."""
-        count = len(self.processes)
+        count = len(self.workers)
         answers: list = [None] * len(prompts)
 
         def share(index: int) -> None:
@@ -324,31 +321,22 @@ class Voters:
 
     def ask(self, index: int, responses: list[str]) -> list[str | None]:
         """The answers by process `index`; by `answer_text` if it takes too long or dies, and a new one comes next."""
-        process = self.processes[index]
-        if process is None:
-            command = [sys.executable, os.path.abspath(__file__), "vote", str(self.timeout)]
-            pipe = subprocess.PIPE  # and a session of its own: a Ctrl-C at the terminal is for the caller
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
-            self.processes[index] = process
-            process.stdout.readline()
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(responses).encode() + b"\n")
-            process.stdin.flush()
-            if select.select([process.stdout], [], [], self.timeout)[0]:
-                line = process.stdout.readline()
-        if line:
-            return json.loads(line)
-        process.kill()
-        process.wait()
-        self.processes[index] = None
+        said, worker = "ready", self.workers[index]
+        if worker is None:
+            worker = self.workers[index] = utils.Worker("evaluate.py", "vote", str(self.timeout))
+            said = worker.receive(timeout=300.0)  # importing may take long on a busy file system
+        if said == "ready":
+            worker.send(responses)
+            said = worker.receive(self.timeout)
+        if isinstance(said, list):
+            return said
+        self.workers[index] = None
         self.failures += 1
         return [answer_text(response) for response in responses]
 
     def close(self) -> None:
-        for process in filter(None, self.processes):
-            process.kill()
-            process.wait()
+        for worker in filter(None, self.workers):
+            worker.kill()
 
 
 NO_ANSWERS = ("format", "code")  # sources whose responses have nothing to vote for
@@ -510,12 +498,10 @@ def main(args: Args) -> None:
     rewards = utils.Rewards(args.reward, args.reward_timeout, tokenizer)
     voters = Voters(args.reward_timeout)
 
-    dtype = torch.float64 if args.precision == "float64" else torch.float32
-    bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
-    autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
+    stored, _, half, autocast = utils.precision(args.precision, world.device)
     if args.backend == "hf":
-        model = utils.load_model("--model", args.model, dtype, world.device).requires_grad_(False).eval()
-    rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens)
+        model = utils.load_model("--model", args.model, stored, world.device).requires_grad_(False).eval()
+    rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens)
 
     # ---- generate: this rank's prompts, all n responses of each -----------------------------------------------------
     def bar(name: str, total: int) -> tqdm:
@@ -528,7 +514,7 @@ def main(args: Args) -> None:
     mine = world.deal(list(enumerate(prompts)))
     begin = time.perf_counter()
     if args.backend == "vllm":
-        responses, engine = generate_vllm(mine, stop_ids, args, n, world, "bfloat16" if bf16 else "float32")
+        responses, engine = generate_vllm(mine, stop_ids, args, n, world, "bfloat16" if half else "float32")
     else:
         progress = bar("generate", len(mine) * n)
         responses = generate_transformers(mine, model, tokenizer, stop_ids, args, n, autocast, progress)

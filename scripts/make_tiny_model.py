@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from utils import arithmetic_rows, worked_addition
+from utils import arithmetic_rows, fail, worked_addition
 
 IGNORE = -100  # label of the positions that carry no loss
 MAX_LENGTH = 512  # of a prompt and its response together
@@ -84,11 +84,6 @@ def check(args: Args) -> None:
         fail(f"--output_dir {args.output_dir}: {error.strerror}")
     if not os.access(args.output_dir, os.W_OK):
         fail(f"--output_dir {args.output_dir}: not writable")
-
-
-def fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def make_tokenizer() -> Qwen2Tokenizer:

@@ -228,7 +228,7 @@ def on_meta(flag: str, name: str) -> torch.nn.Module:
 
 def plan(args: Args, model: torch.nn.Module, reward: int = 0) -> dict[str, float]:
     """`estimate` of a run with these flags; `reward`: parameters of its reward model."""
-    count, config = sum(p.numel() for p in model.parameters()), model.config
+    count, config = utils.parameter_count(model), model.config
     scalar = count - (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size)  # a head of 1 output
     samples = args.algorithm != "reward_model"
     adapters = lora_parameters(model, args.lora_rank) if args.lora_rank else 0
@@ -329,13 +329,12 @@ def main(args: Args) -> None:
     if args.cpu_offload and args.shard != "fsdp":
         utils.fail("--cpu_offload: takes --shard fsdp")
     model = on_meta("--model", args.model)
-    count = lambda model: sum(p.numel() for p in model.parameters())
-    reward = count(on_meta("--reward_model", args.reward_model)) if args.reward_model else 0
+    reward = utils.parameter_count(on_meta("--reward_model", args.reward_model)) if args.reward_model else 0
     args = settle(args, model, reward)
     parts = plan(args, model, reward)
     where = f"{args.algorithm} on {args.gpus} GPU{'s' * (args.gpus > 1)}, --shard {args.shard}"
     where += f", {args.micro_batch_tokens:,} tokens and logits of {args.logits_chunk_tokens:,} at once"
-    print(f"{args.model}: {count(model):,} parameters, {where}; GB on each:")
+    print(f"{args.model}: {utils.parameter_count(model):,} parameters, {where}; GB on each:")
     for name, size in parts.items():
         if size:
             print(f"  {name:16}{size / 1e9:9.3g}")

@@ -20,7 +20,6 @@ The server has no password: --host 0.0.0.0 is for networks on which every machin
 
 import asyncio
 import contextlib
-import functools
 import io
 import json
 import math
@@ -40,7 +39,6 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from transformers import AutoTokenizer
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
@@ -115,29 +113,16 @@ class Scorer:
     def __init__(self, args: Args, world: utils.World):
         self.tokenizer, self.limit = None, math.inf
         self.weights = dict(zip(args.reward, args.reward_weights or (1.0,) * len(args.reward)))
-        model = next(filter(utils.is_reward_model, args.reward), "")
+        model = next(filter(utils.is_reward_model, args.reward), "")  # the first one, whose tokenizer is that of all
         # Of any other name, Rewards says that there is no such source.
         if os.path.isdir(model) or model.count("/") == 1 and not model.endswith(".py"):
-            self._load_tokenizer(model, args.stop_token)
+            self.tokenizer = utils.read_tokenizer("--reward", model)
+            self.stop_ids = utils.stop_token_ids(self.tokenizer, model, args.stop_token)
         self.rewards = utils.Rewards(args.reward, args.reward_timeout, self.tokenizer)
-        dtype = torch.float64 if args.precision == "float64" else torch.float32
-        bf16 = args.precision == "bf16" or args.precision == "auto" and world.device.type == "cuda"
-        autocast = functools.partial(torch.autocast, world.device.type, torch.bfloat16, enabled=bf16)
-        self.rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens)
+        stored, _, _, autocast = utils.precision(args.precision, world.device)
+        self.rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens)
         for scalar, *_ in self.rewards.models.values():
             self.limit = min(self.limit, getattr(scalar.model.config, "max_position_embeddings", None) or math.inf)
-
-    def _load_tokenizer(self, name: str, stop_token: str) -> None:
-        """The tokenizer of the (first) reward model and its stop tokens."""
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            utils.fail(f"--reward {name}: no tokenizer could be loaded from it ({utils.first_line(error)})")
-        if not self.tokenizer.encode("text", add_special_tokens=False):  # made up by transformers where there is none
-            utils.fail(f"--reward {name}: has no tokenizer")
-        self.stop_ids = utils.stop_token_ids(self.tokenizer, name, stop_token)
-        eos_id = self.tokenizer.eos_token_id
-        self.stop_id = eos_id if eos_id in self.stop_ids else self.stop_ids[0]
 
     def _encode(self, where: str, prompt, response: str) -> tuple[list[int], list[int]]:
         """Token ids of prompt and response as reward_model.py makes them."""
@@ -147,7 +132,7 @@ class Scorer:
         else:
             _, query = utils.encode_prompt(f"{where} of src", prompt, self.tokenizer, "")
         ids = utils.encode_text(f"{where} of response", response, self.tokenizer, special=False)
-        ids = ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_id]
+        ids = ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_ids[0]]
         if len(query) + len(ids) > self.limit:
             raise Failure(400, f"{where} has {len(query) + len(ids)} tokens, over the {self.limit} of the reward model")
         return query, ids

@@ -31,7 +31,7 @@ for path in PATHS:
 
 # Some of these are imported here only so that the forked runs have them.
 import datasets  # noqa: E402, F401
-import matplotlib.pyplot  # noqa: E402, F401
+import matplotlib.backends.backend_agg  # noqa: E402, F401
 import rich.console  # noqa: E402, F401
 import rich.table  # noqa: E402, F401
 import torch  # noqa: E402

@@ -227,14 +227,14 @@ class Ticks:
 
 def test_a_vote_that_hangs_or_dies_is_taken_as_text():
     voters, ticks = evaluate.Voters(timeout=20.0), Ticks()
-    voters.processes = [None]
+    voters.workers = [None]
     try:
         prompts = [["\\boxed{1/2}", "0.5"], ["7", "no"]]
         expected = voters.vote(prompts, ticks)
         assert expected[0][0] == expected[0][1] and expected[1] == ["7", None] and ticks.count == 2
         for number, kind in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
             voters.timeout = 0.3
-            os.kill(voters.processes[0].pid, kind)
+            os.kill(voters.workers[0].process.pid, kind)
             assert voters.ask(0, prompts[0]) == ["1/2", "0.5"] and voters.failures == number
             voters.timeout = 20.0
             assert voters.ask(0, prompts[0]) == expected[0] and voters.failures == number

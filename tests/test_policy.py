@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 from conftest import CPU, random_model
+from transformers import GenerationConfig
 
 import utils
 from grpo import Batch, Policy, aggregate, group_advantages, over_batch, pad_rows, policy_loss
@@ -413,3 +414,5 @@ def test_a_tokenizer_that_cannot_be_used_ends_the_run_with_one_line(tmp_path, ti
     fails(capsys, "--stop_token 'ab': ", utils.stop_token_ids, tokenizer, tiny_folder, "ab")
     assert utils.stop_token_ids(tokenizer, tiny_folder, "a") == tokenizer.encode("a")
     assert utils.stop_token_ids(tokenizer, tiny_folder, "eos") == [1]
+    GenerationConfig(eos_token_id=[0, 1, 7]).save_pretrained(tmp_path)
+    assert utils.stop_token_ids(tokenizer, str(tmp_path), "eos") == [1, 0, 7]  # a text ends with the tokenizer's own

@@ -225,7 +225,7 @@ def supervised(tmp_path, rows, chat=False):
         tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
     path = helpers.write_rows(tmp_path / "ptx.jsonl", rows)
     args = ppo.Args(ptx_dataset=path, system_prompt="", max_prompt_length=40, max_response_length=6)
-    return utils.load_supervised(args, tokenizer, [7, tokenizer.eos_token_id]), tokenizer
+    return utils.load_supervised(args, tokenizer, [tokenizer.eos_token_id, 7]), tokenizer
 
 
 def test_load_supervised(tmp_path):
@@ -496,15 +496,21 @@ def test_a_source_that_is_only_measured_may_fail(base, tmp_path):
 # ---- bad input --------------------------------------------------------------------------------------------------
 
 
-def test_check_same_vocabulary():
-    ours, longer = helpers.make_tokenizer(), helpers.make_tokenizer()
-    utils.check_same_vocabulary(ours, longer)
-    longer.add_tokens(["<more>"])
-    with pytest.raises(ValueError, match=rf"{len(longer)} tokens, that of --model {len(ours)}\b"):
-        utils.check_same_vocabulary(ours, longer)
+def test_check_can_read(tmp_path, capsys):
+    def refused() -> str:
+        theirs.save_pretrained(tmp_path)
+        with pytest.raises(SystemExit):
+            utils.check_can_read("--value_model", str(tmp_path), ours)
+        return capsys.readouterr().err
+
+    ours, theirs = helpers.make_tokenizer(), helpers.make_tokenizer()
+    theirs.save_pretrained(tmp_path)
+    utils.check_can_read("--value_model", str(tmp_path), ours)
+    theirs.add_tokens(["<more>"])
+    begin = f"error: --value_model {tmp_path}: cannot read what --model writes: its vocabulary"
+    assert refused() == f"{begin} has {len(theirs)} tokens, that of --model {len(ours)}\n"
     ours.add_tokens(["<less>"])
-    with pytest.raises(ValueError, match="1 of them have other ids, such as '<less>'"):
-        utils.check_same_vocabulary(ours, longer)
+    assert refused() == f"{begin} gives other ids to 1 of the {len(ours)} tokens, such as '<less>'\n"
 
 
 REFUSED = {

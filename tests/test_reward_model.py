@@ -237,7 +237,7 @@ def test_stop_token_stands_once_at_the_end(load):
     four, five, dot = (PLAIN.encode(text)[0] for text in "45.")
     (pair,) = load([row])
     assert (pair["chosen"], pair["rejected"]) == ([*ids, four, 1], [*ids, five, 1])
-    (pair,) = load([row], stop_ids=[0, 1])  # the tokenizer's own, where there are several
+    (pair,) = load([row], stop_ids=[1, 0])  # the first, where there are several
     assert pair["rejected"] == [*ids, five, 1]
     (pair,) = load([{**row, "chosen": "4."}], stop_ids=[dot])
     assert (pair["chosen"], pair["rejected"]) == ([*ids, four, dot], [*ids, five, dot])
