@@ -163,7 +163,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
-    args = SimpleNamespace(shard="fsdp", cpu_offload=False, shard_group_size=0, attention="auto", compile=False)
+    args = grpo.Args(shard="fsdp")
     sharding = utils.Sharding(args, world, torch.float32, None, contextlib.nullcontext)
     load = lambda: utils.load_model("--model", model, torch.float32, CPU)
     plain, own = load(), utils.load_model("--model", model, torch.float32, sharding.home)
