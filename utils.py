@@ -829,6 +829,7 @@ class Sharding:
             compile_parts(module, blocks)
         if not self.on or beside:
             return module
+        self._await_main()
         weights = [tensor.data for tensor in (*module.parameters(), *module.buffers())]  # rank 0 has them
         if not self.world.main:
             module.to_empty(device="cpu")  # pages that are not written to take no memory
@@ -857,6 +858,15 @@ class Sharding:
         with torch.no_grad(), self.autocast(), torch.compiler.set_stance("force_eager"):
             module(ids, ids > 0)  # the first pass says which module is the outermost
         return module
+
+    def _await_main(self) -> None:
+        """Wait until rank 0 has read a model's files; where they ended the run there, end it here."""
+        if self.world.size > 1:
+            try:
+                dist.broadcast(torch.zeros(1), 0)
+            except RuntimeError:  # the connection broke
+                why = "rank 0, which reads the models for all ranks, has not done so; see what it said"
+                fail(why, local=self.world.rank == 1)
 
     def _spread(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """Fill a tensor, or this rank's piece of it, with what rank 0 has as `whole`."""

@@ -5,6 +5,7 @@ shards, ranks without work, runs resumed over other numbers of ranks, stopped by
 import contextlib
 import math
 import os
+import shutil
 import socket
 from types import SimpleNamespace
 
@@ -143,6 +144,16 @@ def test_what_is_saved_loads_as_it_is(base, tmp_path):
             folder_of(values) / name, output_loading_info=True
         )
         assert not report["missing_keys"] and not report["unexpected_keys"] and loaded.dtype == dtype
+
+
+def test_files_that_rank_0_cannot_read(base, tmp_path):
+    """It alone reads them; the other ranks end as it does, and not by an exception over a broken connection."""
+    broken = shutil.copytree(base["rloo"]["model"], tmp_path / "broken") / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:5000])
+    values = {**base["rloo"], "ref_model": str(broken.parent), "output_dir": str(tmp_path), "run_name": "none"}
+    ranks = sharded(values, 3, "rloo", (2, 2, 2))
+    assert [len(rank.err.splitlines()) for rank in ranks] == [1, 1, 0]
+    assert ranks[0].errors[0].startswith(f"error: --ref_model {broken.parent}: ") and "rank 0" in ranks[1].errors[0]
 
 
 # ---- what happens between ranks --------------------------------------------------------------------------------------
