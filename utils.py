@@ -749,6 +749,10 @@ class Sharding:
     def __init__(self, args, world: World, stored: torch.dtype, half: torch.dtype | None, autocast: Callable):
         self.world, self.autocast, self.on = world, autocast, args.shard == "fsdp"
         self.attention, self.compile = args.attention, args.compile
+        if args.attention not in ("auto", "sdpa") and args.sequence_parallel > 1:
+            fail(
+                f"--sequence_parallel {args.sequence_parallel}: takes --attention sdpa (or auto), not {args.attention}"
+            )
         self.teams = world.teams(args.sequence_parallel)
         self.compute, self.reduce = half, torch.promote_types(stored, torch.float32)
         gpu = world.device.type == "cuda"
