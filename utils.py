@@ -868,9 +868,8 @@ class Sharding:
         if self.world.size > 1:
             try:
                 dist.broadcast(torch.zeros(1), 0)
-            except RuntimeError:  # the connection broke
-                why = "rank 0, which reads the models for all ranks, has not done so; see what it said"
-                fail(why, local=self.world.rank == 1)
+            except RuntimeError:  # a connection broke
+                fail("a rank ended while rank 0 read a model for all; see what it said", local=self.world.rank == 1)
 
     def _spread(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """Fill a tensor, or this rank's piece of it, with what rank 0 has as `whole`."""
