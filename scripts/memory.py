@@ -87,6 +87,7 @@ def shape(config) -> tuple[int, int, int, int, int, int, int]:
     size = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner  # Gemma 3n has one for each layer
     inner = getattr(config, "moe_intermediate_size", inner) * (getattr(config, "num_experts_per_tok", None) or 1)
     return hidden, config.num_hidden_layers, heads * size, kv_heads * size, inner, config.vocab_size, heads
 

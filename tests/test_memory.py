@@ -170,6 +170,11 @@ def test_peak_of_a_micro_batch(shape, precision, checkpointing):
     assert peak_bytes(work) == pytest.approx(expected, rel=0.15)
 
 
+def test_layers_of_several_widths():
+    config = AutoConfig.for_model("gemma3n_text", intermediate_size=[8, 32, 16] + 32 * [8])
+    assert memory.shape(config)[4] == 32
+
+
 def test_adapters_are_counted():
     model = make()
     inner = sum(m.in_features + m.out_features for n, m in model.named_modules() if n.endswith("_proj"))
