@@ -252,8 +252,8 @@ def plan(args: Args, model: torch.nn.Module, reward: int = 0) -> dict[str, float
 def settle(args: Args, model: torch.nn.Module, reward: int = 0) -> Args:
     """The flags with what a run makes of --shard auto and --micro_batch_tokens 0.
 
-    The latter is 16,384 tokens, halved while training takes over ROOM of a GPU's memory and the longest sequence is
-    shorter.
+    The latter is 16,384 tokens, halved while training takes over ROOM of a GPU's memory and a GPU's part of the longest
+    sequence is shorter.
     """
     gpu = args.gpu_gb * 1e9
     if args.shard == "auto":
@@ -262,7 +262,7 @@ def settle(args: Args, model: torch.nn.Module, reward: int = 0) -> Args:
         args = replace(args, shard="fsdp" if args.gpus > 1 and states > utils.Sharding.WHOLE_SHARE * gpu else "none")
     if not args.micro_batch_tokens:
         args = replace(args, micro_batch_tokens=TOKENS)
-        longest = args.max_prompt_length + args.max_response_length
+        longest = (args.max_prompt_length + args.max_response_length) / args.sequence_parallel
         while args.micro_batch_tokens // 2 >= longest and plan(args, model, reward)["while training"] > ROOM * gpu:
             args = replace(args, micro_batch_tokens=args.micro_batch_tokens // 2)
     return args

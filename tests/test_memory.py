@@ -257,6 +257,7 @@ def command(*words) -> subprocess.CompletedProcess:
         (dict(gpu_gb=4), "none", 2048),  # the longest sequence has 1,536
         (dict(gpu_gb=4, micro_batch_tokens=100), "none", 100),
         (dict(gpus=8, shard="fsdp"), "fsdp", 8192),
+        (dict(gpus=8, max_response_length=24_000, sequence_parallel=8), "none", 4096),
     ],
 )
 def test_what_is_left_to_the_estimate(tmp_path, flags, shard, tokens):
