@@ -319,6 +319,10 @@ def main(args: Args) -> None:
         least = name not in ("kv_cache_gb", "lora_rank", "micro_batch_tokens")
         if not math.isfinite(getattr(args, name)) or getattr(args, name) < least * 1e-9:
             utils.fail(f"--{name} {getattr(args, name)}: has to be {'above 0' if least else '0 or more'}")
+    for name in ("sequence_parallel", "shard_group_size"):
+        size = getattr(args, name) or args.gpus
+        if size < 1 or args.gpus % size:
+            utils.fail(f"--{name} {size}: has to divide --gpus {args.gpus}")
     if args.cpu_offload and args.shard != "fsdp":
         utils.fail("--cpu_offload: takes --shard fsdp")
     model = on_meta("--model", args.model)

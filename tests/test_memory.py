@@ -302,6 +302,8 @@ def test_command(qwen_7b):
         (["--gpus", "0"], "--gpus 0"),
         (["--gpu_gb", "nan"], "--gpu_gb nan"),
         (["--lora_rank", "-1"], "--lora_rank -1"),
+        (["--sequence_parallel", "4", "--gpus", "6"], "--sequence_parallel 4"),
+        (["--shard_group_size", "-1"], "--shard_group_size -1"),
     ],
 )
 def test_bad_flags_are_one_line(words, said, capsys):
