@@ -922,6 +922,8 @@ def plan_memory(args, script: str, world: World, sharding: Sharding) -> None:
     values |= {"shard": "fsdp" if sharding.on else "none", "gpu_gb": sharding.memory / 1e9 if gpu else 4.0}
     if args.precision == "auto":
         values["precision"] = "bf16" if gpu else "float32"
+    if hasattr(args, "max_length"):  # both sides of a pair are in one micro-batch
+        values |= {"max_prompt_length": args.max_length, "max_response_length": args.max_length}
     if hasattr(args, "rollout_backend"):
         values["rollout_backend"] = rollout_backend(args)
     about, model = memory.Args(**values), memory.on_meta("--model", args.model)

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
+import reward_model
 import utils
 
 sys.path.insert(0, f"{ROOT}/scripts")
@@ -273,6 +275,16 @@ def test_what_is_left_to_the_estimate(tmp_path, flags, shard, tokens):
         assert twice["while training"] > 0.8e9 * args.gpu_gb
     if tokens > 2048:
         assert memory.plan(args, model)["while training"] <= 0.8e9 * args.gpu_gb
+
+
+def test_a_pair_is_what_a_reward_model_takes_at_least(monkeypatch, capsys):
+    seen, original = [], memory.plan
+    monkeypatch.setattr(memory, "plan", lambda args, *more: seen.append(args) or original(args, *more))
+    args = reward_model.Args(model=f"{ROOT}/assets/tiny", max_length=5000)
+    world = utils.World(0, 1, torch.device("cpu"))
+    utils.plan_memory(args, "reward_model.py", world, SimpleNamespace(on=False, memory=0.0))
+    assert seen[0].max_prompt_length + seen[0].max_response_length == 10_000
+    assert args.micro_batch_tokens == 16_384 and "with 16,384 tokens at once" in capsys.readouterr().out
 
 
 def test_the_command_of_the_readme_fits(qwen_7b):
