@@ -833,7 +833,7 @@ class Sharding:
             compile_parts(module, blocks)
         if not self.on or beside:
             return module
-        self._await_main()
+        self._await_main((*module.parameters(), *module.buffers()))
         weights = [tensor.data for tensor in (*module.parameters(), *module.buffers())]  # rank 0 has them
         if not self.world.main:
             module.to_empty(device="cpu")  # pages that are not written to take no memory
@@ -863,13 +863,17 @@ class Sharding:
             module(ids, ids > 0)  # the first pass says which module is the outermost
         return module
 
-    def _await_main(self) -> None:
-        """Wait until rank 0 has read a model's files; where they ended the run there, end it here."""
+    def _await_main(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Wait until rank 0 has read a model's files, where some tensors may have formats of their own, and take over
+        the formats; where the files ended the run there, end it here."""
+        formats = [tensor.dtype for tensor in tensors]
         if self.world.size > 1:
             try:
-                dist.broadcast(torch.zeros(1), 0)
+                dist.broadcast_object_list(formats, 0)
             except RuntimeError:  # a connection broke
                 fail("a rank ended while rank 0 read a model for all; see what it said", local=self.world.rank == 1)
+        for tensor, kind in zip(tensors, formats, strict=True):
+            tensor.data = tensor.data.to(kind)
 
     def _spread(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """Fill a tensor, or this rank's piece of it, with what rank 0 has as `whole`."""

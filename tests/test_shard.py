@@ -156,6 +156,19 @@ def test_files_that_rank_0_cannot_read(base, tmp_path):
     assert ranks[0].errors[0].startswith(f"error: --ref_model {broken.parent}: ") and "rank 0" in ranks[1].errors[0]
 
 
+def test_tensors_with_formats_of_their_own(base, tmp_path):
+    """transformers keeps the bias of DeepSeek's router in float32, which only the rank that reads the files knows."""
+    shape = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, num_key_value_heads=2)
+    shape |= dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
+    shape |= dict(moe_intermediate_size=16, first_k_dense_replace=1)
+    values = {**base["rloo"], "model": helpers.tiny_model(tmp_path / "model", "deepseek_v3", **shape)}
+    values |= {"output_dir": str(tmp_path), "run_name": "run", "precision": "pure_bf16", "total_episodes": 8}
+    sharded({**values, "save_every": 1, "eval_every": 0}, 2, "rloo")
+    kinds = {name: tensor.dtype for name, tensor in weights_of(folder_of(values) / "checkpoints" / "step_1").items()}
+    own = [name for name, kind in kinds.items() if kind == torch.float32]
+    assert own == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
 # ---- what happens between ranks --------------------------------------------------------------------------------------
 
 
