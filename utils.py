@@ -750,6 +750,10 @@ class Sharding:
     def __init__(self, args, world: World, stored: torch.dtype, half: torch.dtype | None, autocast: Callable):
         self.world, self.autocast, self.on = world, autocast, args.shard == "fsdp"
         self.attention, self.compile = args.attention, args.compile
+        if args.attention not in ("auto", "sdpa") and args.sequence_parallel > 1:
+            fail(
+                f"--sequence_parallel {args.sequence_parallel}: takes --attention sdpa (or auto), not {args.attention}"
+            )
         self.teams = world.teams(args.sequence_parallel)
         self.compute, self.reduce = half, torch.promote_types(stored, torch.float32)
         gpu = world.device.type == "cuda"
@@ -830,6 +834,7 @@ class Sharding:
             compile_parts(module, blocks)
         if not self.on or beside:
             return module
+        self._await_main((*module.parameters(), *module.buffers()))
         weights = [tensor.data for tensor in (*module.parameters(), *module.buffers())]  # rank 0 has them
         if not self.world.main:
             module.to_empty(device="cpu")  # pages that are not written to take no memory
@@ -860,6 +865,18 @@ class Sharding:
         with torch.no_grad(), self.autocast(), torch.compiler.set_stance("force_eager"):
             module(ids, ids > 0)  # the first pass says which module is the outermost
         return module
+
+    def _await_main(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Wait until rank 0 has read a model's files, where some tensors may have formats of their own, and take over
+        the formats; where the files ended the run there, end it here."""
+        formats = [tensor.dtype for tensor in tensors]
+        if self.world.size > 1:
+            try:
+                dist.broadcast_object_list(formats, 0)
+            except RuntimeError:  # a connection broke
+                fail("a rank ended while rank 0 read a model for all; see what it said", local=self.world.rank == 1)
+        for tensor, kind in zip(tensors, formats, strict=True):
+            tensor.data = tensor.data.to(kind)
 
     def _spread(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
         """Fill a tensor, or this rank's piece of it, with what rank 0 has as `whole`."""
@@ -912,6 +929,8 @@ def plan_memory(args, script: str, world: World, sharding: Sharding) -> None:
     values |= {"shard": "fsdp" if sharding.on else "none", "gpu_gb": sharding.memory / 1e9 if gpu else 4.0}
     if args.precision == "auto":
         values["precision"] = "bf16" if gpu else "float32"
+    if hasattr(args, "max_length"):  # both sides of a pair are in one micro-batch
+        values |= {"max_prompt_length": args.max_length, "max_response_length": args.max_length}
     if hasattr(args, "rollout_backend"):
         values["rollout_backend"] = rollout_backend(args)
     about, model = memory.Args(**values), memory.on_meta("--model", args.model)

@@ -88,6 +88,7 @@ def shape(config) -> tuple[int, int, int, int, int, int, int]:
     size = getattr(config, "head_dim", None) or hidden // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, (list, tuple)) else inner  # Gemma 3n has one for each layer
     inner = getattr(config, "moe_intermediate_size", inner) * (getattr(config, "num_experts_per_tok", None) or 1)
     return hidden, config.num_hidden_layers, heads * size, kv_heads * size, inner, config.vocab_size, heads
 
@@ -252,8 +253,8 @@ def plan(args: Args, model: torch.nn.Module, reward: int = 0) -> dict[str, float
 def settle(args: Args, model: torch.nn.Module, reward: int = 0) -> Args:
     """The flags with what a run makes of --shard auto, --micro_batch_tokens 0 and --logits_chunk_tokens 0.
 
-    The tokens are 16,384, halved while training takes over ROOM of a GPU's memory and the longest sequence is shorter;
-    the chunk is doubled while training takes less.
+    The tokens are 16,384, halved while training takes over ROOM of a GPU's memory and a GPU's part of the longest
+    sequence is shorter; the chunk is doubled while training takes less.
     """
     gpu = args.gpu_gb * 1e9
     training = lambda args: plan(args, model, reward)["while training"]
@@ -264,7 +265,7 @@ def settle(args: Args, model: torch.nn.Module, reward: int = 0) -> Args:
         args = replace(args, shard="fsdp" if args.gpus > 1 and states > utils.Sharding.WHOLE_SHARE * gpu else "none")
     if not args.micro_batch_tokens:
         args = replace(args, micro_batch_tokens=TOKENS)
-        longest = args.max_prompt_length + args.max_response_length
+        longest = (args.max_prompt_length + args.max_response_length) / args.sequence_parallel
         while args.micro_batch_tokens // 2 >= longest and training(args) > ROOM * gpu:
             args = replace(args, micro_batch_tokens=args.micro_batch_tokens // 2)
     while not chunk and args.logits_chunk_tokens < CHUNKS[1]:
@@ -326,6 +327,10 @@ def main(args: Args) -> None:
         least = name not in ("kv_cache_gb", "lora_rank", "micro_batch_tokens", "logits_chunk_tokens")
         if not math.isfinite(getattr(args, name)) or getattr(args, name) < least * 1e-9:
             utils.fail(f"--{name} {getattr(args, name)}: has to be {'above 0' if least else '0 or more'}")
+    for name in ("sequence_parallel", "shard_group_size"):
+        size = getattr(args, name) or args.gpus
+        if size < 1 or args.gpus % size:
+            utils.fail(f"--{name} {size}: has to divide --gpus {args.gpus}")
     if args.cpu_offload and args.shard != "fsdp":
         utils.fail("--cpu_offload: takes --shard fsdp")
     model = on_meta("--model", args.model)

@@ -4,6 +4,7 @@ import importlib
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
+import reward_model
 import utils
 
 sys.path.insert(0, f"{ROOT}/scripts")
@@ -170,6 +172,11 @@ def test_peak_of_a_micro_batch(shape, precision, checkpointing):
     assert peak_bytes(work) == pytest.approx(expected, rel=0.15)
 
 
+def test_layers_of_several_widths():
+    config = AutoConfig.for_model("gemma3n_text", intermediate_size=[8, 32, 16] + 32 * [8])
+    assert memory.shape(config)[4] == 32
+
+
 def test_adapters_are_counted():
     model = make()
     inner = sum(m.in_features + m.out_features for n, m in model.named_modules() if n.endswith("_proj"))
@@ -257,6 +264,7 @@ def command(*words) -> subprocess.CompletedProcess:
         (dict(gpu_gb=4, micro_batch_tokens=100), "none", 100, 512),
         (dict(gpu_gb=80, logits_chunk_tokens=3), "none", 16_384, 3),
         (dict(gpus=8, shard="fsdp"), "fsdp", 8192, 512),
+        (dict(gpus=8, max_response_length=24_000, sequence_parallel=8), "none", 4096, 512),
     ],
 )
 def test_what_is_left_to_the_estimate(tmp_path, flags, shard, tokens, chunk):
@@ -272,6 +280,16 @@ def test_what_is_left_to_the_estimate(tmp_path, flags, shard, tokens, chunk):
         assert twice["while training"] > 0.8e9 * args.gpu_gb
     if tokens > 2048:
         assert memory.plan(args, model)["while training"] <= 0.8e9 * args.gpu_gb
+
+
+def test_a_pair_is_what_a_reward_model_takes_at_least(monkeypatch, capsys):
+    seen, original = [], memory.plan
+    monkeypatch.setattr(memory, "plan", lambda args, *more: seen.append(args) or original(args, *more))
+    args = reward_model.Args(model=f"{ROOT}/assets/tiny", max_length=5000)
+    world = utils.World(0, 1, torch.device("cpu"))
+    utils.plan_memory(args, "reward_model.py", world, SimpleNamespace(on=False, memory=0.0))
+    assert seen[0].max_prompt_length + seen[0].max_response_length == 10_000
+    assert args.micro_batch_tokens == 16_384 and "with 16,384 tokens at once" in capsys.readouterr().out
 
 
 def test_the_command_of_the_readme_fits(qwen_7b):
@@ -306,6 +324,8 @@ def test_command(qwen_7b):
         (["--gpus", "0"], "--gpus 0"),
         (["--gpu_gb", "nan"], "--gpu_gb nan"),
         (["--lora_rank", "-1"], "--lora_rank -1"),
+        (["--sequence_parallel", "4", "--gpus", "6"], "--sequence_parallel 4"),
+        (["--shard_group_size", "-1"], "--shard_group_size -1"),
     ],
 )
 def test_bad_flags_are_one_line(words, said, capsys):

@@ -5,6 +5,7 @@ shards, ranks without work, runs resumed over other numbers of ranks, stopped by
 import contextlib
 import math
 import os
+import shutil
 import socket
 from types import SimpleNamespace
 
@@ -145,6 +146,29 @@ def test_what_is_saved_loads_as_it_is(base, tmp_path):
         assert not report["missing_keys"] and not report["unexpected_keys"] and loaded.dtype == dtype
 
 
+def test_files_that_rank_0_cannot_read(base, tmp_path):
+    """It alone reads them; the other ranks end as it does, and not by an exception over a broken connection."""
+    broken = shutil.copytree(base["rloo"]["model"], tmp_path / "broken") / "model.safetensors"
+    broken.write_bytes(broken.read_bytes()[:5000])
+    values = {**base["rloo"], "ref_model": str(broken.parent), "output_dir": str(tmp_path), "run_name": "none"}
+    ranks = sharded(values, 3, "rloo", (2, 2, 2))
+    assert [len(rank.err.splitlines()) for rank in ranks] == [1, 1, 0]
+    assert ranks[0].errors[0].startswith(f"error: --ref_model {broken.parent}: ") and "rank 0" in ranks[1].errors[0]
+
+
+def test_tensors_with_formats_of_their_own(base, tmp_path):
+    """transformers keeps the bias of DeepSeek's router in float32, which only the rank that reads the files knows."""
+    shape = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, num_key_value_heads=2)
+    shape |= dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
+    shape |= dict(moe_intermediate_size=16, first_k_dense_replace=1)
+    values = {**base["rloo"], "model": helpers.tiny_model(tmp_path / "model", "deepseek_v3", **shape)}
+    values |= {"output_dir": str(tmp_path), "run_name": "run", "precision": "pure_bf16", "total_episodes": 8}
+    sharded({**values, "save_every": 1, "eval_every": 0}, 2, "rloo")
+    kinds = {name: tensor.dtype for name, tensor in weights_of(folder_of(values) / "checkpoints" / "step_1").items()}
+    own = [name for name, kind in kinds.items() if kind == torch.float32]
+    assert own == ["model.layers.1.mlp.gate.e_score_correction_bias"]
+
+
 # ---- what happens between ranks --------------------------------------------------------------------------------------
 
 
@@ -163,7 +187,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
-    args = SimpleNamespace(shard="fsdp", cpu_offload=False, shard_group_size=0, attention="auto", compile=False)
+    args = grpo.Args(shard="fsdp")
     sharding = utils.Sharding(args, world, torch.float32, None, contextlib.nullcontext)
     load = lambda: utils.load_model("--model", model, torch.float32, CPU)
     plain, own = load(), utils.load_model("--model", model, torch.float32, sharding.home)
