@@ -128,16 +128,13 @@ def measure(args: Args) -> dict[str, float]:
     draw = lambda count: numbers.integers(vocabulary, size=count).tolist()
     rows = [(draw(args.prompt), draw(int(length) - args.prompt)) for length in lengths]
     batch, tokens = grpo.collate(rows, world.device), sum(map(int, lengths))
-    gpu, taken = world.device.type == "cuda", {"update": [], "logprobs": []}
+    gpu, taken, peaks = world.device.type == "cuda", {"update": [], "logprobs": []}, []
     for i in range(2 + args.repeats):
-        if i == 2:
-            if gpu:
-                torch.cuda.reset_peak_memory_stats()
-            else:
-                ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the warm-up left free would hide what is needed
-                before = gigabytes("VmRSS")
-                with open("/proc/self/clear_refs", "w") as file:
-                    file.write("5")
+        if i == 2 and not gpu:
+            ctypes.CDLL("libc.so.6").malloc_trim(0)  # what the warm-up left free would hide what is needed
+            before = gigabytes("VmRSS")
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")
         clock = utils.Clock(world.device, 0.0)
         clock.start()
         with torch.no_grad(), autocast():
@@ -150,10 +147,11 @@ def measure(args: Args) -> dict[str, float]:
         optimizer.step()
         model.eval()
         clock.lap("update")
+        peaks.append(clock.peak_gb)
         for name, times in taken.items():
             times.append(clock.laps[name])
     median = {name: statistics.median(times[2:]) for name, times in taken.items()}
-    peak = utils.peak_memory_gb(world.device) if gpu else gigabytes("VmHWM") - before
+    peak = max(peaks[2:]) if gpu else gigabytes("VmHWM") - before
     mfu = 6 * size * tokens / median["update"] / utils.peak_flops(world.device)
     first = taken["update"][0] + taken["logprobs"][0]
     return {**median, "first": first, "peak": peak, "mfu": mfu, "tokens": tokens, "size": size}
