@@ -2191,12 +2191,18 @@ class Run:
         """
         self.folder, self.world, self.wandb, self.shown = folder, world, None, {}
         self.watchdog = Watchdog(world) if world.size > 1 else None
+        reason = ""
+        if world.main:
+            try:
+                os.makedirs(folder, exist_ok=args.resume)
+            except OSError as error:  # another run may have made it since `run_folder` looked
+                reason = f"--output_dir {args.output_dir}: cannot make {folder} ({first_line(error)})"
+        if world.any(bool(reason)):  # no rank waits for one that has ended
+            if world.main:
+                fail(reason, local=True)
+            sys.exit(EXIT_BAD_INPUT)
         if not world.main:
             return
-        try:
-            os.makedirs(folder, exist_ok=args.resume)
-        except OSError as error:  # another run may have made it since `run_folder` looked
-            fail(f"--output_dir {args.output_dir}: cannot make {folder} ({first_line(error)})", local=True)
         for leftover in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".step_*")):
             shutil.rmtree(leftover)  # a save that was killed
         step = resumed["step"] if resumed else -1

@@ -367,6 +367,13 @@ def test_two_runs_that_begin_at_once(finished, tmp_path, capsys, monkeypatch):
     assert "cannot make" in last_line(values, capsys)
 
 
+def test_ranks_end_alike_where_the_first_cannot_make_the_folder(finished, tmp_path):
+    values = {**finished, "output_dir": str(tmp_path), "run_name": "long" * 70}
+    first, second = helpers.run_ranks(values, 2, (2, 2))
+    assert len(first.errors) == 1 and "cannot make" in first.errors[0]
+    assert not second.errors and "Traceback" not in first.err + second.err
+
+
 def test_a_column_that_is_named_as_an_argument(finished, tmp_path, capsys):
     path = helpers.write_rows(tmp_path / "rows.jsonl", [{"prompt": "1", "answer": "2", "responses": "3"}])
     line = last_line({**finished, "dataset": path, "run_name": "columns"}, capsys)
