@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 import transformers
+import vllm_engines
 from conftest import CPU, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig
@@ -549,7 +550,7 @@ def test_disagreement_of_rollout_and_trainer_is_warned_of(difference, staleness,
 def test_auto_takes_vllm_on_a_gpu_where_it_is_installed(installed, gpu, changes, expected, monkeypatch, capsys):
     monkeypatch.setattr(utils.importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(utils, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
+    monkeypatch.setattr(vllm_engines, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
     engine = utils.rollout_engine(Args(**changes), utils.World(0, 1, CPU), None)
     assert (engine is not None) == (expected == "vllm")
     said = {"vllm": "rollout: the engine", "hf": "rollout: transformers"}[expected]

@@ -240,7 +240,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
         def reset_prefix_cache(self):
             return True
 
-    engine = SimpleNamespace(llm=Engine(), asleep=False)
+    engine = SimpleNamespace(llm=Engine(), asleep=False, _on_stream=contextlib.nullcontext)
     vllm_engines.Engine.sync(engine, own)
     assert engine.llm.seen.keys() == plain.state_dict().keys()
     assert all(torch.equal(x, engine.llm.seen[key]) for key, x in plain.state_dict().items())
