@@ -350,13 +350,12 @@ class Watchdog:
     def _place(self) -> str:
         """Where the main thread is in this project's code: "any, utils.py line 130"."""
         frame = sys._current_frames().get(threading.main_thread().ident)
-        while frame is not None and not frame.f_code.co_filename.startswith(ROOT):
+        ours = lambda path: path.startswith(ROOT) and "site-packages" not in path  # .venv lies there, too
+        while frame is not None and not ours(frame.f_code.co_filename):
             frame = frame.f_back
-        return (
-            f"{frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}"
-            if frame
-            else ""
-        )
+        if frame is None:
+            return ""
+        return f"{frame.f_code.co_name}, {os.path.basename(frame.f_code.co_filename)} line {frame.f_lineno}"
 
     def _look(self) -> list[int]:
         """Say that this rank lives, and where all are if they wait; the ranks that have been silent for too long."""

@@ -1,6 +1,7 @@
 """What the scripts share stays the same, every flag is read, and what README and scripts name exists."""
 
 import ast
+import contextlib
 import functools
 import importlib
 import re
@@ -387,5 +388,6 @@ def test_what_is_pinned_is_what_is_installed():
     """Else something else that is installed, vLLM say, does not go with requirements.txt."""
     for line in (ROOT / "requirements.txt").read_text().splitlines():
         name, _, version = line.partition("==")
-        if version and not line.startswith("#") and importlib.util.find_spec(name.replace("-", "_")):
-            assert importlib.metadata.version(name).partition("+")[0] == version, line
+        if version:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # vllm, on a CPU
+                assert importlib.metadata.version(name).partition("+")[0] == version, line
