@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 
 import helpers
 import pytest
@@ -750,3 +751,32 @@ def test_mfu_counts_what_each_phase_computed(base, tmp_path, monkeypatch):
     for name, each in flops.items():
         assert row[f"perf/mfu_{name}"] == pytest.approx(each * size * tokens / row[f"time/{name}"] / 1e3, rel=1e-6)
     assert row["perf/mfu"] == pytest.approx(sum(flops.values()) * size * tokens / row["time/step"] / 1e3, rel=1e-6)
+
+
+def test_what_an_engine_frees_while_it_sleeps_is_no_peak(monkeypatch):
+    """torch still counts it as allocated; once the engine is awake it counts."""
+    engine = types.SimpleNamespace(asleep=True, freed_gb=30.0)
+    clock = utils.Clock(torch.device("cpu"), 0.0, engine)
+    monkeypatch.setattr(utils, "peak_memory_gb", lambda device: 50.0)
+    clock.start()
+    clock.lap("training")
+    assert clock.peak_gb == 20.0
+    engine.asleep = False
+    clock.lap("sync")
+    assert clock.peak_gb == 50.0
+
+
+def test_more_processes_than_gpus(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    with pytest.raises(SystemExit) as end:
+        utils.setup_processes()
+    assert end.value.code == 2
+
+
+def test_an_engine_of_several_ranks_is_not_asynchronous(capsys):
+    with pytest.raises(SystemExit):
+        utils.check_common_args(grpo.Args(rollout_backend="vllm", vllm_tensor_parallel=2, async_steps=1))
+    assert capsys.readouterr().err.startswith("error: --async_steps 1: ")
