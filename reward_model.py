@@ -35,6 +35,8 @@ import tyro
 from torch import Tensor, nn
 
 import utils
+from plumbing import checkpoints, data, memory, models, run_log
+from plumbing.sharding import Sharding, gradient_sync
 
 
 @dataclass
@@ -201,15 +203,15 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
 
 
 def arithmetic_pairs(split: str) -> list[dict]:
-    """Built-in pairs for the task of `utils.arithmetic_rows`: the worked answer, and the same with wrong digits.
+    """Built-in pairs for the task of `data.arithmetic_rows`: the worked answer, and the same with wrong digits.
 
     `subset` says how many of the three columns are wrong.
     """
     numbers, pairs = random.Random(f"pairs {split}"), []
-    for row in utils.read_rows("--dataset", "arithmetic", split):
-        chosen = rejected = utils.worked_addition(row["prompt"], 0.0, numbers)
+    for row in data.read_rows("--dataset", "arithmetic", split):
+        chosen = rejected = data.worked_addition(row["prompt"], 0.0, numbers)
         while rejected == chosen:
-            rejected = utils.worked_addition(row["prompt"], 0.3, numbers)
+            rejected = data.worked_addition(row["prompt"], 0.3, numbers)
         wrong = sum(a[4:] != b[4:] for a, b in zip(chosen.split()[:3], rejected.split()))
         pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "subset": f"{wrong} wrong"})
     return pairs
@@ -227,14 +229,14 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
     """
     if "response" in row and "sort" in row:  # PaddleNLP's form
         responses, sort = row["response"], row["sort"]
-        prompt, reference = utils.conversation(where, row.get("src"), row.get("tgt"))
+        prompt, reference = data.conversation(where, row.get("src"), row.get("tgt"))
         if reference is not None or not all(isinstance(x, list) and len(x) == 2 for x in (responses, sort)):
             utils.fail(f"{where}: src takes one turn more than tgt, response and sort take two entries each")
         if not all(map(is_number, sort)) or sort[0] == sort[1]:
             utils.fail(f"{where}: sort takes two different numbers, the higher for the chosen response, not {sort}")
         sides = [[prompt, responses[i]] for i in ((0, 1) if sort[0] > sort[1] else (1, 0))]
     else:
-        prompt = next((row[column] for column in utils.PROMPT_COLUMNS if row.get(column)), None)
+        prompt = next((row[column] for column in data.PROMPT_COLUMNS if row.get(column)), None)
         sides = [[prompt, row.get(side)] for side in ("chosen", "rejected")]
     for side, name in zip(sides, ("chosen", "rejected")):
         if isinstance(side[1], list):  # messages: the last turn is the response, the others belong to the prompt
@@ -261,7 +263,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of prompt, response and stop
         token; "margin": float, 0 if the row has none; "subset": text or None}
     """
-    rows = arithmetic_pairs(split) if name == "arithmetic" else utils.read_rows(flag, name, split)
+    rows = arithmetic_pairs(split) if name == "arithmetic" else data.read_rows(flag, name, split)
     pairs, too_long = [], []
     for number, row in enumerate(rows, 1):
         where = f"{flag} {name} row {number}"
@@ -272,8 +274,8 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         for side, (prompt, text) in zip(("chosen", "rejected"), read_pair(where, row)):
             query = []
             if prompt is not None:
-                pair["prompt"], query = utils.encode_prompt(where, prompt, tokenizer, args.system_prompt)
-            ids = query + utils.encode_text(where, text, tokenizer, special=prompt is None)
+                pair["prompt"], query = data.encode_prompt(where, prompt, tokenizer, args.system_prompt)
+            ids = query + data.encode_text(where, text, tokenizer, special=prompt is None)
             pair |= {side: ids if ids[-1] in stop_ids else [*ids, stop_ids[0]], f"{side}_text": text}
         longest = max(len(pair["chosen"]), len(pair["rejected"]))
         if longest > args.max_length:
@@ -301,7 +303,7 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
         held_out = held_out[: args.eval_pairs or None]
     elif args.eval_every:
         count = min(args.eval_pairs or len(pairs), max(1, len(pairs) // 10))
-        held_out = utils.take_prompts(pairs, 0, count, args.seed)
+        held_out = data.take_prompts(pairs, 0, count, args.seed)
     about = lambda pair: pair["prompt"] or frozenset((pair["chosen_text"], pair["rejected_text"]))
     evaluated = set(map(about, held_out))
     kept = [pair for pair in pairs if about(pair) not in evaluated]
@@ -354,22 +356,22 @@ def main(args: Args) -> None:
     check_args(args)
     world = utils.setup_processes()
     interrupt = utils.Interrupt(world)
-    folder, resume_from = utils.run_folder(args, __file__)
-    tokenizer = utils.load_tokenizer(args.model, args.pad_token)
-    stop_ids = utils.stop_token_ids(tokenizer, args.model, args.stop_token)
+    folder, resume_from = checkpoints.run_folder(args, __file__)
+    tokenizer = models.load_tokenizer(args.model, args.pad_token)
+    stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = args.num_epochs * len(pairs) // args.batch_size
 
     # ---- model and optimizer ----------------------------------------------------------------------------------------
-    stored, dtype, half, autocast = utils.precision(args.precision, world.device)
-    sharding = utils.Sharding(args, world, stored, half, autocast)
+    stored, dtype, half, autocast = models.precision(args.precision, world.device)
+    sharding = Sharding(args, world, stored, half, autocast)
     teams = sharding.teams  # of ranks that share each sequence in training
-    utils.plan_memory(args, __file__, world, sharding)
+    memory.plan_memory(args, __file__, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
-    scalar, new_head = utils.load_scalar_model("--model", source, stored, sharding.home)
+    scalar, new_head = models.load_scalar_model("--model", source, stored, sharding.home)
     model, head = scalar.model, scalar.model.score.weight.data
     if args.lora_rank:
-        utils.add_lora(model, args, resume_from)
+        models.add_lora(model, args, resume_from)
     # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.
     model.config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
     if not resume_from:  # of another model's scores
@@ -380,7 +382,7 @@ def main(args: Args) -> None:
     # What the next step depends on, beside the weights and the optimizer: the order of the pairs is a function of it.
     state = {"step": 0, "position": 0, "seconds": 0.0, "metrics": {}, "logged": False}
     if resume_from:
-        state = utils.load_checkpoint(resume_from, world)
+        state = checkpoints.load_checkpoint(resume_from, world)
         if args.lora_rank:  # an adapter's folder does not hold it
             head.copy_(state["head"])
     if args.gradient_checkpointing:
@@ -395,11 +397,13 @@ def main(args: Args) -> None:
         run.phase("save")
         state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
         state.update({"head": utils.whole(model.score.weight.detach()).cpu()} if args.lora_rank else {})
-        utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints)
+        checkpoints.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints)
 
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
-    data = {"sides of pairs": sides(pairs)} | ({"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {})
-    run = utils.Run(folder, args, __file__, world, total_steps, state if resume_from else None, data)
+    token_lengths = {"sides of pairs": sides(pairs)} | (
+        {"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {}
+    )
+    run = run_log.Run(folder, args, __file__, world, total_steps, state if resume_from else None, token_lengths)
     clock = utils.Clock(world.device, state["seconds"])
 
     def leave() -> NoReturn:
@@ -438,13 +442,13 @@ def main(args: Args) -> None:
         step += 1
         clock.start()
         run.phase("update")
-        batch = utils.take_prompts(pairs, state["position"], args.batch_size, args.seed)
+        batch = data.take_prompts(pairs, state["position"], args.batch_size, args.seed)
         scalar.train()  # for gradient checkpointing; there is no dropout
         total, share = torch.zeros((), dtype=torch.float64, device=world.device), []
         cuts = cut_pairs(batch, args.micro_batch_tokens, teams)
         for number, cut in enumerate(cuts, 1):
             micro = [batch[i] for i in cut]
-            with utils.gradient_sync(wrapped, number == len(cuts)):
+            with gradient_sync(wrapped, number == len(cuts)):
                 with autocast():
                     scores = wrapped(*collate(micro, world.device)).view(2, -1)  # chosen and rejected, (2, n)
                 margins = torch.tensor([pair["margin"] for pair in micro], device=world.device, dtype=dtype)
@@ -474,8 +478,8 @@ def main(args: Args) -> None:
 
     # ---- the end ----------------------------------------------------------------------------------------------------
     if not eval_pairs:
-        measure(utils.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed))
-    utils.save_final(folder, world, model, tokenizer, args.model)
+        measure(data.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed))
+    checkpoints.save_final(folder, world, model, tokenizer, args.model)
     run.close(f"model: {os.path.join(folder, 'final')}")
 
 

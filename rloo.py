@@ -43,6 +43,9 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process
 
 import utils
+from plumbing import checkpoints, data, engines, evaluation, memory, models, run_log, sequence_parallel
+from plumbing.rewards import Rewards, one_score, reward_names, reward_weights
+from plumbing.sharding import Sharding, device_of, gathered, gradient_sync, mix_into
 
 
 @dataclass
@@ -465,13 +468,13 @@ class Policy(nn.Module):
         for part in zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden))):
             chunks.append(self.chunk(torch.is_grad_enabled() and len(labels) > self.chunk_tokens, *part, *more))
         columns = (torch.cat(column) if column[0] is not None else None for column in zip(*chunks))
-        return tuple(x if x is None else utils.from_team(self.model, x, before) for x in columns)
+        return tuple(x if x is None else sequence_parallel.from_team(self.model, x, before) for x in columns)
 
     def hidden(self, input_ids: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states one position before each response token, and these tokens, of this rank's positions."""
         following = nn.functional.pad(input_ids[:, 1:], (0, 1))
-        input_ids, following, before = utils.own_positions(self.model, input_ids, following, before)
-        return utils.last_hidden_states(self.model, input_ids)[before], following[before]
+        input_ids, following, before = sequence_parallel.own_positions(self.model, input_ids, following, before)
+        return sequence_parallel.last_hidden_states(self.model, input_ids)[before], following[before]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own head: (..., H) -> (..., V), float32 or better, not divided by the temperature."""
@@ -523,7 +526,7 @@ class WithoutLora:
         self.policy, self.model, self.parameters = policy, policy.model, policy.parameters
 
     def _call(self, function, *args, **options):
-        with utils.without_lora(self.model):
+        with models.without_lora(self.model):
             return function(*args, **options)
 
     def __call__(self, *args, **options):
@@ -615,7 +618,7 @@ def imitate(wrapped: nn.Module, rows: list[dict], coef: float, budget: int, worl
     lengths = [len(row["query"]) + len(row["response"]) for row in rows]
     total = torch.zeros((), device=world.device)
     for cut in utils.micro_batches(lengths, budget, world):
-        with utils.gradient_sync(wrapped, False):
+        with gradient_sync(wrapped, False):
             with autocast():
                 texts = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
                 logprobs, _, _ = wrapped(*texts, None, 1.0, False)  # at temperature 1, whatever that of the rollout
@@ -682,7 +685,7 @@ def generate(
     Returns:
         responses, token ids up to and including the first stop token; their log-probabilities, alike.
     """
-    device, width = utils.device_of(model), max(map(len, queries))
+    device, width = device_of(model), max(map(len, queries))
     # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
     input_ids = torch.tensor([[q[0]] * (width - len(q)) + q for q in queries], device=device)  # (N, width)
     attention_mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in queries], device=device)
@@ -741,7 +744,7 @@ def rollout(
     Returns:
         The Batch, the same on every rank; None if the run is interrupted.
     """
-    rows, device = [row for row in rows for _ in range(samples or 1)], utils.device_of(model)
+    rows, device = [row for row in rows for _ in range(samples or 1)], device_of(model)
     numbers, uniforms, seeds = utils.generator(*key), None, None
     if samples and engine is None:  # a line of numbers for each response of all ranks, whichever rank generates it
         uniforms = torch.from_numpy(numbers.random((len(rows), args.max_response_length)))  # (N, T)
@@ -755,7 +758,7 @@ def rollout(
         share = (
             None if found is None else [(truncate_at_stop(ids, stop_ids), logprobs) for ids, logprobs in zip(*found)]
         )
-    with utils.gathered(model) if engine is None else contextlib.nullcontext(), autocast():
+    with gathered(model) if engine is None else contextlib.nullcontext(), autocast():
         for start in range(0, len(mine) if engine is None else 0, args.generation_batch_size):
             part = mine[start : start + args.generation_batch_size]
             queries, numbers = [rows[i]["query"] for i in part], None if uniforms is None else uniforms[part]
@@ -767,7 +770,7 @@ def rollout(
     everything = world.undeal(list(zip(*zip(*share), texts, *parts.values())), len(rows))
     responses, logprobs, texts, *scores = zip(*everything)
     sequences = [row["query"] + list(response) for row, response in zip(rows, responses)]
-    scores = [utils.one_score(sequences, x) if name in rewards.models else x for name, x in zip(parts, scores)]
+    scores = [one_score(sequences, x) if name in rewards.models else x for name, x in zip(parts, scores)]
     lengths = torch.tensor([len(response) for response in responses])
     mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)
     if not all(math.isfinite(x) for row in logprobs for x in row):
@@ -788,7 +791,7 @@ def rollout(
 def weighted_sum(parts: dict[str, Tensor], args: Args) -> Tensor:
     """The sum of the reward parts of each response: {source: (N,)} -> (N,); NaN where a source gave no score (NaN),
     unless the source's weight is 0."""
-    return sum(weight * part for part, weight in zip(parts.values(), utils.reward_weights(args)) if weight)
+    return sum(weight * part for part, weight in zip(parts.values(), reward_weights(args)) if weight)
 
 
 def update_moments(moments: list[float], scores: Tensor) -> list[float]:
@@ -863,7 +866,7 @@ def collect(
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
     Args:
-        position: of the step's first prompt in `utils.take_prompts`. moments: of the scores of all steps before.
+        position: of the step's first prompt in `data.take_prompts`. moments: of the scores of all steps before.
         policy: steps that the policy has trained. sample: `rollout` with all but its first three arguments.
     Returns:
         The Experience; None if the run is interrupted.
@@ -871,7 +874,7 @@ def collect(
     wanted, size = args.rollout_batch_size, args.group_size
     batches, parts, count = [], [], wanted
     for refill in range(1 + args.max_refills * (args.filter_groups == "refill")):
-        rows = utils.take_prompts(prompts, position, count, args.seed)
+        rows = data.take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         batches.append(sample(rows, size, key))
         if batches[-1] is None:
@@ -882,7 +885,7 @@ def collect(
         scores = final_scores(*map(torch.cat, zip(*parts)), moments, args)  # all of a step by the same moments
         teaches = ~equal_scores(scores.view(-1, size))  # (prompts,)
         found = int(teaches.sum())
-        if found >= wanted or utils.silent_source(batches[-1], args):
+        if found >= wanted or evaluation.silent_source(batches[-1], args):
             break
         # As many prompts as it takes if the next ones are like those so far.
         count = min(wanted, math.ceil((wanted - found) * len(teaches) / max(1, found)))
@@ -965,12 +968,12 @@ def main(args: Args) -> None:
     check_args(args)
     world = utils.setup_processes()
     interrupt = utils.Interrupt(world)
-    folder, resume_from = utils.run_folder(args, __file__)
-    tokenizer = utils.load_tokenizer(args.model, args.pad_token)
-    stop_ids = utils.stop_token_ids(tokenizer, args.model, args.stop_token)
-    prompts, eval_prompts = utils.load_train_and_eval(args, tokenizer)
-    supervised = utils.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
-    rewards = utils.Rewards(utils.reward_names(args), args.reward_timeout, tokenizer)
+    folder, resume_from = checkpoints.run_folder(args, __file__)
+    tokenizer = models.load_tokenizer(args.model, args.pad_token)
+    stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
+    prompts, eval_prompts = data.load_train_and_eval(args, tokenizer)
+    supervised = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
+    rewards = Rewards(reward_names(args), args.reward_timeout, tokenizer)
 
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer where groups are dropped
     updates_a_step = args.num_epochs * N // args.mini_batch_size
@@ -979,14 +982,14 @@ def main(args: Args) -> None:
     aggregation = args.loss_aggregation or args.ratio
 
     # ---- shared: models ---------------------------------------------------------------------------------------------
-    stored, dtype, half, autocast = utils.precision(args.precision, world.device)
-    sharding = utils.Sharding(args, world, stored, half, autocast)
+    stored, dtype, half, autocast = models.precision(args.precision, world.device)
+    sharding = Sharding(args, world, stored, half, autocast)
     teams = sharding.teams  # of ranks that share each sequence in training
-    utils.plan_memory(args, __file__, world, sharding)
+    memory.plan_memory(args, __file__, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
-    model = utils.load_model("--model", source, stored, sharding.home)
+    model = models.load_model("--model", source, stored, sharding.home)
     if args.lora_rank:
-        utils.add_lora(model, args, resume_from)
+        models.add_lora(model, args, resume_from)
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
     policy.check_head(f"--model {args.model}", prompts[0]["query"][:32])
     wrapped = sharding.wrap(policy)
@@ -996,10 +999,10 @@ def main(args: Args) -> None:
     elif args.kl_coef:
         refreshed = os.path.join(resume_from or "", "reference")  # a checkpoint has it once it was refreshed
         name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
-        ref_model = utils.load_model("--ref_model", name, stored, sharding.home).requires_grad_(False)
+        ref_model = models.load_model("--ref_model", name, stored, sharding.home).requires_grad_(False)
         reference = Policy(ref_model, args.temperature, args.logits_chunk_tokens)
         reference.check_head(f"--ref_model {name}", prompts[0]["query"][:32])
-        utils.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
+        models.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
         # Its head is used in the policy's forward for the exact KL.
         sharding.shard(reference, blocks_only=args.kl_estimator == "full")
     exact = reference if args.kl_estimator == "full" else None
@@ -1015,7 +1018,7 @@ def main(args: Args) -> None:
     state = {"step": 0, "position": 0, "kl_coef": args.kl_coef, "seconds": 0.0, "metrics": {}, "logged": False}
     state["moments"] = [0.0, 0.0, 0.0]  # of the scores, see update_moments
     if resume_from:
-        state = utils.load_checkpoint(resume_from, world)
+        state = checkpoints.load_checkpoint(resume_from, world)
         optimizer.load_state_dict(state.pop("optimizer"))
     saved, following = state.pop("ahead", None), None  # the next step's, if it is there already
     if saved and args.async_steps and saved["group_size"] == args.group_size:
@@ -1025,22 +1028,24 @@ def main(args: Args) -> None:
         run.phase("save")
         state.update(seconds=clock.total(), optimizer=optimizer.state_dict(), ahead=following and following.state())
         moved = {"reference": reference.model} if args.ref_refresh_every else {}
-        utils.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **moved)
+        checkpoints.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **moved)
 
     # ---- shared: run ------------------------------------------------------------------------------------------------
     beside = world.for_rollout(args.vllm_tensor_parallel)
-    engine = utils.rollout_engine(args, beside, half)
-    data = {"prompts": [len(row["query"]) for row in prompts]}
-    data |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
-    data |= {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}
-    run = utils.Run(folder, args, __file__, world, total_steps, state if resume_from else None, data)
+    engine = engines.rollout_engine(args, beside, half)
+    token_lengths = {"prompts": [len(row["query"]) for row in prompts]}
+    token_lengths |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
+    token_lengths |= (
+        {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}
+    )
+    run = run_log.Run(folder, args, __file__, world, total_steps, state if resume_from else None, token_lengths)
     clock = utils.Clock(world.device, state["seconds"], engine)
     sample = functools.partial(
         rollout, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args,
         interrupt=interrupt, world=beside, autocast=autocast,
     )  # fmt: skip
     gather_experience = functools.partial(collect, prompts=prompts, sample=sample, args=args)
-    ahead = utils.Ahead(gather_experience, interrupt) if args.async_steps else None
+    ahead = engines.Ahead(gather_experience, interrupt) if args.async_steps else None
     look = functools.partial(over_batch, budget=args.micro_batch_tokens, world=teams, autocast=autocast)
 
     def leave() -> NoReturn:
@@ -1049,7 +1054,7 @@ def main(args: Args) -> None:
         sys.exit(utils.EXIT_INTERRUPTED)
 
     def require_scores(batch: Batch) -> None:
-        source = utils.silent_source(batch, args)
+        source = evaluation.silent_source(batch, args)
         if source:
             save()
             run.close(f"step {state['step']} is saved, go on with --resume")
@@ -1064,11 +1069,11 @@ def main(args: Args) -> None:
         if not state["logged"]:
             if args.eval_every and eval_prompts and (step % args.eval_every == 0 or step >= total_steps):
                 run.phase("evaluate")
-                results, batch = utils.evaluate(sample, eval_prompts, args)
+                results, batch = evaluation.evaluate(sample, eval_prompts, args)
                 if not results:
                     leave()
                 metrics = {"step": step, "episode": step * N, **metrics, **results}
-                rows = utils.sample_rows(batch, 4, apart=args.eval_samples)
+                rows = evaluation.sample_rows(batch, 4, apart=args.eval_samples)
                 run.table(step, rows, [len(response) for response in batch.responses])
             if metrics:
                 run.log(metrics, {"score": "objective/scores", "kl": "objective/kl", "held-out": "eval/accuracy"})
@@ -1157,14 +1162,14 @@ def main(args: Args) -> None:
                 )
                 if args.ptx_coef:
                     count = args.ptx_batch_size
-                    texts = utils.take_prompts(supervised, optimizer.updates * count, count, args.seed)
+                    texts = data.take_prompts(supervised, optimizer.updates * count, count, args.seed)
                     coef = args.ptx_coef * optimizer.loss_scale
                     sums.add(ptx=imitate(wrapped, texts, coef, args.micro_batch_tokens, teams, autocast))
                 cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, teams)
                 for number, cut in enumerate(cuts, 1):
                     micro = [mini[i] for i in cut]
                     m = mask[micro]  # (n, T)
-                    with utils.gradient_sync(wrapped, number == len(cuts)):
+                    with gradient_sync(wrapped, number == len(cuts)):
                         with autocast():
                             logprobs, entropies, full_kl = wrapped(*batch.collate(micro), exact if kl_in_loss else None)
                         logprobs, entropies = pad_rows(logprobs, m), pad_rows(entropies, m)  # (n, T)
@@ -1236,7 +1241,7 @@ def main(args: Args) -> None:
             )
         # ---- shared: metrics ----------------------------------------------------------------------------------------
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
-            utils.mix_into(reference, policy, args.ref_refresh_mix)
+            mix_into(reference, policy, args.ref_refresh_mix)
 
         state.update(step=step, position=experience.position, moments=experience.moments, logged=False)
         tokens = total["tokens"] / args.num_epochs
@@ -1268,18 +1273,18 @@ def main(args: Args) -> None:
             **({"loss/ptx": total["ptx"] / updates} if "ptx" in total else {}),
             **optimizer.metrics(),
             **experience.metrics,
-            **utils.batch_metrics(experience.sampled),
+            **evaluation.batch_metrics(experience.sampled),
             **(engine.metrics() if engine is not None else {}),
             **clock.metrics(work, sampled_tokens, world),
         }
-        utils.watch_agreement(state["metrics"])
+        engines.watch_agreement(state["metrics"])
         # ---- end shared
         if greedy_scores is not None:
             state["metrics"]["val/missing_greedy_scores"] = int(greedy_scores.isnan().sum()) // args.group_size
-        run.samples(step, utils.sample_rows(batch, args.log_samples, masked_mean(advantages, mask, 1)))
+        run.samples(step, evaluation.sample_rows(batch, args.log_samples, masked_mean(advantages, mask, 1)))
 
     # ---- shared: the end --------------------------------------------------------------------------------------------
-    utils.save_final(folder, world, model, tokenizer, args.model)
+    checkpoints.save_final(folder, world, model, tokenizer, args.model)
     run.close(f"model: {os.path.join(folder, 'final')}")
     # ---- end shared
 

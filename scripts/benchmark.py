@@ -81,14 +81,14 @@ def our_side(job: dict) -> dict:
     import tyro
 
     import grpo
-    import utils
+    from plumbing import checkpoints, run_log
 
     flags = [*DEMO, f"--total_episodes={job['steps'] * job['mini_batch_size']}", f"--seed={job['seed']}"]
     if job["case"] != "demo":
         flags += COMPARED + [f"--{name}={job[name]}" for name in SHARED.split()]
-    result = {"versions": utils.versions(), "flags": " ".join(flags)}
+    result = {"versions": run_log.versions(), "flags": " ".join(flags)}
 
-    class MeasuredRun(utils.Run):  # made when all is loaded and training begins
+    class MeasuredRun(run_log.Run):  # made when all is loaded and training begins
         def __init__(self, *args):
             result["peak_mib"] = -memory("VmRSS")
             reset_peak()
@@ -97,7 +97,7 @@ def our_side(job: dict) -> dict:
     def training_ends(*args):
         result["peak_mib"] += memory("VmHWM")
 
-    utils.Run, utils.save_final = MeasuredRun, training_ends
+    run_log.Run, checkpoints.save_final = MeasuredRun, training_ends
     grpo.main(tyro.cli(grpo.Args, args=[*flags, "--output_dir", job["folder"], "--run_name", "run"]))
     rows = read_jsonl(os.path.join(job["folder"], "run", "metrics.jsonl"))
     result["steps"] = [
@@ -115,8 +115,9 @@ def trl_side(job: dict) -> dict:
     import torch
     import transformers
     import trl
-    import verifier  # scripts/verifier.py: the function that grpo.py calls
     from datasets import Dataset
+
+    from plumbing import verifiers as verifier
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -270,7 +271,7 @@ def report(record: dict) -> str:
 
 def main(args: Args) -> None:
     sys.path.insert(0, ROOT)
-    from utils import arithmetic_rows
+    from plumbing.data import arithmetic_rows
 
     with open("/proc/cpuinfo") as file:
         cpu = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))

@@ -16,6 +16,7 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
+from plumbing.rewards import Rewards
 
 CODE = "```python\ndef twice(x):\n    return 2 * x\n```"
 STDIN = "```python\nprint(2 * int(input()))\n```"
@@ -40,7 +41,7 @@ class Args:
     """Measurements, of which the median counts."""
 
 
-def seconds(rewards: utils.Rewards, rows: list[dict], texts: list[str], repeats: int) -> tuple[float, list[float]]:
+def seconds(rewards: Rewards, rows: list[dict], texts: list[str], repeats: int) -> tuple[float, list[float]]:
     """Median of the seconds that it takes to score these responses by the only source, and their scores."""
     (name,), taken = rewards.names, []
     for _ in range(repeats):
@@ -67,7 +68,7 @@ def main(args: Args) -> None:
         url = re.search(r"http\S+", server.stdout.readline())[0]
         found = []
         for name in (source, url):
-            rewards = utils.Rewards((name,), 30.0, None)
+            rewards = Rewards((name,), 30.0, None)
             rewards.score(rows[:32], texts[:32], [[]] * 32)  # what is slow the first time only
             found.append(seconds(rewards, rows, texts, args.repeats))
             rewards.close()
@@ -80,7 +81,7 @@ def main(args: Args) -> None:
     limit, tests = 2.0, WORK["code, three asserts"][2]
     texts = [STUCK if i in (10, 41) else CODE for i in range(64)]
     rows = [{"prompt": "", "query": [], "answer": tests}] * 64
-    rewards = utils.Rewards(("code",), limit, None)
+    rewards = Rewards(("code",), limit, None)
     usual, _ = seconds(rewards, rows, [CODE] * 64, 1)
     taken, scores = seconds(rewards, rows, texts, 1)
     rewards.close()

@@ -21,10 +21,9 @@ import transformers
 import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import vllm_engines
-
 import grpo
 import utils
+from plumbing import models, run_log, vllm_engine
 
 SHAPES = {  # hidden size, layers, heads, intermediate size, vocabulary, responses, tokens of each at most
     "the demo's model": None,
@@ -61,9 +60,9 @@ def rollouts(model_name: str, responses: int, tokens: int, repeats: int) -> dict
     world = utils.World(0, 1, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     args = grpo.Args(model=model_name, max_prompt_length=16, max_response_length=tokens, rollout_backend="vllm")
     args = dataclasses.replace(args, kv_cache_gb=0.5 if world.device.type == "cpu" else 0.0)
-    model = utils.load_model("--model", model_name, torch.float32, world.device)
-    tokenizer = utils.load_tokenizer(model_name, "")
-    engine = vllm_engines.Engine(args, world, torch.bfloat16 if world.device.type == "cuda" else None)
+    model = models.load_model("--model", model_name, torch.float32, world.device)
+    tokenizer = models.load_tokenizer(model_name, "")
+    engine = vllm_engine.Engine(args, world, torch.bfloat16 if world.device.type == "cuda" else None)
     sync = []
     for _ in range(repeats):
         begin = time.perf_counter()
@@ -99,7 +98,7 @@ def step_seconds(model_name: str, responses: int, tokens: int, steps: int, **fla
         )  # fmt: skip
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             grpo.main(args)
-        rows = utils.read_jsonl(os.path.join(folder, "run", "metrics.jsonl"))[3:]
+        rows = run_log.read_jsonl(os.path.join(folder, "run", "metrics.jsonl"))[3:]
     return tuple(statistics.median(row[key] for row in rows) for key in ("time/step", "time/rollout"))
 
 

@@ -29,6 +29,8 @@ import tyro
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
+from plumbing import models
+from plumbing.sharding import Sharding
 
 SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabulary; embeddings are tied
     "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B
@@ -107,10 +109,10 @@ def gigabytes(field: str) -> float:
 def measure(args: Args) -> dict[str, float]:
     """Seconds, memory and tokens of one kind of run, in this process."""
     world = utils.setup_processes()
-    stored, _, half, autocast = utils.precision(args.precision, world.device)
+    stored, _, half, autocast = models.precision(args.precision, world.device)
     flags = grpo.Args(attention=args.attention, compile=args.compile, shard=args.shard, precision=args.precision)
     with contextlib.redirect_stdout(sys.stderr):
-        sharding = utils.Sharding(flags, world, stored, half, autocast)
+        sharding = Sharding(flags, world, stored, half, autocast)
     hidden, layers, heads, keys, inner, vocabulary = SHAPES[args.one]
     config = transformers.Qwen2Config(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,

@@ -42,7 +42,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import verifier
+from plumbing import verifiers as verifier
 
 VOTE = sys.argv[1:2] == ["vote"] and __name__ == "__main__"  # a process of `Voters`, which needs little of this
 if not VOTE:  # these take seconds
@@ -53,6 +53,8 @@ if not VOTE:  # these take seconds
 
     import grpo
     import utils
+    from plumbing import checkpoints, data, evaluation, models, run_log
+    from plumbing.rewards import Rewards, Worker, is_reward_model, worker_count
 
 
 @dataclass
@@ -209,7 +211,7 @@ def measures(correct: list[list[bool]], answers: list[list[str | None]] | None, 
     n = len(correct[0])
     results = {f"avg@{n}": estimate([sum(row) / n for row in correct], n)}
     for k in ks:
-        results[f"pass@{k}"] = estimate([utils.pass_at_k(n, sum(row), k) for row in correct], n / k)
+        results[f"pass@{k}"] = estimate([evaluation.pass_at_k(n, sum(row), k) for row in correct], n / k)
     if answers is not None:
         votes = [vote_counts(row, said) for row, said in zip(correct, answers)]
         won = [majority_at_k(groups, n, ks) for groups in votes]
@@ -302,7 +304,7 @@ class Voters:
 
     def __init__(self, timeout: float):
         self.timeout, self.failures = timeout, 0
-        self.workers: list[utils.Worker | None] = [None] * utils.worker_count()
+        self.workers: list[Worker | None] = [None] * worker_count()
         atexit.register(self.close)
 
     def vote(self, prompts: list[list[str]], progress) -> list[list[str | None]]:
@@ -323,7 +325,7 @@ class Voters:
         """The answers by process `index`; by `answer_text` if it takes too long or dies, and a new one comes next."""
         said, worker = "ready", self.workers[index]
         if worker is None:
-            worker = self.workers[index] = utils.Worker("evaluate.py", "vote", str(self.timeout))
+            worker = self.workers[index] = Worker("evaluate.py", "vote", str(self.timeout))
             said = worker.receive(timeout=300.0)  # importing may take long on a busy file system
         if said == "ready":
             worker.send(responses)
@@ -489,27 +491,27 @@ def main(args: Args) -> None:
     # ---- set up -----------------------------------------------------------------------------------------------------
     folder, n, ks = check_args(args)
     world = utils.setup_processes()
-    tokenizer = utils.load_tokenizer(args.model, args.pad_token)
-    stop_ids = utils.stop_token_ids(tokenizer, args.model, args.stop_token)
-    prompts = utils.load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args)
+    tokenizer = models.load_tokenizer(args.model, args.pad_token)
+    stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
+    prompts = data.load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args)
     prompts = prompts[: args.num_prompts or None]
     if world.any(len(prompts) < world.size):  # asked together, so that no rank is gone before the others have joined
         utils.fail(f"--dataset {args.dataset}: has {len(prompts)} prompts for {world.size} processes")
-    rewards = utils.Rewards(args.reward, args.reward_timeout, tokenizer)
+    rewards = Rewards(args.reward, args.reward_timeout, tokenizer)
     voters = Voters(args.reward_timeout)
 
-    stored, _, half, autocast = utils.precision(args.precision, world.device)
+    stored, _, half, autocast = models.precision(args.precision, world.device)
     if args.backend == "hf":
-        model = utils.load_model("--model", args.model, stored, world.device).requires_grad_(False).eval()
+        model = models.load_model("--model", args.model, stored, world.device).requires_grad_(False).eval()
     rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens)
 
     # ---- generate: this rank's prompts, all n responses of each -----------------------------------------------------
     def bar(name: str, total: int) -> tqdm:
-        if utils.Run.progress is not None:
-            utils.Run.progress.close()
+        if run_log.Run.progress is not None:
+            run_log.Run.progress.close()
         unit = " prompts" if name == "vote" else " responses"
-        utils.Run.progress = tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True, disable=not world.main)
-        return utils.Run.progress
+        run_log.Run.progress = tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True, disable=not world.main)
+        return run_log.Run.progress
 
     mine = world.deal(list(enumerate(prompts)))
     begin = time.perf_counter()
@@ -533,8 +535,8 @@ def main(args: Args) -> None:
     parts = {name: torch.tensor(column, dtype=torch.float64) for name, column in scored.items()}
     stopped = torch.tensor([response[-1] in stop_ids for response in responses])
     valid = stopped if args.require_stop else torch.ones_like(stopped)
-    correct = utils.correct_responses(types.SimpleNamespace(parts=parts, stopped=valid))
-    judge = next((name for name in args.reward if not utils.is_reward_model(name)), "")
+    correct = evaluation.correct_responses(types.SimpleNamespace(parts=parts, stopped=valid))
+    judge = next((name for name in args.reward if not is_reward_model(name)), "")
 
     by_prompt = lambda items: [list(items[i : i + n]) for i in range(0, len(items), n)]
     heard = [text if ok else "" for text, ok in zip(texts, valid.tolist())]  # "" does not vote
@@ -550,7 +552,7 @@ def main(args: Args) -> None:
         for name in ("gsm8k_strict", "gsm8k_flexible"):
             said[name] = [harness_answer(text, name == "gsm8k_flexible") for text in texts]
             right[name] = [answer == reference for answer, reference in zip(said[name], references)]
-    utils.Run.progress.close()
+    run_log.Run.progress.close()
 
     samples = []
     for i, row in enumerate(rows):
@@ -595,8 +597,8 @@ def main(args: Args) -> None:
         "votes_as_text": failures,
         "generation": {"seconds": seconds, "tokens_per_second": sum(lengths) / seconds, "ranks": world.size},
         "args": asdict(args),
-        "versions": utils.versions(),
-        "git_commit": utils.git_commit(),
+        "versions": run_log.versions(),
+        "git_commit": run_log.git_commit(),
     }
 
     def write(path: str) -> None:
@@ -605,10 +607,10 @@ def main(args: Args) -> None:
                 json.dump(results, file, indent=2, allow_nan=False)
             with open(os.path.join(path, "samples.jsonl"), "w") as file:
                 file.writelines(
-                    json.dumps(utils.finite(sample), allow_nan=False, default=str) + "\n" for sample in samples
+                    json.dumps(run_log.finite(sample), allow_nan=False, default=str) + "\n" for sample in samples
                 )
 
-    utils.save_folder(folder, world, write)
+    checkpoints.save_folder(folder, world, write)
     if world.main:
         print(f"{args.model} on {args.dataset}: {len(prompts)} prompts x {n} responses, 95% confidence intervals")
         show(results)
@@ -623,6 +625,6 @@ if __name__ == "__main__":
         try:
             main(tyro.cli(Args))
         except KeyboardInterrupt:
-            if utils.Run.progress is not None:
-                utils.Run.progress.close()  # which ends the bar's line
+            if run_log.Run.progress is not None:
+                run_log.Run.progress.close()  # which ends the bar's line
             sys.exit("interrupted: nothing was written")

@@ -11,6 +11,7 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
+from plumbing import run_log
 
 
 @dataclass
@@ -23,9 +24,9 @@ class Args:
 
 def main(args: Args) -> None:
     for folder in args.runs:
-        if not utils.read_jsonl(os.path.join(folder, "metrics.jsonl")):
+        if not run_log.read_jsonl(os.path.join(folder, "metrics.jsonl")):
             utils.fail(f"{folder}: has no metrics.jsonl with a whole line")
-    utils.plot_curves(list(args.runs), args.output)
+    run_log.plot_curves(list(args.runs), args.output)
     print(args.output)
 
 

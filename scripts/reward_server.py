@@ -42,6 +42,8 @@ from starlette.requests import ClientDisconnect
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
+from plumbing import data, models
+from plumbing.rewards import ANSWER_REWARDS, BUILTIN_REWARDS, Rewards, is_reward_model
 
 GRACE = 3  # seconds that requests have to end in after SIGTERM
 
@@ -113,13 +115,13 @@ class Scorer:
     def __init__(self, args: Args, world: utils.World):
         self.tokenizer, self.limit = None, math.inf
         self.weights = dict(zip(args.reward, args.reward_weights or (1.0,) * len(args.reward)))
-        model = next(filter(utils.is_reward_model, args.reward), "")  # the first one, whose tokenizer is that of all
+        model = next(filter(is_reward_model, args.reward), "")  # the first one, whose tokenizer is that of all
         # Of any other name, Rewards says that there is no such source.
         if os.path.isdir(model) or model.count("/") == 1 and not model.endswith(".py"):
-            self.tokenizer = utils.read_tokenizer("--reward", model)
-            self.stop_ids = utils.stop_token_ids(self.tokenizer, model, args.stop_token)
-        self.rewards = utils.Rewards(args.reward, args.reward_timeout, self.tokenizer)
-        stored, _, _, autocast = utils.precision(args.precision, world.device)
+            self.tokenizer = models.read_tokenizer("--reward", model)
+            self.stop_ids = models.stop_token_ids(self.tokenizer, model, args.stop_token)
+        self.rewards = Rewards(args.reward, args.reward_timeout, self.tokenizer)
+        stored, _, _, autocast = models.precision(args.precision, world.device)
         self.rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens)
         for scalar, *_ in self.rewards.models.values():
             self.limit = min(self.limit, getattr(scalar.model.config, "max_position_embeddings", None) or math.inf)
@@ -128,10 +130,10 @@ class Scorer:
         """Token ids of prompt and response as reward_model.py makes them."""
         if isinstance(prompt, str):  # a template has written the special tokens, if there is one
             special = self.tokenizer.chat_template is None
-            query = utils.encode_text(f"{where} of src", prompt, self.tokenizer, special)
+            query = data.encode_text(f"{where} of src", prompt, self.tokenizer, special)
         else:
-            _, query = utils.encode_prompt(f"{where} of src", prompt, self.tokenizer, "")
-        ids = utils.encode_text(f"{where} of response", response, self.tokenizer, special=False)
+            _, query = data.encode_prompt(f"{where} of src", prompt, self.tokenizer, "")
+        ids = data.encode_text(f"{where} of response", response, self.tokenizer, special=False)
         ids = ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_ids[0]]
         if len(query) + len(ids) > self.limit:
             raise Failure(400, f"{where} has {len(query) + len(ids)} tokens, over the {self.limit} of the reward model")
@@ -149,7 +151,7 @@ class Scorer:
                 ids.append(tokens)
         scores: list[float | None] = [None] * len(rows)
         # A verifier would take a reference that is missing for one that is empty, or is called None.
-        needs = next((name for name in counted if name in utils.ANSWER_REWARDS), "")
+        needs = next((name for name in counted if name in ANSWER_REWARDS), "")
         used = [i for i, row in enumerate(rows) if not needs or str(row["answer"] or "").strip() or row["answer"] == 0]
         why = [f"{needs}: has no reference answer"] if len(used) < len(rows) else []
         if not used:
@@ -159,7 +161,7 @@ class Scorer:
             found = self.rewards.score(*([column[i] for i in used] for column in (rows, batch.response, ids)))
         parts = {name: torch.tensor(found[name], dtype=torch.float64) for name in counted}
         for name, part in parts.items():  # the others fail response by response
-            whole = name not in utils.BUILTIN_REWARDS and name not in self.rewards.models
+            whole = name not in BUILTIN_REWARDS and name not in self.rewards.models
             if whole and name in self.rewards.failures and part.isnan().all():
                 raise Failure(500, f"{name}: {self.rewards.failures[name]}")
         for i, score in zip(used, sum(self.weights[name] * part for name, part in parts.items()).tolist()):

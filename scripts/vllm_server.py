@@ -28,6 +28,7 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
+from plumbing import models
 
 TRANSFER_TIMEOUT = timedelta(minutes=10)  # of one tensor
 
@@ -109,7 +110,7 @@ def main(args: Args, others: list[str]) -> None:
     gpu = torch.cuda.is_available()
     if gpu and args.tensor_parallel > torch.cuda.device_count():
         utils.fail(f"--tensor_parallel {args.tensor_parallel}: there are {torch.cuda.device_count()} GPUs")
-    most = getattr(utils.load_config("--model", args.model), "max_position_embeddings", None)
+    most = getattr(models.load_config("--model", args.model), "max_position_embeddings", None)
     if most and args.max_length > most:
         utils.fail(f"--max_length {args.max_length}: --model {args.model} reads {most} tokens at most")
     try:

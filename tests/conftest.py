@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # noqa: E402
 
 import utils  # noqa: E402
+from plumbing import models  # noqa: E402
 
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()
@@ -81,7 +82,7 @@ def load(model_folder):
     """A function (family, dtype, seed, **config changes) -> the model, loaded the way the scripts load it."""
 
     def load(family: str = "qwen2", dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
-        return utils.load_model("--model", model_folder(family, seed, **changes), dtype, CPU)
+        return models.load_model("--model", model_folder(family, seed, **changes), dtype, CPU)
 
     return load
 

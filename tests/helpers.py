@@ -38,10 +38,10 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 import tyro  # noqa: E402
-import vllm_engines  # noqa: E402, F401
 from make_tiny_model import make_tokenizer  # noqa: E402
 
-import utils  # noqa: E402
+import plumbing.vllm_engine  # noqa: E402, F401
+from plumbing import run_log  # noqa: E402
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 40, 3), range(2, 93, 7))]  # 13
 HELD_OUT = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in (5, 6, 9)]
@@ -133,7 +133,7 @@ def flags(values: dict) -> list[str]:
 def _before(name: str, action) -> None:
     """Make every call of a function call `action(how often)` first: "utils.Optimizer.step"."""
     *path, function = name.split(".")
-    owner = sys.modules[path[0]]
+    owner = sys.modules.get(f"plumbing.{path[0]}") or sys.modules[path[0]]
     for part in path[1:]:
         owner = getattr(owner, part)
     original, calls = getattr(owner, function), []
@@ -149,8 +149,8 @@ def _before(name: str, action) -> None:
 def _signal_at(place: str) -> None:
     """Make this process send itself a signal before the n-th call of a function: "utils.Optimizer.step:3:SIGTERM".
 
-    "A;B" stands for two such places, and "utils.Run.log>json.dumps:2:SIGKILL" for the second call of json.dumps after
-    utils.Run.log was called for the first time.
+    "A;B" stands for two such places, and "run_log.Run.log>json.dumps:2:SIGKILL" for the second call of json.dumps after
+    run_log.Run.log was called for the first time.
     """
     for part in place.split(";"):
         first, _, then = part.rpartition(">")
@@ -179,7 +179,7 @@ def _main(script: str, words: list[str], log: str, environment: dict, place: str
     if place:
         _signal_at(place)
     if not curves:
-        utils.plot_curves = lambda *args: None
+        run_log.plot_curves = lambda *args: None
     code = 1
     try:
         module.main(tyro.cli(module.Args, args=words))
@@ -305,7 +305,7 @@ def run_here(values: dict, script: str = "grpo") -> None:
     """`main` in this process, which is left as it was: signal handlers, reward processes, logging."""
     module = __import__(script)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    made, rewards = [], utils.Rewards
+    made, rewards = [], getattr(module, "Rewards", None) or object
 
     class Closed(rewards):
         def __init__(self, *args):
@@ -313,11 +313,13 @@ def run_here(values: dict, script: str = "grpo") -> None:
             made.append(self)
             super().__init__(*args)
 
-    utils.Rewards = Closed
+    if hasattr(module, "Rewards"):
+        module.Rewards = Closed
     try:
         module.main(tyro.cli(module.Args, args=flags(values)))
     finally:
-        utils.Rewards = rewards
+        if hasattr(module, "Rewards"):
+            module.Rewards = rewards
         for each in made:
             each.close()
             atexit.unregister(each.close)

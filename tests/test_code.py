@@ -16,7 +16,7 @@ import time
 import pytest
 from conftest import ROOT, make_tokenizer
 
-import utils
+from plumbing.rewards import Rewards
 
 PATH = os.path.join(ROOT, "scripts", "verifier.py")
 spec = importlib.util.spec_from_file_location("verifier", PATH)
@@ -518,7 +518,7 @@ def test_a_row_without_tests_has_no_score(worker):
 
 
 def test_scores_reach_the_trainer():
-    rewards = utils.Rewards(("code",), 5.0, make_tokenizer())
+    rewards = Rewards(("code",), 5.0, make_tokenizer())
     rows = [{"prompt": "p", "query": [1], "answer": tests} for tests in (ASSERTS, ASSERTS, STDIN, CALLS, None, STDIN)]
     texts = [f"So:\n```python\n{code}```" for code in (ADD, READ, READ, ADD, ADD, "while True: pass")]
     scores = rewards.score(rows, texts, [[]] * 6)["code"]
@@ -531,7 +531,7 @@ def test_a_stuck_server_costs_the_time_limit(monkeypatch, tmp_path):
     """A server that answers no more: its worker is killed at the limit, and a new worker with a new server goes on."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mark-packages"))
     mark = f"programs\0{tmp_path / 'mark-packages'}\0"
-    rewards = utils.Rewards(("code",), 2.0, make_tokenizer())
+    rewards = Rewards(("code",), 2.0, make_tokenizer())
     stopped = []
     for process in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline") as arguments:

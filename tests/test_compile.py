@@ -17,7 +17,7 @@ from test_shard import SCRIPTS, base, compare  # noqa: F401
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import grpo
-import utils
+from plumbing.sharding import compile_parts, set_attention
 
 # script, ranks, backend (a real one once: it takes longest), flags
 RUNS = {
@@ -74,7 +74,7 @@ class Counted:
 
 def compiled(load, family: str, dtype: torch.dtype = torch.float64, **changes) -> grpo.Policy:
     policy = grpo.Policy(load(family, dtype, **changes), 0.8, 4)
-    utils.compile_parts(policy, list(next(m for m in policy.modules() if isinstance(m, torch.nn.ModuleList))))
+    compile_parts(policy, list(next(m for m in policy.modules() if isinstance(m, torch.nn.ModuleList))))
     return policy
 
 
@@ -165,7 +165,7 @@ def test_attention_changes_the_way_only(load):
     found, batch = [], random_batch()
     for name in ("sdpa", "eager"):
         policy = grpo.Policy(load("gpt_neox", torch.float64), 1.0, 4)
-        utils.set_attention(policy.model, name)
+        set_attention(policy.model, name)
         logprobs = policy(*batch.collate(list(range(8))))[0]
         logprobs.sum().backward()
         found.append((logprobs.detach(), gradient_of(policy)))
@@ -198,12 +198,12 @@ def test_attention_that_cannot_be(base, tmp_path, name, why):  # noqa: F811
 def test_attention_that_is_not_installed(load, capsys, monkeypatch):
     for name, model in (("flash_attention_2", load("qwen2")), ("flex_attention", load("gpt2"))):
         with pytest.raises(SystemExit) as ended:
-            utils.set_attention(model, name)
+            set_attention(model, name)
         assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: --attention {name}: ")
     model = load("qwen2")
     monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *_: False)
     with pytest.raises(SystemExit):
-        utils.set_attention(model, "eager")
+        set_attention(model, "eager")
     assert "Qwen2ForCausalLM" in capsys.readouterr().err and model.device == CPU
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-import utils
+from plumbing import data
 
 ARGS = dict(
     prompt_column="", answer_column="", system_prompt="", max_prompt_length=512, reward=("math",), eval_every=20,
@@ -53,7 +53,7 @@ def tokenizers(tmp_path_factory) -> dict:
 def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return utils.load_prompts("--dataset", str(path), "train", tokenizer, args_of(**changes))
+    return data.load_prompts("--dataset", str(path), "train", tokenizer, args_of(**changes))
 
 
 # ---- rows that people have --------------------------------------------------------------------------------------
@@ -93,9 +93,9 @@ def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers):
     pytest.importorskip("reasoning_gym")
     name, tokenizer = "reasoning_gym:leg_counting", tokenizers[False, None]
     args = args_of(reward=("reasoning_gym",), max_prompt_length=2000)
-    train, test = (utils.load_prompts("--dataset", name, split, tokenizer, args) for split in ("train", "test"))
+    train, test = (data.load_prompts("--dataset", name, split, tokenizer, args) for split in ("train", "test"))
     assert (len(train), len(test)) == (5000, 500) and train[7]["reasoning_gym"] == ["leg_counting", 5000, 1, 7]
-    assert train[:3] == utils.load_prompts("--dataset", name, "train", tokenizer, args)[:3]
+    assert train[:3] == data.load_prompts("--dataset", name, "train", tokenizer, args)[:3]
     assert train[0]["prompt"] != test[0]["prompt"] and train[0]["answer"].isdigit()
 
 
@@ -103,7 +103,7 @@ def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers):
 def test_no_such_task(name, words, tokenizers, capsys):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(SystemExit):
-        utils.load_prompts("--dataset", name, "train", tokenizers[False, None], args_of())
+        data.load_prompts("--dataset", name, "train", tokenizers[False, None], args_of())
     err = capsys.readouterr().err
     assert err.startswith("error: --dataset reasoning_gym:") and words in err and err.count("\n") == 1
 
@@ -119,9 +119,9 @@ def test_both_readings_of_src_and_tgt(src, tgt):
     """The turns alternate and begin with the user; what is left of tgt, if anything, is the reference."""
     if not len(src) - 1 <= len(tgt) <= len(src):
         with pytest.raises(SystemExit):
-            utils.conversation("row", src, tgt)
+            data.conversation("row", src, tgt)
         return
-    prompt, reference = utils.conversation("row", src, tgt)
+    prompt, reference = data.conversation("row", src, tgt)
     assert reference == (tgt[-1] if len(tgt) == len(src) else None)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     assert isinstance(prompt, str) == (len(src) == 1)
@@ -203,7 +203,7 @@ def mixed(tmp_path, tokenizers):
         entries = [{"prob": weight, "filepath": f"parts/{c}.jsonl"} for c, (_, weight) in zip("abcdef", parts)]
         (tmp_path / "mix.json").write_text(json.dumps(entries))
         args = args_of(dataset=str(tmp_path / "mix.json"), **changes)
-        return utils.load_train_and_eval(args, tokenizers[False, None])
+        return data.load_train_and_eval(args, tokenizers[False, None])
 
     return make
 
@@ -211,7 +211,7 @@ def mixed(tmp_path, tokenizers):
 def test_a_mixture_takes_turns_by_weight_and_passes_through_each_part(mixed):
     rows, _ = mixed([(3, 2), (50, 1), (7, 5)])
     assert len(rows) == 60
-    stream = [row["prompt"] for row in utils.take_prompts(rows, 0, 800, seed=1)]
+    stream = [row["prompt"] for row in data.take_prompts(rows, 0, 800, seed=1)]
     for end in range(1, 800):
         counts = collections.Counter(prompt[0] for prompt in stream[:end])
         assert all(abs(counts[c] - share * end / 8) < 1.01 for c, share in zip("abc", (2, 1, 5)))
@@ -220,9 +220,9 @@ def test_a_mixture_takes_turns_by_weight_and_passes_through_each_part(mixed):
         passes = [own[i : i + size] for i in range(0, len(own) - size + 1, size)]
         assert len(passes) >= 2 and all(len(set(each)) == size for each in passes)
         assert len({tuple(each) for each in passes}) > 1  # shuffled anew
-    pieces = [row["prompt"] for start in (400, 37, 0) for row in utils.take_prompts(rows, start, 37, seed=1)]
+    pieces = [row["prompt"] for start in (400, 37, 0) for row in data.take_prompts(rows, start, 37, seed=1)]
     assert pieces == stream[400:437] + stream[37:74] + stream[:37]  # whatever was asked before
-    assert stream != [row["prompt"] for row in utils.take_prompts(rows, 0, 800, seed=2)]
+    assert stream != [row["prompt"] for row in data.take_prompts(rows, 0, 800, seed=2)]
 
 
 def test_what_is_evaluated_on_is_taken_from_each_part(mixed, tmp_path, capsys):
@@ -231,7 +231,7 @@ def test_what_is_evaluated_on_is_taken_from_each_part(mixed, tmp_path, capsys):
     )
     rows, evaluated = mixed([(1, 1), (3, 1)], eval_dataset=held_out)
     assert [row["prompt"] for row in evaluated] == ["a0", "b1", "b0"] and [row["prompt"] for row in rows] == ["b2"]
-    assert {row["prompt"] for row in utils.take_prompts(rows, 0, 9, seed=1)} == {"b2"}
+    assert {row["prompt"] for row in data.take_prompts(rows, 0, 9, seed=1)} == {"b2"}
     assert "left out 3 rows" in capsys.readouterr().err
 
 
@@ -246,7 +246,7 @@ def test_bad_entries(entry, tmp_path, tokenizers, capsys):
     helpers.write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1"}])
     (tmp_path / "mix.json").write_text(json.dumps([{"prob": 0.5, "filepath": "a.jsonl"}, entry]))
     with pytest.raises(SystemExit):
-        utils.load_prompts("--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of())
+        data.load_prompts("--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of())
     err = capsys.readouterr().err
     assert err.startswith(f"error: --dataset {tmp_path / 'mix.json'} entry 2: takes a prob") and err.count("\n") == 1
 

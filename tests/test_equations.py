@@ -27,6 +27,7 @@ from grpo import (
     policy_loss,
     weighted_sum,
 )
+from plumbing import data, evaluation
 
 NAN, INF = math.nan, math.inf
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -512,7 +513,9 @@ def test_pass_at_k_by_enumeration():
             outcomes = [True] * correct + [False] * (n - correct)
             for k in range(1, n + 1):
                 subsets = list(itertools.combinations(outcomes, k))
-                assert utils.pass_at_k(n, correct, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+                assert evaluation.pass_at_k(n, correct, k) == pytest.approx(
+                    sum(map(any, subsets)) / len(subsets), abs=1e-12
+                )
 
 
 # ---- schedule, cuts, order of the prompts -----------------------------------------------------------------------
@@ -575,14 +578,14 @@ def test_take_prompts_goes_through_all_in_each_pass(count):
     prompts = [{"query": [i]} for i in range(size)]
     stream = []
     while len(stream) < passes * size:
-        stream += [row["query"][0] for row in utils.take_prompts(prompts, len(stream), count, seed=1)]
+        stream += [row["query"][0] for row in data.take_prompts(prompts, len(stream), count, seed=1)]
     orders = [tuple(stream[i : i + size]) for i in range(0, passes * size, size)]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert len(set(orders)) == passes
     assert stream[: passes * size] == [
-        utils.take_prompts(prompts, i, 1, seed=1)[0]["query"][0] for i in range(passes * size)
+        data.take_prompts(prompts, i, 1, seed=1)[0]["query"][0] for i in range(passes * size)
     ]
-    assert stream[:size] != [row["query"][0] for row in utils.take_prompts(prompts, 0, size, seed=2)]
+    assert stream[:size] != [row["query"][0] for row in data.take_prompts(prompts, 0, size, seed=2)]
 
 
 def test_generator_depends_on_its_key_alone():

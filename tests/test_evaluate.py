@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import utils
+from plumbing import data, evaluation
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
 
@@ -146,7 +146,7 @@ def test_intervals_cover(k):
     truth = (1 - (1 - rates(400_000)) ** k).mean()
     for _ in range(600):
         counts = numbers.binomial(8, rates(30))
-        low, high = evaluate.estimate([utils.pass_at_k(8, count, k) for count in counts.tolist()], 8 / k)["ci95"]
+        low, high = evaluate.estimate([evaluation.pass_at_k(8, count, k) for count in counts.tolist()], 8 / k)["ci95"]
         hits += low <= truth <= high
     assert 0.91 < hits / 600 < 0.99
 
@@ -272,7 +272,7 @@ def tiny(tmp_path_factory):
 
 def test_run_on_arithmetic(tiny):
     results, samples, done = tiny
-    rows = utils.arithmetic_rows("test", 12)
+    rows = data.arithmetic_rows("test", 12)
     assert [(s["index"], s["sample"]) for s in samples] == [(i, j) for i in range(12) for j in range(6)]
     for sample in samples:
         row = rows[sample["index"]]

@@ -22,7 +22,7 @@ from test_shard import exact_runs
 
 import grpo
 import rloo
-import utils
+from plumbing import run_log
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
@@ -186,7 +186,7 @@ def test_all_is_covered():
 )
 def test_each_choice_trains_otherwise(runs, monkeypatch, script, field, changes):
     """Else a case that covers it would say nothing about it: another gradient, by more than cuts may change it."""
-    monkeypatch.setattr(utils, "plot_curves", lambda *args: None)
+    monkeypatch.setattr(run_log, "plot_curves", lambda *args: None)
     norms = []
     for choice in sorted(choices({"grpo": grpo, "rloo": rloo}[script], field)):
         values = {**runs.flags(script, "float64", WHOLE), **changes, field: choice}

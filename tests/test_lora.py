@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import utils
+from plumbing import models
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])
@@ -71,17 +72,17 @@ def test_a_critic_of_adapters(base, tmp_path):
     """PPO's critic starts at 0, learns by its adapters and its head, and its base stays as it was."""
     values = variant(base, tmp_path, critic_learning_rate=1e-2, non_stop_penalty=False)
     seen = {}
-    watched, original = utils.add_lora, utils.add_lora
+    watched, original = models.add_lora, models.add_lora
 
     def add_lora(model, *more):
         watched(model, *more)
         seen["value" if hasattr(model, "score") else "policy"] = model
 
-    utils.add_lora = add_lora
+    models.add_lora = add_lora
     try:
         run_here(values, "ppo")
     finally:
-        utils.add_lora = original
+        models.add_lora = original
     start = dict(AutoModelForCausalLM.from_pretrained(base["model"], dtype=torch.float64).base_model.named_parameters())
     critic = {name.replace(".base_layer", ""): x for name, x in seen["value"].base_model.named_parameters()}
     assert all(torch.equal(critic[name], x) for name, x in start.items())
@@ -111,8 +112,8 @@ def test_merged_weights(tmp_path, kind):
     """Linear layers and GPT-2's transposed ones; a model without adapters comes through as it is."""
     model = AutoModelForCausalLM.from_pretrained(helpers.tiny_model(tmp_path / "model", kind), dtype=torch.float64)
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert all(torch.equal(utils.merged(t, layer), plain[name]) for name, t, layer in utils.base_weights(model))
-    utils.add_lora(model, grpo.Args(lora_rank=2, lora_alpha=6.0), None)
+    assert all(torch.equal(models.merged(t, layer), plain[name]) for name, t, layer in models.base_weights(model))
+    models.add_lora(model, grpo.Args(lora_rank=2, lora_alpha=6.0), None)
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits)  # a new adapter changes nothing
@@ -120,7 +121,7 @@ def test_merged_weights(tmp_path, kind):
             assert parameter.requires_grad == (".lora_" in name)
             if ".lora_B." in name:
                 parameter.normal_()
-        weights = {name: utils.merged(tensor, layer) for name, tensor, layer in utils.base_weights(model)}
+        weights = {name: models.merged(tensor, layer) for name, tensor, layer in models.base_weights(model)}
         assert weights.keys() == plain.keys() and (model(IDS).logits - other(IDS).logits).abs().max() > 0.1
         other.load_state_dict(weights)
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits)
@@ -152,7 +153,7 @@ def test_reward_model(base, tmp_path, shard):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
     moved = [name for name in start if name in ours and not torch.equal(start[name], ours[name])]
     assert moved and all(name.endswith("weight") for name in moved)
-    scalar, new_head = utils.load_scalar_model("", str(folder_of(values) / "final"), torch.float32, CPU)
+    scalar, new_head = models.load_scalar_model("", str(folder_of(values) / "final"), torch.float32, CPU)
     assert not new_head
 
 

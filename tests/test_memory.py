@@ -1,6 +1,5 @@
 """scripts/memory.py against what torch itself counts on a CPU, and against public figures of Qwen2.5-7B."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -16,9 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import grpo
 import reward_model
 import utils
-
-sys.path.insert(0, f"{ROOT}/scripts")
-memory = importlib.import_module("memory")
+from plumbing import memory
 
 SHAPE = dict(
     vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
@@ -203,7 +200,7 @@ def test_figures_of_7b(qwen_7b):
     assert sharded["copies"] == pytest.approx(2 * matrix * 4 + matrix * 2 + 2 * block * 2, rel=0.001)  # 5.9 GiB
     assert planned(qwen_7b, gpus=8, shard="fsdp", shard_group_size=4)["weights"] == 2 * sharded["weights"]
     collected = planned(qwen_7b, gpus=8, shard="fsdp", gpu_gb=160)
-    assert collected["gradients"] == plain["gradients"]  # below utils.Sharding.GRADIENT_SHARE of the GPU
+    assert collected["gradients"] == plain["gradients"]  # below Sharding.GRADIENT_SHARE of the GPU
     assert plain["frozen"] == 4 * 7_615_616_512 and planned(qwen_7b, kl_coef=0)["frozen"] == 0
     ppo = planned(qwen_7b, algorithm="ppo")
     assert ppo["critic"] == 16 * (7_615_616_512 - 152064 * 3584)  # without the head
@@ -287,7 +284,7 @@ def test_a_pair_is_what_a_reward_model_takes_at_least(monkeypatch, capsys):
     monkeypatch.setattr(memory, "plan", lambda args, *more: seen.append(args) or original(args, *more))
     args = reward_model.Args(model=f"{ROOT}/assets/tiny", max_length=5000)
     world = utils.World(0, 1, torch.device("cpu"))
-    utils.plan_memory(args, "reward_model.py", world, SimpleNamespace(on=False, memory=0.0))
+    memory.plan_memory(args, "reward_model.py", world, SimpleNamespace(on=False, memory=0.0))
     assert seen[0].max_prompt_length + seen[0].max_response_length == 10_000
     assert args.micro_batch_tokens == 16_384 and "with 16,384 tokens at once" in capsys.readouterr().out
 

@@ -12,6 +12,7 @@ from transformers import GenerationConfig
 
 import utils
 from grpo import Batch, Policy, aggregate, group_advantages, over_batch, pad_rows, policy_loss
+from plumbing import models
 
 HERE = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F32, F64 = torch.float32, torch.float64
@@ -400,19 +401,19 @@ def test_a_model_that_cannot_be_loaded_ends_the_run_with_one_line(tmp_path, caps
     """Weights that are missing in the file must not be filled in at random, either."""
     folder = broken(tmp_path, kind)
     capsys.readouterr()
-    fails(capsys, f"--ref_model {folder}: ", utils.load_model, "--ref_model", folder, F32, CPU)
+    fails(capsys, f"--ref_model {folder}: ", models.load_model, "--ref_model", folder, F32, CPU)
 
 
 def test_a_tokenizer_that_cannot_be_used_ends_the_run_with_one_line(tmp_path, tiny_folder, tokenizer, capsys):
     empty = str(tmp_path / "empty")
     os.makedirs(empty)
-    fails(capsys, f"--model {empty}: ", utils.load_tokenizer, empty, "")
-    fails(capsys, "--pad_token <nothing>: ", utils.load_tokenizer, tiny_folder, "<nothing>")
-    assert utils.load_tokenizer(tiny_folder, "").pad_token_id == tokenizer.pad_token_id
-    with_eos = utils.load_tokenizer(tiny_folder, "eos")
+    fails(capsys, f"--model {empty}: ", models.load_tokenizer, empty, "")
+    fails(capsys, "--pad_token <nothing>: ", models.load_tokenizer, tiny_folder, "<nothing>")
+    assert models.load_tokenizer(tiny_folder, "").pad_token_id == tokenizer.pad_token_id
+    with_eos = models.load_tokenizer(tiny_folder, "eos")
     assert with_eos.pad_token_id == with_eos.eos_token_id == 1 and with_eos.padding_side == "left"
-    fails(capsys, "--stop_token 'ab': ", utils.stop_token_ids, tokenizer, tiny_folder, "ab")
-    assert utils.stop_token_ids(tokenizer, tiny_folder, "a") == tokenizer.encode("a")
-    assert utils.stop_token_ids(tokenizer, tiny_folder, "eos") == [1]
+    fails(capsys, "--stop_token 'ab': ", models.stop_token_ids, tokenizer, tiny_folder, "ab")
+    assert models.stop_token_ids(tokenizer, tiny_folder, "a") == tokenizer.encode("a")
+    assert models.stop_token_ids(tokenizer, tiny_folder, "eos") == [1]
     GenerationConfig(eos_token_id=[0, 1, 7]).save_pretrained(tmp_path)
-    assert utils.stop_token_ids(tokenizer, str(tmp_path), "eos") == [1, 0, 7]  # a text ends with the tokenizer's own
+    assert models.stop_token_ids(tokenizer, str(tmp_path), "eos") == [1, 0, 7]  # a text ends with the tokenizer's own

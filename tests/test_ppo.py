@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import ppo
 import utils
+from plumbing import data, models
 from ppo import explained_variance, filter_weights, gae, resample, token_rewards, update_moments, whiten
 
 NAN, INF, F64 = math.nan, math.inf, torch.float64
@@ -182,7 +183,7 @@ def scalar_folder(source: str, folder, labels: int = 1, tokens: tuple = (), **co
 def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, family):
     """Token by token from the hidden states of each row alone: no padding matters, and no dropout (gpt2's is 0.2)."""
     folder = scalar_folder(model_folder(family), tmp_path)
-    scalar, new = utils.load_scalar_model("--value_model", folder, F64, CPU)
+    scalar, new = models.load_scalar_model("--value_model", folder, F64, CPU)
     assert not new and torch.equal(scalar.model.score.weight.float(), weights_of(folder)["score.weight"])
     critic, batch, near = ppo.Critic(scalar).train(), random_batch(), EXACT.get(family, 1e-6)
     ids, mask = batch.collate(list(range(8)))
@@ -225,7 +226,7 @@ def supervised(tmp_path, rows, chat=False):
         tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
     path = helpers.write_rows(tmp_path / "ptx.jsonl", rows)
     args = ppo.Args(ptx_dataset=path, system_prompt="", max_prompt_length=40, max_response_length=6)
-    return utils.load_supervised(args, tokenizer, [tokenizer.eos_token_id, 7]), tokenizer
+    return data.load_supervised(args, tokenizer, [tokenizer.eos_token_id, 7]), tokenizer
 
 
 def test_load_supervised(tmp_path):
@@ -324,8 +325,8 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     }  # fmt: skip
     run_here(values, "ppo")
     ((row,), (batch,)) = metrics_of(values), batches
-    policy, reference = (utils.load_model("", base[name], F64, CPU) for name in ("model", "ref_model"))
-    critic = utils.load_scalar_model("", values["value_model"], F64, CPU)[0].model
+    policy, reference = (models.load_model("", base[name], F64, CPU) for name in ("model", "ref_model"))
+    critic = models.load_scalar_model("", values["value_model"], F64, CPU)[0].model
     parts, in_loss, how = batch.parts[values["reward"]].tolist(), "kl_in" in changes, changes["kl_estimator"]
     scores = [s if stop else -0.5 for s, stop in zip(parts, batch.stopped.tolist())]
     trained = [i for i, s in enumerate(scores) if not math.isnan(s)]
@@ -500,12 +501,12 @@ def test_check_can_read(tmp_path, capsys):
     def refused() -> str:
         theirs.save_pretrained(tmp_path)
         with pytest.raises(SystemExit):
-            utils.check_can_read("--value_model", str(tmp_path), ours)
+            models.check_can_read("--value_model", str(tmp_path), ours)
         return capsys.readouterr().err
 
     ours, theirs = helpers.make_tokenizer(), helpers.make_tokenizer()
     theirs.save_pretrained(tmp_path)
-    utils.check_can_read("--value_model", str(tmp_path), ours)
+    models.check_can_read("--value_model", str(tmp_path), ours)
     theirs.add_tokens(["<more>"])
     begin = f"error: --value_model {tmp_path}: cannot read what --model writes: its vocabulary"
     assert refused() == f"{begin} has {len(theirs)} tokens, that of --model {len(ours)}\n"

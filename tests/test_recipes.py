@@ -35,7 +35,7 @@ WORDS = {  # what a recipe wants to be called with; several: on several nodes
 }
 COMING = {"shard", "cpu_offload", "lora_rank"}  # flags of a branch, to be left out until it is merged
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
-HAS_SERVERS = "class Servers" in (ROOT / "utils.py").read_text()
+HAS_SERVERS = "class Servers" in (ROOT / "plumbing" / "vllm_engine.py").read_text()
 
 # Stands for python, torchrun, srun, scontrol and curl.
 STAND_IN = """#!PYTHON

@@ -1,4 +1,4 @@
-"""A reward server as a source (`utils.Rewards` with an http:// address), against servers that behave as told."""
+"""A reward server as a source (`Rewards` with an http:// address), against servers that behave as told."""
 
 import collections
 import contextlib
@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import utils
+from plumbing.rewards import Rewards
 
 
 class Told(BaseHTTPRequestHandler):
@@ -112,7 +113,7 @@ def fails(times: int, status: int, **headers):
 
 def ask(url: str, count: int = 1, timeout: float = 5.0, rewards=None, **columns) -> tuple[list[float], str]:
     """Scores of so many rows, and what is said of those that are missing."""
-    rewards = rewards or utils.Rewards((url,), timeout, None)
+    rewards = rewards or Rewards((url,), timeout, None)
     rows = [{"prompt": f"prompt {i}", "query": [i], "answer": f"answer {i}", **columns} for i in range(count)]
     scores = rewards.score(rows, [f"response {i}" for i in range(count)], [[i] for i in range(count)])
     assert scores.keys() == {url} and len(scores[url]) == count and all(type(x) is float for x in scores[url])
@@ -233,7 +234,7 @@ def test_a_score_that_is_none(serve, word):
     """NaN for it alone."""
     body = b'{"error_code": 0, "error_msg": "Success", "score": [0, %s, 2.0, true, "4"]}' % word.encode()
     server = serve(lambda question, count: (200, body, {}))
-    rewards = utils.Rewards((server.url,), 5.0, None)
+    rewards = Rewards((server.url,), 5.0, None)
     scores, said = ask(server.url, 5, rewards=rewards)
     assert math.isnan(scores[1]) and [scores[0], *scores[2:]] == [0, 2, 1, 4] and said == ""
     parts = {server.url: utils.torch.tensor(scores)}
@@ -242,7 +243,7 @@ def test_a_score_that_is_none(serve, word):
 
 def test_an_earlier_failure_is_not_told_again(serve):
     server = serve(lambda question, count: (404, {}, {}) if len(server.asked) == 1 else says([None])(question, count))
-    rewards = utils.Rewards((server.url,), 5.0, None)
+    rewards = Rewards((server.url,), 5.0, None)
     assert "404" in ask(server.url, rewards=rewards)[1]
     assert ask(server.url, rewards=rewards)[1] == ""
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForSequenceClassification
 import grpo
 import reward_model
 import utils
+from plumbing import data, models
 from reward_model import Args, collate, load_pairs, pair_statistics, preference_loss, read_pair, score_pairs
 
 F64, NAN = torch.float64, math.nan
@@ -72,7 +73,7 @@ def scalar(model_folder):
     """A function family -> a model of it with a random head of one output, loaded as the script does."""
 
     def make(family: str):
-        scalar, is_new = utils.load_scalar_model("--model", model_folder(family), F64, CPU)
+        scalar, is_new = models.load_scalar_model("--model", model_folder(family), F64, CPU)
         assert is_new
         scalar.model.score.weight.data = torch.randn(1, 16, generator=torch.Generator().manual_seed(5)).double()
         return scalar
@@ -219,7 +220,7 @@ def test_formats(load, tmp_path, tokenizer, name, system_prompt):
         if prompt is not None:
             file = write_rows(tmp_path / "rollout.jsonl", [{"prompt": prompt}])
             seen = grpo.Args(system_prompt=system_prompt, max_prompt_length=999, reward=("format",))
-            rollout = utils.load_prompts("--dataset", file, "x", tokenizer, seen)[0]
+            rollout = data.load_prompts("--dataset", file, "x", tokenizer, seen)[0]
             expected["prompt"], query = rollout["prompt"], rollout["query"]
         expected[side] = [*query, *tokenizer.encode(text, add_special_tokens=False), 1]
         assert expected[side].count(2) == int(tokenizer is not PLAIN)
@@ -426,7 +427,7 @@ def test_a_step_by_plain_loops(base, straight):
     values = {**base, "run_name": "step", "model": start, "precision": "float64", "batch_size": 5, "eval_every": 0}
     run(values, script="reward_model")
     model = AutoModelForSequenceClassification.from_pretrained(start, dtype=F64)
-    tokenizer = utils.load_tokenizer(start, "")
+    tokenizer = models.load_tokenizer(start, "")
     batch = [row for row in read_lines(folder_of(values) / "samples.jsonl") if row["step"] == 1]
     margins = {row["prompt"]: row["margin"] for row in distinct(10)}
     losses = []
@@ -463,7 +464,7 @@ def test_what_a_run_leaves(straight):
         chosen = [sample["chosen_score"] for sample in samples[3 * i : 3 * i + 3]]
         assert row["train/score_chosen"] == pytest.approx(statistics.fmean(chosen))
     final = AutoModelForSequenceClassification.from_pretrained(folder / "final")
-    tokenizer = utils.load_tokenizer(str(folder / "final"), "")
+    tokenizer = models.load_tokenizer(str(folder / "final"), "")
     assert final.config.num_labels == 1 and final.config.pad_token_id == tokenizer.pad_token_id
     texts = [row["prompt"] + row[side] for side in ("chosen", "rejected") for row in distinct(5, 100)]
     ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
@@ -485,10 +486,10 @@ def test_a_pad_token_that_ends_responses_and_another_models_statistics(straight,
     assert "score_mean" in json.loads((first / "config.json").read_text())
     assert "score_mean" not in json.loads((saved / "config.json").read_text())
     model = AutoModelForSequenceClassification.from_pretrained(final)
-    tokenizer = utils.load_tokenizer(str(final), "eos")
+    tokenizer = models.load_tokenizer(str(final), "eos")
     ids = torch.tensor([[*tokenizer.encode("1+1=2"), tokenizer.eos_token_id]])
     assert model.config.pad_token_id is None and hasattr(model.config, "score_mean")
-    own = utils.ScalarModel(model)(ids, torch.arange(ids.shape[1])[None] == ids.shape[1] - 1)
+    own = models.ScalarModel(model)(ids, torch.arange(ids.shape[1])[None] == ids.shape[1] - 1)
     torch.testing.assert_close(model(ids).logits[0], own)
 
 

@@ -25,6 +25,8 @@ from tokenizers.processors import TemplateProcessing
 
 import reward_model
 import utils
+from plumbing import data, models
+from plumbing.rewards import BUILTIN_REWARDS, Rewards
 
 CPU = torch.device("cpu")
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
@@ -186,8 +188,8 @@ def servers(folder):
 
 @pytest.fixture(scope="module")
 def direct(folder):
-    """A score by `utils.ScalarModel` alone, a sequence at a time: prompt as the model sees it, response and the end."""
-    scalar, new = utils.load_scalar_model("--reward", str(folder / "model"), torch.float64, CPU)
+    """A score by `models.ScalarModel` alone, a sequence at a time: prompt as the model sees it, response and the end."""
+    scalar, new = models.load_scalar_model("--reward", str(folder / "model"), torch.float64, CPU)
     assert not new
 
     def score(text: str) -> float:
@@ -248,7 +250,7 @@ def test_function_and_columns(servers):
 def test_columns_come_from_a_run(servers):
     url = servers["judge"].url
     rows = [{"prompt": "abc", "query": [], "answer": None, "bonus": bonus} for bonus in range(40)]
-    scores = utils.Rewards((url,), 30.0, None).score(rows, ["xy"] * 40, [[]] * 40)[url]
+    scores = Rewards((url,), 30.0, None).score(rows, ["xy"] * 40, [[]] * 40)[url]
     assert scores == pytest.approx([3.02 + bonus for bonus in range(40)])
 
 
@@ -314,14 +316,14 @@ def test_a_prompt_goes_through_the_template_once(servers, direct):
 @pytest.mark.parametrize("name", ["model", "bos"])
 @pytest.mark.parametrize("system_prompt", ["", "Add."])
 def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, folder, name, system_prompt):
-    """From data as it is read, through a template or without one, to the scores of `utils.Rewards`."""
+    """From data as it is read, through a template or without one, to the scores of `Rewards`."""
     url, model = servers[name].url, str(folder / name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    rewards = utils.Rewards((url, model), 30.0, tokenizer)
+    rewards = Rewards((url, model), 30.0, tokenizer)
     rewards.load_models("raw", torch.float64, CPU, contextlib.nullcontext, 1000)
     rows, texts, ids = [], [], []
     for question, text in PAIRS:
-        prompt, query = utils.encode_prompt("", question, tokenizer, system_prompt)
+        prompt, query = data.encode_prompt("", question, tokenizer, system_prompt)
         assert query.count(tokenizer.eos_token_id) == (name == "bos")
         rows.append({"prompt": prompt, "query": query, "answer": None})
         texts.append(text)
@@ -532,7 +534,7 @@ def test_the_command_line():
 def test_help_names_every_built_in_source():
     script = Path(helpers.ROOT, "scripts", "reward_server.py").read_text()
     said = script.partition("    reward: tuple")[2].partition("    reward_weights: tuple")[0]
-    assert not set(utils.BUILTIN_REWARDS) - set(re.findall(r"\w+", said))
+    assert not set(BUILTIN_REWARDS) - set(re.findall(r"\w+", said))
 
 
 # ---- bad flags ------------------------------------------------------------------------------------------------------

@@ -7,13 +7,13 @@ import types
 import pytest
 import torch
 import transformers
-import vllm_engines
 from conftest import CPU, make_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import GenerationConfig
 
 import utils
 from grpo import Args, Policy, Sampler, generate, pad_rows, rollout, truncate_at_stop
+from plumbing import data, engines, vllm_engine
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F32, F64 = torch.float32, torch.float64
@@ -493,7 +493,7 @@ def bos_tokenizer(adds_bos: bool, chat_template: str | None = None):
 def test_text_gets_the_beginning_token_at_most_once(adds_bos, text, system_prompt):
     tokenizer = bos_tokenizer(adds_bos)
     assert (tokenizer.encode("a")[0] == 2) == adds_bos
-    _, ids = utils.encode_prompt("here", text, tokenizer, system_prompt)
+    _, ids = data.encode_prompt("here", text, tokenizer, system_prompt)
     assert ids.count(2) == int(adds_bos or text.startswith("<s>"))
     words = (f"{system_prompt}\n" if system_prompt else "") + "two and two"
     assert [i for i in ids if i != 2] == tokenizer.encode(words, add_special_tokens=False)
@@ -511,7 +511,7 @@ def test_a_chat_gets_exactly_what_its_template_says(adds_bos, system_prompt):
     before = [system] if system_prompt else []
     cases = [("two and two", [*before, user]), ([user], [*before, user]), (said, before + said), (own, own)]
     for prompt, messages in cases:
-        text, ids = utils.encode_prompt("here", prompt, tokenizer, system_prompt)
+        text, ids = data.encode_prompt("here", prompt, tokenizer, system_prompt)
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert ids == expected and ids.count(2) == 1 and ids[0] == 2
         assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -526,7 +526,7 @@ def test_a_chat_gets_exactly_what_its_template_says(adds_bos, system_prompt):
 )  # fmt: skip
 def test_a_prompt_that_cannot_be_encoded_ends_the_run(prompt, template, capsys):
     with pytest.raises(SystemExit) as end:
-        utils.encode_prompt("--dataset d.jsonl row 4", prompt, bos_tokenizer(True, template), "")
+        data.encode_prompt("--dataset d.jsonl row 4", prompt, bos_tokenizer(True, template), "")
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line.startswith("error: --dataset d.jsonl row 4: ") and line.count("\n") == 1
@@ -536,8 +536,8 @@ def test_a_prompt_that_cannot_be_encoded_ends_the_run(prompt, template, capsys):
 def test_disagreement_of_rollout_and_trainer_is_warned_of(difference, staleness, warned, capsys):
     """But not where the weights have moved in between, nor where nothing was measured."""
     metrics = {"step": 3, "rollout/prob_diff_mean": difference, "rollout/staleness": staleness}
-    utils.watch_agreement(metrics)
-    utils.watch_agreement({**metrics, "rollout/prob_diff_mean": math.nan})
+    engines.watch_agreement(metrics)
+    engines.watch_agreement({**metrics, "rollout/prob_diff_mean": math.nan})
     err = capsys.readouterr().err
     assert err.startswith("warning: step 3: ") == warned and err.count("\n") == warned
 
@@ -550,8 +550,8 @@ def test_disagreement_of_rollout_and_trainer_is_warned_of(difference, staleness,
 def test_auto_takes_vllm_on_a_gpu_where_it_is_installed(installed, gpu, changes, expected, monkeypatch, capsys):
     monkeypatch.setattr(utils.importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(vllm_engines, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
-    engine = utils.rollout_engine(Args(**changes), utils.World(0, 1, CPU), None)
+    monkeypatch.setattr(vllm_engine, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
+    engine = engines.rollout_engine(Args(**changes), utils.World(0, 1, CPU), None)
     assert (engine is not None) == (expected == "vllm")
     said = {"vllm": "rollout: the engine", "hf": "rollout: transformers"}[expected]
     assert capsys.readouterr().out.startswith(said)

@@ -33,6 +33,8 @@ from make_tiny_model import make_tokenizer
 
 import grpo
 import utils
+from plumbing import checkpoints, run_log
+from plumbing.rewards import Rewards
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +121,12 @@ def test_git_commit_marks_changed_files(tmp_path, monkeypatch):
         ["git", "-C", str(tmp_path), *words], check=True, capture_output=True, text=True
     )
     monkeypatch.setattr(utils, "ROOT", str(tmp_path))
-    assert utils.git_commit() is None
+    assert run_log.git_commit() is None
     git("init")
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "x")
-    assert utils.git_commit() == git("rev-parse", "HEAD").stdout.strip()
+    assert run_log.git_commit() == git("rev-parse", "HEAD").stdout.strip()
     (tmp_path / "new.py").touch()
-    assert utils.git_commit() == git("rev-parse", "HEAD").stdout.strip() + "+"
+    assert run_log.git_commit() == git("rev-parse", "HEAD").stdout.strip() + "+"
 
 
 def test_track_offline(base, tmp_path):
@@ -270,12 +272,12 @@ def test_resume_with_fewer_episodes_ends(straight, tmp_path):
 KILLS = {
     "update": ("utils.Optimizer.step:10", 2),
     "rollout": ("grpo.generate:7", 2),
-    "samples": ("utils.Run.samples:3", 2),
-    "log": ("utils.Run.log:5", 2),
-    "save, before writing": ("utils.save_folder:2", 2),
+    "samples": ("run_log.Run.samples:3", 2),
+    "log": ("run_log.Run.log:5", 2),
+    "save, before writing": ("checkpoints.save_folder:2", 2),
     "save, while writing": ("torch.save:4", 2),
     "save, before the rename": ("os.rename:2", 2),
-    "final": ("utils.save_final:1", 4),
+    "final": ("checkpoints.save_final:1", 4),
 }
 
 
@@ -310,7 +312,7 @@ def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path, number):
     """The lines of steps that the checkpoint does not know go, and those of earlier steps stay, at whatever instant."""
     values = {**straight, "output_dir": str(tmp_path)}
     run(values, code=-9, place="utils.Optimizer.step:13:SIGKILL")  # in step 4: step 3 is logged, step 2 saved
-    run({**values, "resume": True}, code=-9, place=f"utils.Run.__init__>json.dumps:{number}:SIGKILL")
+    run({**values, "resume": True}, code=-9, place=f"run_log.Run.__init__>json.dumps:{number}:SIGKILL")
     resume(values, straight, after=2)
 
 
@@ -321,12 +323,12 @@ def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path, number):
 PHASES = {
     "first evaluation": ("grpo.generate:1", "evaluate", 0),
     "rollout": ("grpo.Finished.__call__:23", "rollout", 0),
-    "scoring": ("utils.Rewards.score:4", "rollout", 2),  # comes after the generation: the step is finished first
+    "scoring": ("Rewards.score:4", "rollout", 2),  # comes after the generation: the step is finished first
     "evaluation": ("grpo.generate:6", "evaluate", 2),
     "log-probs": ("grpo.over_batch:5", "log-probs", 3),
     "update": ("utils.Optimizer.step:2", "update", 1),
     "last update": ("utils.Optimizer.step:16", "update", 4),
-    "save": ("utils.save_checkpoint:1", "save", 2),
+    "save": ("checkpoints.save_checkpoint:1", "save", 2),
 }
 
 
@@ -401,7 +403,9 @@ def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
     values = variant(base, tmp_path, total_episodes=88, save_every=1, keep_checkpoints=2, eval_every=0, num_epochs=1)
     run_here(values)
     assert steps_of(values) == ["step_10", "step_11"]
-    _, newest = utils.run_folder(grpo.Args(run_name="run", output_dir=values["output_dir"], resume=True), grpo.__file__)
+    _, newest = checkpoints.run_folder(
+        grpo.Args(run_name="run", output_dir=values["output_dir"], resume=True), grpo.__file__
+    )
     assert newest.endswith("step_11")
 
 
@@ -525,7 +529,7 @@ def rewards():
     made = []
 
     def make(*names, timeout=30.0):
-        made.append(utils.Rewards(names, timeout, make_tokenizer()))
+        made.append(Rewards(names, timeout, make_tokenizer()))
         return made[-1]
 
     yield make

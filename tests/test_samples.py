@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import utils
+from plumbing import data, evaluation, run_log
 
 NAN = math.nan
 SCRIPTS = ["grpo", "rloo", "ppo"]
@@ -44,7 +45,7 @@ def collected(table, position=0, moments=(0.0, 0.0, 0.0), end=None, **flags):
     sampler, size = Sampler(table, end), len(table[0])
     args = grpo.Args(**{"reward": ("a",), "rollout_batch_size": 4, "non_stop_penalty": False, **flags}, group_size=size)
     prompts = [{"i": i} for i in range(40)]
-    order = [row["i"] for row in utils.take_prompts(prompts, 0, 80, args.seed)]
+    order = [row["i"] for row in data.take_prompts(prompts, 0, 80, args.seed)]
     experience = grpo.collect(3, position, list(moments), 2, prompts=prompts, sample=sampler, args=args)
     return experience, sampler.calls, order
 
@@ -117,8 +118,8 @@ def test_where_no_group_is_left_nothing_trains(how):
 
 def test_a_dead_source_is_not_asked_again():
     got, calls, _ = collected([[NAN, NAN]], filter_groups="refill")
-    assert len(calls) == 1 and utils.silent_source(got.sampled, grpo.Args(reward=("a",))) == "a"
-    assert utils.silent_source(got.sampled, grpo.Args(reward=("a",), reward_weights=(0.0,))) == ""
+    assert len(calls) == 1 and evaluation.silent_source(got.sampled, grpo.Args(reward=("a",))) == "a"
+    assert evaluation.silent_source(got.sampled, grpo.Args(reward=("a",), reward_weights=(0.0,))) == ""
 
 
 def test_an_interrupt_while_refilling():
@@ -319,9 +320,9 @@ def test_flags(options, line, capsys):
 
 
 def test_length_statistics():
-    line = utils.length_statistics([3] * 90 + [4] * 10 + [7])
+    line = run_log.length_statistics([3] * 90 + [4] * 10 + [7])
     bars = re.search(r"\|(.*)\|", line)[1]
     assert line.startswith("101 of 3 to 7 tokens") and "mean 3.1, median 3, 5 % up to 3, 5 % from 4" in line
     assert len(bars) == 5 and bars[0] == "█" and bars[2:4] == "  " and bars[1] in "▁▂" and bars[4] == "▁"
-    assert utils.length_statistics([5]).startswith("1 of 5 to 5 tokens |█|")
-    assert len(re.search(r"\|(.*)\|", utils.length_statistics([*range(1000)]))[1]) == 32
+    assert run_log.length_statistics([5]).startswith("1 of 5 to 5 tokens |█|")
+    assert len(re.search(r"\|(.*)\|", run_log.length_statistics([*range(1000)]))[1]) == 32

@@ -103,7 +103,7 @@ PHASES = [
     ("rloo", "greedy", "rloo.generate:10:SIGTERM", 2),
     ("rloo", "log-probs", "rloo.over_batch:6:SIGTERM", 3),
     ("rloo", "update", "utils.Optimizer.step:2:SIGTERM", 1),
-    ("rloo", "save", "utils.save_checkpoint:1:SIGTERM", 2),
+    ("rloo", "save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
     ("rloo", "update", "utils.Optimizer.step:10:SIGKILL", 2),
     ("rloo", "save", "torch.save:4:SIGKILL", 2),
     ("ppo", "evaluation", "ppo.generate:6:SIGTERM", 2),
@@ -112,12 +112,12 @@ PHASES = [
     ("ppo", "values", "ppo.over_batch:9:SIGTERM", 3),
     ("ppo", "critic's warm-up", "utils.Optimizer.step:2:SIGTERM", 1),
     ("ppo", "update", "utils.Optimizer.step:10:SIGTERM", 2),
-    ("ppo", "save", "utils.save_checkpoint:1:SIGTERM", 2),
+    ("ppo", "save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
     ("ppo", "update", "utils.Optimizer.step:15:SIGKILL", 2),  # 4 of the critic alone, then 4 of both in each step
     ("ppo", "save", "transformers.PreTrainedModel.save_pretrained:5:SIGKILL", 2),  # the critic of the second one
     ("reward_model", "evaluation", "reward_model.score_pairs:2:SIGTERM", 2),
     ("reward_model", "update", "utils.Optimizer.step:3:SIGTERM", 3),
-    ("reward_model", "save", "utils.save_checkpoint:1:SIGTERM", 2),
+    ("reward_model", "save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
     ("reward_model", "last evaluation", "reward_model.score_pairs:3:SIGTERM", 4),
     ("reward_model", "update", "utils.Optimizer.step:3:SIGKILL", 2),
     ("reward_model", "save", "torch.save:4:SIGKILL", 2),

@@ -10,6 +10,7 @@ from helpers import run, run_ranks
 from test_shard import CPU, SCRIPTS, base, compare, whole  # noqa: F401
 
 import utils
+from plumbing import models, sequence_parallel
 
 CUTS = [  # ranks, of a team, sharding, tokens of a micro-batch on a rank, gradient checkpointing
     (2, 2, "none", 40, True),
@@ -51,12 +52,12 @@ def test_each_rank_has_its_part():
     assert utils.micro_batches([7, 6, 5, 4], 5, world) == [[1, 3]]  # 2 x 7 of the first team, of which a rank has 5
     assert utils.micro_batches([7, 6, 5, 4], 4, world) == [[1], [3]]
     ids = torch.arange(14).view(2, 7)
-    assert utils.own_positions(model, ids)[0] is ids
+    assert sequence_parallel.own_positions(model, ids)[0] is ids
     model.team, seen = world.team, []
     model.base_model = lambda **inputs: seen.append(inputs) or SimpleNamespace(last_hidden_state=None)
-    (own,) = utils.own_positions(model, ids)
+    (own,) = sequence_parallel.own_positions(model, ids)
     assert own.tolist() == [[6, 0, 0], [13, 0, 0]]
-    utils.last_hidden_states(model, own)
+    sequence_parallel.last_hidden_states(model, own)
     assert seen[0]["position_ids"].tolist() == [[6, 7, 8]] and seen[0]["team"] is world.team
 
 
@@ -71,9 +72,9 @@ def test_each_rank_has_its_part():
     ],
 )
 def test_models_that_cannot(tmp_path, capsys, kind, changes):
-    model = utils.load_model("--model", helpers.tiny_model(tmp_path, kind, **changes), torch.float32, CPU)
+    model = models.load_model("--model", helpers.tiny_model(tmp_path, kind, **changes), torch.float32, CPU)
     with pytest.raises(SystemExit):
-        utils.share_sequences(model, SimpleNamespace(size=lambda: 2))
+        sequence_parallel.share_sequences(model, SimpleNamespace(size=lambda: 2))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: --sequence_parallel 2: ") and not hasattr(model, "team")
 

@@ -13,7 +13,6 @@ import helpers
 import pytest
 import torch
 import transformers
-import vllm_engines
 from helpers import folder_of, metrics_of, read_lines, run, run_ranks, steps_of, weights_of
 from test_ppo import scalar_folder
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
@@ -21,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import utils
+from plumbing import memory, models, vllm_engine
+from plumbing.sharding import Sharding, gathered, gradient_sync
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
 CPU = torch.device("cpu")
@@ -121,7 +122,7 @@ def test_other_numbers_of_ranks_go_on(base, whole, tmp_path, script):
 
 def test_a_kill_while_shards_are_written(base, whole, tmp_path):
     values = {**base["reward_model"], "output_dir": str(tmp_path), "run_name": "killed", "save_every": 1}
-    place = "utils.write_sharded:2:SIGKILL"  # both ranks, as a node that fails does
+    place = "checkpoints.write_sharded:2:SIGKILL"  # both ranks, as a node that fails does
     sharded(values, 2, "reward_model", (-9, -9), places={0: place, 1: place})
     assert steps_of(values) == [".step_2.tmp", "step_1"]
     sharded({**values, "resume": True}, 2, "reward_model")
@@ -188,14 +189,14 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
     args = grpo.Args(shard="fsdp")
-    sharding = utils.Sharding(args, world, torch.float32, None, contextlib.nullcontext)
-    load = lambda: utils.load_model("--model", model, torch.float32, CPU)
-    plain, own = load(), utils.load_model("--model", model, torch.float32, sharding.home)
+    sharding = Sharding(args, world, torch.float32, None, contextlib.nullcontext)
+    load = lambda: models.load_model("--model", model, torch.float32, CPU)
+    plain, own = load(), models.load_model("--model", model, torch.float32, sharding.home)
     assert own.device.type == ("meta" if rank else "cpu")
     policy = sharding.wrap(grpo.Policy(own, 1.0, 8))
     assert all(x.to_local().numel() < x.numel() for x in policy.parameters() if x.ndim == 2)
     ids, collectives = torch.arange(40, 52)[None], Collectives()
-    with utils.gathered(own), collectives, torch.no_grad():
+    with gathered(own), collectives, torch.no_grad():
         for _ in range(3 if rank == 0 else 0):
             assert torch.equal(own(ids).logits, plain(ids).logits)
     assert collectives.count == 0
@@ -204,7 +205,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
         policy.zero_grad()
         collectives.count = 0
         for last in (False, True):
-            with utils.gradient_sync(policy, last), collectives:
+            with gradient_sync(policy, last), collectives:
                 policy(ids, ids > 45 + rank + 2 * last)[0].sum().backward()
         gradients.append([utils.whole(parameter.grad) for parameter in policy.parameters()])
         counts.append(collectives.count)
@@ -217,7 +218,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     weights = lambda: [utils.whole(parameter).clone() for parameter in policy.parameters()]
     before, moved = weights(), []
     for factor in (torch.inf if rank == 1 else 1.0, 1.0):
-        with utils.gradient_sync(policy, True):
+        with gradient_sync(policy, True):
             (policy(ids, ids > 45)[0].sum() * factor).backward()
         optimizer.step()
         moved.append(any(not torch.equal(x, y) for x, y in zip(before, weights())))
@@ -241,7 +242,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
             return True
 
     engine = SimpleNamespace(llm=Engine(), asleep=False, _on_stream=contextlib.nullcontext)
-    vllm_engines.Engine.sync(engine, own)
+    vllm_engine.Engine.sync(engine, own)
     assert engine.llm.seen.keys() == plain.state_dict().keys()
     assert all(torch.equal(x, engine.llm.seen[key]) for key, x in plain.state_dict().items())
     assert engine.synced == sum(x.numel() * 4 for x in plain.state_dict().values())
@@ -349,7 +350,7 @@ def test_the_memory_estimate(base):
     size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(base["grpo"]["model"]))
     model, judge = base["grpo"]["model"], base["ppo"]["reward"][1]
     args = lambda **more: SimpleNamespace(model=model, **more)
-    need = lambda args, stored=torch.float32: utils.needed_memory(args, stored)
+    need = lambda args, stored=torch.float32: memory.needed_memory(args, stored)
     assert need(args()) == 16 * size
     assert need(args(kl_coef=0.1, ref_model="")) == 20 * size
     rewards = dict(reward=("math", judge), reward_model="", kl_coef=0.0)
@@ -362,13 +363,13 @@ def test_the_memory_estimate(base):
 def test_auto_on_gpus(base, monkeypatch, capsys, share, on):
     """Sharded from 60 % of a GPU's memory on; the GPUs are made up."""
     args = grpo.Args(model=base["grpo"]["model"], reward=("exact",), kl_coef=0.0)
-    memory = int(utils.needed_memory(args, torch.float32) / share)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    memory_bytes = int(memory.needed_memory(args, torch.float32) / share)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory_bytes))
     monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
     world = utils.World(0, 8, torch.device("cuda", 0))
-    sharding = utils.Sharding(args, world, torch.float32, torch.bfloat16, contextlib.nullcontext)
+    sharding = Sharding(args, world, torch.float32, torch.bfloat16, contextlib.nullcontext)
     (line,) = capsys.readouterr().out.splitlines()
     assert sharding.on == on and line.startswith(f"sharding: {'fsdp over 8 of 8 ranks' if on else 'none'} (whole, ")
     assert sharding.home == (CPU if on else world.device)

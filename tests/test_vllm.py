@@ -15,12 +15,12 @@ import types
 import helpers
 import pytest
 import torch
-import vllm_engines
 from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import utils
+from plumbing import engines, models, vllm_engine
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -44,8 +44,8 @@ def base(tmp_path_factory) -> dict:
 
 @pytest.fixture(autouse=True)
 def keep_engines(monkeypatch):
-    made = vllm_engines.Engine.__init__
-    monkeypatch.setattr(vllm_engines.Engine, "__init__", lambda self, *args: KEPT.append(self) or made(self, *args))
+    made = vllm_engine.Engine.__init__
+    monkeypatch.setattr(vllm_engine.Engine, "__init__", lambda self, *args: KEPT.append(self) or made(self, *args))
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, "ERROR" if "LEVEL" in name else "1"))
 
@@ -66,8 +66,8 @@ def made(base):
     found = {}
     for name in ("model", "untied"):
         args = args_of(base, model=str(helpers.Path(base["model"]).parent / name), max_response_length=20)
-        engine = vllm_engines.Engine(args, utils.World(0, 1, CPU), None)
-        model = utils.load_model("--model", args.model, torch.float32, CPU)
+        engine = vllm_engine.Engine(args, utils.World(0, 1, CPU), None)
+        model = models.load_model("--model", args.model, torch.float32, CPU)
         engine.sync(model)
         KEPT.append(engine)
         found[name] = engine, model, AutoTokenizer.from_pretrained(args.model), args
@@ -230,7 +230,7 @@ def test_an_engine_that_keeps_its_prefix_cache_is_an_error(made, monkeypatch):
 
 def test_random_numbers_of_the_process_stay_as_they_were(base):
     state = torch.get_rng_state()
-    engine = vllm_engines.Engine(args_of(base), utils.World(0, 1, CPU), None)
+    engine = vllm_engine.Engine(args_of(base), utils.World(0, 1, CPU), None)
     assert torch.equal(torch.get_rng_state(), state)
     assert "cannot sleep" in engine.about and "0.02 GB" in engine.about
     engine.sleep()  # which changes nothing here
@@ -305,7 +305,7 @@ def test_resume_is_exact(base, tmp_path):
     straight = variant(base, tmp_path, run_name="straight", total_episodes=32)
     stopped = {**straight, "run_name": "stopped"}
     running = helpers.start(straight)
-    run(stopped, code=75, place="vllm_engines.Engine.generate:3:SIGTERM")
+    run(stopped, code=75, place="plumbing.vllm_engine.Engine.generate:3:SIGTERM")
     done = run({**stopped, "resume": True})
     assert "goes on after step 2" in done.out and running.wait().code == 0
     assert metrics_of(stopped) == metrics_of(straight) and len(metrics_of(straight)) == 4
@@ -363,7 +363,7 @@ def test_the_rollout_runs_while_the_step_trains(base, tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(vllm_engines.Engine, "generate", timed("rollout", vllm_engines.Engine.generate))
+    monkeypatch.setattr(vllm_engine.Engine, "generate", timed("rollout", vllm_engine.Engine.generate))
     monkeypatch.setattr(grpo.Policy, "hidden", timed("training", grpo.Policy.hidden))
     run_here(variant(base, tmp_path, **ASYNC, micro_batch_tokens=8))
     assert [main for *_, main in spans["rollout"]] == [True, False, False, False, False]
@@ -409,7 +409,7 @@ def test_resume_of_an_asynchronous_run_is_exact(base, tmp_path):
 def test_a_signal_while_the_next_rollout_runs(base, tmp_path):
     """The rollout is left, the step's training is kept, and the run goes on with a new rollout."""
     values = variant(base, tmp_path, **ASYNC)
-    run(values, code=75, place="vllm_engines.Engine.generate:3:SIGTERM")
+    run(values, code=75, place="plumbing.vllm_engine.Engine.generate:3:SIGTERM")
     done = run({**values, "resume": True})
     assert "goes on after step" in done.out and len(metrics_of(values)) == 5
 
@@ -442,7 +442,7 @@ grpo.main(tyro.cli(grpo.Args))
 """
 
 
-@pytest.mark.parametrize("what", ["vllm_engines.Engine.generate", "utils.Optimizer.step"])
+@pytest.mark.parametrize("what", ["plumbing.vllm_engine.Engine.generate", "utils.Optimizer.step"])
 def test_an_error_in_either_thread_ends_the_run(base, tmp_path, what):
     """With its traceback and exit code 1; the other thread does not keep the process alive."""
     code = BREAK.format(root=str(helpers.ROOT), what=what)
@@ -464,6 +464,6 @@ def test_flags(base, capsys):
         args = args_of(base, **{"mini_batch_size": 8, **options})
         with pytest.raises(SystemExit):
             utils.check_common_args(args)
-            utils.rollout_engine(args, utils.World(0, 1, CPU), None)
+            engines.rollout_engine(args, utils.World(0, 1, CPU), None)
         err = capsys.readouterr().err
         assert err.startswith("error: ") and words in err and err.count("\n") == 1

@@ -17,12 +17,12 @@ import helpers
 import pytest
 import torch
 import transformers
-import vllm_engines
 from helpers import ROOT, tiny_model
 
 import utils
+from plumbing import vllm_engine
 
-Servers = vllm_engines.Servers
+Servers = vllm_engine.Servers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -248,7 +248,7 @@ def test_a_run(running, tmp_path, async_steps, ranks):
 
 
 def test_bad_addresses_and_servers(running, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm_engines, "SERVER_START", 1.0)
+    monkeypatch.setattr(vllm_engine, "SERVER_START", 1.0)
     url = running["tied"][1]
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -295,7 +295,7 @@ def test_bad_flags_of_the_server_are_one_line(running, words, said):
 
 
 def test_a_server_that_is_killed_in_the_middle_ends_the_run(engines, running, capsys, monkeypatch):
-    monkeypatch.setattr(vllm_engines, "SERVER_PATIENCE", 3.0)
+    monkeypatch.setattr(vllm_engine, "SERVER_PATIENCE", 3.0)
     servers, _ = engines["two"]
     process, url, _ = running["second"]
     threading.Timer(0.5, os.killpg, (process.pid, signal.SIGKILL)).start()

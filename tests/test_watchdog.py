@@ -14,6 +14,8 @@ import pytest
 from helpers import run_ranks
 
 import utils
+from plumbing import run_log
+from plumbing.rewards import Rewards
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +82,11 @@ def a_rank(rank: int, port: int, log: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
     time.sleep(rank)  # one that still loads is not gone
-    watchdog = utils.Watchdog(world, silence=3.0, patience=2.0)
+    watchdog = run_log.Watchdog(world, silence=3.0, patience=2.0)
     watchdog.enter("rollout")
     if rank == 1:
         rewards = SimpleNamespace(names=("slow",), models=(), _score=lambda *_: time.sleep(9))
-        utils.Rewards.score(rewards, [], [], [])
+        Rewards.score(rewards, [], [], [])
     world.barrier()
     watchdog.enter("update")
     world.barrier()

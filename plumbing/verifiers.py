@@ -1,6 +1,6 @@
 """The process in which answers are checked: whatever hangs or crashes here is killed without harm to the training.
 
-`utils.Rewards` starts it with a line {"load": [names], "timeout": seconds}, which it answers with {"loaded": true}
+`Rewards` starts it with a line {"load": [names], "timeout": seconds}, which it answers with {"loaded": true}
 (and "warning": text, if there is one) or {"reward": name, "error": why}, then sends a line of JSON a call:
     {"reward": name, "prompts": [...], "responses": [...], "columns": {"answer": [...], ...}}
 A built-in reward answers {"scores": [x]} or {"error": why} response by response, so that the reader can tell which one

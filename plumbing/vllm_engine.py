@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from utils import World, base_weights, fail, first_line, merged, random_state, set_num_threads, set_random_state, warn
+from plumbing.checkpoints import random_state, set_random_state
+from plumbing.models import base_weights, merged
+from utils import World, fail, first_line, set_num_threads, warn
 
 
 class Engine:

@@ -1,0 +1,237 @@
+"""Tokenizers, configurations, loading of models, number formats, LoRA adapters and scalar heads."""
+
+import contextlib
+import functools
+from typing import Callable
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from plumbing.sequence_parallel import from_team, last_hidden_states, own_positions
+from utils import fail, first_line, generator, warn, whole
+
+
+def read_tokenizer(flag: str, name: str):
+    """A model's tokenizer, padding on the left; ends the run where there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        fail(f"{flag} {name}: no tokenizer could be loaded from it ({first_line(error)})")
+    if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
+        fail(f"{flag} {name}: has no tokenizer")
+    return tokenizer
+
+
+def load_tokenizer(name: str, pad_token: str):
+    """The tokenizer of `--model`; ends the run where it has no pad token."""
+    tokenizer = read_tokenizer("--model", name)
+    if pad_token:
+        pad_token = tokenizer.eos_token if pad_token == "eos" else pad_token
+        if pad_token is None or tokenizer.convert_tokens_to_ids(pad_token) in (None, tokenizer.unk_token_id):
+            fail(f"--pad_token {pad_token}: the tokenizer of --model {name} has no such token")
+        tokenizer.pad_token = pad_token
+    if tokenizer.pad_token_id is None:
+        fail(f"--model {name}: its tokenizer has no pad token; name one with --pad_token, such as eos (safe here)")
+    return tokenizer
+
+
+def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
+    """The ids that end a response: every end token of the tokenizer, which comes first, and the model ("eos"), or one
+    named token."""
+    if stop_token == "eos":
+        try:
+            configured = GenerationConfig.from_pretrained(model_name).eos_token_id
+        except OSError:  # a model may come without generation defaults
+            configured = None
+        ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+        if not ids:
+            fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
+        return sorted(ids, key=lambda token: (token != tokenizer.eos_token_id, token))
+    ids = tokenizer.encode(stop_token, add_special_tokens=False)
+    if len(ids) != 1:
+        fail(f"--stop_token {stop_token!r}: has to be exactly one token of the tokenizer, this is {len(ids)}")
+    return ids
+
+
+def load_config(flag: str, name: str):
+    """A model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: dropout off in the policy)."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, KeyError) as error:
+        fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
+    for key in config.to_dict():
+        is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
+        if is_dropout and isinstance(getattr(config, key), float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def load_model(
+    flag: str, name: str, dtype: torch.dtype, device: torch.device, auto=AutoModelForCausalLM, config=None, may_lack=()
+) -> torch.nn.Module:
+    """A causal language model (or one of another `auto` class) in `dtype` on `device`, without dropout.
+
+    On the device "meta" it has no weights, and only the configuration is read. Ends the run if the files lack weights,
+    except those in `may_lack`, which the caller sets.
+    """
+    config = config or load_config(flag, name)
+    if device.type == "meta":
+        with device:
+            return auto.from_config(config, dtype=dtype).eval()
+    try:
+        model, report = auto.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
+    missing = report["missing_keys"] - set(may_lack)
+    if missing:  # transformers would leave them at random values
+        fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
+    return model.to(device)
+
+
+class ScalarModel(torch.nn.Module):
+    """A causal language model with a linear head of one output: a critic's values, a reward model's scores."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """The head's output at some positions.
+
+        Args:
+            input_ids: (N, L), padded on the right (causal attention never looks there).
+            mask: (N, L) bool, the positions to read, which the caller knows from lengths and not from token ids.
+        Returns:
+            One number for each set entry of the mask, row by row; float32 or better, also under autocast.
+        """
+        own, here = own_positions(self.model, input_ids, mask)
+        hidden = last_hidden_states(self.model, own)[here]
+        kind = torch.promote_types(self.model.score.weight.dtype, torch.float32)
+        weight, bias = (x if x is None else x.to(kind) for x in (self.model.score.weight, self.model.score.bias))
+        with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
+            outputs = torch.nn.functional.linear(hidden.to(kind), weight, bias)[:, 0].clone()  # FSDP warns of views
+        return from_team(self.model, outputs, mask)
+
+
+def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[ScalarModel, bool]:
+    """A reward model, or a language model that is given a head of one output.
+
+    Returns:
+        The model, and whether its head is new; a new head is at random values that the caller has to replace.
+    """
+    config, trained = scalar_config(flag, name)
+    auto, head = AutoModelForSequenceClassification, "score.weight"
+    model = load_model(flag, name, dtype, device, auto, config, () if trained else (head,))
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        fail(f"{flag} {name}: {type(model).__name__} has no linear head called score, as causal language models have")
+    return ScalarModel(model), not trained
+
+
+def scalar_config(flag: str, name: str) -> tuple:
+    """A model's configuration for a head of one output, and whether its files hold one, as a reward model's do."""
+    config = load_config(flag, name)
+    trained = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+    if trained and config.num_labels != 1:
+        fail(f"{flag} {name}: its head has {config.num_labels} labels, and a score takes one with 1")
+    config.num_labels = 1
+    return config, trained
+
+
+def check_can_read(flag: str, name: str, tokenizer) -> None:
+    """End the run unless a model's tokenizer gives every token the id that the policy's `tokenizer` gives it."""
+    ours, theirs = tokenizer.get_vocab(), read_tokenizer(flag, name).get_vocab()
+    about = f"{flag} {name}: cannot read what --model writes: its vocabulary"
+    if len(ours) != len(theirs):
+        fail(f"{about} has {len(theirs)} tokens, that of --model {len(ours)}")
+    different = sorted(token for token, index in ours.items() if theirs.get(token) != index)
+    if different:
+        fail(f"{about} gives other ids to {len(different)} of the {len(ours)} tokens, such as {different[0]!r}")
+
+
+def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
+    """End the run if a model has another vocabulary than the policy or, where `everything` counts, another shape."""
+    sizes = [m.model.get_output_embeddings().weight.shape[0] for m in (model, policy)]
+    if sizes[0] != sizes[1]:
+        fail(f"{flag}: its vocabulary has {sizes[0]} tokens, that of --model {sizes[1]}")
+    shapes = [{name: p.shape for name, p in m.named_parameters()} for m in (model, policy)]
+    if everything and shapes[0] != shapes[1]:
+        fail(f"{flag}: --ref_refresh_every takes a reference of the same architecture as --model")
+
+
+def precision(name: str, device: torch.device) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, Callable]:
+    """What --precision stands for: the number format of the weights, that of losses and statistics, that of matrix
+    products (None: that of the weights), and a function that gives the context to compute in."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "float32"
+    if name == "pure_bf16":
+        warn("--precision pure_bf16: a weight moves only by 1/256 of itself or more; bf16 keeps float32 weights")
+    stored = {"float64": torch.float64, "pure_bf16": torch.bfloat16}.get(name, torch.float32)
+    half = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+    autocast = functools.partial(torch.autocast, device.type, half or torch.bfloat16, enabled=half is not None)
+    return stored, torch.promote_types(stored, torch.float32), half, autocast
+
+
+def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
+    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by peft.
+
+    Args:
+        resumed: a checkpoint's folder to take the adapter from; None for a new one, which changes nothing yet.
+    """
+    from peft import LoraConfig
+
+    if resumed and model.device.type != "meta":
+        model.load_adapter(resumed, is_trainable=True)
+    else:
+        head = ["score"] if hasattr(model, "score") else None  # of a reward model; it trains whole
+        layers = {"target_modules": "all-linear", "exclude_modules": head}
+        model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **layers))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name or name == "score.weight")
+        if ".lora_A." in name and not resumed:  # as peft draws them, but the same on all ranks
+            bound = parameter.shape[1] ** -0.5
+            draw = generator("lora", args.seed, name).uniform(-bound, bound, tuple(parameter.shape))
+            parameter.data.copy_(torch.from_numpy(draw))
+
+
+@contextlib.contextmanager
+def without_lora(model: torch.nn.Module):
+    """A context in which a model computes as if it had no adapter."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def base_weights(model: torch.nn.Module) -> list[tuple]:
+    """The weights of a model under the names that they have without adapters, those of the adapters left out.
+
+    Returns:
+        (name, tensor, LoRA layer that it belongs to or None), for `merged`. The output head is there under its own
+        name, tied or not.
+    """
+    if not getattr(model, "peft_config", None):
+        return [(name, tensor, None) for name, tensor in model.state_dict().items()]
+    from peft.tuners.lora import LoraLayer
+
+    layers = {f"{name}.base_layer.weight": x for name, x in model.named_modules() if isinstance(x, LoraLayer)}
+    weights = ((name, tensor) for name, tensor in model.state_dict().items() if ".lora_" not in name)
+    return [(name.replace(".base_layer.", "."), tensor, layers.get(name)) for name, tensor in weights]
+
+
+@torch.no_grad()
+def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
+    """One of `base_weights`, whole, with its adapter's product added; of a sharded model all ranks ask alike."""
+    tensor = whole(tensor)
+    if layer is None:
+        return tensor
+    a, b = (whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+    change = layer.scaling["default"] * (b @ a)
+    return tensor + (change.T if layer.fan_in_fan_out else change)
