@@ -325,7 +325,7 @@ class Voters:
         """The answers by process `index`; by `answer_text` if it takes too long or dies, and a new one comes next."""
         said, worker = "ready", self.workers[index]
         if worker is None:
-            worker = self.workers[index] = Worker("evaluate.py", "vote", str(self.timeout))
+            worker = self.workers[index] = Worker("scripts/evaluate.py", "vote", str(self.timeout))
             said = worker.receive(timeout=300.0)  # importing may take long on a busy file system
         if said == "ready":
             worker.send(responses)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plumbing import data
 from plumbing.rewards import Rewards
 
-PATH = os.path.join(ROOT, "scripts", "verifier.py")
+PATH = os.path.join(ROOT, "plumbing", "verifiers.py")
 spec = importlib.util.spec_from_file_location("verifier", PATH)
 verifier = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(verifier)
