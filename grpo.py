@@ -598,7 +598,7 @@ def over_batch(module: nn.Module, batch: Batch, *more, budget: int, world, autoc
             outputs = [x for x in module(*batch.collate(rows), *more, **options) if x is not None]  # (tokens,) each
             parts = torch.stack(outputs).cpu().split([len(batch.responses[i]) for i in rows], dim=1)
             share += zip(rows, [part.clone() for part in parts])  # a view would take the whole with it to the others
-    values = [value for _, value in sorted(world.gather(share), key=lambda pair: pair[0])]
+    values = [value for _, value in sorted(world.all_gather(share), key=lambda pair: pair[0])]
     return [pad_rows(x, batch.response_mask) for x in torch.cat(values, 1).to(batch.response_mask.device)]
 
 
@@ -744,7 +744,7 @@ def rollout(
     elif samples:  # a seed for each
         seeds = numbers.integers(2**62, size=len(rows))
     share = []  # (response, logprobs) of this rank's rows
-    mine, interrupted = world.deal(list(range(len(rows)))), lambda: interrupt.requested
+    mine, interrupted = world.shard(list(range(len(rows)))), lambda: interrupt.requested
     if engine is not None:
         queries, own = [rows[i]["query"] for i in mine], None if seeds is None else seeds[mine].tolist()
         found = engine.generate(queries, own, stop_ids, args, interrupted)
@@ -760,7 +760,7 @@ def rollout(
         return None
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response, _ in share]
     parts = rewards.score([rows[i] for i in mine], texts, [response for response, _ in share])  # {source: scores}
-    everything = world.undeal(list(zip(*zip(*share), texts, *parts.values())), len(rows))
+    everything = world.unshard(list(zip(*zip(*share), texts, *parts.values())), len(rows))
     responses, logprobs, texts, *scores = zip(*everything)
     sequences = [row["query"] + list(response) for row, response in zip(rows, responses)]
     scores = [one_score(sequences, x) if name in rewards.models else x for name, x in zip(parts, scores)]
@@ -1010,7 +1010,7 @@ def main(args: Args) -> None:
         checkpoints.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **moved)
 
     # ---- shared: run ------------------------------------------------------------------------------------------------
-    beside = world.for_rollout(args.vllm_tensor_parallel)
+    beside = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, beside, half)
     token_lengths = {"prompts": [len(row["query"]) for row in prompts]}
     token_lengths |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}

@@ -334,7 +334,7 @@ def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, wor
         with torch.no_grad(), autocast():
             scores = model(*collate([pairs[i] for i in cut], world.device))
         share += zip(cut, scores.view(2, -1).T.tolist())
-    return torch.tensor([scores for _, scores in sorted(world.gather(share))], dtype=torch.float64)
+    return torch.tensor([scores for _, scores in sorted(world.all_gather(share))], dtype=torch.float64)
 
 
 def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
@@ -462,7 +462,7 @@ def main(args: Args) -> None:
         clock.lap("training")
 
         # ---- metrics ------------------------------------------------------------------------------------------------
-        scores = torch.tensor([scores for _, scores in sorted(teams.gather(share))], dtype=torch.float64)  # (P, 2)
+        scores = torch.tensor([scores for _, scores in sorted(teams.all_gather(share))], dtype=torch.float64)  # (P, 2)
         state.update(step=step, position=state["position"] + args.batch_size, logged=False)
         tokens = sum(len(pair[side]) for pair in batch for side in ("chosen", "rejected"))
         found = pair_statistics(scores, [None] * len(batch))

@@ -55,57 +55,62 @@ def warn(message: str) -> None:
 
 @dataclass
 class World:
-    """This process among all of the run: 1 process, `torchrun` on one node, or `torchrun` on several."""
+    """This process among all of the run: one process, or `torchrun` on one or several nodes.
+
+    Collectives are no-ops for a single process. All ranks have to call them alike.
+    """
 
     rank: int
     size: int
     device: torch.device
     group: object = None  # of torch.distributed; None: the default one
-    copies: int = 1  # neighbouring ranks that share one rollout engine, and so do the same rollout
-    team: object = None  # the group of this rank's team, see `teams`
+    ranks_per_engine: int = 1  # neighbouring ranks that share one rollout engine, and so compute the same rollout
+    sequence_parallel_group: object = None  # see `data_parallel`
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
-    def for_rollout(self, copies: int) -> "World":
-        """The same processes in a group of their own, in which a thread of each can meet the others' on the CPU."""
+    def rollout_world(self, ranks_per_engine: int) -> "World":
+        """Return the same processes in a CPU group of their own, for the thread that makes the next rollout."""
         group = dist.new_group(backend="gloo") if self.size > 1 else None
-        return World(self.rank, self.size, torch.device("cpu"), group, copies)
+        return World(self.rank, self.size, torch.device("cpu"), group, ranks_per_engine)
 
-    def teams(self, size: int) -> "World":
-        """The same processes as teams of `size` neighbouring ranks, which share each sequence (--sequence_parallel).
+    def data_parallel(self, sequence_parallel: int) -> "World":
+        """Return the same processes counted by data-parallel rank: `sequence_parallel` neighbours share each sequence.
 
-        Its `rank` and `size` count teams. What all ranks of a team hold counts once in its sums, and is gathered once.
+        Sums and gathers of the result run over one process of each sequence-parallel group.
         """
-        if size == 1:
+        if sequence_parallel == 1:
             return self
-        if self.size % size:
-            fail(f"--sequence_parallel {size}: has to divide the number of ranks, {self.size}")
-        team, _ = dist.new_subgroups(size)
-        others, _ = dist.new_subgroups_by_enumeration([list(range(i, self.size, size)) for i in range(size)])
-        return World(self.rank // size, self.size // size, self.device, others, team=team)
+        if self.size % sequence_parallel:
+            fail(f"--sequence_parallel {sequence_parallel}: has to divide the number of ranks, {self.size}")
+        sequence_group, _ = dist.new_subgroups(sequence_parallel)
+        same_slice = [list(range(i, self.size, sequence_parallel)) for i in range(sequence_parallel)]
+        group, _ = dist.new_subgroups_by_enumeration(same_slice)
+        rank, size = self.rank // sequence_parallel, self.size // sequence_parallel
+        return World(rank, size, self.device, group, sequence_parallel_group=sequence_group)
 
-    def gather(self, items: list) -> list:
-        """Concatenate every rank's list, in rank order, on every rank."""
-        return [item for part in self._gather(items) for item in part]
+    def all_gather(self, items: list) -> list:
+        """Return every rank's list, concatenated in rank order."""
+        return [item for part in self._all_gather(items) for item in part]
 
-    def _gather(self, items: list) -> list[list]:
+    def _all_gather(self, items: list) -> list[list]:
         parts = [items] * self.size
         if self.size > 1:
             dist.all_gather_object(parts, items, group=self.group)
         return parts
 
-    def deal(self, items: list) -> list:
-        """This rank's share of a list that all ranks hold: every so many-th item. `undeal` is the way back."""
-        return items[self.rank // self.copies :: self.size // self.copies]
+    def shard(self, items: list) -> list:
+        """Return this rank's share of a list that all ranks hold: items rank, rank + size, rank + 2 size and so on."""
+        return items[self.rank // self.ranks_per_engine :: self.size // self.ranks_per_engine]
 
-    def undeal(self, items: list, total: int) -> list:
-        """Gather the shares that `deal` gave out, in the order of the original list of `total` items."""
-        whole, parts = [None] * total, self._gather(items)[:: self.copies]
-        for number, part in enumerate(parts):
-            whole[number :: len(parts)] = part
-        return whole
+    def unshard(self, items: list, total: int) -> list:
+        """Gather the shares of `shard` in the order of the original list of `total` items."""
+        result, shares = [None] * total, self._all_gather(items)[:: self.ranks_per_engine]
+        for number, share in enumerate(shares):
+            result[number :: len(shares)] = share
+        return result
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place."""
@@ -114,13 +119,13 @@ class World:
         return tensor
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of a tensor's values over all ranks, in place."""
+        """Take the largest of each value over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank; all ranks get the same answer."""
+        """Return whether the flag is set on any rank."""
         return bool(self.sum(torch.tensor(int(flag), device=self.device)).item())
 
     def barrier(self) -> None:
@@ -429,7 +434,7 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
         Lists of indices into `lengths`, as many on every rank, so that none waits for the others in a collective; the
         last one may be empty, and is run like the rest.
     """
-    token_budget *= world.team.size() if world.team else 1
+    token_budget *= world.sequence_parallel_group.size() if world.sequence_parallel_group else 1
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # longest first: memory problems show at once
     longest = np.array([lengths[i] for i in order[:: world.size]])  # over the ranks, at each place
     cost, begins, start = np.zeros(len(longest) + 1), [0], 0  # the least of the first so many places; its last cut

@@ -340,7 +340,7 @@ def plan_memory(args, script: str, world: World, sharding: Sharding) -> None:
     about = settle(about, model, reward) if gpu else about
     for name, on_cpu in {"micro_batch_tokens": TOKENS, "logits_chunk_tokens": CHUNKS[0]}.items():
         if getattr(args, name, None) == 0:
-            chosen = min(world.gather([getattr(about, name) if gpu else on_cpu]))
+            chosen = min(world.all_gather([getattr(about, name) if gpu else on_cpu]))
             setattr(args, name, chosen)
             setattr(about, name, chosen)
     if not world.main:

@@ -34,7 +34,7 @@ class Sharding:
             fail(
                 f"--sequence_parallel {args.sequence_parallel}: takes --attention sdpa (or auto), not {args.attention}"
             )
-        self.teams = world.teams(args.sequence_parallel)
+        self.teams = world.data_parallel(args.sequence_parallel)
         self.compute, self.reduce = half, torch.promote_types(stored, torch.float32)
         gpu = world.device.type == "cuda"
         self.offload = CPUOffloadPolicy(pin_memory=gpu) if args.cpu_offload else OffloadPolicy()
@@ -108,8 +108,8 @@ class Sharding:
         model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
         if self.attention != "auto":
             set_attention(model, self.attention)
-        if self.teams.team is not None and not rewards:
-            share_sequences(model, self.teams.team)
+        if self.teams.sequence_parallel_group is not None and not rewards:
+            share_sequences(model, self.teams.sequence_parallel_group)
         lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
         blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
         if self.compile and not beside:

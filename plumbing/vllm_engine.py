@@ -192,7 +192,7 @@ class Servers:
             if not url.startswith(("http://", "https://")) or self.urls.count(url) > 1:
                 fail(f"--rollout_servers {url}: takes addresses such as http://10.0.0.2:8000, each once")
         self.world, self.dtype = world, half or torch.float32
-        self.name = world.gather([uuid.uuid4().hex[:8]])[0]  # the run's, in the names of its weights
+        self.name = world.all_gather([uuid.uuid4().hex[:8]])[0]  # the run's, in the names of its weights
         self.syncs, self.retries, self.weights = 0, 0, []
         self.session = requests.Session()
         self.session.trust_env = False  # proxies are for the world outside

@@ -513,7 +513,7 @@ def main(args: Args) -> None:
         run_log.Run.progress = tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True, disable=not world.main)
         return run_log.Run.progress
 
-    mine = world.deal(list(enumerate(prompts)))
+    mine = world.shard(list(enumerate(prompts)))
     begin = time.perf_counter()
     if args.backend == "vllm":
         responses, engine = generate_vllm(mine, stop_ids, args, n, world, "bfloat16" if half else "float32")
@@ -564,14 +564,14 @@ def main(args: Args) -> None:
         for name in right:
             sample |= {f"correct/{name}": right[name][i], f"extracted/{name}": said[name][i]}
         samples.append(sample)
-    samples = [sample for group in world.undeal(by_prompt(samples), len(prompts)) for sample in group]
-    failures, seconds = sum(world.gather([voters.failures])), max(world.gather([seconds]))
+    samples = [sample for group in world.unshard(by_prompt(samples), len(prompts)) for sample in group]
+    failures, seconds = sum(world.all_gather([voters.failures])), max(world.all_gather([seconds]))
 
     # ---- results ----------------------------------------------------------------------------------------------------
     column = lambda name: by_prompt([sample[name] for sample in samples])
     missing = {name: sum(math.isnan(sample[f"reward/{name}"]) for sample in samples) for name in scored}
     for name, count in missing.items():
-        why = "; ".join(dict.fromkeys(filter(None, world.gather([rewards.why_missing({name: parts[name]})]))))
+        why = "; ".join(dict.fromkeys(filter(None, world.all_gather([rewards.why_missing({name: parts[name]})]))))
         if count == len(samples):
             utils.fail(f"--reward {name}: no response got a score ({why})")
         if count:

@@ -48,17 +48,17 @@ def test_each_rank_has_its_part():
     class Team:  # of three ranks
         size, rank = lambda self: 3, lambda self: 2
 
-    world, model = utils.World(1, 2, CPU, team=Team()), torch.nn.Module()
+    world, model = utils.World(1, 2, CPU, sequence_parallel_group=Team()), torch.nn.Module()
     assert utils.micro_batches([7, 6, 5, 4], 5, world) == [[1, 3]]  # 2 x 7 of the first team, of which a rank has 5
     assert utils.micro_batches([7, 6, 5, 4], 4, world) == [[1], [3]]
     ids = torch.arange(14).view(2, 7)
     assert sequence_parallel.own_positions(model, ids)[0] is ids
-    model.team, seen = world.team, []
+    model.team, seen = world.sequence_parallel_group, []
     model.base_model = lambda **inputs: seen.append(inputs) or SimpleNamespace(last_hidden_state=None)
     (own,) = sequence_parallel.own_positions(model, ids)
     assert own.tolist() == [[6, 0, 0], [13, 0, 0]]
     sequence_parallel.last_hidden_states(model, own)
-    assert seen[0]["position_ids"].tolist() == [[6, 7, 8]] and seen[0]["team"] is world.team
+    assert seen[0]["position_ids"].tolist() == [[6, 7, 8]] and seen[0]["team"] is world.sequence_parallel_group
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     plain_policy(ids, ids > 45)[0].sum().backward()
     norm = torch.nn.utils.get_total_norm([x.grad for x in plain.parameters() if x.grad is not None]).item()
     assert moved == [False, True] and not math.isfinite(optimizer.norms[0])
-    assert math.isclose(optimizer.norms[1], norm, rel_tol=1e-5) and len(set(world.gather(optimizer.norms[1:]))) == 1
+    assert math.isclose(optimizer.norms[1], norm, rel_tol=1e-5) and len(set(world.all_gather(optimizer.norms[1:]))) == 1
     assert all(x.isfinite().all() for x in weights())
     plain.load_state_dict({name: utils.whole(x) for name, x in own.state_dict().items()})
 
