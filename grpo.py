@@ -24,25 +24,25 @@ Deliberate choices:
     torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen2.5-7B                       # eight GPUs
 """
 
-import contextlib
 import functools
 import math
 import os
-import sys
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Callable, Literal
 
 import torch
-import tyro
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache
 from transformers.generation import logits_process
 
 import utils
-from plumbing import checkpoints, data, engines, evaluation, memory, models, run_log, sequence_parallel
-from plumbing.rewards import Rewards, one_score, reward_names, reward_weights
-from plumbing.sharding import Sharding, device_of, gathered, gradient_sync, mix_into
+from plumbing import data, engines, evaluation, flags, memory, models
+from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
+from plumbing.rewards import Rewards, reward_weights
+from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, rollout
+from plumbing.run import Run
+from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
 
 # What each --loss stands for, unless a flag says otherwise:
 #             token loss    aggregation     scale    low    high   source
@@ -59,187 +59,38 @@ VARIANTS = {
 
 
 @dataclass
-class Args:
-    # ---- run ----
-    run_name: str = ""
-    """Name of the run's folder; default: algorithm, model, data set and seed."""
-    output_dir: str = "runs"
-    """Folder that holds the runs; several nodes need one that they share."""
-    seed: int = 1
-    """Seed of everything random: the order of the prompts, the sampling, the mini-batches."""
-    resume: bool = False
-    """Go on from the run's newest complete checkpoint, if it has one."""
-    track: bool = False
-    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
-    wandb_project: str = "rl-on-language-models"
-    """Weights & Biases project."""
-
-    # ---- model ----
-    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """Model to train: a causal language model's folder or hub name."""
-    ref_model: str = ""
-    """Reference for the KL penalty; default: --model as it was at the start."""
-    reward_model: str = ""
-    """Reward model (folder or hub name) whose score is one more source after those of --reward."""
-    precision: Literal["auto", "float32", "float64", "bf16", "fp16", "pure_bf16"] = "auto"
-    """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
-    has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
-    elsewhere."""
-    attention: Literal[
-        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
-    ] = "auto"
-    """What computes the attention, by transformers' names; auto is sdpa (torch's own) where the model has it."""
-    compile: bool = False
-    """Compile the decoder blocks of all models, and the statistics of the logits, by torch.compile; generate runs as it
-    is."""
-    shard: Literal["auto", "none", "fsdp"] = "auto"
-    """none holds whole models on each rank; fsdp cuts weights, gradients and Adam's state in pieces, one a rank; auto
-    is fsdp if whole models would take over 60 % of a GPU's memory."""
-    shard_group_size: int = 0
-    """Ranks that share one sharded copy, such as those of a node, with --shard fsdp; 0 for all."""
-    cpu_offload: bool = False
-    """Keep sharded weights, gradients and Adam's state on the CPU, where the update is computed: slow, but small."""
-    lora_rank: int = 0
-    """Train LoRA adapters of this rank instead of the weights, with peft; the reference is then the model without them.
-    0: train all weights."""
-    lora_alpha: float = 32.0
-    """The adapters' product is scaled by this over --lora_rank."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    sequence_parallel: int = 1
-    """Neighbouring ranks that share each sequence in training, each with a slice of its positions; for long ones."""
-
-    # ---- data ----
-    dataset: str = "openai/gsm8k"
-    """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json or .parquet file, a folder, owner/name or
-    owner/name:config on the hub, or a .json list of {"prob": weight, "filepath": any of these}."""
-    dataset_split: str = "train"
-    """Split of --dataset to train on."""
-    prompt_column: str = ""
-    """Column of the prompt, text or messages; default: the first of prompt, question, messages, problem, quiz,
-    src."""
-    answer_column: str = ""
-    """Column of the reference answer; default: the first of answer, ground_truth, solution_text, solution,
-    tgt."""
-    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
-    """System turn put before each prompt that has none; "" for none."""
-    max_prompt_length: int = 512
-    """Most tokens of a prompt; a longer one ends the run at the start, naming its row."""
-    eval_dataset: str = ""
-    """Prompts to evaluate on; default: the --eval_split of --dataset, or for a single file nothing."""
-    eval_split: str = "test"
-    """Split to evaluate on."""
-    ptx_dataset: str = ""
-    """Rows of prompt and answer text to imitate beside the rewards, named as --dataset, with the usual columns."""
-    ptx_coef: float = 0.0
-    """Weight of the cross-entropy on --ptx_dataset."""
-    ptx_batch_size: int = 64
-    """Rows of --ptx_dataset an optimizer update, over all ranks."""
-
-    # ---- rewards ----
-    reward: tuple[str, ...] = ("math",)
-    """Reward sources, summed: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs
-    Python against the row's tests), knights, reasoning_gym, path/to/file.py:function, a reward model's folder or hub
-    name, or a reward server's http:// address. A response counts as correct if the first source that is no model gives
-    it 1 or more."""
-    reward_weights: tuple[float, ...] = ()
-    """Weight of each reward source; default: 1 each. A source of weight 0 is only measured."""
-    reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
-    """Take a reward model's score as it is, minus the mean that its config carries, or divided by its deviation too."""
-    reward_timeout: float = 30.0
-    """Seconds that one call of a reward source may take before it is killed and its sample left out."""
-    non_stop_penalty: bool = True
-    """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
-    penalty_reward_value: float = 0.0
-    """Score of a response without a stop token."""
-    overlong_buffer: int = 0
-    """Soft overlong penalty: over the last so many tokens before --max_response_length the score falls linearly by up
-    to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
-    mask_truncated: bool = False
-    """Leave responses without a stop token out, of the loss and of their group's baseline; no penalty touches them."""
-    reward_normalization: bool = False
-    """Normalise scores by their mean and standard deviation since the start of the run, before any penalty."""
-    reward_clip: float = 0.0
-    """Clip scores to +- this, before any penalty; 0 for no clip."""
-    filter_groups: Literal["none", "drop", "refill"] = "none"
-    """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
-    sampling)."""
-    max_refills: int = 9
-    """Most further rollouts of a step with --filter_groups refill; then the step goes on with what there is."""
-
-    # ---- rollout ----
-    rollout_backend: Literal["auto", "hf", "vllm", "server"] = "auto"
-    """What samples: transformers' generate (hf), vLLM in this process, or vLLM servers; auto is vLLM on a GPU where it
-    is installed, else hf."""
-    rollout_servers: tuple[str, ...] = ()
-    """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.py starts one."""
-    async_steps: Literal[0, 1] = 0
-    """1: while a step trains, vLLM samples for the next one, with the weights from before the step."""
-    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
-    """Weight the policy loss by rho = policy at the start of the step / policy that sampled: truncate rho of a token to
-    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or take the response's and drop it above cap."""
-    rollout_correction_cap: float = 2.0
-    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
-    vllm_tensor_parallel: int = 1
-    """Neighbouring ranks that share one vLLM engine."""
-    kv_cache_gb: float = 0.0
-    """GB of vLLM's cache on each device; 0: a quarter of a GPU's memory, 1 on a CPU."""
-    max_response_length: int = 1024
-    """Most tokens of a response."""
-    min_response_length: int = 0
-    """Tokens before which a stop token cannot be sampled."""
-    temperature: float = 1.0
-    """Sampling temperature; it divides the logits in every log-probability."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens with this probability; below 1 it biases the ratio."""
-    top_k: int = 0
-    """Sample from this many most likely tokens; 0 for all; above 0 it biases the ratio."""
-    repetition_penalty: float = 1.0
-    """Divide the logits of tokens seen before; other than 1 it biases the ratio."""
-    stop_token: str = "eos"
-    """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
-    pad_token: str = ""
-    """Padding token for a tokenizer that has none; "eos" is safe, as masks come from lengths."""
-    generation_batch_size: int = 512
-    """Responses that one device generates at once. Memory and speed only."""
-
-    # ---- optimization ----
-    total_episodes: int = 180_000
+class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs):
+    total_episodes: PositiveInt = 180_000
     """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
-    rollout_batch_size: int = 64
+    rollout_batch_size: PositiveInt = 64
     """Prompts a step, over all ranks."""
-    group_size: int = 8
+    group_size: PositiveInt = 8
     """Responses a prompt (G)."""
-    mini_batch_size: int = 512
+    mini_batch_size: PositiveInt = 512
     """Responses an optimizer update, over all ranks."""
-    num_epochs: int = 1
+    num_epochs: PositiveInt = 1
     """Passes over one rollout."""
-    micro_batch_tokens: int = 0
-    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result. 0:
-    16,384, or fewer where scripts/memory.py expects that to take over 80 % of a GPU."""
-    logits_chunk_tokens: int = 0
-    """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only. 0: 512, or up
-    to 4,096 where that still fits into 80 % of a GPU."""
-    learning_rate: float = 1e-6
+    max_response_length: PositiveInt = 1024
+    """Most tokens of a response."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; it divides the logits in every log-probability."""
+    learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Course of the learning rate after the warm-up."""
-    warmup_ratio: float = 0.03
+    warmup_ratio: Share = 0.03
     """Fraction of all updates over which the learning rate rises."""
-    min_learning_rate: float = 0.0
+    min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; biases and norms have none."""
-    adam_beta1: float = 0.9
+    adam_beta1: Decay = 0.9
     """AdamW's decay of the mean gradient."""
-    adam_beta2: float = 0.999
+    adam_beta2: Decay = 0.999
     """AdamW's decay of the mean squared gradient."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Clip the norm of the gradient to this."""
-    max_skipped_updates: int = 5
-    """Updates in a row that may be skipped for a gradient that is not finite before the run stops."""
 
-    # ---- the algorithm ----
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "reinforce"] = "grpo"
     """Variant: fixes token loss, aggregation, advantage scale and clip range (VARIANTS), each open to its own flag."""
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None = None
@@ -248,17 +99,25 @@ class Args:
     advantage_scale: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the group's scores, of the step's, or by nothing; default: the
     variant's."""
-    clip_low: float | None = None
+    clip_low: NonNegativeFloat | None = None
     """The ratio is clipped below at 1 - this; default: the variant's."""
-    clip_high: float | None = None
+    clip_high: NonNegativeFloat | None = None
     """The ratio is clipped above at 1 + this; default: the variant's."""
-    dual_clip: float = 0.0
+    dual_clip: ZeroOrAboveOne = 0.0
     """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
     sapo_tau_positive: float = 1.0
     """SAPO's temperature where the advantage is positive."""
     sapo_tau_negative: float = 1.05
     """SAPO's temperature where it is not."""
-    kl_coef: float = 0.001
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus."""
+    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
+    """Weight the policy loss by rho = policy at the start of the step / policy that sampled: truncate rho of a token to
+    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or take the response's and drop it above cap."""
+    rollout_correction_cap: PositiveFloat = 2.0
+    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
+
+    kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 needs, and loads, no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss, or take it from the score."""
@@ -266,32 +125,41 @@ class Args:
     """Estimator of the KL per token; full sums over the vocabulary, exactly."""
     kl_controller: Literal["fixed", "adaptive"] = "fixed"
     """Keep beta, or steer it to --kl_target (Ziegler et al. 2019)."""
-    kl_target: float = 0.1
+    kl_target: PositiveFloat = 0.1
     """Mean KL per token that the adaptive controller steers to."""
-    kl_horizon: int = 10_000
+    kl_horizon: PositiveInt = 10_000
     """Responses over which the adaptive controller acts."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
-    ref_refresh_every: int = 0
+    ref_model: str = ""
+    """Reference for the KL penalty; default: --model as it was at the start."""
+    ref_refresh_every: NonNegativeInt = 0
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
-    ref_refresh_mix: float = 1.0
+    ref_refresh_mix: Share = 1.0
     """Share of the policy's weights in a refresh."""
+    ptx_dataset: str = ""
+    """Rows of prompt and answer text for a supervised loss beside the rewards (PTX), named as --dataset."""
+    ptx_coef: NonNegativeFloat = 0.0
+    """Weight of the cross-entropy on --ptx_dataset."""
+    ptx_batch_size: PositiveInt = 64
+    """Rows of --ptx_dataset an optimizer update, over all ranks."""
 
-    # ---- evaluation ----
-    eval_every: int = 20
-    """Steps between evaluations; also before the first step and after the last. 0: never."""
-    eval_prompts: int = 256
-    """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
-    eval_samples: int = 4
-    """Sampled responses a prompt for accuracy and pass@k, beside the greedy one."""
-    log_samples: int = 16
-    """Samples of each step written to samples.jsonl."""
-
-    # ---- checkpoints ----
-    save_every: int = 50
-    """Steps between checkpoints; 0: only when the run is interrupted."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints that stay; 0 for all."""
+    non_stop_penalty: bool = True
+    """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
+    penalty_reward_value: flags.Float = 0.0
+    """Score of a response without a stop token."""
+    overlong_buffer: NonNegativeInt = 0
+    """Soft overlong penalty: over the last so many tokens before --max_response_length the score falls linearly by up
+    to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
+    mask_truncated: bool = False
+    """Leave responses without a stop token out, of the loss and of their group's baseline; no penalty touches them."""
+    reward_normalization: bool = False
+    """Normalise scores by their mean and standard deviation since the start of the run, before any penalty."""
+    reward_clip: NonNegativeFloat = 0.0
+    """Clip scores to +- this, before any penalty; 0 for no clip."""
+    filter_groups: Literal["none", "drop", "refill"] = "none"
+    """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
+    sampling)."""
+    max_refills: NonNegativeInt = 9
+    """Most further rollouts of a step with --filter_groups refill; then the step goes on with what there is."""
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -312,8 +180,9 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
 
-    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1, with its exponent clamped to
-    +-20 and its value to +-10. As a loss: the gradient of k1 has zero mean, the gradient of k3 is not that of the
+    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with the exponent clamped to
+    +-20. (verl and OpenRLHF clamp the value of k3, too: at 10 its gradient would be 0 from d < -2.6 on, where the
+    policy has run away furthest.) As a loss: the gradient of k1 has zero mean, the gradient of k3 is not that of the
     reverse KL (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
@@ -324,7 +193,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    return (torch.exp((-d).clamp(-20, 20)) + d - 1).clamp(-10, 10)
+    return torch.exp((-d).clamp(-20, 20)) + d - 1
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
@@ -422,7 +291,7 @@ def entropy_of(logits: Tensor, normaliser: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# The policy: log-probabilities of the response tokens, without ever holding (tokens, V)
+# The policy: log-probabilities of the response tokens, without ever holding logits of all of them
 # ----------------------------------------------------------------------------------------------------------------
 
 
@@ -434,71 +303,74 @@ class Policy(nn.Module):
 
     def __init__(self, model: nn.Module, temperature: float, chunk_tokens: int, train_entropy: bool = False):
         super().__init__()
-        self.model, self.temperature = model, temperature
-        self.chunk_tokens, self.train_entropy = chunk_tokens, train_entropy
+        self.model, self.temperature, self.chunk_tokens = model, temperature, chunk_tokens
+        self.entropy_name = "entropies" if train_entropy else "detached_entropies"
 
     def forward(
         self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None, temperature: float = 0.0,
-        entropies: bool = True,
-    ):  # fmt: skip
-        """
+        entropy: bool = True,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Return statistics of the response tokens.
+
         Args:
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
             response_mask: (N, L) bool, set on response tokens.
-            reference: give the exact KL to this model, too.
+            reference: the other model of the exact KL. This policy itself stands for it without its LoRA adapter.
             temperature: other than that of the sampling; 1 for a supervised loss.
-            entropies: compute them, too.
+            entropy: whether to compute the entropies.
         Returns:
-            logprobs (tokens,), entropies (tokens,) or None and KL to the reference (tokens,) or None, where `tokens`
-            are the set entries of the mask row by row; float32 or better.
+            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "kl" with a
+            reference; "entropies", or "detached_entropies" (no gradient, for the log) unless they are trained.
         """
-        more = (temperature or self.temperature, reference, entropies)
-        before = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set where a response token is predicted
-        hidden, labels = self.hidden(input_ids, before)  # (tokens, H), (tokens,)
-        with torch.no_grad():
-            ref_hidden = reference.hidden(input_ids, before)[0] if reference else hidden.detach()
-        chunks = []
-        for part in zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden))):
-            chunks.append(self.chunk(torch.is_grad_enabled() and len(labels) > self.chunk_tokens, *part, *more))
-        columns = (torch.cat(column) if column[0] is not None else None for column in zip(*chunks))
-        return tuple(x if x is None else sequence_parallel.from_team(self.model, x, before) for x in columns)
+        predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
+        hidden, labels = self.hidden(input_ids, predicts)  # (tokens, H), (tokens,)
+        ref_hidden = hidden.detach()
+        if reference is not None:
+            with torch.no_grad(), models.without_lora(reference.model):
+                ref_hidden, _ = reference.hidden(input_ids, predicts)
+        recompute = torch.is_grad_enabled() and len(labels) > self.chunk_tokens
+        parts = zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden)))
+        options = (temperature or self.temperature, reference, entropy)
+        chunks = [self.chunk(recompute, *part, *options) for part in parts]
+        outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        return {name: models.gather_positions(self.model, x, predicts) for name, x in outputs.items()}
 
-    def hidden(self, input_ids: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden states one position before each response token, and these tokens, of this rank's positions."""
-        following = nn.functional.pad(input_ids[:, 1:], (0, 1))
-        input_ids, following, before = sequence_parallel.own_positions(self.model, input_ids, following, before)
-        return sequence_parallel.last_hidden_states(self.model, input_ids)[before], following[before]
+    def hidden(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what predicts each response token (tokens, H), and these tokens (tokens,), of this rank."""
+        labels = nn.functional.pad(input_ids[:, 1:], (0, 1))
+        input_ids, labels, predicts = models.local_positions(self.model, input_ids, labels, predicts)
+        return models.last_hidden_states(self.model, input_ids)[predicts], labels[predicts]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The model's own head: (..., H) -> (..., V), float32 or better, not divided by the temperature."""
+        """Apply the model's own head: (..., H) -> (..., V), float32 or better, not divided by the temperature."""
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
-    def chunk(self, recompute: bool, *inputs):
-        """`statistics` in one function with its recomputation, so that --compile sees both."""
+    def chunk(self, recompute: bool, *inputs) -> dict[str, Tensor]:
+        """Call `statistics`, with recomputation in the backward pass if asked; one function for --compile."""
         if recompute:  # logits live only while they are used
             return checkpoint(self.statistics, *inputs, use_reentrant=False, preserve_rng_state=False)
         return self.statistics(*inputs)
 
     def statistics(
         self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None",
-        entropies: bool,
-    ):  # fmt: skip
+        entropy: bool,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Return log-probability, KL and entropy of each token of a chunk; see `forward`."""
         logits = self.logits(hidden) / temperature  # (chunk, V)
         chosen = logits.gather(-1, labels[:, None])[:, 0]  # first, so that its gradient, of (chunk, V), comes last
         normaliser = logits.logsumexp(-1)  # (chunk,)
-        logprobs = chosen - normaliser
-        kl = None
+        outputs = {"logprobs": chosen - normaliser}
         if reference is not None:
             with torch.no_grad():
-                ref_all = (reference.logits(ref_hidden) / temperature).log_softmax(-1)
-            kl = exact_kl(logits.log_softmax(-1), ref_all)
-        # Last, so that the recomputation for the backward pass ends before an entropy that is only logged.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_entropy):
-            entropy = entropy_of(logits, normaliser) if entropies else None
-        return logprobs, entropy, kl
+                ref_logprobs = (reference.logits(ref_hidden) / temperature).log_softmax(-1)
+            outputs["kl"] = exact_kl(logits.log_softmax(-1), ref_logprobs)
+        if entropy:  # at the end: recomputation stops after what has a gradient, so one without is not computed twice
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_name == "entropies"):
+                outputs[self.entropy_name] = entropy_of(logits, normaliser)
+        return outputs
 
     @torch.no_grad()
     def check_head(self, flag: str, input_ids: list[int]) -> None:
@@ -506,103 +378,43 @@ class Policy(nn.Module):
         if self.model.device.type == "meta":  # rank 0 has the weights
             return
         ids = torch.tensor([input_ids], device=self.model.device)
-        own = self.logits(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-        theirs = self.model(input_ids=ids, use_cache=False).logits.to(own.dtype)
-        if not torch.allclose(own, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item()):
+        ours = self.logits(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+        theirs = self.model(input_ids=ids, use_cache=False).logits.to(ours.dtype)
+        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item()):
             utils.fail(f"{flag}: {type(self.model).__name__} changes its logits in a way unknown to Policy.logits")
 
 
-class WithoutLora:
-    """A policy that trains LoRA adapters, without them: the model that it started from, as a reference."""
-
-    def __init__(self, policy: Policy):
-        self.policy, self.model, self.parameters = policy, policy.model, policy.parameters
-
-    def _call(self, function, *args, **options):
-        with models.without_lora(self.model):
-            return function(*args, **options)
-
-    def __call__(self, *args, **options):
-        return self._call(self.policy, *args, **options)
-
-    def hidden(self, *args):
-        return self._call(self.policy.hidden, *args)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.policy.logits(hidden)  # the head has no adapter
+def load_policy(args: Args, query: list[int], saved: str | None, dtype: torch.dtype, device) -> Policy:
+    """Load the policy of --model, or of the checkpoint folder `saved`; query: token ids to check its head with."""
+    model = models.load_model("--model", args.model if args.lora_rank else saved or args.model, dtype, device)
+    if args.lora_rank:
+        models.add_lora(model, args, saved)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
+    policy.check_head(f"--model {args.model}", query)
+    return policy
 
 
-@dataclass
-class Batch:
-    """Responses of all ranks, N of them, the G responses of a prompt next to each other.
-
-    Every rank holds the whole of it, so that advantages, mini-batches and counts are global by construction.
-    """
-
-    rows: list[dict]  # the prompt's row of each response
-    queries: list[list[int]]
-    responses: list[list[int]]  # up to and including the stop token
-    texts: list[str]
-    rollout_logprobs: Tensor  # (N, T), by the sampler
-    response_mask: Tensor  # (N, T) bool, set on response tokens
-    stopped: Tensor  # (N,) bool, whether a stop token was sampled
-    parts: dict[str, Tensor]  # reward source: (N,) scores, NaN where it gave none
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of query and response together."""
-        return [len(query) + len(response) for query, response in zip(self.queries, self.responses)]
-
-    def collate(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        """Some rows as `collate` lays them out."""
-        return collate([(self.queries[i], self.responses[i]) for i in indices], self.response_mask.device)
+def load_reference(
+    args: Args, policy: Policy, query: list[int], saved: str | None, dtype: torch.dtype, sharding: Sharding
+) -> Policy | None:
+    """Load the model of the KL penalty; None without one. With LoRA it is the policy, used without its adapter."""
+    if not args.kl_coef:
+        return None
+    if args.lora_rank and not args.ref_model:
+        return policy
+    refreshed = os.path.join(saved or "", "reference")  # a checkpoint has it once it was refreshed
+    name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
+    model = models.load_model("--ref_model", name, dtype, sharding.load_device).requires_grad_(False)
+    reference = Policy(model, args.temperature, args.logits_chunk_tokens)
+    reference.check_head(f"--ref_model {name}", query)
+    models.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
+    # The exact KL uses its head in the policy's forward, where sharded weights outside of blocks would not be gathered.
+    return sharding.shard(reference, blocks_only=args.kl_estimator == "full")
 
 
-def join(batches: list[Batch], chosen: list[int]) -> Batch:
-    """Some of the responses of several batches, counted through them all, as one batch."""
-
-    def pick(field: str) -> list:
-        every = [item for batch in batches for item in getattr(batch, field)]
-        return [every[i] for i in chosen]
-
-    pad = lambda field: nn.utils.rnn.pad_sequence(pick(field), batch_first=True)
-    parts = {name: torch.cat([batch.parts[name] for batch in batches])[chosen] for name in batches[0].parts}
-    lists = (pick(field) for field in ("rows", "queries", "responses", "texts"))
-    return Batch(*lists, pad("rollout_logprobs"), pad("response_mask"), torch.stack(pick("stopped")), parts)
-
-
-def collate(rows: list[tuple[list[int], list[int]]], device) -> tuple[Tensor, Tensor]:
-    """Queries and responses, padded on the right: input_ids (n, L) and a mask (n, L) of response tokens.
-
-    No rows at all make one row of padding, with which a rank that has nothing to do takes part.
-    """
-    ids = [torch.tensor(query + response) for query, response in rows] or [torch.zeros(2, dtype=torch.long)]
-    input_ids = nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for row, (query, response) in zip(mask, rows):
-        row[len(query) : len(query) + len(response)] = True
-    return input_ids.to(device), mask.to(device)
-
-
-def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
-    """Lay values of response tokens, row after row, out as (N, T) along a mask (N, T); 0 elsewhere. Differentiable."""
-    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
-
-
-def over_batch(module: nn.Module, batch: Batch, *more, budget: int, world, autocast, **options) -> list[Tensor]:
-    """What `module(*batch.collate(rows), *more, **options)` gives for every response token, without gradient, the work
-    spread over the ranks: (N, T) for each of its outputs that is not None, 0 after a response's end."""
-    share = []
-    with torch.no_grad(), autocast():
-        for rows in utils.micro_batches(batch.lengths, budget, world):
-            outputs = [x for x in module(*batch.collate(rows), *more, **options) if x is not None]  # (tokens,) each
-            parts = torch.stack(outputs).cpu().split([len(batch.responses[i]) for i in rows], dim=1)
-            share += zip(rows, [part.clone() for part in parts])  # a view would take the whole with it to the others
-    values = [value for _, value in sorted(world.all_gather(share), key=lambda pair: pair[0])]
-    return [pad_rows(x, batch.response_mask) for x in torch.cat(values, 1).to(batch.response_mask.device)]
-
-
-def imitate(wrapped: nn.Module, rows: list[dict], coef: float, budget: int, world, autocast) -> Tensor:
+def ptx_loss(wrapped: nn.Module, rows: list[dict], coef: float, token_budget: int, world, autocast) -> Tensor:
     """Add the gradient of coef * cross-entropy per token on supervised rows (PTX: arXiv:2203.02155, eq. 2).
 
     Leaves the average over ranks to the next backward pass. Returns this rank's share of the cross-entropy.
@@ -610,206 +422,139 @@ def imitate(wrapped: nn.Module, rows: list[dict], coef: float, budget: int, worl
     tokens = sum(len(row["response"]) for row in rows)
     lengths = [len(row["query"]) + len(row["response"]) for row in rows]
     total = torch.zeros((), device=world.device)
-    for cut in utils.micro_batches(lengths, budget, world):
+    for cut in utils.micro_batches(lengths, token_budget, world):
         with gradient_sync(wrapped, False):
-            with autocast():
-                texts = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
-                logprobs, _, _ = wrapped(*texts, None, 1.0, False)  # at temperature 1, whatever that of the rollout
-            loss = -logprobs.sum() / tokens
+            with autocast():  # at temperature 1, whatever that of the rollout
+                inputs = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
+                loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
             (coef * loss * world.size).backward()
-        total = total + loss.detach()
+        total += loss.detach()
     return total
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Rollout
+# Rollout: the decode loop
 # ----------------------------------------------------------------------------------------------------------------
-
-
-class Sampler(logits_process.LogitsProcessor):
-    """Draws each row's next token by inverting its distribution function at a uniform number given in advance.
-
-    Keeps the log-probability of every token drawn, so that `generate` need not hold scores of (T, N, V).
-    """
-
-    def __init__(self, uniforms: Tensor | None, rows: int, max_length: int, device):
-        self.uniforms = None if uniforms is None else uniforms.to(device)  # (N, T) float64 in [0, 1); None: greedy
-        self.logprobs = torch.zeros(rows, max_length, device=device)  # (N, T)
-        self.rows = torch.arange(rows, device=device)  # which sequences the running batch holds
-        self.position = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        logprobs = scores.log_softmax(-1)  # (n, V), after temperature, top-k and top-p
-        if self.uniforms is None:
-            tokens = logprobs.argmax(-1, keepdim=True)
-        else:  # float64: a float32 sum over 150,000 tokens would distort the rare ones
-            cdf = logprobs.double().exp().cumsum(-1)
-            u = self.uniforms[self.rows, self.position, None]
-            tokens = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
-            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` says so, once it has all responses
-        self.logprobs[self.rows, self.position] = logprobs.gather(1, tokens)[:, 0]
-        self.position += 1
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens, 0.0)  # generate takes the argmax
-
-
-class Finished(StoppingCriteria):
-    """Notes the rows that drew a stop token, and leaves `generate` when half of them have."""
-
-    def __init__(self, stop_ids: Tensor, rows: int, interrupted):
-        self.stop_ids, self.interrupted = stop_ids, interrupted
-        self.rows = torch.zeros(rows, dtype=torch.bool, device=stop_ids.device)
-
-    def __call__(self, input_ids: Tensor, scores, **kwargs) -> Tensor:
-        self.rows |= torch.isin(input_ids[:, -1], self.stop_ids)
-        leave = self.interrupted() or self.rows.sum() * 2 >= len(self.rows)
-        return self.rows | leave
 
 
 @torch.compiler.set_stance("force_eager")  # its shapes change at every token
 @torch.no_grad()
 def generate(
-    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], pad_id: int, args, interrupted
-):
-    """Sample one response a query with transformers' generate; see `Sampler` for the random numbers.
+    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable
+) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
+    """Sample one response a query: a pass over the left-padded prompts, then one token at a time over the cache.
+
+    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever half of the
+    rows have drawn a stop token, they are dropped: the long tail of responses runs in a small batch.
 
     Args:
-        queries: token ids, left-padded here. uniforms: (N, max_response_length) float64, or None for greedy.
-        interrupted: a function that is asked at every token; once true, what there is comes back at once.
+        queries: token ids. uniforms: (N, max_response_length) float64 in [0, 1), or None for greedy decoding.
+        interrupted: asked at every token; once true, what there is comes back at once.
     Returns:
-        responses, token ids up to and including the first stop token; their log-probabilities, alike.
+        Responses, token ids up to and including the first stop token; for each the per-token values by name.
     """
-    device, width = device_of(model), max(map(len, queries))
+    device, width, length = model_device(model), max(map(len, queries)), args.max_response_length
     # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
-    input_ids = torch.tensor([[q[0]] * (width - len(q)) + q for q in queries], device=device)  # (N, width)
-    attention_mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in queries], device=device)
-    sampler = Sampler(uniforms, len(queries), args.max_response_length, device)
-    processors = []  # what happens to the logits of the next token, in this order
+    rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
+    sequences = torch.tensor(rows, device=device)  # (N, width + T)
+    mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
+    values = {"rollout_logprobs": torch.zeros(len(queries), length, device=device)}  # (N, T) each, see `Batch.tokens`
+    processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
+    stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
+    running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
+    finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
+    cache, input_ids, positions = DynamicCache(config=model.config), sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
+    for t in range(length):
+        outputs = model(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        scores = outputs.logits[:, -1].float()  # (n, V)
+        for process in processors:
+            scores = process(sequences[running, : width + t], scores)
+        token_logprobs = scores.log_softmax(-1)
+        if uniforms is None:
+            tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
+        else:  # float64: a float32 sum over 150,000 tokens would distort the rare ones
+            cdf = token_logprobs.double().exp().cumsum(-1)
+            tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
+            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` says so, once it has all responses
+        sequences[running, width + t] = tokens[:, 0]
+        values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
+        finished |= torch.isin(tokens[:, 0], stops)
+        count = int(finished.sum())
+        if count == len(running) or interrupted():
+            break
+        input_ids, positions = tokens, positions[:, -1:] + 1
+        mask = nn.functional.pad(mask, (0, 1), value=1)
+        if 2 * count >= len(running):
+            kept = ~finished
+            running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
+            finished = finished[kept]
+            cache.batch_select_indices(kept.nonzero()[:, 0])
+    responses = [truncate_at_stop(row, stop_ids) for row in sequences[:, width : width + t + 1].tolist()]
+    rows = {name: x.tolist() for name, x in values.items()}
+    cut = lambda i, response: {name: row[i][: len(response)] for name, row in rows.items()}
+    return responses, [cut(i, response) for i, response in enumerate(responses)]
+
+
+def logits_processors(args, width: int, stop_ids: list[int], sample: bool, device) -> list[Callable]:
+    """Return transformers' functions (sequences, scores) -> scores that change the next token's logits, in order."""
+    found = []
     if args.repetition_penalty != 1:
-        processors.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
+        found.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
     if args.min_response_length > 0:
         least = args.min_response_length
-        processors.append(logits_process.MinNewTokensLengthLogitsProcessor(width, least, stop_ids, device))
-    if uniforms is not None:
-        processors.append(logits_process.TemperatureLogitsWarper(args.temperature))
-        processors += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
-        processors += [logits_process.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
-    settings = {"max_length": width + args.max_response_length, "do_sample": False, "return_dict_in_generate": True}
-    settings |= {"synced_gpus": False}  # weights are whole here: ranks need not wait for each other
-    # The model's own generation defaults (Qwen2.5 has a repetition penalty there) would change the distribution.
-    defaults, model.generation_config = model.generation_config, GenerationConfig(pad_token_id=pad_id)
-    tokens = torch.full((len(queries), args.max_response_length), pad_id, device=device)  # (N, T)
-    cache = None
-    # Whenever half of the rows are finished, go on without them: the long tail of responses runs in a small batch.
-    while len(sampler.rows) and sampler.position < args.max_response_length and not interrupted():
-        finished = Finished(torch.tensor(stop_ids, device=device), len(sampler.rows), interrupted)
-        output = model.generate(
-            input_ids, attention_mask=attention_mask, past_key_values=cache, **settings,
-            logits_processor=LogitsProcessorList([*processors, sampler]),
-            stopping_criteria=StoppingCriteriaList([finished]),
-        )  # fmt: skip
-        tokens[sampler.rows, : sampler.position] = output.sequences[:, width:]
-        going = ~finished.rows
-        sampler.rows, input_ids, cache = sampler.rows[going], output.sequences[going], output.past_key_values
-        attention_mask = nn.functional.pad(
-            attention_mask[going], (0, width + sampler.position - attention_mask.shape[1]), value=1
-        )
-        cache.batch_select_indices(going.nonzero()[:, 0])
-    model.generation_config = defaults
-    responses = [truncate_at_stop(row, stop_ids) for row in tokens[:, : sampler.position].tolist()]
-    return responses, [row[: len(response)] for row, response in zip(sampler.logprobs.tolist(), responses)]
+        found.append(logits_process.MinNewTokensLengthLogitsProcessor(width, least, stop_ids, device))
+    if sample:
+        found.append(logits_process.TemperatureLogitsWarper(args.temperature))
+        found += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
+        found += [logits_process.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
+    return found
 
 
 def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
-    """A response without what follows its first stop token; the stop token stays, and is trained on."""
+    """Return a response without what follows its first stop token; the stop token stays, and is trained on."""
     end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens) - 1)
     return tokens[: end + 1]
 
 
-def rollout(
-    rows: list[dict], samples: int, key: tuple, *, model, engine, tokenizer, stop_ids, rewards, args, interrupt, world,
-    autocast,
-):  # fmt: skip
-    """Sample and score `samples` responses for each row, spread over the ranks.
+# ----------------------------------------------------------------------------------------------------------------
+# What a fork changes first: how reward components become one score, and scores become advantages
+# ----------------------------------------------------------------------------------------------------------------
 
-    Args:
-        rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
-        key: names the random numbers, see `utils.generator`. engine: what samples; None for transformers.
-    Returns:
-        The Batch, the same on every rank; None if the run is interrupted.
+
+def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
+    """Return the weighted sum of the reward components: {source: (N,)} -> (N,).
+
+    NaN where a source gave no score (NaN), unless the source's weight is 0.
     """
-    rows, device = [row for row in rows for _ in range(samples or 1)], device_of(model)
-    numbers, uniforms, seeds = utils.generator(*key), None, None
-    if samples and engine is None:  # a line of numbers for each response of all ranks, whichever rank generates it
-        uniforms = torch.from_numpy(numbers.random((len(rows), args.max_response_length)))  # (N, T)
-    elif samples:  # a seed for each
-        seeds = numbers.integers(2**62, size=len(rows))
-    share = []  # (response, logprobs) of this rank's rows
-    mine, interrupted = world.shard(list(range(len(rows)))), lambda: interrupt.requested
-    if engine is not None:
-        queries, own = [rows[i]["query"] for i in mine], None if seeds is None else seeds[mine].tolist()
-        found = engine.generate(queries, own, stop_ids, args, interrupted)
-        share = (
-            None if found is None else [(truncate_at_stop(ids, stop_ids), logprobs) for ids, logprobs in zip(*found)]
-        )
-    with gathered(model) if engine is None else contextlib.nullcontext(), autocast():
-        for start in range(0, len(mine) if engine is None else 0, args.generation_batch_size):
-            part = mine[start : start + args.generation_batch_size]
-            queries, numbers = [rows[i]["query"] for i in part], None if uniforms is None else uniforms[part]
-            share += zip(*generate(model, queries, numbers, stop_ids, tokenizer.pad_token_id, args, interrupted))
-    if world.any(interrupt.requested or share is None):
-        return None
-    texts = [tokenizer.decode(response, skip_special_tokens=True) for response, _ in share]
-    parts = rewards.score([rows[i] for i in mine], texts, [response for response, _ in share])  # {source: scores}
-    everything = world.unshard(list(zip(*zip(*share), texts, *parts.values())), len(rows))
-    responses, logprobs, texts, *scores = zip(*everything)
-    sequences = [row["query"] + list(response) for row, response in zip(rows, responses)]
-    scores = [one_score(sequences, x) if name in rewards.models else x for name, x in zip(parts, scores)]
-    lengths = torch.tensor([len(response) for response in responses])
-    mask = (torch.arange(lengths.max()) < lengths[:, None]).to(device)
-    if not all(math.isfinite(x) for row in logprobs for x in row):
-        utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
-    return Batch(
-        rows, [row["query"] for row in rows], list(responses), list(texts),
-        pad_rows(torch.tensor([x for row in logprobs for x in row], device=device), mask), mask,
-        torch.tensor([response[-1] in stop_ids for response in responses], device=device),
-        {name: torch.tensor(column, device=device) for name, column in zip(parts, scores)},
-    )  # fmt: skip
+    return sum(weight * scores for scores, weight in zip(components.values(), reward_weights(args)) if weight)
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# What a fork changes first: how reward parts become one score, and scores become advantages
-# ----------------------------------------------------------------------------------------------------------------
-
-
-def weighted_sum(parts: dict[str, Tensor], args: Args) -> Tensor:
-    """The sum of the reward parts of each response: {source: (N,)} -> (N,); NaN where a source gave no score (NaN),
-    unless the source's weight is 0."""
-    return sum(weight * part for part, weight in zip(parts.values(), reward_weights(args)) if weight)
-
-
-def update_moments(moments: list[float], scores: Tensor) -> list[float]:
-    """Take more scores (N,) into running [count, mean, sum of squared deviations]; what is not finite does not count.
+def update_statistics(statistics: list[float], scores: Tensor) -> list[float]:
+    """Take scores (N,) into the running [count, mean, sum of squared deviations]; what is not finite does not count.
 
     Source: Welford's method in the batch form of Chan, Golub and LeVeque 1979, eq. 2.1.
     """
-    count, mean, squares = moments
+    count, mean, squares = statistics
     new = scores[scores.isfinite()].double()
     if not len(new):
-        return moments
+        return statistics
     total, difference = count + len(new), new.mean().item() - mean
     squares += (new - new.mean()).square().sum().item() + difference**2 * count * len(new) / total
     return [total, mean + difference * len(new) / total, squares]
 
 
-def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, moments: list[float], args: Args) -> Tensor:
-    """What a response is trained with (N,); NaN for one that is left out, which counts in no baseline or mean either.
+def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: list[float], args: Args) -> Tensor:
+    """Return what each response is trained with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
         scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool.
-        moments: as in `update_moments`, of all scores so far.
+        statistics: as in `update_statistics`, of all scores so far.
     """
     if args.reward_normalization:
-        count, mean, squares = moments
+        count, mean, squares = statistics
         scores = (scores - mean) / (math.sqrt(squares / max(1, count - 1)) + 1e-8)
     if args.reward_clip:
         scores = scores.clamp(-args.reward_clip, args.reward_clip)
@@ -821,80 +566,49 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, moments: list
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
-@dataclass
-class Experience:
-    """What a step trains on."""
-
-    batch: Batch
-    scores: Tensor  # (N,), as `final_scores` gives them
-    sampled: Batch  # what the metrics are of: groups that were dropped are in there, too
-    metrics: dict[str, float]
-    position: int  # where the next step goes on: in the stream of prompts,
-    moments: list[float]  # and with the moments of the scores
-    policy: int  # steps that the policy which sampled had trained
-    group_size: int
-
-    def state(self) -> dict:
-        """What a checkpoint holds of it: plain types and tensors, of the rows what is still needed."""
-        batches = {name: dict(vars(batch)) for name, batch in (("batch", self.batch), ("sampled", self.sampled))}
-        for batch in batches.values():
-            batch["rows"] = [{"prompt": row["prompt"], "query": row["query"]} for row in batch["rows"]]
-        return {**vars(self), **batches}
-
-    @staticmethod
-    def of(state: dict, device) -> "Experience":
-        """The way back from `state`, which was loaded to the CPU."""
-
-        def move(x):
-            return {key: move(y) for key, y in x.items()} if isinstance(x, dict) else x.to(device)
-
-        moved = lambda batch: {key: x if isinstance(x, list) else move(x) for key, x in batch.items()}
-        batches = {name: Batch(**moved(state[name])) for name in ("batch", "sampled")}
-        return Experience(**{**state, **batches, "scores": state["scores"].to(device)})
-
-
 def collect(
-    step: int, position: int, moments: list[float], policy: int, *, prompts: list[dict], sample, args: Args
-) -> Experience | None:
+    step: int, position: int, statistics: list[float], policy_step: int, *, prompts: list[dict], sample: Callable,
+    rewards: Rewards, args: Args,
+) -> Experience | None:  # fmt: skip
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
     Args:
-        position: of the step's first prompt in `data.take_prompts`. moments: of the scores of all steps before.
-        policy: steps that the policy has trained. sample: `rollout` with all but its first three arguments.
+        position: of the step's first prompt in `data.take_prompts`. statistics: of the scores of all steps before.
+        policy_step: steps that the policy has trained. sample: `rollout` with all but its first three arguments.
     Returns:
         The Experience; None if the run is interrupted.
     """
     wanted, size = args.rollout_batch_size, args.group_size
-    batches, parts, count = [], [], wanted
+    batches, count = [], wanted
     for refill in range(1 + args.max_refills * (args.filter_groups == "refill")):
         rows = data.take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         batches.append(sample(rows, size, key))
         if batches[-1] is None:
             return None
-        sums, lengths = weighted_sum(batches[-1].parts, args), batches[-1].response_mask.sum(1)
-        position, moments = position + count, update_moments(moments, sums)
-        parts.append((sums, lengths, batches[-1].stopped))
-        scores = final_scores(*map(torch.cat, zip(*parts)), moments, args)  # all of a step by the same moments
-        teaches = ~equal_scores(scores.view(-1, size))  # (prompts,)
-        found = int(teaches.sum())
-        if found >= wanted or evaluation.silent_source(batches[-1], args):
+        position += count
+        statistics = update_statistics(statistics, weighted_sum(batches[-1].reward_components, args))
+        batch = join(batches)
+        scores = weighted_sum(batch.reward_components, args)  # all of a step by the same statistics
+        batch.scores = final_scores(scores, batch.response_mask.sum(1), batch.stopped, statistics, args)
+        has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
+        found = int(has_signal.sum())
+        if found >= wanted or evaluation.unscored(batches[-1], rewards, args):
             break
         # As many prompts as it takes if the next ones are like those so far.
-        count = min(wanted, math.ceil((wanted - found) * len(teaches) / max(1, found)))
+        count = min(wanted, math.ceil((wanted - found) * len(has_signal) / max(1, found)))
     metrics = {
-        "objective/scores": scores.nanmean().item(),
-        "val/zero_std_fraction": 1 - found / len(teaches) if size > 1 else math.nan,
-        "val/sampled_prompts": len(teaches),
+        "objective/scores": batch.scores.nanmean().item(),
+        "val/zero_std_fraction": 1 - found / len(has_signal) if size > 1 else math.nan,
+        "val/sampled_prompts": len(has_signal),
+        **evaluation.batch_metrics(batch),
     }
-    sampled = batch = join(batches, list(range(len(scores)))) if len(batches) > 1 else batches[0]
+    unscored, sampled_tokens = evaluation.unscored(batch, rewards, args), sum(batch.lengths)
     if args.filter_groups != "none":
         if not found:  # nothing to learn from in this step
-            scores = torch.full_like(scores, math.nan)
-            teaches = torch.ones_like(teaches)
-        chosen = teaches.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist()
-        batch, scores = join([sampled], chosen), scores[chosen]
-    return Experience(batch, scores, sampled, metrics, position, moments, policy, size)
+            batch.scores, has_signal = torch.full_like(batch.scores, math.nan), torch.ones_like(has_signal)
+        batch = batch.select(has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist())
+    return Experience(batch, metrics, sampled_tokens, position, statistics, policy_step, size, unscored)
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
@@ -908,10 +622,10 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
         does not count in its group either.
     """
     grouped = scores.view(-1, group_size)  # (N / G, G)
-    present = grouped.isfinite()
-    centred = torch.where(present, grouped - masked_mean(grouped, present, 1)[:, None], 0.0)
+    scored = grouped.isfinite()
+    centred = torch.where(scored, grouped - masked_mean(grouped, scored, 1)[:, None], 0.0)
     if scale == "group":
-        variance = centred.square().sum(1, keepdim=True) / (present.sum(1, keepdim=True) - 1).clamp(min=1)
+        variance = centred.square().sum(1, keepdim=True) / (scored.sum(1, keepdim=True) - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-6)
     elif scale == "batch":
         centred = centred / (scores[scores.isfinite()].std() + 1e-6)
@@ -919,337 +633,219 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
-    """Groups (N / G, G) whose scores, as far as there are any, are all equal: such a group teaches nothing. (N / G,)"""
-    present = grouped.isfinite()
-    highest = grouped.masked_fill(~present, -torch.inf).amax(1)
-    lowest = grouped.masked_fill(~present, torch.inf).amin(1)
+    """Return which groups (N / G, G) have no two different scores, and so nothing to learn from: (N / G,) bool."""
+    scored = grouped.isfinite()
+    highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
+    lowest = grouped.masked_fill(~scored, torch.inf).amin(1)
     return highest <= lowest
 
 
 def check_args(args: Args) -> None:
-    """End the run for flags of this file that cannot work together; warn of those that rarely should."""
-    utils.check_common_args(args)
+    """End the run for flags that cannot work together; warn of those that rarely should."""
+    flags.check_rl_args(args)
     if args.group_size < 2:
         utils.fail(
             f"--group_size {args.group_size}: advantages are relative to a group, which takes 2 responses or more"
         )
-    if args.dual_clip and not args.dual_clip > 1:
-        utils.fail(f"--dual_clip {args.dual_clip}: has to be above 1 (or 0 for none)")
     if args.dual_clip and VARIANTS[args.loss][0] not in ("ppo", "gspo"):
         utils.fail(f"--dual_clip {args.dual_clip}: --loss {args.loss} has no clipped loss to bound")
 
 
 def main(args: Args) -> None:
-    # ---- shared: set up - processes, data, rewards ------------------------------------------------------------------
+    # ---- setting up: processes, data, rewards ----
     check_args(args)
     world = utils.setup_processes()
-    interrupt = utils.Interrupt(world)
-    folder, resume_from = checkpoints.run_folder(args, __file__)
+    run = Run(args, __file__, world)
     tokenizer = models.load_tokenizer(args.model, args.pad_token)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     prompts, eval_prompts = data.load_train_and_eval(args, tokenizer)
-    supervised = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
-    rewards = Rewards(reward_names(args), args.reward_timeout, tokenizer)
-
-    N = args.rollout_batch_size * args.group_size  # responses a step; fewer where groups are dropped
+    ptx_rows = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
+    rewards = Rewards(args.reward, args.reward_timeout, tokenizer)
+    N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
-    # ---- end shared
     choices = (None, args.loss_aggregation, args.advantage_scale, args.clip_low, args.clip_high)
     token_loss, aggregation, scale, clip_low, clip_high = (
         default if choice is None else choice for default, choice in zip(VARIANTS[args.loss], choices)
     )
 
-    # ---- shared: models ---------------------------------------------------------------------------------------------
-    stored, dtype, half, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, stored, half, autocast)
-    teams = sharding.teams  # of ranks that share each sequence in training
+    # ---- setting up: models, optimizer, rollout ----
+    dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
+    sharding = Sharding(args, world, dtype, compute_dtype, autocast)
+    dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
     memory.plan_memory(args, __file__, world, sharding)
-    source = args.model if args.lora_rank else resume_from or args.model
-    model = models.load_model("--model", source, stored, sharding.home)
-    if args.lora_rank:
-        models.add_lora(model, args, resume_from)
-    policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
-    policy.check_head(f"--model {args.model}", prompts[0]["query"][:32])
-    wrapped = sharding.wrap(policy)
-    reference = None  # the model of the KL; `exact` is the same again if its exact KL is asked for
-    if args.kl_coef and args.lora_rank and not args.ref_model:
-        reference = WithoutLora(policy)
-    elif args.kl_coef:
-        refreshed = os.path.join(resume_from or "", "reference")  # a checkpoint has it once it was refreshed
-        name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
-        ref_model = models.load_model("--ref_model", name, stored, sharding.home).requires_grad_(False)
-        reference = Policy(ref_model, args.temperature, args.logits_chunk_tokens)
-        reference.check_head(f"--ref_model {name}", prompts[0]["query"][:32])
-        models.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
-        # Its head is used in the policy's forward for the exact KL.
-        sharding.shard(reference, blocks_only=args.kl_estimator == "full")
-    exact = reference if args.kl_estimator == "full" else None
+    query = prompts[0]["query"][:32]
+    policy = load_policy(args, query, run.checkpoint, dtype, sharding.load_device)
+    model, wrapped = policy.model, sharding.wrap(policy)
+    reference = load_reference(args, policy, query, run.checkpoint, dtype, sharding)
+    exact = {"reference": reference} if args.kl_estimator == "full" and reference is not None else {}
     kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
-    rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens, sharding)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    # ---- end shared
+    rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
-
-    # ---- resume -----------------------------------------------------------------------------------------------------
-    # What the next step depends on, beside the weights and the optimizer: random numbers are functions of the step.
-    state = {"step": 0, "position": 0, "kl_coef": args.kl_coef, "seconds": 0.0, "metrics": {}, "logged": False}
-    state["moments"] = [0.0, 0.0, 0.0]  # of the scores, see update_moments
-    if resume_from:
-        state = checkpoints.load_checkpoint(resume_from, world)
-        optimizer.load_state_dict(state.pop("optimizer"))
-    saved, following = state.pop("ahead", None), None  # the next step's, if it is there already
-    if saved and args.async_steps and saved["group_size"] == args.group_size:
-        following = Experience.of(saved, world.device)
-
-    def save() -> None:
-        run.phase("save")
-        state.update(seconds=clock.total(), optimizer=optimizer.state_dict(), ahead=following and following.state())
-        moved = {"reference": reference.model} if args.ref_refresh_every else {}
-        checkpoints.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **moved)
-
-    # ---- shared: run ------------------------------------------------------------------------------------------------
-    beside = world.rollout_world(args.vllm_tensor_parallel)
-    engine = engines.rollout_engine(args, beside, half)
-    token_lengths = {"prompts": [len(row["query"]) for row in prompts]}
-    token_lengths |= {"held-out prompts": [len(row["query"]) for row in eval_prompts]} if eval_prompts else {}
-    token_lengths |= (
-        {"supervised rows": [len(r["query"]) + len(r["response"]) for r in supervised]} if supervised else {}
-    )
-    run = run_log.Run(folder, args, __file__, world, total_steps, state if resume_from else None, token_lengths)
-    clock = utils.Clock(world.device, state["seconds"], engine)
+    rollout_world = world.rollout_world(args.vllm_tensor_parallel)
+    engine = engines.rollout_engine(args, rollout_world, compute_dtype)
     sample = functools.partial(
-        rollout, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards, args=args,
-        interrupt=interrupt, world=beside, autocast=autocast,
+        rollout, generate=generate, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards,
+        args=args, interrupt=run.interrupt, world=rollout_world, autocast=autocast,
     )  # fmt: skip
-    gather_experience = functools.partial(collect, prompts=prompts, sample=sample, args=args)
-    ahead = engines.Ahead(gather_experience, interrupt) if args.async_steps else None
-    look = functools.partial(over_batch, budget=args.micro_batch_tokens, world=teams, autocast=autocast)
-
-    def leave() -> NoReturn:
-        save()
-        run.close(f"interrupted: step {state['step']} is saved, go on with --resume")
-        sys.exit(utils.EXIT_INTERRUPTED)
-
-    def require_scores(batch: Batch) -> None:
-        source = evaluation.silent_source(batch, args)
-        if source:
-            save()
-            run.close(f"step {state['step']} is saved, go on with --resume")
-            why = rewards.why_missing({source: batch.parts[source]})
-            utils.fail(f"--reward: no response of step {state['step'] + 1} got a score from {why}")
-
+    collect_step = functools.partial(collect, prompts=prompts, sample=sample, rewards=rewards, args=args)
+    compute = functools.partial(forward_batch, token_budget=args.micro_batch_tokens, world=dp, autocast=autocast)
+    evaluate = functools.partial(evaluation.evaluate, sample, eval_prompts, args) if eval_prompts else None
+    run.start(
+        total_steps, tokenizer, {"": model} | ({"reference": reference.model} if args.ref_refresh_every else {}),
+        {"optimizer": optimizer}, data.token_lengths(prompts, eval_prompts, ptx_rows),
+        {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
+    )  # fmt: skip
+    run.clock.count_flops(policy, args.sequence_parallel)
+    prefetch = engines.Prefetch(collect_step, run.interrupt) if args.async_steps else None
+    prefetched = Experience.from_state(run.state["prefetched"], args, world.device)
     if engine is not None:
         engine.sync(model)
-    while True:
-        # ---- evaluate, log, save: the policy after `step` steps (a run interrupted here resumes here) ---------------
-        step, metrics = state["step"], state["metrics"]
-        if not state["logged"]:
-            if args.eval_every and eval_prompts and (step % args.eval_every == 0 or step >= total_steps):
-                run.phase("evaluate")
-                results, batch = evaluation.evaluate(sample, eval_prompts, args)
-                if not results:
-                    leave()
-                metrics = {"step": step, "episode": step * N, **metrics, **results}
-                rows = evaluation.sample_rows(batch, 4, apart=args.eval_samples)
-                run.table(step, rows, [len(response) for response in batch.responses])
-            if metrics:
-                run.log(metrics, {"score": "objective/scores", "kl": "objective/kl", "held-out": "eval/accuracy"})
-            state.update(metrics={}, logged=True)
-            if step and args.save_every and step % args.save_every == 0:
-                save()
-        if step >= total_steps:
-            break
-        if interrupt.agreed():
-            leave()
 
-        # ---- rollout and scores -------------------------------------------------------------------------------------
-        step += 1
-        clock.start()
+    for step in run.steps(evaluate):
+        # ---- 1. rollout ----
         run.phase("rollout")
-        experience, following = following, None
+        experience, prefetched, run.state["prefetched"] = prefetched, None, None
         if experience is None:
-            experience = gather_experience(step, state["position"], state["moments"], step - 1)
-            if experience is None:
-                leave()
-        require_scores(experience.sampled)
-        if ahead and step < total_steps:  # goes on while this step trains, with the policy from before it
-            ahead.start(step + 1, experience.position, experience.moments, step - 1)
-        batch, scores = experience.batch, experience.scores  # scores: (N,)
-        mask, lengths = batch.response_mask, batch.lengths  # (N, T), [N]
-        present = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
-        # ---- end shared
-        clock.lap("rollout")
-
-        # The old policy is the one that sampled. Its log-probs are those of the only update or computed now; where the
-        # weights have moved since, they are what the engine said, unless a correction makes up for the difference.
-        by_engine = args.async_steps > 0 and args.rollout_correction == "none"
-        needs_old = updates_a_step > 1 and not by_engine or kl_in_reward
-        # ---- shared: old and reference log-probs --------------------------------------------------------------------
+            experience = collect_step(step, run.state["position"], run.state["score_statistics"], step - 1)
+        if experience is None:
+            run.leave()
+        batch, position, statistics = experience.batch, experience.position, experience.score_statistics
+        if experience.unscored:
+            run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
+        if prefetch is not None and step < total_steps:  # runs while this step trains, with the policy from before it
+            prefetch.start(step + 1, position, statistics, step - 1)
+        mask, scores, kl_coef = batch.response_mask, batch.scores, run.state["kl_coef"]  # (N, T), (N,)
+        trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
         if engine is not None:
             engine.sleep()
-        run.phase("log-probs")
-        old_logprobs, ref_logprobs, kl = None, None, None  # (N, T), kl that of the policy that sampled
-        if reference is not None and exact is None:
-            (ref_logprobs,) = look(reference, batch, entropies=False)
-        if needs_old:
-            old_logprobs, *full_kl = look(policy, batch, exact, entropies=False)
-            if reference is not None:
-                kl = full_kl[0] if exact else kl_estimate(old_logprobs, ref_logprobs, args.kl_estimator)
-        passes = [model] * needs_old + [reference] * (reference is not None and (needs_old or exact is None))
-        if by_engine:
-            old_logprobs = batch.rollout_logprobs.to(dtype)
-        clock.lap("logprobs")
-        # ---- end shared
 
-        # ---- advantages ---------------------------------------------------------------------------------------------
+        # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
+        run.phase("logprobs")
+        # Those of the only update of a step are the old ones. Where the weights have moved since the rollout, the old
+        # ones are what the engine said, unless a correction makes up for the difference.
+        by_engine = args.async_steps > 0 and args.rollout_correction == "none"
+        needs_old = updates_a_step > 1 and not by_engine
+        if reference is not None and not exact:
+            with models.without_lora(reference.model):
+                batch.tokens["ref_logprobs"] = compute(reference, batch, entropy=False)["logprobs"]
+        if needs_old or kl_in_reward:
+            old = compute(policy, batch, entropy=False, **exact)
+            if exact:
+                batch.tokens["kl"] = old["kl"]
+            elif reference is not None:
+                batch.tokens["kl"] = kl_estimate(old["logprobs"], batch.tokens["ref_logprobs"], args.kl_estimator)
+        if by_engine:
+            batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(loss_dtype)
+        elif needs_old:
+            batch.tokens["old_logprobs"] = old["logprobs"]
+
+        # ---- 3. advantages ----
         outcomes = scores  # R, (N,)
         if kl_in_reward:
-            outcomes = scores - state["kl_coef"] * masked_sum(kl, mask, 1)
-        advantages = group_advantages(outcomes, args.group_size, scale).to(dtype)  # (N,)
+            outcomes = scores - kl_coef * masked_sum(batch.tokens["kl"], mask, 1)
+        advantages = group_advantages(outcomes, args.group_size, scale).to(loss_dtype)  # (N,)
+        batch.tokens["advantages"] = torch.where(mask, advantages[:, None], 0.0)
 
-        # ---- update: epochs, mini-batches (an optimizer step each), micro-batches -----------------------------------
-        run.phase("update")
+        # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
+        run.phase("training")
         model.train()  # for gradient checkpointing; there is no dropout
-        sums, updates = utils.Sums(teams), 0
-        # The schedules go by steps: one in which responses were left out may have fewer updates.
-        fewer = updates_a_step - args.num_epochs * math.ceil(len(present) / args.mini_batch_size)
-        optimizer.updates += fewer
-        for epoch in range(args.num_epochs):
-            order = utils.generator("mini-batches", args.seed, step, epoch).permutation(present).tolist()
-            minis = utils.even_parts(order, args.mini_batch_size)
-            for mini in minis:
-                updates += 1
-                tokens = mask[mini].sum().item()
-                if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
-                    tokens = mask[present].sum().item() / len(minis)
-                mean = functools.partial(
-                    aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
-                )
-                if args.ptx_coef:
-                    count = args.ptx_batch_size
-                    texts = data.take_prompts(supervised, optimizer.updates * count, count, args.seed)
-                    coef = args.ptx_coef * optimizer.loss_scale
-                    sums.add(ptx=imitate(wrapped, texts, coef, args.micro_batch_tokens, teams, autocast))
-                cuts = utils.micro_batches([lengths[i] for i in mini], args.micro_batch_tokens, teams)
-                for number, cut in enumerate(cuts, 1):
-                    micro = [mini[i] for i in cut]
-                    m = mask[micro]  # (n, T)
-                    with gradient_sync(wrapped, number == len(cuts)):
-                        with autocast():
-                            logprobs, entropies, full_kl = wrapped(*batch.collate(micro), exact if kl_in_loss else None)
-                        logprobs, entropies = pad_rows(logprobs, m), pad_rows(entropies, m)  # (n, T)
-                        now = logprobs.detach()
-                        old = now if updates_a_step == 1 and not by_engine else old_logprobs[micro]
-                        sampled = batch.rollout_logprobs[micro]  # the log-probs of what sampled
-                        weights = correction_weights(
-                            old, sampled, m, args.rollout_correction, args.rollout_correction_cap
-                        )
-                        token_losses, clipped = policy_loss(
-                            logprobs, old, advantages[micro, None], m, token_loss, clip_low, clip_high,
-                            args.dual_clip, args.sapo_tau_positive, args.sapo_tau_negative,
-                        )  # fmt: skip
-                        policy_term = mean(token_losses * weights, m)
-                        # ---- shared: penalties
-                        loss = policy_term - args.entropy_coef * mean(entropies, m)
-                        token_kl = torch.zeros_like(old)
-                        if kl_in_loss:
-                            if exact:
-                                token_kl = pad_rows(full_kl, m)
-                            else:
-                                token_kl = kl_estimate(logprobs, ref_logprobs[micro], args.kl_estimator)
-                            loss = loss + state["kl_coef"] * mean(token_kl, m)
-                        # ---- end shared
-                        # DDP and FSDP take the mean over ranks, and `mean` has divided by the counts of all ranks.
-                        (loss * teams.size * optimizer.loss_scale).backward()
-                    # ---- shared: statistics of the update
-                    sums.add(policy_loss=policy_term, loss=loss, entropy=masked_sum(entropies, m))
-                    sums.add(clipped=masked_sum(clipped.double(), m), tokens=m.sum())
-                    sums.add(approxkl=masked_sum((logprobs - old).square() / 2, m))
-                    if epoch == 0:  # each response once
-                        token_kl = token_kl if kl is None else kl[micro]
-                        sums.add(kl=masked_sum(token_kl, m), mean_kl=masked_mean(token_kl, m, 1).sum())
-                        sums.add(surprise=-masked_sum(old, m), weights=masked_sum(weights, m))
-                        if updates == 1 or not by_engine:  # by the same weights, as far as they can be
-                            latest = now if by_engine else old
-                            diff = torch.where(m, (latest - sampled).abs(), 0.0)
-                            prob_diff = masked_sum((latest.exp() - sampled.exp()).abs(), m)
-                            sums.add(diff=diff.sum(), prob_diff=prob_diff, compared=m.sum())
-                            sums.max(diff=diff)
-                        # ---- end shared
-                optimizer.step()
+        sums = utils.Sums(dp)
+        updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
+        optimizer.updates += updates_a_step - len(updates)  # fewer where responses were left out; schedules go by steps
+        for number, (epoch, mini) in enumerate(updates):
+            tokens = mask[mini].sum().item()
+            if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
+                tokens = mask[trained].sum().item() * args.num_epochs / len(updates)
+            mean = functools.partial(
+                aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
+            )
+            if args.ptx_coef:
+                count = args.ptx_batch_size
+                rows = data.take_prompts(ptx_rows, optimizer.updates * count, count, args.seed)
+                coef = args.ptx_coef * optimizer.loss_scale
+                sums.add(ptx=ptx_loss(wrapped, rows, coef, args.micro_batch_tokens, dp, autocast))
+            for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, dp):
+                m = t["response_mask"]  # (n, T), as all of t and out
+                with gradient_sync(wrapped, last):
+                    with autocast():
+                        out = forward_tokens(wrapped, inputs, m, **(exact if kl_in_loss else {}))
+                    logprobs = out["logprobs"]
+                    old_logprobs = t.get("old_logprobs", logprobs.detach())
+                    weights = correction_weights(
+                        old_logprobs, t["rollout_logprobs"], m, args.rollout_correction, args.rollout_correction_cap
+                    )
+                    token_losses, clipped = policy_loss(
+                        logprobs, old_logprobs, t["advantages"], m, token_loss, clip_low, clip_high,
+                        args.dual_clip, args.sapo_tau_positive, args.sapo_tau_negative,
+                    )  # fmt: skip
+                    loss = policy_term = mean(token_losses * weights, m)
+                    if args.entropy_coef:
+                        loss = loss - args.entropy_coef * mean(out["entropies"], m)
+                    if kl_in_loss:
+                        token_kl = out["kl"] if exact else kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
+                        loss = loss + kl_coef * mean(token_kl, m)
+                    # DDP and FSDP take the mean over ranks, and `mean` has divided by the counts of all ranks.
+                    (loss * dp.size * optimizer.loss_scale).backward()
+                sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
+                sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
+                sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
+                if epoch == 0:  # each response once
+                    kl = t["kl"] if "kl" in t else token_kl.detach() if kl_in_loss else torch.zeros_like(logprobs)
+                    sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
+                    sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
+                    if number == 0 or not by_engine:  # the engine had these weights, as far as it can have them
+                        latest = logprobs.detach() if by_engine else old_logprobs
+                        evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
+            optimizer.step()
         model.eval()
-        clock.lap("training")
-        # ---- shared: the next rollout, and the weights to the engine ------------------------------------------------
-        if ahead and step < total_steps:
+
+        # ---- 5. sync: the next rollout, the reference, the KL controller, the weights to the engine ----
+        if prefetch is not None and step < total_steps:
             run.phase("rollout")
-            following = ahead.result()
-            clock.lap("rollout")
+            prefetched = prefetch.result()
         if engine is not None:
             run.phase("sync")
             engine.sync(model)
-            clock.lap("sync")
-        # ---- end shared
-        # Tokens that went through each model, times FLOPs a parameter.
-        sampled_tokens, trained_tokens = sum(experience.sampled.lengths), sum(lengths[i] for i in present)
-        learning = 4 if args.lora_rank else 6  # frozen weights have no gradient
-        work = {"training": [(model, learning * args.num_epochs * trained_tokens)]}
-
-        # ---- KL controller and reference ----------------------------------------------------------------------------
-        total = sums.totals()
-        kl_coef = state["kl_coef"]
-        if reference is not None and args.kl_controller == "adaptive":
-            state["kl_coef"] = adapt_kl_coef(
-                kl_coef, total["mean_kl"] / max(1, len(present)), args.kl_target, len(present), args.kl_horizon
-            )
-        # ---- shared: metrics ----------------------------------------------------------------------------------------
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
-            mix_into(reference, policy, args.ref_refresh_mix)
+            sync_reference(reference, policy, args.ref_refresh_mix)
+        total, responses = sums.totals(), max(1, len(trained))
+        next_kl_coef = kl_coef
+        if reference is not None and args.kl_controller == "adaptive":
+            next_kl_coef = adapt_kl_coef(
+                kl_coef, total["mean_kl"] / responses, args.kl_target, len(trained), args.kl_horizon
+            )
 
-        state.update(step=step, position=experience.position, moments=experience.moments, logged=False)
-        tokens = total["tokens"] / args.num_epochs
-        responses, updates, mean_score = max(1, len(present)), max(1, updates), experience.metrics["objective/scores"]
-        kl_sum = total["kl"] / responses if reference is not None else math.nan
-        if args.rollout_backend != "server":  # that is the servers' work; beside the training it has no time of its own
-            work["ahead" if ahead else "rollout"] = [(model, 2 * sampled_tokens)]
-        work["logprobs"] = [(passed, 2 * sum(lengths)) for passed in passes]
-        work["training"] += [(exact, 2 * args.num_epochs * trained_tokens)] * (exact is not None and kl_in_loss)
-        state["metrics"] = {
-            "step": step,
-            "episode": step * N,
-            "epoch": state["position"] / len(prompts),
-            "objective/kl": kl_sum,
+        # ---- 6. metrics ----
+        tokens = total["tokens"]
+        kl = total["kl"] / responses if reference is not None else math.nan
+        metrics = {
+            "epoch": position / len(prompts),
+            "objective/kl": kl,
             "objective/kl_coef": kl_coef,
-            "objective/non_score_reward": -kl_coef * kl_sum,
-            "objective/rlhf_reward": mean_score - (kl_coef * kl_sum if reference is not None else 0.0),
-            "objective/entropy": total["surprise"] / responses,
-            "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / updates,
-            "loss/policy_avg": total["policy_loss"] / updates,
-            "policy/approxkl_avg": total["approxkl"] / (tokens * args.num_epochs),
-            "policy/clipfrac_avg": total["clipped"] / (tokens * args.num_epochs),
-            "policy/entropy_avg": total["entropy"] / (tokens * args.num_epochs),
-            "rollout/logprob_diff_mean": total["diff"] / total["compared"],
-            "rollout/logprob_diff_max": total["max_diff"],
-            "rollout/prob_diff_mean": total["prob_diff"] / total["compared"],
-            "rollout/correction_mean": total["weights"] / tokens,
-            "rollout/staleness": step - 1 - experience.policy,
-            **({"loss/ptx": total["ptx"] / updates} if "ptx" in total else {}),
-            **optimizer.metrics(),
+            "objective/non_score_reward": -kl_coef * kl,
+            "objective/rlhf_reward": experience.metrics["objective/scores"] - (kl_coef * kl if reference else 0.0),
+            "objective/entropy": total["surprisal"] / responses,
+            "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / max(1, len(updates)),
+            "loss/policy_avg": total["policy_loss"] / max(1, len(updates)),
+            **({"loss/ptx": total["ptx"] / max(1, len(updates))} if args.ptx_coef else {}),
+            "policy/approxkl_avg": total["approxkl"] / tokens,
+            "policy/clipfrac_avg": total["clipped"] / tokens,
+            "policy/entropy_avg": total["entropy"] / tokens,
+            "rollout/correction_mean": total["weights"] * args.num_epochs / tokens,
+            **evaluation.mismatch_metrics(total),
+            "rollout/staleness": step - 1 - experience.policy_step,
             **experience.metrics,
-            **evaluation.batch_metrics(experience.sampled),
+            **optimizer.metrics(),
             **(engine.metrics() if engine is not None else {}),
-            **clock.metrics(work, sampled_tokens, world),
         }
-        engines.watch_agreement(state["metrics"])
-        # ---- end shared
-        run.samples(step, evaluation.sample_rows(batch, args.log_samples, advantages))
-
-    # ---- shared: the end --------------------------------------------------------------------------------------------
-    checkpoints.save_final(folder, world, model, tokenizer, args.model)
-    run.close(f"model: {os.path.join(folder, 'final')}")
-    # ---- end shared
+        engines.watch_agreement({"step": step, **metrics})
+        run.finish_step(
+            metrics, evaluation.sample_rows(batch, args.log_samples, advantages), experience.sampled_tokens,
+            position=position, score_statistics=statistics, kl_coef=next_kl_coef,
+            prefetched=prefetched and prefetched.state(),
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(flags.parse(Args))

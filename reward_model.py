@@ -26,67 +26,21 @@ Deliberate choices:
 import math
 import os
 import random
-import sys
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 import utils
-from plumbing import checkpoints, data, memory, models, run_log
+from plumbing import data, flags, memory, models
+from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync
 
 
 @dataclass
-class Args:
-    # ---- run ----
-    run_name: str = ""
-    """Name of the run's folder; default: algorithm, model, data set and seed."""
-    output_dir: str = "runs"
-    """Folder that holds the runs; several nodes need one that they share."""
-    seed: int = 1
-    """Seed of everything random: the head, the held-out pairs, the order of the pairs."""
-    resume: bool = False
-    """Go on from the run's newest complete checkpoint, if it has one."""
-    track: bool = False
-    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
-    wandb_project: str = "rl-on-language-models"
-    """Weights & Biases project."""
-
-    # ---- model ----
-    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """Model to train: a causal language model's folder or hub name."""
-    precision: Literal["auto", "float32", "float64", "bf16", "fp16", "pure_bf16"] = "auto"
-    """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
-    has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
-    elsewhere."""
-    attention: Literal[
-        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
-    ] = "auto"
-    """What computes the attention, by transformers' names; auto is sdpa (torch's own) where the model has it."""
-    compile: bool = False
-    """Compile the decoder blocks of all models, and the statistics of the logits, by torch.compile; generate runs as it
-    is."""
-    shard: Literal["auto", "none", "fsdp"] = "auto"
-    """none holds whole models on each rank; fsdp cuts weights, gradients and Adam's state in pieces, one a rank; auto
-    is fsdp if whole models would take over 60 % of a GPU's memory."""
-    shard_group_size: int = 0
-    """Ranks that share one sharded copy, such as those of a node, with --shard fsdp; 0 for all."""
-    cpu_offload: bool = False
-    """Keep sharded weights, gradients and Adam's state on the CPU, where the update is computed: slow, but small."""
-    lora_rank: int = 0
-    """Train LoRA adapters of this rank instead of the weights, with peft; the reference is then the model without them.
-    0: train all weights."""
-    lora_alpha: float = 32.0
-    """The adapters' product is scaled by this over --lora_rank."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    sequence_parallel: int = 1
-    """Neighbouring ranks that share each sequence in training, each with a slice of its positions; for long ones."""
-
-    # ---- data ----
+class Args(flags.RunArgs, flags.ModelArgs):
     dataset: str = "trl-lib/ultrafeedback_binarized"
     """Preference pairs: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or owner/name[:config] on
     the hub. Columns: chosen and rejected, text or messages, with a prompt or without; or src, tgt, response, sort;
@@ -97,59 +51,36 @@ class Args:
     """Pairs to evaluate on; default: the --eval_split of --dataset, or for a single file a tenth of it at most."""
     eval_split: str = "test"
     """Split to evaluate on."""
+    eval_every: NonNegativeInt = 50
+    """Steps between evaluations; also before the first step and after the last. 0: never."""
+    eval_pairs: NonNegativeInt = 1000
+    """Pairs of an evaluation, the first ones of the evaluation set; 0 for all."""
     system_prompt: str = ""
     """System turn put before each prompt that has none; "" for none."""
-    max_length: int = 1024
+    max_length: PositiveInt = 1024
     """Most tokens of prompt and response together; longer pairs are left out, and counted."""
-    stop_token: str = "eos"
-    """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
-    pad_token: str = ""
-    """Padding token for a tokenizer that has none; "eos" is safe, as masks come from lengths."""
-
-    # ---- optimization ----
-    num_epochs: int = 1
+    num_epochs: PositiveInt = 1
     """Passes over the pairs."""
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     """Pairs an optimizer update, over all ranks."""
-    micro_batch_tokens: int = 0
-    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result. 0:
-    16,384, or fewer where scripts/memory.py expects that to take over 80 % of a GPU."""
-    learning_rate: float = 1e-5
+    learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
-    warmup_ratio: float = 0.03
+    warmup_ratio: Share = 0.03
     """Fraction of all updates over which the learning rate rises."""
-    min_learning_rate: float = 0.0
+    min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the end of a linear or cosine schedule."""
-    weight_decay: float = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; biases and norms have none."""
-    adam_beta1: float = 0.9
+    adam_beta1: Decay = 0.9
     """AdamW's decay of the mean gradient."""
-    adam_beta2: float = 0.999
+    adam_beta2: Decay = 0.999
     """AdamW's decay of the mean squared gradient."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Clip the norm of the gradient to this."""
-    max_skipped_updates: int = 5
-    """Updates in a row that may be skipped for a gradient that is not finite before the run stops."""
-
-    # ---- the algorithm ----
-    centre_coef: float = 0.0
+    centre_coef: NonNegativeFloat = 0.0
     """Weight of (r_chosen + r_rejected)^2, which keeps scores around 0; 0.01 is usual."""
-
-    # ---- evaluation ----
-    eval_every: int = 50
-    """Steps between evaluations; also before the first step and after the last. 0: never."""
-    eval_pairs: int = 1000
-    """Pairs of an evaluation, the first ones of the evaluation set; 0 for all."""
-    log_samples: int = 16
-    """Samples of each step written to samples.jsonl."""
-
-    # ---- checkpoints ----
-    save_every: int = 50
-    """Steps between checkpoints; 0: only when the run is interrupted."""
-    keep_checkpoints: int = 2
-    """Newest checkpoints that stay; 0 for all."""
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -346,142 +277,96 @@ def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
     ]
 
 
-def check_args(args: Args) -> None:
-    """End the run for a flag that is out of range."""
-    utils.check_ranges(args)
+def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, dtype: torch.dtype, device):
+    """Load --model, or the checkpoint folder `saved`, with a head of one output; a new head is random (choice 1)."""
+    scorer, new_head = models.load_scalar_model(
+        "--model", args.model if args.lora_rank else saved or args.model, dtype, device
+    )
+    config, head = scorer.model.config, scorer.model.score.weight.data
+    if args.lora_rank:
+        models.add_lora(scorer.model, args, saved)
+    if args.gradient_checkpointing:
+        scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.
+    config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
+    if not saved:  # of another model's scores
+        vars(config).pop("score_mean", None), vars(config).pop("score_std", None)
+    if new_head and not saved:
+        values = utils.generator("head", args.seed).normal(0, 1 / math.sqrt(head.shape[1] + 1), head.shape)
+        head.copy_(torch.from_numpy(values))
+    return scorer
 
 
 def main(args: Args) -> None:
-    # ---- set up: processes, data ------------------------------------------------------------------------------------
-    check_args(args)
+    # ---- setting up ----
+    flags.check_training_args(args)
     world = utils.setup_processes()
-    interrupt = utils.Interrupt(world)
-    folder, resume_from = checkpoints.run_folder(args, __file__)
+    run = Run(args, __file__, world)
     tokenizer = models.load_tokenizer(args.model, args.pad_token)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = args.num_epochs * len(pairs) // args.batch_size
-
-    # ---- model and optimizer ----------------------------------------------------------------------------------------
-    stored, dtype, half, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, stored, half, autocast)
-    teams = sharding.teams  # of ranks that share each sequence in training
+    dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
+    sharding = Sharding(args, world, dtype, compute_dtype, autocast)
+    dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
     memory.plan_memory(args, __file__, world, sharding)
-    source = args.model if args.lora_rank else resume_from or args.model
-    scalar, new_head = models.load_scalar_model("--model", source, stored, sharding.home)
-    model, head = scalar.model, scalar.model.score.weight.data
-    if args.lora_rank:
-        models.add_lora(model, args, resume_from)
-    # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.
-    model.config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
-    if not resume_from:  # of another model's scores
-        vars(model.config).pop("score_mean", None), vars(model.config).pop("score_std", None)
-    if new_head:
-        values = utils.generator("head", args.seed).normal(0, 1 / math.sqrt(head.shape[1] + 1), head.shape)
-        head.copy_(torch.from_numpy(values))
-    # What the next step depends on, beside the weights and the optimizer: the order of the pairs is a function of it.
-    state = {"step": 0, "position": 0, "seconds": 0.0, "metrics": {}, "logged": False}
-    if resume_from:
-        state = checkpoints.load_checkpoint(resume_from, world)
-        if args.lora_rank:  # an adapter's folder does not hold it
-            head.copy_(state["head"])
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    wrapped = sharding.wrap(scalar)
-    optimizer = utils.Optimizer(scalar, args, total_steps)
-
-    if resume_from:
-        optimizer.load_state_dict(state.pop("optimizer"))
-
-    def save() -> None:
-        run.phase("save")
-        state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
-        state.update({"head": utils.whole(model.score.weight.detach()).cpu()} if args.lora_rank else {})
-        checkpoints.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints)
-
+    scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, dtype, sharding.load_device)
+    config, wrapped = scorer.model.config, sharding.wrap(scorer)
+    optimizer = utils.Optimizer(scorer, args, total_steps)
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
-    token_lengths = {"sides of pairs": sides(pairs)} | (
-        {"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {}
-    )
-    run = run_log.Run(folder, args, __file__, world, total_steps, state if resume_from else None, token_lengths)
-    clock = utils.Clock(world.device, state["seconds"])
+    lengths = {"sides of pairs": sides(pairs)} | ({"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {})
+    run.start(total_steps, tokenizer, {"": scorer.model}, {"optimizer": optimizer}, lengths, {"position": 0})
+    run.clock.count_flops(scorer, args.sequence_parallel)
 
-    def leave() -> NoReturn:
-        save()
-        run.close(f"interrupted: step {state['step']} is saved, go on with --resume")
-        sys.exit(utils.EXIT_INTERRUPTED)
-
-    def measure(pairs: list[dict]) -> Tensor:
-        scores = score_pairs(scalar, pairs, args.micro_batch_tokens, interrupt, teams, autocast)
+    def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict], list[int]] | None:
+        """Score pairs, keep mean and deviation in the model's config, and return what `Run.steps` shows."""
+        scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, dp, autocast)  # (P, 2)
         if scores is None:
-            leave()
-        model.config.score_mean, model.config.score_std = scores.mean().item(), scores.std().item()
-        return scores
+            return None
+        config.score_mean, config.score_std = scores.mean().item(), scores.std().item()
+        found = pair_statistics(scores, [pair["subset"] for pair in pairs])
+        return {f"eval/{name}": x for name, x in found.items()}, sample_pairs(pairs[:4], scores), sides(pairs)
 
-    while True:
-        # ---- evaluate, log, save: the model after `step` steps (a run interrupted here resumes here) ----------------
-        step, metrics = state["step"], state["metrics"]
-        if not state["logged"]:
-            if args.eval_every and eval_pairs and (step % args.eval_every == 0 or step >= total_steps):
-                run.phase("evaluate")
-                scores = measure(eval_pairs)  # (P, 2)
-                results = pair_statistics(scores, [pair["subset"] for pair in eval_pairs])
-                metrics = {"step": step, **metrics, **{f"eval/{name}": value for name, value in results.items()}}
-                run.table(step, sample_pairs(eval_pairs[:4], scores), sides(eval_pairs))
-            if metrics:
-                run.log(metrics, {"loss": "train/loss", "held-out": "eval/pair_accuracy"})
-            state.update(metrics={}, logged=True)
-            if step and args.save_every and step % args.save_every == 0:
-                save()
-        if step >= total_steps:
-            break
-        if interrupt.agreed():
-            leave()
-
-        # ---- update: one batch of pairs, cut into micro-batches -----------------------------------------------------
-        step += 1
-        clock.start()
-        run.phase("update")
-        batch = data.take_prompts(pairs, state["position"], args.batch_size, args.seed)
-        scalar.train()  # for gradient checkpointing; there is no dropout
+    for step in run.steps(evaluate if eval_pairs else None):
+        # ---- update: one batch of pairs, cut into micro-batches ----
+        run.phase("training")
+        position = run.state["position"]
+        batch = data.take_prompts(pairs, position, args.batch_size, args.seed)
+        scorer.train()  # for gradient checkpointing; there is no dropout
         total, share = torch.zeros((), dtype=torch.float64, device=world.device), []
-        cuts = cut_pairs(batch, args.micro_batch_tokens, teams)
+        cuts = cut_pairs(batch, args.micro_batch_tokens, dp)
         for number, cut in enumerate(cuts, 1):
             micro = [batch[i] for i in cut]
             with gradient_sync(wrapped, number == len(cuts)):
                 with autocast():
                     scores = wrapped(*collate(micro, world.device)).view(2, -1)  # chosen and rejected, (2, n)
-                margins = torch.tensor([pair["margin"] for pair in micro], device=world.device, dtype=dtype)
+                margins = torch.tensor([pair["margin"] for pair in micro], device=world.device, dtype=loss_dtype)
                 loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
                 # DDP and FSDP take the mean over ranks, and the sum was divided by the pairs of all ranks.
-                (loss * teams.size * optimizer.loss_scale).backward()
+                (loss * dp.size * optimizer.loss_scale).backward()
             total += loss.detach()
             share += zip(cut, scores.detach().T.tolist())
         optimizer.step()
-        scalar.eval()
-        clock.lap("training")
+        scorer.eval()
 
-        # ---- metrics ------------------------------------------------------------------------------------------------
-        scores = torch.tensor([scores for _, scores in sorted(teams.all_gather(share))], dtype=torch.float64)  # (P, 2)
-        state.update(step=step, position=state["position"] + args.batch_size, logged=False)
-        tokens = sum(len(pair[side]) for pair in batch for side in ("chosen", "rejected"))
-        found = pair_statistics(scores, [None] * len(batch))
-        state["metrics"] = {
-            "step": step,
-            "epoch": state["position"] / len(pairs),
-            "train/loss": teams.sum(total).item(),
-            **{f"train/{name}": value for name, value in found.items()},
+        # ---- metrics ----
+        scores = torch.tensor([scores for _, scores in sorted(dp.all_gather(share))], dtype=torch.float64)  # (P, 2)
+        position += args.batch_size
+        metrics = {
+            "epoch": position / len(pairs),
+            "train/loss": dp.sum(total).item(),
+            **{f"train/{name}": x for name, x in pair_statistics(scores, [None] * len(batch)).items()},
             **optimizer.metrics(),
-            **clock.metrics({"training": [(model, (4 if args.lora_rank else 6) * tokens)]}, tokens, world),
         }
-        run.samples(step, sample_pairs(batch[: args.log_samples], scores))
-
-    # ---- the end ----------------------------------------------------------------------------------------------------
-    if not eval_pairs:
-        measure(data.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed))
-    checkpoints.save_final(folder, world, model, tokenizer, args.model)
-    run.close(f"model: {os.path.join(folder, 'final')}")
+        samples = sample_pairs(batch[: args.log_samples], scores)
+        if (
+            step == total_steps
+            and not eval_pairs
+            and evaluate(data.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None
+        ):
+            run.leave()
+        run.finish_step(metrics, samples, sum(sides(batch)), position=position)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(flags.parse(Args))

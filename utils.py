@@ -1,6 +1,6 @@
-"""Plumbing that the algorithm scripts share: processes, data, rewards, checkpoints, logging.
+"""What every training loop calls at every step: processes, random numbers, micro-batches, optimizer, clock, sums.
 
-Nothing that a paper would ablate lives here. The sections stand in the order in which a script meets them.
+Imports nothing of this project. All that has a subject of its own is a room of plumbing/.
 """
 
 import hashlib
@@ -46,11 +46,6 @@ def warn(message: str) -> None:
     """One line on stderr, from rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {message}", file=sys.stderr, flush=True)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Processes
-# ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -175,101 +170,6 @@ def generator(*key) -> np.random.Generator:
     return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(key).encode()).digest(), "big"))
 
 
-def check_ranges(args) -> None:
-    """End the run for a flag that is out of its range, whichever of them a script has."""
-    positive = (
-        "rollout_batch_size group_size mini_batch_size batch_size num_epochs max_response_length max_prompt_length "
-        "max_length reward_timeout generation_batch_size eval_samples "
-        "temperature learning_rate max_grad_norm critic_learning_rate critic_max_grad_norm ptx_batch_size kl_target "
-        "kl_horizon vllm_tensor_parallel lora_alpha sequence_parallel"
-    )
-    not_negative = (
-        "weight_decay min_learning_rate critic_weight_decay critic_min_learning_rate max_skipped_updates kl_coef "
-        "entropy_coef ptx_coef eval_every eval_prompts eval_pairs log_samples save_every keep_checkpoints seed "
-        "clip_low clip_high value_clip critic_warmup_steps reward_clip centre_coef ref_refresh_every pf_ppo_power "
-        "overlong_buffer max_refills kv_cache_gb shard_group_size lora_rank micro_batch_tokens "
-        "logits_chunk_tokens"
-    )
-    share = "adam_beta1 adam_beta2 warmup_ratio critic_warmup_ratio gamma gae_lambda ref_refresh_mix"
-    for name, value in vars(args).items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not all(math.isfinite(x) for x in numbers if isinstance(x, float)):
-            fail(f"--{name} {value}: has to be a finite number")
-    for names, within, meaning in (
-        (positive, lambda x: x > 0, "above 0"),
-        (not_negative, lambda x: x >= 0, "0 or more"),
-        (share, lambda x: 0 <= x <= 1, "between 0 and 1"),
-    ):
-        for name in names.split():
-            value = getattr(args, name, None)
-            if value is not None and not within(value):
-                fail(f"--{name} {value}: has to be {meaning}")
-    for name in ("shard_group_size", "cpu_offload"):
-        if getattr(args, name) and args.shard != "fsdp":
-            fail(f"--{name}: takes --shard fsdp")
-    if 1 in (args.adam_beta1, args.adam_beta2):
-        fail("--adam_beta1 and --adam_beta2 have to be below 1")
-    for prefix in ("", "critic_"):
-        floor, peak = (getattr(args, f"{prefix}{name}learning_rate", 0) for name in ("min_", ""))
-        if floor > peak:
-            fail(f"--{prefix}min_learning_rate {floor}: has to be at most --{prefix}learning_rate")
-
-
-def check_common_args(args) -> None:
-    """End the run for flags of the RL scripts that are out of range or don't fit together."""
-    check_ranges(args)
-    responses = args.rollout_batch_size * args.group_size
-    product = f"--rollout_batch_size x --group_size = {responses}"
-    if responses % args.mini_batch_size:
-        fail(f"--mini_batch_size {args.mini_batch_size}: has to divide {product}")
-    if args.total_episodes < responses:
-        fail(f"--total_episodes {args.total_episodes}: is less than one step of {product}")
-    if not 0 <= args.min_response_length <= args.max_response_length:
-        fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length")
-    if not 0 < args.rollout_correction_cap or args.rollout_correction == "mask" and args.rollout_correction_cap < 1:
-        fail(f"--rollout_correction_cap {args.rollout_correction_cap}: has to be above 0, with mask 1 or more")
-    if (args.rollout_backend == "server") != bool(args.rollout_servers):
-        fail("--rollout_backend server and --rollout_servers ADDRESS ... go together")
-    if args.vllm_tensor_parallel > 1 and args.rollout_backend != "vllm":
-        fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: takes --rollout_backend vllm")
-    if args.vllm_tensor_parallel > 1 and args.async_steps:
-        fail("--async_steps 1: ranks that share an engine would meet in it and in training at once; take vLLM servers")
-    if args.rollout_backend in ("vllm", "server") and args.temperature > 2:
-        fail(f"--temperature {args.temperature}: vLLM takes at most 2")
-    if args.overlong_buffer > args.max_response_length:
-        fail(f"--overlong_buffer {args.overlong_buffer}: has to be at most --max_response_length")
-    if args.filter_groups != "none" and args.group_size < 2:
-        fail(f"--filter_groups {args.filter_groups}: takes groups, so a --group_size of 2 or more")
-    from plumbing.rewards import reward_names
-
-    sources = reward_names(args)
-    if not sources:
-        fail("--reward: names no source")
-    if len(set(sources)) < len(sources):
-        fail(f"--reward {' '.join(sources)}: names a source twice")
-    if args.reward_weights and len(args.reward_weights) != len(sources):
-        fail(f"--reward_weights: has {len(args.reward_weights)} weights for {len(sources)} sources in --reward")
-    if args.reward_weights and not any(args.reward_weights):
-        fail("--reward_weights: are all 0, so there is nothing to learn from")
-    if args.ptx_coef and not args.ptx_dataset:
-        fail(f"--ptx_coef {args.ptx_coef}: takes supervised rows, named by --ptx_dataset")
-    if args.ptx_dataset and not args.ptx_coef:
-        fail(f"--ptx_dataset {args.ptx_dataset}: has no effect without a --ptx_coef above 0")
-    if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":
-        warn("--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is no penalty; take k2, k3 or full")
-    if args.ref_refresh_every and args.lora_rank:
-        fail("--ref_refresh_every: with --lora_rank the reference is the model without its adapter, which stays")
-    if args.ref_refresh_every and not args.kl_coef:
-        fail(f"--ref_refresh_every {args.ref_refresh_every}: with --kl_coef 0 there is no reference to refresh")
-    if not 0 < args.top_p <= 1 or args.top_k < 0 or args.repetition_penalty <= 0:
-        fail("--top_p has to lie in (0, 1], --top_k to be 0 or more, --repetition_penalty to be above 0")
-    if args.top_p < 1 or args.top_k > 0 or args.repetition_penalty != 1 or args.min_response_length > 0:
-        warn(
-            "--top_p, --top_k, --repetition_penalty and --min_response_length bias the ratio: "
-            "they change the distribution that is sampled, not the one that is trained"
-        )
-
-
 class Interrupt:
     """SIGTERM and SIGINT ask the run to save and end; a second SIGINT ends it at once.
 
@@ -288,11 +188,6 @@ class Interrupt:
 
     def agreed(self) -> bool:
         return self.world.any(self.requested)
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Models and tokenizers
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def first_line(error: BaseException) -> str:
@@ -451,15 +346,20 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
     return cuts[::-1]
 
 
+def mini_batches(items: list[int], size: int, epochs: int, key: tuple) -> list[tuple[int, list[int]]]:
+    """Cut items, in an order of each epoch's own, into mini-batches of at most `size`: [(epoch, items)].
+
+    Args:
+        key: names the random order, see `generator`.
+    """
+    orders = [generator("mini-batches", *key, epoch).permutation(items).tolist() for epoch in range(epochs)]
+    return [(epoch, part) for epoch, order in enumerate(orders) for part in even_parts(order, size)]
+
+
 def even_parts(items: list, most: int) -> list[list]:
     """Cut a list into as few parts of at most `most` items as it takes, of sizes that differ by one at most."""
     count = math.ceil(len(items) / most)
     return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Number formats and sharding
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def parameter_count(module) -> int:
@@ -479,36 +379,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Data
-# ----------------------------------------------------------------------------------------------------------------
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Rewards: answers are checked in processes of their own, so that what hangs or crashes there can be killed
-# ----------------------------------------------------------------------------------------------------------------
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Rollout engines: what samples, if it is not transformers
-# ----------------------------------------------------------------------------------------------------------------
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Evaluation
-# ----------------------------------------------------------------------------------------------------------------
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Checkpoints
-# ----------------------------------------------------------------------------------------------------------------
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# Logging
-# ----------------------------------------------------------------------------------------------------------------
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """The most memory in use so far, in GB: of the GPU as allocated by torch, else of this process."""
     if device.type == "cuda":
@@ -517,59 +387,84 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 class Clock:
-    """Seconds that the phases of a step take, and what follows from them."""
+    """Seconds, peak memory and FLOPs of the phases of a step."""
 
     def __init__(self, device: torch.device, seconds_before: float, engine=None):
-        """`engine`: what samples; where it sleeps, the memory that torch still counts for it is free."""
-        self.device, self.begin, self.engine = device, time.perf_counter() - seconds_before, engine
-        self.laps: dict[str, float] = {}
-        self.peak_gb = 0.0  # the most memory in use in a lap
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the GPU works on after a call has returned
-        return time.perf_counter()
+        """
+        Args:
+            seconds_before: of the run before it was resumed.
+            engine: the rollout engine; while it sleeps, the memory that torch still counts for it is free.
+        """
+        self.device, self.start_time, self.engine = device, time.perf_counter() - seconds_before, engine
+        self.peak_gb, self.phase = 0.0, ""
+        self.start()
 
     def start(self) -> None:
-        self.last, self.laps = self._now(), {}
+        """Begin a step."""
+        self.seconds: dict[str, float] = {}
+        self.flops: dict[str, torch.Tensor | float] = defaultdict(float)
 
-    def lap(self, name: str) -> None:
-        """The phase that ends now."""
-        now = self._now()
-        self.laps[name], self.last = self.laps.get(name, 0.0) + now - self.last, now
-        asleep = self.engine.freed_gb if getattr(self.engine, "asleep", False) else 0.0
-        self.peak_gb = max(self.peak_gb, peak_memory_gb(self.device) - asleep)
+    def begin(self, phase: str) -> None:
+        """Begin a phase, which ends the one before; "" for none."""
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+            torch.cuda.synchronize(self.device)  # the GPU works on after a call has returned
+        now = time.perf_counter()
+        if self.phase:
+            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.last
+            asleep = self.engine.freed_gb if getattr(self.engine, "asleep", False) else 0.0
+            self.peak_gb = max(self.peak_gb, peak_memory_gb(self.device) - asleep)
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+        self.phase, self.last = phase, now
 
-    def total(self) -> float:
-        """Seconds since the run began, those before a resume included."""
-        return time.perf_counter() - self.begin
+    def count_flops(self, model: torch.nn.Module, ranks_a_sequence: int = 1) -> None:
+        """Count this rank's FLOPs of each forward pass of a model, and of the backward pass where there is a gradient.
 
-    def metrics(self, work: dict[str, list[tuple]], tokens: int, world: World) -> dict[str, float]:
-        """time/... of the laps and perf/... of the step; MFU is of the step, and of each lap that has work.
+        A parameter takes 2 a token in the forward pass and 4 in the backward one, a frozen one there only 2.
 
         Args:
-            work: by phase, the models at work and the FLOPs that each did for a parameter: 2 a token for a pass
-                forward, 6 with the one backward.
+            model: takes (input_ids, mask) padded on the right; a row ends at its mask's last entry.
+            ranks_a_sequence: that share its positions.
+        """
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        size = parameter_count(model)
+        backward = 2 * (size + trained) if trained else 0
+
+        def count(module, inputs: tuple, *_) -> None:
+            mask = inputs[1]
+            ends = torch.where(mask, torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(1)
+            per_token = 2 * size + (backward if torch.is_grad_enabled() else 0)
+            self.flops[self.phase] = self.flops[self.phase] + per_token * ends.sum().double() / ranks_a_sequence
+
+        model.register_forward_pre_hook(count)
+
+    def total(self) -> float:
+        """Return the seconds since the run began, those before a resume included."""
+        return time.perf_counter() - self.start_time
+
+    def metrics(self, tokens: int) -> dict[str, float]:
+        """End the step; return time/... of its phases, and perf/... of the step and of each phase with counted FLOPs.
+
+        Args:
             tokens: of the step's sequences, prompts included, over all ranks.
         """
-        step, peak = sum(self.laps.values()), world.size * peak_flops(self.device)
-        flops = {name: sum(count * parameter_count(model) for model, count in done) for name, done in work.items()}
-        known = [name for name in self.laps if flops.get(name) and math.isfinite(peak)]
+        self.begin("")
+        step, peak = sum(self.seconds.values()), peak_flops(self.device)
+        flops = {name: float(count) for name, count in self.flops.items()}
+        known = [name for name in flops if flops[name] and self.seconds.get(name) and math.isfinite(peak)]
         return {
-            **{f"time/{name}": seconds for name, seconds in self.laps.items()},
+            **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
             "time/step": step,
             "time/from_scratch": self.total(),
             "perf/tokens_per_second": tokens / step,
             "perf/mfu": sum(flops.values()) / step / peak,
-            **{f"perf/mfu_{name}": flops[name] / self.laps[name] / peak for name in known},
+            **{f"perf/mfu_{name}": flops[name] / self.seconds[name] / peak for name in known},
             "perf/peak_memory_gb": self.peak_gb,
         }
 
 
 class Sums:
-    """Sums (and largest values) of tensors over micro-batches and ranks; nothing waits for the GPU until `totals`."""
+    """Sums and largest values of tensors over micro-batches and ranks; nothing waits for the GPU until `totals`."""
 
     def __init__(self, world: World):
         self.world, self.sums, self.largest = world, {}, {}
@@ -579,12 +474,12 @@ class Sums:
             self.sums[name] = self.sums.get(name, 0) + x.detach().double()
 
     def max(self, **tensors: torch.Tensor) -> None:
-        for name, x in tensors.items():  # an empty micro-batch has none; 0 is below every value that is asked for
+        for name, x in tensors.items():  # 0 is below every value that is asked for, and stands for an empty tensor
             before = self.largest.get(name, x.new_zeros(1))
             self.largest[name] = torch.cat([x.detach().flatten().double(), before]).amax(0, True)
 
     def totals(self) -> dict[str, float]:
-        """{name: sum over all ranks} and {"max_" + name: largest over all ranks}; NaN for what was never added."""
+        """Return {name: sum over all ranks, "max_" + name: largest over all ranks}; NaN for what was never added."""
         if not self.sums:
             return defaultdict(lambda: math.nan)
         sums = self.world.sum(torch.stack(list(self.sums.values()))).tolist()

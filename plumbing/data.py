@@ -357,3 +357,11 @@ def take_prompts(prompts: list[dict], position: int, count: int, seed) -> list[d
         return [take_prompts(prompts.parts[part][0], index, 1, (seed, part))[0] for part, index in turns]
     size = len(prompts)
     return [prompts[_shuffled(seed, i // size, size)[i % size]] for i in range(position, position + count)]
+
+
+def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict]) -> dict[str, list[int]]:
+    """Return the tokens of each row by what it is for, {name: [tokens]}, for the statistics that a run shows."""
+    rows = {"prompts": prompts, "held-out prompts": eval_prompts, "supervised rows": supervised}
+    return {
+        name: [len(row["query"]) + len(row.get("response", ())) for row in part] for name, part in rows.items() if part
+    }

@@ -1,47 +1,51 @@
-"""Accuracy on held-out prompts, and what a batch says of itself."""
+"""Accuracy on held-out prompts, and what a batch says of itself. Imports plumbing.rewards for the kinds of sources."""
 
 import math
 from typing import Callable
 
 import torch
 
-from plumbing.rewards import is_reward_model, reward_weights
+from plumbing.rewards import Rewards, is_reward_model, reward_weights
+from plumbing.rollout import Batch
+from utils import Sums
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    """Return the unbiased pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def silent_source(batch, args) -> str:
-    """The first reward source that counts and gave no response of a Batch a score; "" if there is none."""
-    counted = zip(batch.parts.items(), reward_weights(args))
-    return next((name for (name, part), weight in counted if weight and part.isnan().all()), "")
+def unscored(batch: Batch, rewards: Rewards, args) -> str:
+    """Return the first reward source that counts and gave no response a score, and why; "" if there is none."""
+    for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
+        if weight and scores.isnan().all():
+            return rewards.why_missing({name: scores})
+    return ""
 
 
-def correct_responses(batch) -> torch.Tensor | None:
-    """(N,) bool: the first reward source that is no model gives 1 or more, and the response stopped.
+def correct_responses(batch: Batch) -> torch.Tensor | None:
+    """Return (N,) bool: the first source that is no reward model gave 1 or more, and the response stopped.
 
-    A missing score is not correct; None if all sources are models, of which none tells right from wrong.
+    A missing score is not correct. None if all sources are reward models, none of which tells right from wrong.
     """
-    verifier = next((name for name in batch.parts if not is_reward_model(name)), None)
-    return None if verifier is None else (batch.parts[verifier] >= 1) & batch.stopped
+    verifier = next((name for name in batch.reward_components if not is_reward_model(name)), None)
+    return None if verifier is None else (batch.reward_components[verifier] >= 1) & batch.stopped
 
 
-def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, object]:
-    """Greedy and sampled accuracy on rows that are never trained on, with the same random numbers at every call.
+def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, list[dict], list[int]] | None:
+    """Measure greedy and sampled accuracy, with the same random numbers at every call.
 
     Args:
-        sample: the script's `rollout`, called with rows, samples and key.
+        sample: `plumbing.rollout.rollout` with all but its first three arguments. rows: held-out prompts.
     Returns:
-        metrics and the sampled Batch; both empty if the run is interrupted. eval/accuracy is the mean over all samples,
-        which is pass@1.
+        Metrics (eval/accuracy is the mean over all samples, which is pass@1), four samples as `sample_rows` gives
+        them, and the lengths of all responses in tokens; None if the run is interrupted.
     """
     metrics, k = {}, args.eval_samples
     for name, samples in (("greedy_", 0), ("", k)):
         batch = sample(rows, samples, ("evaluation", args.seed))
         if batch is None:
-            return {}, None
+            return None
         correct = correct_responses(batch)
         if correct is not None:
             metrics[f"eval/{name}accuracy"] = correct.double().mean().item()
@@ -49,35 +53,53 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, object]:
         counts = correct.view(len(rows), k).sum(1).tolist()
         for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
             metrics[f"eval/pass@{n}"] = sum(pass_at_k(k, count, n) for count in counts) / len(counts)
-    common = batch_metrics(batch)
-    kept = ("val/sequence_lengths", "val/missing_scores", *(name for name in common if name.startswith("reward/")))
-    return {**metrics, **{f"eval/{name.removeprefix('val/')}": common[name] for name in kept}}, batch
+    for name, value in batch_metrics(batch).items():
+        if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
+            metrics[f"eval/{name.removeprefix('val/')}"] = value
+    return metrics, sample_rows(batch, 4, every=k), [len(response) for response in batch.responses]
 
 
-def batch_metrics(batch) -> dict[str, float]:
-    """What a Batch says of itself: lengths, stops, correctness, and each reward source."""
-    correct = correct_responses(batch)
-    verified = {name: part for name, part in batch.parts.items() if not is_reward_model(name)}
-    present = lambda part: part[part.isfinite()]
-    std = lambda part: present(part).std().item() if len(present(part)) > 1 else math.nan
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Return lengths, stops and correctness of a batch, and mean and spread of each reward component."""
+    correct, components = correct_responses(batch), batch.reward_components
+    scored = {name: scores[scores.isfinite()] for name, scores in components.items()}
+    missing = sum(scores.isnan() for scores in components.values()).count_nonzero()
+    verified = {name: scores for name, scores in components.items() if not is_reward_model(name)}
     return {
         "objective/verifiable_correct_rate": math.nan if correct is None else correct.double().mean().item(),
         "val/sequence_lengths": sum(map(len, batch.responses)) / len(batch.responses),
         "val/num_stop_token_ids": int(batch.stopped.sum()),
-        "val/missing_scores": int(sum(part.isnan() for part in batch.parts.values()).count_nonzero()),
-        **{f"reward/{name}": part.nanmean().item() for name, part in batch.parts.items()},
-        **{f"reward_std/{name}": std(part) for name, part in batch.parts.items()},
-        **{f"reward_correct/{name}": (part >= 1).double().mean().item() for name, part in verified.items()},
+        "val/missing_scores": int(missing),
+        **{f"reward/{name}": scores.nanmean().item() for name, scores in components.items()},
+        **{f"reward_std/{name}": x.std().item() if len(x) > 1 else math.nan for name, x in scored.items()},
+        **{f"reward_correct/{name}": (scores >= 1).double().mean().item() for name, scores in verified.items()},
     }
 
 
-def sample_rows(batch, count: int, advantages: torch.Tensor | None = None, apart: int = 1) -> list[dict]:
-    """`count` responses of a Batch, every `apart`-th, for samples.jsonl and the console."""
+def sample_rows(batch: Batch, count: int, advantages: torch.Tensor | None = None, every: int = 1) -> list[dict]:
+    """Return `count` responses, one in `every`, for samples.jsonl and the console; advantages: (N,)."""
     rows = []
-    for i in range(0, len(batch.texts), apart)[:count]:
-        scores = {name: part[i].item() for name, part in batch.parts.items()}
+    for i in range(0, len(batch.texts), every)[:count]:
+        scores = {name: component[i].item() for name, component in batch.reward_components.items()}
         if advantages is not None:
             scores["advantage"] = advantages[i].item()
         stop = "stop" if batch.stopped[i] else "length"
         rows.append({"prompt": batch.rows[i]["prompt"], "response": batch.texts[i], **scores, "stop_reason": stop})
     return rows
+
+
+def add_mismatch(sums: Sums, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor) -> None:
+    """Add to the sums how far the trainer's log-probabilities (n, T) are from those of what sampled."""
+    difference = torch.where(mask, (logprobs - rollout_logprobs).abs(), 0.0)
+    probability = torch.where(mask, (logprobs.exp() - rollout_logprobs.exp()).abs(), 0.0)
+    sums.add(mismatch=difference.sum(), mismatch_probability=probability.sum(), compared=mask.sum())
+    sums.max(mismatch=difference)
+
+
+def mismatch_metrics(total: dict[str, float]) -> dict[str, float]:
+    """Return the mean and largest difference per token from the totals of `add_mismatch`."""
+    return {
+        "rollout/logprob_diff_mean": total["mismatch"] / total["compared"],
+        "rollout/logprob_diff_max": total["max_mismatch"],
+        "rollout/prob_diff_mean": total["mismatch_probability"] / total["compared"],
+    }

@@ -1,0 +1,290 @@
+"""The flags of the machinery, declared once: each script's `Args` inherits the groups that it needs.
+
+A range stands at the flag, in its type. `parse` reads a command line, and shows one group a class in `--help`. What a
+paper's table of hyperparameters would list stands in the scripts. Imports utils alone.
+"""
+
+import ast
+import dataclasses
+import inspect
+import math
+import os
+import textwrap
+from dataclasses import dataclass
+from typing import Annotated, Callable, Literal
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+from utils import fail, warn
+
+
+def in_range(kind: type, allowed: Callable, meaning: str):
+    """Return the type of a flag whose values are finite numbers for which `allowed` holds; tyro says so otherwise."""
+
+    def read(words: list[str]):
+        value = kind(words[0])
+        if not (math.isfinite(value) and allowed(value)):
+            raise ValueError(f"has to be {meaning}, not {words[0]}")
+        return value
+
+    spec = PrimitiveConstructorSpec(
+        nargs=1, metavar=kind.__name__.upper(), instance_from_str=read,
+        is_instance=lambda value: isinstance(value, (int, float)), str_from_instance=lambda value: [str(value)],
+    )  # fmt: skip
+    return Annotated[kind, spec]
+
+
+PositiveInt = in_range(int, lambda x: x > 0, "above 0")
+NonNegativeInt = in_range(int, lambda x: x >= 0, "0 or more")
+Float = in_range(float, lambda x: True, "a finite number")
+PositiveFloat = in_range(float, lambda x: x > 0, "above 0")
+NonNegativeFloat = in_range(float, lambda x: x >= 0, "0 or more")
+Share = in_range(float, lambda x: 0 <= x <= 1, "between 0 and 1")
+PositiveShare = in_range(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
+Decay = in_range(float, lambda x: 0 <= x < 1, "0 or more and below 1")
+ZeroOrAboveOne = in_range(float, lambda x: x == 0 or x > 1, "above 1, or 0 for none")
+
+
+@dataclass
+class RunArgs:
+    run_name: str = ""
+    """Name of the run's folder; default: algorithm, model, data set and seed."""
+    output_dir: str = "runs"
+    """Folder that holds the runs; several nodes need one that they share."""
+    seed: NonNegativeInt = 1
+    """Seed of everything random: the order of the data, the sampling, the mini-batches."""
+    resume: bool = False
+    """Go on from the run's newest complete checkpoint, if it has one."""
+    save_every: NonNegativeInt = 50
+    """Steps between checkpoints; 0: only when the run is interrupted."""
+    keep_checkpoints: NonNegativeInt = 2
+    """Newest checkpoints that stay; 0 for all."""
+    eval_every: NonNegativeInt = 20
+    """Steps between evaluations; also before the first step and after the last. 0: never."""
+    log_samples: NonNegativeInt = 16
+    """Samples of each step written to samples.jsonl."""
+    track: bool = False
+    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    wandb_project: str = "rl-on-language-models"
+    """Weights & Biases project."""
+
+
+@dataclass
+class ModelArgs:
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """Model to train: a causal language model's folder or hub name."""
+    stop_token: str = "eos"
+    """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
+    pad_token: str = ""
+    """Padding token for a tokenizer that has none; "eos" is safe, as masks come from lengths."""
+    precision: Literal["auto", "float32", "float64", "bf16", "fp16", "pure_bf16"] = "auto"
+    """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
+    has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
+    elsewhere."""
+    attention: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
+    ] = "auto"
+    """Attention kernel, by transformers' names; auto is sdpa (torch's own) where the model has it."""
+    compile: bool = False
+    """Compile the decoder blocks of all models, and the statistics of the logits, by torch.compile; rollouts run
+    uncompiled."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    micro_batch_tokens: NonNegativeInt = 0
+    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result. 0:
+    16,384, or fewer where the estimate of scripts/memory.py is over 80 % of a GPU."""
+    lora_rank: NonNegativeInt = 0
+    """Train LoRA adapters of this rank instead of the weights, with peft; the reference is then the model without them.
+    0: train all weights."""
+    lora_alpha: PositiveFloat = 32.0
+    """The adapters' product is scaled by this over --lora_rank."""
+    shard: Literal["auto", "none", "fsdp"] = "auto"
+    """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over the ranks; auto is
+    fsdp if whole models would take over 60 % of a GPU's memory."""
+    shard_group_size: NonNegativeInt = 0
+    """Ranks that share one sharded copy, such as those of a node, with --shard fsdp; 0 for all."""
+    cpu_offload: bool = False
+    """Keep sharded weights, gradients and Adam's state on the CPU, where the update is computed: slow, but small."""
+    sequence_parallel: PositiveInt = 1
+    """Neighbouring ranks that share each sequence in training, each with a slice of its positions; for long ones."""
+    max_skipped_updates: NonNegativeInt = 5
+    """Updates in a row that may be skipped for a gradient that is not finite before the run stops."""
+
+
+@dataclass
+class DataArgs:
+    dataset: str = "openai/gsm8k"
+    """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json or .parquet file, a folder, owner/name or
+    owner/name:config on the hub, or a .json list of {"prob": weight, "filepath": any of these}."""
+    dataset_split: str = "train"
+    """Split of --dataset to train on."""
+    prompt_column: str = ""
+    """Column of the prompt, text or messages; default: the first of prompt, question, messages, problem, quiz,
+    src."""
+    answer_column: str = ""
+    """Column of the reference answer; default: the first of answer, ground_truth, solution_text, solution,
+    tgt."""
+    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    """System turn put before each prompt that has none; "" for none."""
+    max_prompt_length: PositiveInt = 512
+    """Most tokens of a prompt; a longer one ends the run at the start, naming its row."""
+    eval_dataset: str = ""
+    """Prompts to evaluate on; default: the --eval_split of --dataset, or for a single file nothing."""
+    eval_split: str = "test"
+    """Split to evaluate on."""
+    eval_prompts: NonNegativeInt = 256
+    """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
+    eval_samples: PositiveInt = 4
+    """Sampled responses a prompt for accuracy and pass@k, beside the greedy one."""
+
+
+@dataclass
+class RewardArgs:
+    reward: tuple[str, ...] = ("math",)
+    """Reward sources, summed: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs
+    Python against the row's tests), knights, reasoning_gym, path/to/file.py:function, a reward model's folder or hub
+    name, or a reward server's http:// address. A response counts as correct if the first source that is no model gives
+    it 1 or more."""
+    reward_weights: tuple[Float, ...] = ()
+    """Weight of each reward source; default: 1 each. A source of weight 0 is only measured."""
+    reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
+    """Take a reward model's score as it is, minus the mean that its config carries, or divided by its deviation too."""
+    reward_timeout: PositiveFloat = 30.0
+    """Seconds that one call of a reward source may take before it is killed and its sample left out."""
+
+
+@dataclass
+class RolloutArgs:
+    rollout_backend: Literal["auto", "hf", "vllm", "server"] = "auto"
+    """What samples: transformers' model (hf), vLLM in this process, or vLLM servers; auto is vLLM on a GPU where it is
+    installed, else hf."""
+    rollout_servers: tuple[str, ...] = ()
+    """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.py starts one."""
+    async_steps: Literal[0, 1] = 0
+    """1: while a step trains, vLLM samples for the next one, with the weights from before the step."""
+    vllm_tensor_parallel: PositiveInt = 1
+    """Neighbouring ranks that share one vLLM engine."""
+    kv_cache_gb: NonNegativeFloat = 0.0
+    """GB of vLLM's cache on each device; 0: a quarter of a GPU's memory, 1 on a CPU."""
+    generation_batch_size: PositiveInt = 512
+    """Responses that one device generates at once. Memory and speed only."""
+    min_response_length: NonNegativeInt = 0
+    """Tokens before which a stop token cannot be sampled."""
+    top_p: PositiveShare = 1.0
+    """Sample from the smallest set of tokens with this probability; below 1 it biases the ratio."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most likely tokens; 0 for all; above 0 it biases the ratio."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divide the logits of tokens seen before; other than 1 it biases the ratio."""
+    logits_chunk_tokens: NonNegativeInt = 0
+    """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only. 0: 512, or up
+    to 4,096 where that still fits into 80 % of a GPU."""
+
+
+def parse(cls: type, words: list[str] | None = None):
+    """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each class that it inherits.
+
+    Args:
+        words: the command line without the program's name; None for that of this process.
+    Raises:
+        SystemExit: with code 2, after tyro has said what is wrong (on one rank of a node).
+    """
+    # tyro groups flags by nested dataclasses. Nested values would make `args.data.dataset` of `args.dataset`, so the
+    # groups exist while parsing only.
+    groups, grouped = [], set()
+    for owner in cls.__mro__[:-1]:
+        members = []
+        for name, text in docstrings(owner).items():
+            if name not in grouped:
+                field = cls.__dataclass_fields__[name]
+                flag = Annotated[field.type, tyro.conf.arg(help=text), tyro.conf.OmitArgPrefixes]
+                members.append((name, flag, dataclasses.field(default=field.default)))
+                grouped.add(name)
+        group = dataclasses.make_dataclass("Group", members)
+        title = "algorithm" if owner is cls else owner.__name__.removesuffix("Args").lower()
+        groups.append((title, group, dataclasses.field(default_factory=group)))
+    one_speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    about = inspect.getmodule(cls).__doc__
+    parsed = tyro.cli(
+        dataclasses.make_dataclass("Flags", groups), args=words, description=about, console_outputs=one_speaks
+    )
+    return cls(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """Return the text under each field that a dataclass itself declares, {name: text}."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
+    fields = [(field, text) for field, text in zip(body, body[1:]) if isinstance(field, ast.AnnAssign)]
+    return {field.target.id: " ".join(text.value.value.split()) for field, text in fields}
+
+
+def check_training_args(args) -> None:
+    """End the run for flags of any script that do not fit together."""
+    for name in ("shard_group_size", "cpu_offload"):
+        if getattr(args, name) and args.shard != "fsdp":
+            fail(f"--{name}: takes --shard fsdp")
+    for prefix in ("", "critic_"):
+        floor, peak = (getattr(args, f"{prefix}{name}learning_rate", 0) for name in ("min_", ""))
+        if floor > peak:
+            fail(f"--{prefix}min_learning_rate {floor}: has to be at most --{prefix}learning_rate")
+
+
+def check_rl_args(args) -> None:
+    """End the run for flags of the RL scripts that do not fit together; warn of those that bias the result."""
+    check_training_args(args)
+    responses = args.rollout_batch_size * args.group_size
+    product = f"--rollout_batch_size x --group_size = {responses}"
+    if responses % args.mini_batch_size:
+        fail(f"--mini_batch_size {args.mini_batch_size}: has to divide {product}")
+    if args.total_episodes < responses:
+        fail(f"--total_episodes {args.total_episodes}: is less than one step of {product}")
+    if args.min_response_length > args.max_response_length:
+        fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length")
+    if args.overlong_buffer > args.max_response_length:
+        fail(f"--overlong_buffer {args.overlong_buffer}: has to be at most --max_response_length")
+    if args.filter_groups != "none" and args.group_size < 2:
+        fail(f"--filter_groups {args.filter_groups}: takes groups, so a --group_size of 2 or more")
+    check_rollout_args(args)
+    check_reward_args(args)
+    if args.ptx_coef and not args.ptx_dataset:
+        fail(f"--ptx_coef {args.ptx_coef}: takes supervised rows, named by --ptx_dataset")
+    if args.ptx_dataset and not args.ptx_coef:
+        fail(f"--ptx_dataset {args.ptx_dataset}: has no effect without a --ptx_coef above 0")
+    if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":
+        warn("--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is no penalty; take k2, k3 or full")
+    if args.ref_refresh_every and args.lora_rank:
+        fail("--ref_refresh_every: with --lora_rank the reference is the model without its adapter, which stays")
+    if args.ref_refresh_every and not args.kl_coef:
+        fail(f"--ref_refresh_every {args.ref_refresh_every}: with --kl_coef 0 there is no reference to refresh")
+
+
+def check_rollout_args(args) -> None:
+    """End the run for flags of the rollout that do not fit together; warn of those that bias the ratio."""
+    if args.rollout_correction == "mask" and args.rollout_correction_cap < 1:
+        fail(f"--rollout_correction_cap {args.rollout_correction_cap}: has to be above 0, with mask 1 or more")
+    if (args.rollout_backend == "server") != bool(args.rollout_servers):
+        fail("--rollout_backend server and --rollout_servers ADDRESS ... go together")
+    if args.vllm_tensor_parallel > 1 and args.rollout_backend != "vllm":
+        fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: takes --rollout_backend vllm")
+    if args.vllm_tensor_parallel > 1 and args.async_steps:
+        fail("--async_steps 1: ranks that share an engine would meet in it and in training at once; take vLLM servers")
+    if args.rollout_backend in ("vllm", "server") and args.temperature > 2:
+        fail(f"--temperature {args.temperature}: vLLM takes at most 2")
+    if args.top_p < 1 or args.top_k > 0 or args.repetition_penalty != 1 or args.min_response_length > 0:
+        warn(
+            "--top_p, --top_k, --repetition_penalty and --min_response_length bias the ratio: "
+            "they change the distribution that is sampled, not the one that is trained"
+        )
+
+
+def check_reward_args(args) -> None:
+    """End the run for reward sources and weights that do not fit together."""
+    if not args.reward:
+        fail("--reward: names no source")
+    if len(set(args.reward)) < len(args.reward):
+        fail(f"--reward {' '.join(args.reward)}: names a source twice")
+    if args.reward_weights and len(args.reward_weights) != len(args.reward):
+        fail(f"--reward_weights: has {len(args.reward_weights)} weights for {len(args.reward)} sources in --reward")
+    if args.reward_weights and not any(args.reward_weights):
+        fail("--reward_weights: are all 0, so there is nothing to learn from")

@@ -1,0 +1,219 @@
+"""The batch of a step: responses sampled and scored on all ranks, with per-token tensors that travel with them.
+
+A per-token value, such as the log-probabilities, is an entry of `Batch.tokens`: made by the sampler or by the loop, and
+from then on joined, padded, sliced and saved with the rest, by name. To carry a further one, add an entry.
+Imports utils, plumbing.rewards (equal scores) and plumbing.sharding (whole weights for the decode loop).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+import utils
+from plumbing.rewards import Rewards, one_score
+from plumbing.sharding import model_device, unsharded
+
+
+@dataclass
+class Batch:
+    """N responses of all ranks, the G responses to a prompt next to each other.
+
+    Every rank holds all of them, so that advantages, mini-batches and counts are those of the whole batch.
+    """
+
+    rows: list[dict]  # of the data, for each response: "prompt", the text, "query", its token ids, and other columns
+    responses: list[list[int]]  # token ids up to and including the stop token
+    texts: list[str]
+    stopped: Tensor  # (N,) bool, whether a stop token was sampled
+    reward_components: dict[str, Tensor]  # reward source: (N,) scores, NaN where it gave none
+    tokens: dict[str, Tensor]  # (N, T) each, 0 after a response's end; "response_mask" (bool) is set on response tokens
+    scores: Tensor | None = None  # (N,), what a response is trained with; NaN for one that is left out
+
+    @property
+    def response_mask(self) -> Tensor:
+        return self.tokens["response_mask"]
+
+    @property
+    def queries(self) -> list[list[int]]:
+        return [row["query"] for row in self.rows]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of query and response together."""
+        return [len(query) + len(response) for query, response in zip(self.queries, self.responses)]
+
+    def select(self, chosen: list[int]) -> "Batch":
+        """Return some of the responses, which have their scores."""
+        pick = lambda items: [items[i] for i in chosen]
+        return Batch(
+            pick(self.rows), pick(self.responses), pick(self.texts), self.stopped[chosen],
+            {name: x[chosen] for name, x in self.reward_components.items()},
+            {name: x[chosen] for name, x in self.tokens.items()},
+            self.scores[chosen],
+        )  # fmt: skip
+
+    def collate(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
+        """Return some of the responses behind their queries, as `collate` lays them out."""
+        return collate([(self.rows[i]["query"], self.responses[i]) for i in chosen], self.response_mask.device)
+
+    def micro_batches(
+        self, chosen: list[int], token_budget: int, world: utils.World
+    ) -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, Tensor], bool]]:
+        """Cut some of the responses into this rank's micro-batches.
+
+        Yields:
+            what a model takes (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`, and whether it is the
+            last micro-batch.
+        """
+        lengths = self.lengths
+        cuts = utils.micro_batches([lengths[i] for i in chosen], token_budget, world)
+        for number, cut in enumerate(cuts, 1):
+            rows = [chosen[i] for i in cut]
+            yield self.collate(rows), {name: x[rows] for name, x in self.tokens.items()}, number == len(cuts)
+
+
+def join(batches: list[Batch]) -> Batch:
+    """Return several batches, which have no scores yet, as one; per-token tensors are padded to the longest."""
+    lists = ("rows", "responses", "texts")
+    rows = lambda name: [row for batch in batches for row in batch.tokens[name]]
+    return Batch(
+        *([x for batch in batches for x in getattr(batch, name)] for name in lists),
+        torch.cat([batch.stopped for batch in batches]),
+        {name: torch.cat([x.reward_components[name] for x in batches]) for name in batches[0].reward_components},
+        {name: pad_sequence(rows(name), batch_first=True) for name in batches[0].tokens},
+    )  # fmt: skip
+
+
+def collate(rows: list[tuple[list[int], list[int]]], device) -> tuple[Tensor, Tensor]:
+    """Pad queries and responses on the right: input_ids (n, L) and a mask (n, L) bool of response tokens.
+
+    No rows make one row of padding, with which a rank that has nothing to do takes part in a collective forward pass.
+    """
+    ids = [torch.tensor(query + response) for query, response in rows] or [torch.zeros(2, dtype=torch.long)]
+    input_ids = pad_sequence(ids, batch_first=True)
+    mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for row, (query, response) in zip(mask, rows):
+        row[len(query) : len(query) + len(response)] = True
+    return input_ids.to(device), mask.to(device)
+
+
+def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
+    """Lay values of response tokens, row after row, out as (N, T) along a mask (N, T); 0 elsewhere. Differentiable."""
+    return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
+
+
+def forward_tokens(module, inputs: tuple[Tensor, Tensor], mask: Tensor, **options) -> dict[str, Tensor]:
+    """Return `module(*inputs, **options)`, values (tokens,) by name, as (n, T) along the response mask (n, T)."""
+    return {name: pad_rows(x, mask) for name, x in module(*inputs, **options).items()}
+
+
+@torch.no_grad()
+def forward_batch(
+    module, batch: Batch, *, token_budget: int, world: utils.World, autocast: Callable, **options
+) -> dict[str, Tensor]:
+    """Return what a module gives for every response token, without gradient, the work spread over the ranks.
+
+    Args:
+        module: called with (input_ids, response_mask, **options), returns values (tokens,) by name.
+    Returns:
+        (N, T) by name, 0 after a response's end.
+    """
+    share, mask = [], batch.response_mask
+    for rows in utils.micro_batches(batch.lengths, token_budget, world):
+        with autocast():
+            outputs = module(*batch.collate(rows), **options)
+        names = list(outputs)
+        values = torch.stack([outputs[name] for name in names]).cpu()  # (names, tokens)
+        parts = values.split([len(batch.responses[i]) for i in rows], dim=1)
+        share += zip(rows, [part.clone() for part in parts])  # a view would send the whole tensor to the other ranks
+    in_order = [value for _, value in sorted(world.all_gather(share), key=lambda pair: pair[0])]
+    return {name: pad_rows(x, mask) for name, x in zip(names, torch.cat(in_order, 1).to(mask.device))}
+
+
+def rollout(
+    rows: list[dict], samples: int, key: tuple, *, generate: Callable, model, engine, tokenizer, stop_ids: list[int],
+    rewards: Rewards, args, interrupt: utils.Interrupt, world: utils.World, autocast: Callable,
+) -> Batch | None:  # fmt: skip
+    """Sample and score `samples` responses for each row, spread over the ranks.
+
+    Args:
+        rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
+        key: names the random numbers, see `utils.generator`.
+        generate: the script's decode loop over `model`. engine: what samples instead of it; None for none.
+    Returns:
+        The Batch, the same on every rank; None if the run is interrupted.
+    """
+    rows = [row for row in rows for _ in range(samples or 1)]
+    mine, interrupted = world.shard(list(range(len(rows)))), lambda: interrupt.requested
+    queries, numbers, device = [rows[i]["query"] for i in mine], utils.generator(*key), model_device(model)
+    if engine is not None:
+        seeds = numbers.integers(2**62, size=len(rows))[mine].tolist() if samples else None
+        found = engine.generate(queries, seeds, stop_ids, args, interrupted)
+        found = found and (found[0], [{"rollout_logprobs": logprobs} for logprobs in found[1]])
+    else:  # a line of numbers for each response of all ranks, whichever rank generates it
+        uniforms = numbers.random((len(rows), args.max_response_length))[mine] if samples else None
+        found, size = ([], []), args.generation_batch_size
+        with unsharded(model), autocast():
+            for start in range(0, len(mine), size):
+                part = slice(start, start + size)
+                u = None if uniforms is None else torch.from_numpy(uniforms[part])
+                responses, values = generate(model, queries[part], u, stop_ids, args, interrupted)
+                found = (found[0] + responses, found[1] + values)
+    if world.any(interrupt.requested or found is None):
+        return None
+    responses, values = found
+    texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
+    components = rewards.score([rows[i] for i in mine], texts, responses)  # {source: scores}
+    components = [dict(zip(components, scores)) for scores in zip(*components.values())]
+    everything = world.unshard(list(zip(responses, texts, values, components)), len(rows))
+    responses, texts, values, components = map(list, zip(*everything))
+    if not all(math.isfinite(x) for value in values for x in value["rollout_logprobs"]):
+        utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
+    queries = [row["query"] for row in rows]
+    scores = {name: [component[name] for component in components] for name in components[0]}
+    for name in rewards.models:
+        scores[name] = one_score([query + response for query, response in zip(queries, responses)], scores[name])
+    padded = lambda name: pad_sequence([torch.tensor(value[name]) for value in values], batch_first=True).to(device)
+    mask = pad_sequence([torch.ones(len(response), dtype=torch.bool) for response in responses], batch_first=True)
+    return Batch(
+        rows, responses, texts,
+        torch.tensor([response[-1] in stop_ids for response in responses], device=device),
+        {name: torch.tensor(column, device=device) for name, column in scores.items()},
+        {"response_mask": mask.to(device), **{name: padded(name) for name in values[0]}},
+    )  # fmt: skip
+
+
+@dataclass
+class Experience:
+    """What a step trains on, and where the next one goes on."""
+
+    batch: Batch
+    metrics: dict[str, float]  # of all responses that were sampled, the dropped ones included
+    sampled_tokens: int  # of theirs, prompts included
+    position: int  # in the stream of prompts, of the next step's first
+    score_statistics: list[float]  # running count, mean and sum of squared deviations of the scores
+    policy_step: int  # steps that the policy which sampled had trained
+    group_size: int
+    unscored: str  # the first reward source that gave no response a score, and why; "" for none
+
+    def state(self) -> dict:
+        """Return it in plain types and tensors, for a checkpoint; of the rows only what is still needed."""
+        rows = [{"prompt": row["prompt"], "query": row["query"]} for row in self.batch.rows]
+        return {**vars(self), "batch": {**vars(self.batch), "rows": rows}}
+
+    @staticmethod
+    def from_state(state: dict | None, args, device) -> "Experience | None":
+        """Return what `state` made, its tensors on the device; None if there is none, or if it is not for this run."""
+        if state is None or not args.async_steps or state["group_size"] != args.group_size:
+            return None
+
+        def moved(x):
+            if isinstance(x, dict):
+                return {name: moved(y) for name, y in x.items()}
+            return x.to(device) if isinstance(x, Tensor) else x
+
+        return Experience(**{**state, "batch": Batch(**moved(state["batch"]))})

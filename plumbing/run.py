@@ -1,0 +1,136 @@
+"""A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop.
+
+Imports plumbing.checkpoints (what a run leaves on disk) and plumbing.run_log (what it shows).
+"""
+
+import os
+import sys
+from typing import Callable, Iterator, NoReturn
+
+import utils
+from plumbing import checkpoints
+from plumbing.run_log import RunLog
+
+SHOWN = {  # what stands in the progress bar, as far as a run has it
+    "objective/scores": "score",
+    "objective/kl": "kl",
+    "train/loss": "loss",
+    "eval/accuracy": "held-out",
+    "eval/pair_accuracy": "held-out",
+}
+
+
+class Run:
+    """The life of a run. `state` is what the next step depends on, beside weights and optimizers, and is saved with
+    them: the step and what the script adds in `start` and `finish_step`."""
+
+    def __init__(self, args, script: str, world: utils.World):
+        """Find the run's folder and its newest checkpoint (`checkpoint`, None for a new run); create nothing yet."""
+        self.args, self.script, self.world, self.interrupt = args, script, world, utils.Interrupt(world)
+        self.folder, self.checkpoint = checkpoints.run_folder(args, script)
+
+    def start(
+        self, total_steps: int, tokenizer, models: dict, optimizers: dict[str, utils.Optimizer], lengths: dict,
+        state: dict, episodes_a_step: int = 0, engine=None,
+    ) -> None:  # fmt: skip
+        """Take over the checkpoint, if there is one, and open the logs.
+
+        Args:
+            models: what a checkpoint holds, by the name of its folder; "" is the model that the run trains.
+            optimizers: by the name under which a checkpoint has their state.
+            lengths: tokens of what the run reads, {name: [int]}, to be shown.
+            state: the script's own entries of `state`, as they are before the first step.
+            engine: the rollout engine, for the memory that it frees while it sleeps.
+        """
+        self.total_steps, self.tokenizer, self.episodes_a_step = total_steps, tokenizer, episodes_a_step
+        self.models, self.optimizers = models, optimizers
+        self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "logged": False, **state}
+        if self.checkpoint:
+            self.state = checkpoints.load_checkpoint(self.checkpoint, self.world)
+            for name, optimizer in optimizers.items():
+                optimizer.load_state_dict(self.state.pop(name))
+        resumed = self.state if self.checkpoint else None
+        self.log = RunLog(self.folder, self.args, self.script, self.world, total_steps, resumed, lengths)
+        self.clock = utils.Clock(self.world.device, self.state["seconds"], engine)
+
+    def steps(self, evaluate: Callable | None) -> Iterator[int]:
+        """Yield the number of each step that is still to take, from 1 on; then save the final model.
+
+        Between two steps: evaluate, log, save when it is due, and leave on a signal. An interrupted run goes on here.
+
+        Args:
+            evaluate: returns metrics, sample rows and lengths in tokens, or None if it was interrupted; None for a run
+                that has nothing to evaluate on.
+        """
+        while True:
+            step = self.state["step"]
+            if not self.state["logged"]:
+                self._evaluate_and_log(step, evaluate)
+                if step and self.args.save_every and step % self.args.save_every == 0:
+                    self.save()
+            if step >= self.total_steps:
+                break
+            if self.interrupt.agreed():
+                self.leave()
+            self.clock.start()
+            yield step + 1
+        checkpoints.save_final(self.folder, self.world, self.models[""], self.tokenizer, self.args.model)
+        self.log.close(f"model: {os.path.join(self.folder, 'final')}")
+
+    def _evaluate_and_log(self, step: int, evaluate: Callable | None) -> None:
+        metrics, every = self.state["metrics"], self.args.eval_every
+        if evaluate and every and (step % every == 0 or step >= self.total_steps):
+            self.log.phase("evaluate")
+            found = evaluate()
+            if found is None:
+                self.leave()
+            results, rows, lengths = found
+            metrics = {**metrics, **results}
+            self.log.table(step, rows, lengths)
+        if metrics:
+            counts = {"step": step} | ({"episode": step * self.episodes_a_step} if self.episodes_a_step else {})
+            self.log.log({**counts, **metrics}, {SHOWN[key]: key for key in metrics if key in SHOWN})
+        self.state.update(metrics={}, logged=True)
+
+    def phase(self, name: str) -> None:
+        """Begin a phase of a step: the progress bar shows it, and time/{name} is what it takes."""
+        self.clock.begin(name)
+        self.log.phase(name)
+
+    def finish_step(self, metrics: dict, samples: list[dict], tokens: int, **state) -> None:
+        """End a step.
+
+        Args:
+            metrics: to be logged with those of the clock and of an evaluation. samples: rows for samples.jsonl.
+            tokens: of the step's sequences, over all ranks. state: entries of `self.state` for the next step.
+        """
+        if (
+            getattr(self.args, "rollout_backend", "server") != "server"
+        ):  # one pass of each token, by this rank or its engine
+            phase = "prefetch" if self.args.async_steps else "rollout"
+            self.clock.flops[phase] += 2 * utils.parameter_count(self.models[""]) * tokens / self.world.size
+        metrics = {**metrics, **self.clock.metrics(tokens)}
+        self.state.update(step=self.state["step"] + 1, metrics=metrics, logged=False, **state)
+        self.log.samples(self.state["step"], samples)
+
+    def save(self) -> None:
+        """Save a checkpoint of the policy after `state["step"]` steps."""
+        self.log.phase("save")
+        self.state["seconds"] = self.clock.total()
+        state = self.state | {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+        checkpoints.save_checkpoint(
+            self.folder, self.world, self.models[""], self.tokenizer, state, self.args.keep_checkpoints,
+            **{name: model for name, model in self.models.items() if name},
+        )  # fmt: skip
+
+    def leave(self) -> NoReturn:
+        """Save a checkpoint and end an interrupted run, exit code 75."""
+        self.save()
+        self.log.close(f"interrupted: step {self.state['step']} is saved, go on with --resume")
+        sys.exit(utils.EXIT_INTERRUPTED)
+
+    def fail(self, message: str) -> NoReturn:
+        """Save a checkpoint and end the run for a reason that the user can mend, exit code 2."""
+        self.save()
+        self.log.close(f"step {self.state['step']} is saved, go on with --resume")
+        utils.fail(message)
