@@ -989,6 +989,7 @@ def main(args: Args) -> None:
             position=position, score_statistics=statistics, kl_coef=next_kl_coef,
             prefetched=prefetched and prefetched.state(),
         )  # fmt: skip
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -359,13 +359,10 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
         }
         samples = sample_pairs(batch[: args.log_samples], scores)
-        if (
-            step == total_steps
-            and not eval_pairs
-            and evaluate(data.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None
-        ):
-            run.leave()
         run.finish_step(metrics, samples, sum(sides(batch)), position=position)
+    if not eval_pairs and evaluate(data.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None:
+        run.leave()
+    run.finish()
 
 
 if __name__ == "__main__":

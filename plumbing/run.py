@@ -54,7 +54,7 @@ class Run:
         self.clock = utils.Clock(self.world.device, self.state["seconds"], engine)
 
     def steps(self, evaluate: Callable | None) -> Iterator[int]:
-        """Yield the number of each step that is still to take, from 1 on; then save the final model.
+        """Yield the number of each step that is still to take, from 1 on.
 
         Between two steps: evaluate, log, save when it is due, and leave on a signal. An interrupted run goes on here.
 
@@ -74,6 +74,9 @@ class Run:
                 self.leave()
             self.clock.start()
             yield step + 1
+
+    def finish(self) -> None:
+        """Save the trained model in final/ and end the run."""
         checkpoints.save_final(self.folder, self.world, self.models[""], self.tokenizer, self.args.model)
         self.log.close(f"model: {os.path.join(self.folder, 'final')}")
 
