@@ -435,7 +435,7 @@ def ptx_loss(wrapped: nn.Module, rows: list[dict], coef: float, token_budget: in
                 inputs = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
                 loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
             (coef * loss * world.size).backward()
-        total += loss.detach()
+        total = total + loss.detach()  # float64 in a float64 run
     return total
 
 
