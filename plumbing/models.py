@@ -235,16 +235,3 @@ def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
     a, b = (whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
     change = layer.scaling["default"] * (b @ a)
     return tensor + (change.T if layer.fan_in_fan_out else change)
-
-
-local_positions, gather_positions = own_positions, from_team
-_old = without_lora
-
-
-@contextlib.contextmanager
-def without_lora(model):
-    if not getattr(model, "peft_config", None):
-        yield
-        return
-    with _old(model):
-        yield

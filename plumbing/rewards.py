@@ -29,7 +29,7 @@ SERVER_BATCH = 32  # responses in a request to a reward server
 
 def reward_names(args) -> tuple[str, ...]:
     """The reward sources of a run: those of --reward, then --reward_model."""
-    return args.reward
+    return args.reward + ((args.reward_model,) if args.reward_model else ())
 
 
 def reward_weights(args) -> tuple[float, ...]:

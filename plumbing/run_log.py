@@ -343,6 +343,3 @@ def git_commit() -> str | None:
     except OSError:  # no git here
         return None
     return head.stdout.strip() + ("+" if git("status", "--porcelain").stdout else "") if head.returncode == 0 else None
-
-
-RunLog = Run

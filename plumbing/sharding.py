@@ -236,8 +236,3 @@ def mix_into(reference: torch.nn.Module, policy: torch.nn.Module, share: float) 
     """Move a model's weights by a share of the way to another's, of the same architecture."""
     for kept, new in zip(reference.parameters(), policy.parameters()):
         kept.lerp_(new if isinstance(kept, DTensor) else whole(new), share)
-
-
-model_device, unsharded, sync_reference = device_of, gathered, mix_into
-Sharding.dp = property(lambda self: self.teams)
-Sharding.load_device = property(lambda self: self.home)
