@@ -41,7 +41,7 @@ from transformers.generation import logits_process
 
 import utils
 from plumbing import checkpoints, data, engines, evaluation, memory, models, run_log, sequence_parallel
-from plumbing.rewards import Rewards, one_score, reward_names, reward_weights
+from plumbing.rewards import Rewards, is_reward_model, one_score, reward_names, reward_weights
 from plumbing.sharding import Sharding, device_of, gathered, gradient_sync, mix_into
 
 # What each --loss stands for, unless a flag says otherwise:
@@ -950,6 +950,9 @@ def main(args: Args) -> None:
     prompts, eval_prompts = data.load_train_and_eval(args, tokenizer)
     supervised = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     rewards = Rewards(reward_names(args), args.reward_timeout, tokenizer)
+    frozen = [("--reward", name) for name in filter(is_reward_model, rewards.names)]
+    if args.kl_coef and (args.ref_model or not args.lora_rank):  # else the reference is the model without its adapter
+        frozen.append(("--ref_model", args.ref_model or args.model))
 
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer where groups are dropped
     updates_a_step = args.num_epochs * N // args.mini_batch_size
@@ -959,12 +962,13 @@ def main(args: Args) -> None:
     token_loss, aggregation, scale, clip_low, clip_high = (
         default if choice is None else choice for default, choice in zip(VARIANTS[args.loss], choices)
     )
+    held = models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
 
     # ---- shared: models ---------------------------------------------------------------------------------------------
     stored, dtype, half, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, stored, half, autocast)
+    sharding = Sharding(args, world, held, stored, half, autocast)
     teams = sharding.teams  # of ranks that share each sequence in training
-    memory.plan_memory(args, __file__, world, sharding)
+    memory.plan_run(args, held, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
     model = models.load_model("--model", source, stored, sharding.home)
     if args.lora_rank:

@@ -364,9 +364,10 @@ def main(args: Args) -> None:
 
     # ---- model and optimizer ----------------------------------------------------------------------------------------
     stored, dtype, half, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, stored, half, autocast)
+    held = models.ModelNames(trained=[], scalar=[("--model", args.model)], frozen=[])
+    sharding = Sharding(args, world, held, stored, half, autocast)
     teams = sharding.teams  # of ranks that share each sequence in training
-    memory.plan_memory(args, __file__, world, sharding)
+    memory.plan_run(args, held, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
     scalar, new_head = models.load_scalar_model("--model", source, stored, sharding.home)
     model, head = scalar.model, scalar.model.score.weight.data

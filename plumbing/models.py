@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from dataclasses import dataclass
 from typing import Callable
 
 import torch
@@ -16,6 +17,18 @@ from transformers import (
 
 from plumbing.sequence_parallel import from_team, last_hidden_states, own_positions
 from utils import fail, first_line, generator, warn, whole
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The models that a script holds, as (flag, folder or hub name): what its memory is planned by.
+
+    A fork that trains or keeps another model adds it here.
+    """
+
+    trained: list[tuple[str, str]]  # language models; the first one samples
+    scalar: list[tuple[str, str]]  # models with a head of one output that train: a critic, a reward model
+    frozen: list[tuple[str, str]]  # reference and reward models
 
 
 def read_tokenizer(flag: str, name: str):

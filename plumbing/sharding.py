@@ -11,6 +11,7 @@ import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from plumbing.models import ModelNames
 from plumbing.sequence_parallel import share_sequences
 from utils import World, fail, first_line, parameter_count, whole
 
@@ -27,7 +28,9 @@ class Sharding:
     WHOLE_SHARE = 0.6  # of a GPU's memory that whole models and Adam may take before --shard auto shards them
     GRADIENT_SHARE = 0.2  # of a GPU's memory up to which a whole gradient may collect before it is sharded
 
-    def __init__(self, args, world: World, stored: torch.dtype, half: torch.dtype | None, autocast: Callable):
+    def __init__(
+        self, args, world: World, names: ModelNames, stored: torch.dtype, half: torch.dtype | None, autocast: Callable
+    ):
         self.world, self.autocast, self.on = world, autocast, args.shard == "fsdp"
         self.attention, self.compile = args.attention, args.compile
         if args.attention not in ("auto", "sdpa") and args.sequence_parallel > 1:
@@ -56,9 +59,9 @@ class Sharding:
         if args.shard == "auto" and world.size > 1:
             reason = " (on a CPU)"
             if gpu:
-                from plumbing.memory import needed_memory
+                from plumbing.memory import unsharded_bytes
 
-                need = needed_memory(args, stored)
+                need = unsharded_bytes(args, names, stored)
                 self.on = world.any(need > self.WHOLE_SHARE * self.memory)
                 reason = f" (whole, models and Adam take {need / 1e9:.3g} GB; a GPU has {self.memory / 1e9:.3g})"
         if self.on:

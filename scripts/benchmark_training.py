@@ -112,7 +112,8 @@ def measure(args: Args) -> dict[str, float]:
     stored, _, half, autocast = models.precision(args.precision, world.device)
     flags = grpo.Args(attention=args.attention, compile=args.compile, shard=args.shard, precision=args.precision)
     with contextlib.redirect_stdout(sys.stderr):
-        sharding = Sharding(flags, world, stored, half, autocast)
+        names = models.ModelNames([], [], [])  # only --shard auto goes by them
+        sharding = Sharding(flags, world, names, stored, half, autocast)
     hidden, layers, heads, keys, inner, vocabulary = SHAPES[args.one]
     config = transformers.Qwen2Config(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,

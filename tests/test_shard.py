@@ -189,7 +189,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
     args = grpo.Args(shard="fsdp")
-    sharding = Sharding(args, world, torch.float32, None, contextlib.nullcontext)
+    sharding = Sharding(args, world, models.ModelNames([], [], []), torch.float32, None, contextlib.nullcontext)
     load = lambda: models.load_model("--model", model, torch.float32, CPU)
     plain, own = load(), models.load_model("--model", model, torch.float32, sharding.home)
     assert own.device.type == ("meta" if rank else "cpu")
@@ -349,27 +349,32 @@ def test_the_memory_estimate(base):
     """16 bytes a parameter that trains, 4 for reference and reward models."""
     size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(base["grpo"]["model"]))
     model, judge = base["grpo"]["model"], base["ppo"]["reward"][1]
-    args = lambda **more: SimpleNamespace(model=model, **more)
-    need = lambda args, stored=torch.float32: memory.needed_memory(args, stored)
-    assert need(args()) == 16 * size
-    assert need(args(kl_coef=0.1, ref_model="")) == 20 * size
-    rewards = dict(reward=("math", judge), reward_model="", kl_coef=0.0)
-    assert need(args(**rewards)) == 20 * size
-    assert need(args(value_model="", **rewards)) == 36 * size
-    assert need(args(), torch.bfloat16) == 8 * size
+    scores = utils.parameter_count(transformers.AutoModelForSequenceClassification.from_pretrained(judge))
+    policy, judge = ("--model", model), ("--reward", judge)
+
+    def need(scalar=(), frozen=(), stored=torch.float32) -> float:
+        names = models.ModelNames([policy], list(scalar), list(frozen))
+        return memory.unsharded_bytes(SimpleNamespace(lora_rank=0), names, stored)
+
+    assert need() == 16 * size
+    assert need(frozen=[policy]) == 20 * size
+    assert need(frozen=[judge]) == 16 * size + 4 * scores
+    assert need(scalar=[judge]) == 16 * (size + scores)
+    assert need(stored=torch.bfloat16) == 8 * size
 
 
 @pytest.mark.parametrize("share, on", [(0.59, False), (0.61, True)])
 def test_auto_on_gpus(base, monkeypatch, capsys, share, on):
     """Sharded from 60 % of a GPU's memory on; the GPUs are made up."""
     args = grpo.Args(model=base["grpo"]["model"], reward=("exact",), kl_coef=0.0)
-    memory_bytes = int(memory.needed_memory(args, torch.float32) / share)
+    names = models.ModelNames([("--model", args.model)], [], [])
+    memory_bytes = int(memory.unsharded_bytes(args, names, torch.float32) / share)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory_bytes))
     monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
     world = utils.World(0, 8, torch.device("cuda", 0))
-    sharding = Sharding(args, world, torch.float32, torch.bfloat16, contextlib.nullcontext)
+    sharding = Sharding(args, world, names, torch.float32, torch.bfloat16, contextlib.nullcontext)
     (line,) = capsys.readouterr().out.splitlines()
     assert sharding.on == on and line.startswith(f"sharding: {'fsdp over 8 of 8 ranks' if on else 'none'} (whole, ")
     assert sharding.home == (CPU if on else world.device)
