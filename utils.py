@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 
@@ -149,21 +150,14 @@ def setup_processes() -> World:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        # Half an hour: longer than any collective should wait, and a rank that waits longer is reported and ended.
+        # Half an hour: longer than any collective should take. A rank that waits longer ends in an error.
         backend, wait = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(minutes=30)
-        # torchrun's store outlives its ranks, and what they left in it would mislead those that it starts after them.
-        own = {}
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else rank 0 makes one
-            own = {"store": common_store(wait), "rank": rank, "world_size": size}
-        dist.init_process_group(backend, timeout=wait, **own)
+        store, rank, size = next(rendezvous("env://", timeout=wait))
+        # torchrun's store outlives the ranks. Without a prefix for each start, those that --max_restarts starts again
+        # find the addresses of the dead ones there, and fail or hang (torch 2.13).
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
     return World(rank, size, device)
-
-
-def common_store(wait: timedelta) -> dist.Store:
-    """A connection to the store of all ranks, of entries of this start alone, where torchrun starts them repeatedly."""
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"start {start}", dist.TCPStore(*address, is_master=False, timeout=wait))
 
 
 def generator(*key) -> np.random.Generator:

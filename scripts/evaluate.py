@@ -507,11 +507,11 @@ def main(args: Args) -> None:
 
     # ---- generate: this rank's prompts, all n responses of each -----------------------------------------------------
     def bar(name: str, total: int) -> tqdm:
-        if run_log.Run.progress is not None:
-            run_log.Run.progress.close()
+        for finished in utils.progress_bars:
+            finished.close()
         unit = " prompts" if name == "vote" else " responses"
-        run_log.Run.progress = tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True, disable=not world.main)
-        return run_log.Run.progress
+        utils.progress_bars[:] = [tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True, disable=not world.main)]
+        return utils.progress_bars[0]
 
     mine = world.shard(list(enumerate(prompts)))
     begin = time.perf_counter()
@@ -552,7 +552,7 @@ def main(args: Args) -> None:
         for name in ("gsm8k_strict", "gsm8k_flexible"):
             said[name] = [harness_answer(text, name == "gsm8k_flexible") for text in texts]
             right[name] = [answer == reference for answer, reference in zip(said[name], references)]
-    run_log.Run.progress.close()
+    utils.progress_bars[0].close()
 
     samples = []
     for i, row in enumerate(rows):
@@ -625,6 +625,6 @@ if __name__ == "__main__":
         try:
             main(tyro.cli(Args))
         except KeyboardInterrupt:
-            if run_log.Run.progress is not None:
-                run_log.Run.progress.close()  # which ends the bar's line
+            for progress in utils.progress_bars:
+                progress.close()  # which ends the bar's line
             sys.exit("interrupted: nothing was written")
