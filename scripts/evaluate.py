@@ -54,7 +54,8 @@ if not VOTE:  # these take seconds
     import grpo
     import utils
     from plumbing import checkpoints, data, evaluation, models, run_log
-    from plumbing.rewards import Rewards, Worker, is_reward_model, worker_count
+    from plumbing.reward_worker import Worker
+    from plumbing.rewards import Rewards, is_reward_model, worker_count
 
 
 @dataclass
@@ -325,7 +326,7 @@ class Voters:
         """The answers by process `index`; by `answer_text` if it takes too long or dies, and a new one comes next."""
         said, worker = "ready", self.workers[index]
         if worker is None:
-            worker = self.workers[index] = Worker("scripts/evaluate.py", "vote", str(self.timeout))
+            worker = self.workers[index] = Worker(os.path.abspath(__file__), "vote", str(self.timeout))
             said = worker.receive(timeout=300.0)  # importing may take long on a busy file system
         if said == "ready":
             worker.send(responses)

@@ -13,13 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing import data
+from plumbing import verifiers as verifier
 from plumbing.rewards import Rewards
-
-PATH = os.path.join(ROOT, "plumbing", "verifiers.py")
-spec = importlib.util.spec_from_file_location("verifier", PATH)
-verifier = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(verifier)
-
 
 # ---- where the answer stands -----------------------------------------------------------------------------------------
 
@@ -252,7 +247,7 @@ def scores(names, rows, texts, timeout=20.0):
     found = rewards.score([{"prompt": "p", "query": [1], **row} for row in rows], texts, [[]] * len(rows))
     rewards.close()
     as_lists = {name: [None if math.isnan(score) else score for score in part] for name, part in found.items()}
-    return as_lists, rewards.failures
+    return as_lists, {name: source.failure for name, source in rewards.sources.items()}
 
 
 @gym
@@ -279,6 +274,8 @@ def test_no_row_has_the_column():
 def test_a_missing_package_is_named_at_the_start(name, package):
     """A worker that finds no packages (-S) answers with one line."""
     settings = json.dumps({"load": ["exact", name], "timeout": 5.0})
-    worker = subprocess.run([sys.executable, "-S", PATH], input=settings, capture_output=True, text=True, timeout=60)
+    words = [sys.executable, "-S", "-P", "-m", "plumbing.reward_worker"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    worker = subprocess.run(words, input=settings, capture_output=True, text=True, timeout=60, env=environment)
     message = f"ModuleNotFoundError: takes the package {package} (pip install {package})"
     assert json.loads(worker.stdout) == {"reward": name, "error": message} and worker.stderr == ""

@@ -26,7 +26,8 @@ from tokenizers.processors import TemplateProcessing
 import reward_model
 import utils
 from plumbing import data, models
-from plumbing.rewards import BUILTIN_REWARDS, Rewards
+from plumbing.rewards import Rewards
+from plumbing.verifiers import VERIFIERS
 
 CPU = torch.device("cpu")
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
@@ -188,7 +189,7 @@ def servers(folder):
 
 @pytest.fixture(scope="module")
 def direct(folder):
-    """A score by `models.ScalarModel` alone, a sequence at a time: prompt as the model sees it, response and the end."""
+    """A score by `models.ScalarModel` alone, one sequence at a time: prompt as the model sees it, response, stop."""
     scalar, new = models.load_scalar_model("--reward", str(folder / "model"), torch.float64, CPU)
     assert not new
 
@@ -534,7 +535,7 @@ def test_the_command_line():
 def test_help_names_every_built_in_source():
     script = Path(helpers.ROOT, "scripts", "reward_server.py").read_text()
     said = script.partition("    reward: tuple")[2].partition("    reward_weights: tuple")[0]
-    assert not set(BUILTIN_REWARDS) - set(re.findall(r"\w+", said))
+    assert not set(VERIFIERS) - set(re.findall(r"\w+", said))
 
 
 # ---- bad flags ------------------------------------------------------------------------------------------------------
