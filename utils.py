@@ -234,17 +234,9 @@ def check_common_args(args) -> None:
         fail(f"--overlong_buffer {args.overlong_buffer}: has to be at most --max_response_length")
     if args.filter_groups != "none" and args.group_size < 2:
         fail(f"--filter_groups {args.filter_groups}: takes groups, so a --group_size of 2 or more")
-    from plumbing.rewards import reward_names
+    from plumbing.rewards import check_sources, reward_names
 
-    sources = reward_names(args)
-    if not sources:
-        fail("--reward: names no source")
-    if len(set(sources)) < len(sources):
-        fail(f"--reward {' '.join(sources)}: names a source twice")
-    if args.reward_weights and len(args.reward_weights) != len(sources):
-        fail(f"--reward_weights: has {len(args.reward_weights)} weights for {len(sources)} sources in --reward")
-    if args.reward_weights and not any(args.reward_weights):
-        fail("--reward_weights: are all 0, so there is nothing to learn from")
+    check_sources(reward_names(args), args.reward_weights)
     if args.ptx_coef and not args.ptx_dataset:
         fail(f"--ptx_coef {args.ptx_coef}: takes supervised rows, named by --ptx_dataset")
     if args.ptx_dataset and not args.ptx_coef:

@@ -46,6 +46,25 @@ def is_reward_model(name: str) -> bool:
     return not (name in VERIFIERS or is_server(name) or is_function(name))
 
 
+def check_sources(names: tuple[str, ...], weights: tuple[float, ...] = ()) -> None:
+    """End the run if --reward names no source or one twice, or --reward_weights does not fit it."""
+    if not names:
+        fail("--reward: names no source")
+    if len(set(names)) < len(names):
+        fail(f"--reward {' '.join(names)}: names a source twice")
+    if weights and len(weights) != len(names):
+        fail(f"--reward_weights: has {len(weights)} weights for {len(names)} sources in --reward")
+    if weights and not any(weights):
+        fail("--reward_weights: are all 0, so there is nothing to learn from")
+
+
+def check_name(name: str) -> None:
+    """End the run if a reward source can be none of all kinds; a model's folder or hub name is not opened for that."""
+    if is_reward_model(name) and (name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1):
+        others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
+        fail(f"--reward {name}: no such reward; take {', '.join(VERIFIERS)}, {others}")
+
+
 def worker_count() -> int:
     """Return how many worker processes a rank has."""
     return max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -212,9 +231,7 @@ class ModelSource:
     def __init__(self, name: str, tokenizer):
         """End the run if `name` is no reward model or does not share the tokenizer."""
         self.name, self.failure = name, ""
-        if name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1:
-            others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
-            fail(f"--reward {name}: no such reward; take {', '.join(VERIFIERS)}, {others}")
+        check_name(name)
         if not scalar_config("--reward", name)[1]:
             fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
         check_can_read("--reward", name, tokenizer)

@@ -55,7 +55,7 @@ if not VOTE:  # these take seconds
     import utils
     from plumbing import checkpoints, data, evaluation, models, run_log
     from plumbing.reward_worker import Worker
-    from plumbing.rewards import Rewards, is_reward_model, worker_count
+    from plumbing.rewards import Rewards, check_sources, is_reward_model, worker_count
 
 
 @dataclass
@@ -446,8 +446,7 @@ def check_args(args: Args) -> tuple[str, int, tuple[int, ...]]:
         utils.fail(f"--samples {n}: with --temperature 0 all of them would be the same; take 1")
     if not all(1 <= k <= n for k in args.k):
         utils.fail(f"--k {' '.join(map(str, args.k))}: each has to lie between 1 and --samples {n}")
-    if not args.reward or len(set(args.reward)) < len(args.reward):
-        utils.fail(f"--reward {' '.join(args.reward)}: names {'a source twice' if args.reward else 'no source'}")
+    check_sources(args.reward)
     if args.backend == "vllm":
         if importlib.util.find_spec("vllm") is None:
             utils.fail("--backend vllm: the package vllm is not installed here (requirements.txt has the version)")
