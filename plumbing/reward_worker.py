@@ -29,6 +29,7 @@ from typing import Callable
 
 from plumbing.verifiers import VERIFIERS
 
+# Not from utils, which imports torch.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 

@@ -59,7 +59,7 @@ def check_sources(names: tuple[str, ...], weights: tuple[float, ...] = ()) -> No
 
 
 def check_name(name: str) -> None:
-    """End the run if a reward source can be none of all kinds; a model's folder or hub name is not opened for that."""
+    """End the run for a name that fits no kind of source. A model's folder or hub name is not opened."""
     if is_reward_model(name) and (name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1):
         others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
         fail(f"--reward {name}: no such reward; take {', '.join(VERIFIERS)}, {others}")
@@ -267,7 +267,8 @@ class ModelSource:
         for batch in batches + [[]] * (most - len(batches)):
             for i, score in zip(batch, self._forward([sequences[i] for i in batch] or [[0, 0]])):
                 scores[i] = (score - self.shift) / self.divisor if math.isfinite(score) else math.nan
-        self.failure = "its score is not finite"  # read only where scores are missing
+        if any(map(math.isnan, scores)):
+            self.failure = "its score is not finite"
         return scores
 
     def _forward(self, sequences: list[list[int]]) -> list[float]:
