@@ -40,9 +40,9 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process
 
 import utils
-from plumbing import checkpoints, data, engines, evaluation, memory, models, run_log, sequence_parallel
+from plumbing import checkpoints, data, engines, evaluation, memory, models, run_log
 from plumbing.rewards import Rewards, is_reward_model, one_score, reward_names, reward_weights
-from plumbing.sharding import Sharding, device_of, gathered, gradient_sync, mix_into
+from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference, unsharded
 
 # What each --loss stands for, unless a flag says otherwise:
 #             token loss    aggregation     scale    low    high   source
@@ -461,13 +461,13 @@ class Policy(nn.Module):
         for part in zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden))):
             chunks.append(self.chunk(torch.is_grad_enabled() and len(labels) > self.chunk_tokens, *part, *more))
         columns = (torch.cat(column) if column[0] is not None else None for column in zip(*chunks))
-        return tuple(x if x is None else sequence_parallel.from_team(self.model, x, before) for x in columns)
+        return tuple(x if x is None else models.gather_positions(self.model, x, before) for x in columns)
 
     def hidden(self, input_ids: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """The hidden states one position before each response token, and these tokens, of this rank's positions."""
         following = nn.functional.pad(input_ids[:, 1:], (0, 1))
-        input_ids, following, before = sequence_parallel.own_positions(self.model, input_ids, following, before)
-        return sequence_parallel.last_hidden_states(self.model, input_ids)[before], following[before]
+        input_ids, following, before = models.local_positions(self.model, input_ids, following, before)
+        return models.last_hidden_states(self.model, input_ids)[before], following[before]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The model's own head: (..., H) -> (..., V), float32 or better, not divided by the temperature."""
@@ -678,7 +678,7 @@ def generate(
     Returns:
         responses, token ids up to and including the first stop token; their log-probabilities, alike.
     """
-    device, width = device_of(model), max(map(len, queries))
+    device, width = model_device(model), max(map(len, queries))
     # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
     input_ids = torch.tensor([[q[0]] * (width - len(q)) + q for q in queries], device=device)  # (N, width)
     attention_mask = torch.tensor([[0] * (width - len(q)) + [1] * len(q) for q in queries], device=device)
@@ -737,7 +737,7 @@ def rollout(
     Returns:
         The Batch, the same on every rank; None if the run is interrupted.
     """
-    rows, device = [row for row in rows for _ in range(samples or 1)], device_of(model)
+    rows, device = [row for row in rows for _ in range(samples or 1)], model_device(model)
     numbers, uniforms, seeds = utils.generator(*key), None, None
     if samples and engine is None:  # a line of numbers for each response of all ranks, whichever rank generates it
         uniforms = torch.from_numpy(numbers.random((len(rows), args.max_response_length)))  # (N, T)
@@ -751,7 +751,7 @@ def rollout(
         share = (
             None if found is None else [(truncate_at_stop(ids, stop_ids), logprobs) for ids, logprobs in zip(*found)]
         )
-    with gathered(model) if engine is None else contextlib.nullcontext(), autocast():
+    with unsharded(model) if engine is None else contextlib.nullcontext(), autocast():
         for start in range(0, len(mine) if engine is None else 0, args.generation_batch_size):
             part = mine[start : start + args.generation_batch_size]
             queries, numbers = [rows[i]["query"] for i in part], None if uniforms is None else uniforms[part]
@@ -965,12 +965,13 @@ def main(args: Args) -> None:
     held = models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
 
     # ---- shared: models ---------------------------------------------------------------------------------------------
-    stored, dtype, half, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, held, stored, half, autocast)
-    teams = sharding.teams  # of ranks that share each sequence in training
+    precision = models.precision(args.precision, world.device)
+    stored, dtype, half, autocast = precision
+    sharding = Sharding(args, world, precision, held)
+    teams = sharding.dp  # of ranks that share each sequence in training
     memory.plan_run(args, held, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
-    model = models.load_model("--model", source, stored, sharding.home)
+    model = models.load_model("--model", source, stored, sharding.load_device)
     if args.lora_rank:
         models.add_lora(model, args, resume_from)
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
@@ -982,7 +983,7 @@ def main(args: Args) -> None:
     elif args.kl_coef:
         refreshed = os.path.join(resume_from or "", "reference")  # a checkpoint has it once it was refreshed
         name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
-        ref_model = models.load_model("--ref_model", name, stored, sharding.home).requires_grad_(False)
+        ref_model = models.load_model("--ref_model", name, stored, sharding.load_device).requires_grad_(False)
         reference = Policy(ref_model, args.temperature, args.logits_chunk_tokens)
         reference.check_head(f"--ref_model {name}", prompts[0]["query"][:32])
         models.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
@@ -1001,17 +1002,17 @@ def main(args: Args) -> None:
     state = {"step": 0, "position": 0, "kl_coef": args.kl_coef, "seconds": 0.0, "metrics": {}, "logged": False}
     state["moments"] = [0.0, 0.0, 0.0]  # of the scores, see update_moments
     if resume_from:
-        state = checkpoints.load_checkpoint(resume_from, world)
-        optimizer.load_state_dict(state.pop("optimizer"))
+        state = checkpoints.load_state(resume_from, world)
+        checkpoints.load_optimizer(resume_from, "", model, optimizer)
     saved, following = state.pop("ahead", None), None  # the next step's, if it is there already
     if saved and args.async_steps and saved["group_size"] == args.group_size:
         following = Experience.of(saved, world.device)
 
     def save() -> None:
         run.phase("save")
-        state.update(seconds=clock.total(), optimizer=optimizer.state_dict(), ahead=following and following.state())
-        moved = {"reference": reference.model} if args.ref_refresh_every else {}
-        checkpoints.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints, **moved)
+        state.update(seconds=clock.total(), ahead=following and following.state())
+        saved = {"": model} | ({"reference": reference.model} if args.ref_refresh_every else {})
+        checkpoints.save_checkpoint(folder, world, tokenizer, state, saved, {"": optimizer}, args.keep_checkpoints)
 
     # ---- shared: run ------------------------------------------------------------------------------------------------
     beside = world.rollout_world(args.vllm_tensor_parallel)
@@ -1209,7 +1210,7 @@ def main(args: Args) -> None:
             )
         # ---- shared: metrics ----------------------------------------------------------------------------------------
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
-            mix_into(reference, policy, args.ref_refresh_mix)
+            sync_reference(reference, policy, args.ref_refresh_mix)
 
         state.update(step=step, position=experience.position, moments=experience.moments, logged=False)
         tokens = total["tokens"] / args.num_epochs

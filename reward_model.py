@@ -363,13 +363,14 @@ def main(args: Args) -> None:
     total_steps = args.num_epochs * len(pairs) // args.batch_size
 
     # ---- model and optimizer ----------------------------------------------------------------------------------------
-    stored, dtype, half, autocast = models.precision(args.precision, world.device)
+    precision = models.precision(args.precision, world.device)
+    stored, dtype, half, autocast = precision
     held = models.ModelNames(trained=[], scalar=[("--model", args.model)], frozen=[])
-    sharding = Sharding(args, world, held, stored, half, autocast)
-    teams = sharding.teams  # of ranks that share each sequence in training
+    sharding = Sharding(args, world, precision, held)
+    teams = sharding.dp  # of ranks that share each sequence in training
     memory.plan_run(args, held, world, sharding)
     source = args.model if args.lora_rank else resume_from or args.model
-    scalar, new_head = models.load_scalar_model("--model", source, stored, sharding.home)
+    scalar, new_head = models.load_scalar_model("--model", source, stored, sharding.load_device)
     model, head = scalar.model, scalar.model.score.weight.data
     if args.lora_rank:
         models.add_lora(model, args, resume_from)
@@ -383,7 +384,7 @@ def main(args: Args) -> None:
     # What the next step depends on, beside the weights and the optimizer: the order of the pairs is a function of it.
     state = {"step": 0, "position": 0, "seconds": 0.0, "metrics": {}, "logged": False}
     if resume_from:
-        state = checkpoints.load_checkpoint(resume_from, world)
+        state = checkpoints.load_state(resume_from, world)
         if args.lora_rank:  # an adapter's folder does not hold it
             head.copy_(state["head"])
     if args.gradient_checkpointing:
@@ -392,13 +393,14 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(scalar, args, total_steps)
 
     if resume_from:
-        optimizer.load_state_dict(state.pop("optimizer"))
+        checkpoints.load_optimizer(resume_from, "", model, optimizer)
 
     def save() -> None:
         run.phase("save")
-        state.update(seconds=clock.total(), optimizer=optimizer.state_dict())
-        state.update({"head": utils.whole(model.score.weight.detach()).cpu()} if args.lora_rank else {})
-        checkpoints.save_checkpoint(folder, world, model, tokenizer, state, args.keep_checkpoints)
+        state.update(seconds=clock.total())
+        state.update({"head": utils.full_tensor(model.score.weight.detach()).cpu()} if args.lora_rank else {})
+        keep = args.keep_checkpoints
+        checkpoints.save_checkpoint(folder, world, tokenizer, state, {"": model}, {"": optimizer}, keep)
 
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
     token_lengths = {"sides of pairs": sides(pairs)} | (

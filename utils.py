@@ -327,7 +327,7 @@ class Optimizer:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad /= self.loss_scale
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)).item()
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)).item()
         factor = lr_factor(self.updates, self.total_updates, self.warmup_ratio, self.schedule)
         for group in self.adam.param_groups:
             group["lr"] = self.floor + factor * (self.peak - self.floor)
@@ -452,11 +452,11 @@ def parameter_count(module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the pieces of all ranks, which have to ask alike."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, gathered if it is sharded: a collective, on the GPU where the ranks have one."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # an offloaded one, too, by way of the GPUs
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # an offloaded tensor is gathered by the GPUs
 
 
 # ----------------------------------------------------------------------------------------------------------------

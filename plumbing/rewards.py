@@ -246,16 +246,16 @@ class ModelSource:
             sharding: a plumbing.sharding.Sharding; None for a model that is kept in one piece.
         """
         self.device, self.autocast, self.token_budget = device, autocast, token_budget
-        sharded = sharding is not None and sharding.on and sharding.rewards
+        sharded = sharding is not None and sharding.shards_reward_models
         self.world = sharding.world if sharded else World(0, 1, device)  # of the ranks that pass forward together
-        self.model, _ = load_scalar_model("--reward", self.name, dtype, sharding.home if sharded else device)
+        self.model, _ = load_scalar_model("--reward", self.name, dtype, sharding.load_device if sharded else device)
         mean, std = (getattr(self.model.model.config, key, None) for key in ("score_mean", "score_std"))
         self.shift, self.divisor = {"raw": (0.0, 1.0), "centred": (mean, 1.0), "standardized": (mean, std)}[scale]
         if self.shift is None or not self.divisor:
             fail(f"--reward_model_scale {scale}: the config of {self.name} has no score_mean or no score_std above 0")
         self.model.requires_grad_(False)
         if sharding is not None:
-            sharding.shard(self.model, beside=not sharding.rewards, rewards=True)
+            sharding.shard(self.model, reward_model=True)
 
     @torch.no_grad()
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
