@@ -668,6 +668,7 @@ def main(args: Args) -> None:
     token_loss, aggregation, scale, clip_low, clip_high = (
         default if choice is None else choice for default, choice in zip(VARIANTS[args.loss], choices)
     )
+    held = models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
 
     # ---- setting up: models, optimizer, rollout ----
     dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)

@@ -766,6 +766,8 @@ def main(args: Args) -> None:
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
     models.check_can_read("--value_model", args.value_model or args.model, tokenizer)
+    critic = ("--value_model", args.value_model or args.model)
+    held = models.ModelNames(trained=[("--model", args.model)], scalar=[critic], frozen=frozen)
 
     # ---- setting up: models, optimizer, rollout ----
     dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)

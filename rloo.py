@@ -707,6 +707,7 @@ def main(args: Args) -> None:
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
     aggregation = args.loss_aggregation or args.ratio
+    held = models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
 
     # ---- setting up: models, optimizer, rollout ----
     dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 from tqdm import tqdm
 
@@ -144,21 +145,14 @@ def setup_processes() -> World:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        # Half an hour: longer than any collective should wait, and a rank that waits longer is reported and ended.
+        # Half an hour: longer than any collective should take. A rank that waits longer ends in an error.
         backend, wait = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(minutes=30)
-        # torchrun's store outlives its ranks, and what they left in it would mislead those that it starts after them.
-        own = {}
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else rank 0 makes one
-            own = {"store": common_store(wait), "rank": rank, "world_size": size}
-        dist.init_process_group(backend, timeout=wait, **own)
+        store, rank, size = next(rendezvous("env://", timeout=wait))
+        # torchrun's store outlives the ranks. Without a prefix for each start, those that --max_restarts starts again
+        # find the addresses of the dead ones there, and fail or hang (torch 2.13).
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
     return World(rank, size, device)
-
-
-def common_store(wait: timedelta) -> dist.Store:
-    """A connection to the store of all ranks, of entries of this start alone, where torchrun starts them repeatedly."""
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"start {start}", dist.TCPStore(*address, is_master=False, timeout=wait))
 
 
 def generator(*key) -> np.random.Generator:
@@ -236,7 +230,7 @@ class Optimizer:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad /= self.loss_scale
-        norm = whole(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)).item()
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)).item()
         factor = lr_factor(self.updates, self.total_updates, self.warmup_ratio, self.schedule)
         for group in self.adam.param_groups:
             group["lr"] = self.floor + factor * (self.peak - self.floor)
@@ -366,11 +360,11 @@ def parameter_count(module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the pieces of all ranks, which have to ask alike."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, gathered if it is sharded: a collective, on the GPU where the ranks have one."""
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # an offloaded one, too, by way of the GPUs
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # an offloaded tensor is gathered by the GPUs
 
 
 # ----------------------------------------------------------------------------------------------------------------

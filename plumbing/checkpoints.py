@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from plumbing.models import base_weights, load_config, merged
-from utils import World, fail, first_line, whole
+from utils import Optimizer, World, fail, first_line, full_tensor
 
 
 def run_folder(args, script: str) -> tuple[str, str | None]:
@@ -83,24 +83,28 @@ def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None
     world.barrier()
 
 
-def save_checkpoint(folder: str, world: World, model, tokenizer, state: dict, keep: int, **others) -> None:
+def save_checkpoint(
+    folder: str, world: World, tokenizer, state: dict, models: dict[str, torch.nn.Module],
+    optimizers: dict[str, Optimizer], keep: int,
+) -> None:  # fmt: skip
     """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer needs to go on.
 
     Args:
-        state: optimizer, schedule and counters (tensors and plain values), saved as trainer_state.pt by rank 0, but
-            what is sharded in sharded/, by all ranks; every rank adds the state of its global random generators.
-            `state["step"]` names the folder.
+        state: what else the trainer needs (tensors and plain values); every rank adds the state of its global random
+            generators. `state["step"]` names the folder.
+        models: the policy as "", others in folders of their name beside it, such as "critic".
+        optimizers: those of the models of the same names.
         keep: how many checkpoints stay, the newest ones; 0 keeps all.
-        others: models to save in folders of their own beside it, such as a critic.
     """
 
     def write(path: str) -> None:
         torch.save(random_state(), os.path.join(path, f"random_state_{world.rank}.pt"))
         pieces: dict[str, torch.Tensor] = {}
-        own = take_sharded(state, pieces)
+        states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+        own = take_sharded({**state, "optimizers": states}, pieces)
         if pieces:
             write_sharded(path, pieces)
-        for name, each in {"": model, **others}.items():
+        for name, each in models.items():
             save_model(each, os.path.join(path, name), world)
         if world.main:
             tokenizer.save_pretrained(path)
@@ -140,22 +144,32 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
     save_folder(os.path.join(folder, "final"), world, write)
 
 
-def load_checkpoint(folder: str, world: World) -> dict:
-    """The trainer's state of a checkpoint; sets this rank's global random generators as they were."""
+def load_state(folder: str, world: World) -> dict:
+    """Return the trainer's state of a checkpoint, and set this rank's global random generators as they were."""
     own = os.path.join(folder, f"random_state_{world.rank}.pt")
     if os.path.exists(own):  # a resumed run may have more ranks than before; nothing in it depends on these
         set_random_state(torch.load(own, weights_only=True))
+    state = read_state(folder)
+    del state["optimizers"]
+    return state
+
+
+def read_state(folder: str) -> dict:
     try:
-        state = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
+        return torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
         fail(f"--resume: {folder} cannot be read ({first_line(error)}); remove it to go on from the one before")
+
+
+def load_optimizer(folder: str, name: str, module: torch.nn.Module, optimizer: Optimizer) -> None:
+    """Give an optimizer of `module` the state that a checkpoint has of the one called `name`."""
 
     def look_up(x):
         if not isinstance(x, dict):
             return x
         return Stored(folder, x["sharded"]) if x.keys() == {"sharded"} else {key: look_up(y) for key, y in x.items()}
 
-    return look_up(state)
+    optimizer.load_state_dict(look_up(read_state(folder)["optimizers"][name]))
 
 
 def save_model(model: torch.nn.Module, path: str, world: World) -> None:
@@ -165,7 +179,7 @@ def save_model(model: torch.nn.Module, path: str, world: World) -> None:
         state = {}
         for name, tensor in model.state_dict(keep_vars=True).items():
             if id(tensor) not in done:
-                full = whole(tensor.detach())
+                full = full_tensor(tensor.detach())
                 done[id(tensor)] = full.cpu() if world.main else None
             state[name] = done[id(tensor)]
     if world.main:

@@ -8,7 +8,7 @@ import zlib
 
 from tqdm import tqdm
 
-from plumbing.rewards import ANSWER_REWARDS
+from plumbing.verifiers import ANSWER_REWARDS
 from utils import fail, first_line, generator, warn
 
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "quiz", "src")

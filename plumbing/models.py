@@ -1,8 +1,9 @@
-"""Tokenizers, configurations, loading of models, number formats, LoRA adapters and scalar heads."""
+"""Tokenizers, configurations, loading of models, number formats, LoRA adapters, scalar heads. Imports utils."""
 
 import contextlib
 import functools
-from typing import Callable
+from dataclasses import dataclass
+from typing import Callable, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -14,8 +15,19 @@ from transformers import (
     GenerationConfig,
 )
 
-from plumbing.sequence_parallel import from_team, last_hidden_states, own_positions
-from utils import fail, first_line, generator, warn, whole
+from utils import fail, first_line, full_tensor, generator, warn
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The models that a script holds, as (flag, folder or hub name): what its memory is planned by.
+
+    A fork that trains or keeps another model adds it here.
+    """
+
+    trained: list[tuple[str, str]]  # language models; the first one samples
+    scalar: list[tuple[str, str]]  # models with a head of one output that train: a critic, a reward model
+    frozen: list[tuple[str, str]]  # reference and reward models
 
 
 def read_tokenizer(flag: str, name: str):
@@ -111,13 +123,13 @@ class ScalarModel(torch.nn.Module):
         Returns:
             One number for each set entry of the mask, row by row; float32 or better, also under autocast.
         """
-        own, here = own_positions(self.model, input_ids, mask)
-        hidden = last_hidden_states(self.model, own)[here]
+        local_ids, local_mask = local_positions(self.model, input_ids, mask)
+        hidden = last_hidden_states(self.model, local_ids)[local_mask]
         kind = torch.promote_types(self.model.score.weight.dtype, torch.float32)
         weight, bias = (x if x is None else x.to(kind) for x in (self.model.score.weight, self.model.score.bias))
         with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
             outputs = torch.nn.functional.linear(hidden.to(kind), weight, bias)[:, 0].clone()  # FSDP warns of views
-        return from_team(self.model, outputs, mask)
+        return gather_positions(self.model, outputs, mask)
 
 
 def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[ScalarModel, bool]:
@@ -165,17 +177,45 @@ def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module
         fail(f"{flag}: --ref_refresh_every takes a reference of the same architecture as --model")
 
 
-def precision(name: str, device: torch.device) -> tuple[torch.dtype, torch.dtype, torch.dtype | None, Callable]:
-    """What --precision stands for: the number format of the weights, that of losses and statistics, that of matrix
-    products (None: that of the weights), and a function that gives the context to compute in."""
+class Precision(NamedTuple):
+    """What --precision stands for."""
+
+    param_dtype: torch.dtype
+    loss_dtype: torch.dtype  # of losses and statistics: float32 or better
+    compute_dtype: torch.dtype | None  # of matrix products; None: that of the weights
+    autocast: Callable  # returns the context to compute in
+
+
+def precision(name: str, device: torch.device) -> Precision:
+    """Return the number formats of --precision `name`."""
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "float32"
     if name == "pure_bf16":
         warn("--precision pure_bf16: a weight moves only by 1/256 of itself or more; bf16 keeps float32 weights")
-    stored = {"float64": torch.float64, "pure_bf16": torch.bfloat16}.get(name, torch.float32)
-    half = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-    autocast = functools.partial(torch.autocast, device.type, half or torch.bfloat16, enabled=half is not None)
-    return stored, torch.promote_types(stored, torch.float32), half, autocast
+    param = {"float64": torch.float64, "pure_bf16": torch.bfloat16}.get(name, torch.float32)
+    compute = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+    autocast = functools.partial(torch.autocast, device.type, compute or torch.bfloat16, enabled=compute is not None)
+    return Precision(param, torch.promote_types(param, torch.float32), compute, autocast)
+
+
+def local_positions(model: torch.nn.Module, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return the positions of tensors (N, L) that this rank computes: all, or a slice with --sequence_parallel."""
+    parallel = getattr(model, "sequence_parallel", None)
+    return list(tensors) if parallel is None else parallel.local_positions(*tensors)
+
+
+def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    """Return a language model's last hidden states (N, l, H) for the tokens (N, l) that `local_positions` gave."""
+    parallel = getattr(model, "sequence_parallel", None)
+    if parallel is None:
+        return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return parallel.last_hidden_states(model, input_ids)
+
+
+def gather_positions(model: torch.nn.Module, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the values at all set positions of a mask (N, L), row by row, from those at this rank's positions."""
+    parallel = getattr(model, "sequence_parallel", None)
+    return values if parallel is None else parallel.gather_positions(values, mask)
 
 
 def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
@@ -202,12 +242,15 @@ def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
 
 @contextlib.contextmanager
 def without_lora(model: torch.nn.Module):
-    """A context in which a model computes as if it had no adapter."""
-    model.disable_adapters()
+    """Compute without a model's adapter in this context; a model that has none computes as always."""
+    adapted = bool(getattr(model, "peft_config", None))
+    if adapted:
+        model.disable_adapters()
     try:
         yield
     finally:
-        model.enable_adapters()
+        if adapted:
+            model.enable_adapters()
 
 
 def base_weights(model: torch.nn.Module) -> list[tuple]:
@@ -229,9 +272,9 @@ def base_weights(model: torch.nn.Module) -> list[tuple]:
 @torch.no_grad()
 def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
     """One of `base_weights`, whole, with its adapter's product added; of a sharded model all ranks ask alike."""
-    tensor = whole(tensor)
+    tensor = full_tensor(tensor)
     if layer is None:
         return tensor
-    a, b = (whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+    a, b = (full_tensor(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
     change = layer.scaling["default"] * (b @ a)
     return tensor + (change.T if layer.fan_in_fan_out else change)

@@ -1,9 +1,8 @@
-"""DDP, FSDP2, torch.compile, and what is gathered for a rollout."""
+"""DDP, FSDP2, torch.compile, the attention's implementation, and unsharding for a rollout. Imports utils and models."""
 
 import contextlib
 import functools
 import math
-from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,41 +10,44 @@ import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from plumbing.sequence_parallel import share_sequences
-from utils import World, fail, first_line, parameter_count, whole
+from plumbing.models import ModelNames, Precision
+from utils import World, fail, first_line, full_tensor, parameter_count
 
 
 class Sharding:
-    """What --attention and --compile make of the models, and --shard: whole ones on every rank (none; DDP averages the
-    gradients of those that train), or weights, gradients and Adam's state in pieces, one a rank (fsdp, torch's FSDP2).
+    """What --shard, --attention and --compile make of the models.
 
-    A decoder block's weights are whole on a rank only while the block computes, those outside of blocks (embeddings,
-    head) while the model does. Matrix products in half precision get the blocks' weights in that format; autocast
-    stays on, so that it computes what it does without sharding.
+    With --shard none each rank has all weights, and DDP averages the gradients of the models that train. With fsdp
+    (torch's FSDP2) a rank has a shard of the weights, gradients and Adam's state: the weights of a decoder block are
+    gathered while the block computes, those outside of blocks (embeddings, head) while the model does. Blocks get their
+    weights in the format of matrix products; autocast stays on, so that the result is the one without sharding.
+
+    Attributes:
+        on: whether models are sharded.
+        dp: the World counted by data-parallel ranks, over which gradients and statistics are summed.
     """
 
     WHOLE_SHARE = 0.6  # of a GPU's memory that whole models and Adam may take before --shard auto shards them
     GRADIENT_SHARE = 0.2  # of a GPU's memory up to which a whole gradient may collect before it is sharded
 
-    def __init__(self, args, world: World, stored: torch.dtype, half: torch.dtype | None, autocast: Callable):
-        self.world, self.autocast, self.on = world, autocast, args.shard == "fsdp"
+    def __init__(self, args, world: World, precision: Precision, names: ModelNames):
+        self.world, self.autocast, self.on = world, precision.autocast, args.shard == "fsdp"
         self.attention, self.compile = args.attention, args.compile
         if args.attention not in ("auto", "sdpa") and args.sequence_parallel > 1:
             fail(
                 f"--sequence_parallel {args.sequence_parallel}: takes --attention sdpa (or auto), not {args.attention}"
             )
-        self.teams = world.data_parallel(args.sequence_parallel)
-        self.compute, self.reduce = half, torch.promote_types(stored, torch.float32)
+        self.dp = world.data_parallel(args.sequence_parallel)
+        self.compute_dtype, self.reduce_dtype = precision.compute_dtype, precision.loss_dtype
         gpu = world.device.type == "cuda"
         self.offload = CPUOffloadPolicy(pin_memory=gpu) if args.cpu_offload else OffloadPolicy()
         self.memory = torch.cuda.get_device_properties(world.device).total_memory if gpu else math.inf
-        # A rollout beside the training must not meet other ranks where the training does.
-        self.rewards = not getattr(args, "async_steps", 0)
-        if args.attention.startswith("flash") and not (gpu and half):
+        self.overlap = getattr(args, "async_steps", 0) > 0  # of rollout and training
+        if args.attention.startswith("flash") and not (gpu and precision.compute_dtype):
             fail(f"--attention {args.attention}: takes a GPU, and bf16, fp16 or pure_bf16 as --precision")
         if args.attention == "flex_attention" and not gpu:
             fail(f"--attention {args.attention}: takes a GPU; on a CPU torch has no gradient of it")
-        if args.attention == "eager" and stored == torch.float64:
+        if args.attention == "eager" and precision.param_dtype == torch.float64:
             fail("--attention eager: not in float64; transformers' softmax is of float32, where its mask is infinite")
         if args.compile:
             try:
@@ -56,9 +58,9 @@ class Sharding:
         if args.shard == "auto" and world.size > 1:
             reason = " (on a CPU)"
             if gpu:
-                from plumbing.memory import needed_memory
+                from plumbing.memory import unsharded_bytes
 
-                need = needed_memory(args, stored)
+                need = unsharded_bytes(args, names, precision.param_dtype)
                 self.on = world.any(need > self.WHOLE_SHARE * self.memory)
                 reason = f" (whole, models and Adam take {need / 1e9:.3g} GB; a GPU has {self.memory / 1e9:.3g})"
         if self.on:
@@ -77,12 +79,20 @@ class Sharding:
             print(f"sharding: {'fsdp' if self.on else 'none'}{reason}", flush=True)
 
     @property
-    def home(self) -> torch.device:
-        """Where to load a model to. A GPU may not have the memory for a whole one that is to be sharded, nor a machine
-        for one a rank, so that only rank 0 reads the files."""
+    def load_device(self) -> torch.device:
+        """Where to load a model to, before `shard`.
+
+        Only rank 0 reads the files of a model that is to be sharded, to the CPU: a GPU may not have the memory for all
+        of it, nor a machine that for a copy a rank.
+        """
         if self.on:
             return torch.device("cpu" if self.world.main else "meta")
         return self.world.device
+
+    @property
+    def shards_reward_models(self) -> bool:
+        """Whether reward models are sharded; not while rollouts overlap training, where ranks would meet in both."""
+        return self.on and not self.overlap
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """The module as it is trained: itself in one process, DDP over several, or itself, sharded."""
@@ -93,28 +103,29 @@ class Sharding:
             module, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
 
-    def shard(
-        self, module: torch.nn.Module, blocks_only: bool = False, beside: bool = False, rewards: bool = False
-    ) -> torch.nn.Module:
+    def shard(self, module: torch.nn.Module, blocks_only: bool = False, reward_model: bool = False) -> torch.nn.Module:
         """Set a module's attention, compile it, with --compile, and shard it, with --shard fsdp, in place.
 
         Args:
             module: its forward takes (input_ids, mask) and holds every use of its weights. Each forward pass is a
                 collective: all ranks have to make as many.
-            blocks_only: leave the weights outside of blocks whole, for a module whose other methods are called.
-            beside: it computes in another thread than the training, so it is neither compiled nor sharded.
-            rewards: it is a reward model, whose ranks have other sequences than their neighbours.
+            blocks_only: leave the weights outside of blocks unsharded, for a module whose other methods are called.
+            reward_model: it scores other sequences on each rank, and in the rollout's thread, where that overlaps
+                training: it is not sequence-parallel, and with overlap neither compiled nor sharded.
         """
         model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
         if self.attention != "auto":
             set_attention(model, self.attention)
-        if self.teams.sequence_parallel_group is not None and not rewards:
-            share_sequences(model, self.teams.sequence_parallel_group)
+        if self.dp.sequence_parallel_group is not None and not reward_model:
+            from plumbing.sequence_parallel import enable_sequence_parallel
+
+            enable_sequence_parallel(model, self.dp.sequence_parallel_group)
         lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
         blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
-        if self.compile and not beside:
+        concurrent = reward_model and self.overlap
+        if self.compile and not concurrent:
             compile_parts(module, blocks)
-        if not self.on or beside:
+        if not self.on or concurrent:
             return module
         self._await_main((*module.parameters(), *module.buffers()))
         weights = [tensor.data for tensor in (*module.parameters(), *module.buffers())]  # rank 0 has them
@@ -122,11 +133,11 @@ class Sharding:
             module.to_empty(device="cpu")  # pages that are not written to take no memory
             model.tie_weights()
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
-        policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce, cast_forward_inputs=False)
+        policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         # A CPU's layer norm takes no weights in another format than what it normalises.
         on_cpu = self.world.device.type == "cpu" and any(isinstance(x, torch.nn.LayerNorm) for x in module.modules())
         for block in blocks:
-            fully_shard(block, mp_policy=policy(None if on_cpu else self.compute), **settings)
+            fully_shard(block, mp_policy=policy(None if on_cpu else self.compute_dtype), **settings)
         if not blocks_only:
             # A score or a logit takes more bits than half has; its backward pass begins where the forward one ends.
             fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
@@ -138,10 +149,11 @@ class Sharding:
                 self._spread(tensor.data, of_main)
         roots = blocks if blocks_only else [module]
         for root in roots:
-            root.register_forward_hook(forget_pass)
-        module.collects_gradient = parameter_count(module) * self.reduce.itemsize <= self.GRADIENT_SHARE * self.memory
-        model.sharded_parts = tuple(part for part in module.modules() if isinstance(part, FSDPModule))
-        model.blocks_reshard = blocks
+            root.register_forward_hook(reset_after_inference)
+        gradient_bytes = parameter_count(module) * self.reduce_dtype.itemsize
+        module.keeps_full_gradient = gradient_bytes <= self.GRADIENT_SHARE * self.memory
+        model.fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        model.fsdp_blocks = blocks
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
         with torch.no_grad(), self.autocast(), torch.compiler.set_stance("force_eager"):
@@ -183,10 +195,11 @@ def set_attention(model: torch.nn.Module, name: str) -> None:
 def compile_parts(module: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
     """Compile, in place, a module's decoder blocks, which share their graphs, and a policy's `chunk`.
 
-    The `forward` of a block, not the block: FSDP's hooks and gradient checkpointing stay outside, names as they are.
-    The attention mask stays outside, too: transformers leaves it out only where it may look at the positions.
+    It is a block's `forward` that is compiled, so that FSDP's hooks and gradient checkpointing stay outside and
+    parameters keep their names. The attention mask is made outside, too: transformers leaves it out only where it can
+    read the positions.
     """
-    torch._dynamo.config.optimize_ddp = False  # it would cut each block's graph again
+    torch._dynamo.config.optimize_ddp = False  # it would split each block's graph again
     compiled = functools.partial(torch.compile, dynamic=True, recompile_limit=64)
     for block in blocks:
         block.forward = compiled(block.forward)
@@ -194,45 +207,51 @@ def compile_parts(module: torch.nn.Module, blocks: list[torch.nn.Module]) -> Non
         module.chunk = compiled(module.chunk)
 
 
-def forget_pass(root: FSDPModule, *_) -> None:
-    """After a pass without gradient: drop the notes that it left for a backward pass, which does not come."""
+def reset_after_inference(root: FSDPModule, *_) -> None:
+    """After a forward pass without gradient, drop what FSDP prepared for a backward pass, which does not come."""
     if not torch.is_grad_enabled():
         root.reset_iter_state()
 
 
-def gradient_sync(module: torch.nn.Module, now: bool):
-    """A context that averages gradients over the ranks only in the last backward pass of an update."""
+def gradient_sync(module: torch.nn.Module, last: bool):
+    """Return a context in which backward averages gradients over the ranks only if it is the `last` of an update.
+
+    A sharded gradient is reduced in every backward, unless the GPU has room for an unsharded one.
+    """
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(now or not module.collects_gradient)
-    return module.no_sync() if hasattr(module, "no_sync") and not now else contextlib.nullcontext()
+        module.set_requires_gradient_sync(last or not module.keeps_full_gradient)
+    return module.no_sync() if hasattr(module, "no_sync") and not last else contextlib.nullcontext()
 
 
-def device_of(model: torch.nn.Module) -> torch.device:
-    """Where a model computes; sharded weights may lie elsewhere."""
+def model_device(model: torch.nn.Module) -> torch.device:
+    """Return where a model computes; its sharded weights may be offloaded."""
     return getattr(model, "compute_device", None) or model.device
 
 
 @contextlib.contextmanager
-def gathered(model: torch.nn.Module):
-    """A context in which the weights of a sharded model are whole, so that ranks compute without waiting for others.
+def unsharded(model: torch.nn.Module):
+    """Gather the weights of a sharded model for this context, in which ranks compute without waiting for others.
 
-    All ranks have to enter, and may leave at different times. Nothing happens to a model that is not sharded.
+    All ranks have to enter it, and may leave it at different times. An unsharded model stays as it is.
     """
-    parts = getattr(model, "sharded_parts", ())
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
+    modules = getattr(model, "fsdp_modules", ())
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
     try:
         yield
     finally:
-        for root in parts[:1]:
-            root.reset_iter_state()  # reshards all, and forgets the order of the passes, which differs between ranks
-        for block in getattr(model, "blocks_reshard", ()):
+        for root in modules[:1]:
+            root.reset_iter_state()  # reshards all, and drops the order of forward passes, which differs between ranks
+        for block in getattr(model, "fsdp_blocks", ()):
             block.set_reshard_after_forward(True, recurse=False)
 
 
 @torch.no_grad()
-def mix_into(reference: torch.nn.Module, policy: torch.nn.Module, share: float) -> None:
-    """Move a model's weights by a share of the way to another's, of the same architecture."""
-    for kept, new in zip(reference.parameters(), policy.parameters()):
-        kept.lerp_(new if isinstance(kept, DTensor) else whole(new), share)
+def sync_reference(reference: torch.nn.Module, policy: torch.nn.Module, mix: float) -> None:
+    """Move the reference's weights towards the policy's: reference = (1 - mix) * reference + mix * policy.
+
+    Source: TR-DPO, arXiv:2404.09656. (torch's AveragedModel would hold one more copy of the model.)
+    """
+    for parameter, new in zip(reference.parameters(), policy.parameters(), strict=True):
+        parameter.lerp_(new if isinstance(parameter, DTensor) else full_tensor(new), mix)

@@ -16,7 +16,7 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing.rewards import Rewards
+from plumbing.rewards import Rewards, worker_count
 
 CODE = "```python\ndef twice(x):\n    return 2 * x\n```"
 STDIN = "```python\nprint(2 * int(input()))\n```"
@@ -87,7 +87,7 @@ def main(args: Args) -> None:
     rewards.close()
     wrong = [i for i, score in enumerate(scores) if score != 1]
     show(
-        f"\nTwo endless loops among 64 programs, `--reward_timeout {limit:g}`, {len(rewards.workers)} processes: "
+        f"\nTwo endless loops among 64 programs, `--reward_timeout {limit:g}`, {worker_count()} processes: "
         f"{taken:.1f} s instead of {usual:.1f} s; all but responses {wrong} keep their scores."
     )
     assert wrong == [10, 41]

@@ -109,10 +109,11 @@ def gigabytes(field: str) -> float:
 def measure(args: Args) -> dict[str, float]:
     """Seconds, memory and tokens of one kind of run, in this process."""
     world = utils.setup_processes()
-    stored, _, half, autocast = models.precision(args.precision, world.device)
+    precision = models.precision(args.precision, world.device)
     flags = grpo.Args(attention=args.attention, compile=args.compile, shard=args.shard, precision=args.precision)
     with contextlib.redirect_stdout(sys.stderr):
-        sharding = Sharding(flags, world, stored, half, autocast)
+        names = models.ModelNames([], [], [])  # only --shard auto goes by them
+        sharding = Sharding(flags, world, precision, names)
     hidden, layers, heads, keys, inner, vocabulary = SHAPES[args.one]
     config = transformers.Qwen2Config(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
@@ -120,7 +121,8 @@ def measure(args: Args) -> dict[str, float]:
         max_position_embeddings=max(args.length, 1024),
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=stored).to(sharding.home).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=precision.param_dtype)
+    model = model.to(sharding.load_device).eval()
     policy = grpo.Policy(model, 1.0, args.logits_chunk_tokens)
     wrapped, size = sharding.wrap(policy), utils.parameter_count(model)
     if args.gradient_checkpointing:
@@ -139,11 +141,11 @@ def measure(args: Args) -> dict[str, float]:
                 file.write("5")
         clock = utils.Clock(world.device, 0.0)
         clock.start()
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), precision.autocast():
             wrapped(*batch, entropies=False)
         clock.lap("logprobs")
         model.train()
-        with autocast():
+        with precision.autocast():
             logprobs, _, _ = wrapped(*batch)
         (-logprobs.mean() * optimizer.loss_scale).backward()
         optimizer.step()

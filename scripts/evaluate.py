@@ -54,7 +54,8 @@ if not VOTE:  # these take seconds
     import grpo
     import utils
     from plumbing import checkpoints, data, evaluation, models, run_log
-    from plumbing.rewards import Rewards, Worker, is_reward_model, worker_count
+    from plumbing.reward_worker import Worker
+    from plumbing.rewards import Rewards, check_sources, is_reward_model, worker_count
 
 
 @dataclass
@@ -325,7 +326,7 @@ class Voters:
         """The answers by process `index`; by `answer_text` if it takes too long or dies, and a new one comes next."""
         said, worker = "ready", self.workers[index]
         if worker is None:
-            worker = self.workers[index] = Worker("scripts/evaluate.py", "vote", str(self.timeout))
+            worker = self.workers[index] = Worker(os.path.abspath(__file__), "vote", str(self.timeout))
             said = worker.receive(timeout=300.0)  # importing may take long on a busy file system
         if said == "ready":
             worker.send(responses)
@@ -445,8 +446,7 @@ def check_args(args: Args) -> tuple[str, int, tuple[int, ...]]:
         utils.fail(f"--samples {n}: with --temperature 0 all of them would be the same; take 1")
     if not all(1 <= k <= n for k in args.k):
         utils.fail(f"--k {' '.join(map(str, args.k))}: each has to lie between 1 and --samples {n}")
-    if not args.reward or len(set(args.reward)) < len(args.reward):
-        utils.fail(f"--reward {' '.join(args.reward)}: names {'a source twice' if args.reward else 'no source'}")
+    check_sources(args.reward)
     if args.backend == "vllm":
         if importlib.util.find_spec("vllm") is None:
             utils.fail("--backend vllm: the package vllm is not installed here (requirements.txt has the version)")
@@ -507,11 +507,11 @@ def main(args: Args) -> None:
 
     # ---- generate: this rank's prompts, all n responses of each -----------------------------------------------------
     def bar(name: str, total: int) -> tqdm:
-        if run_log.Run.progress is not None:
-            run_log.Run.progress.close()
+        for finished in utils.progress_bars:
+            finished.close()
         unit = " prompts" if name == "vote" else " responses"
-        run_log.Run.progress = tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True, disable=not world.main)
-        return run_log.Run.progress
+        utils.progress_bars[:] = [tqdm(total=total, desc=name, unit=unit, dynamic_ncols=True, disable=not world.main)]
+        return utils.progress_bars[0]
 
     mine = world.shard(list(enumerate(prompts)))
     begin = time.perf_counter()
@@ -552,7 +552,7 @@ def main(args: Args) -> None:
         for name in ("gsm8k_strict", "gsm8k_flexible"):
             said[name] = [harness_answer(text, name == "gsm8k_flexible") for text in texts]
             right[name] = [answer == reference for answer, reference in zip(said[name], references)]
-    run_log.Run.progress.close()
+    utils.progress_bars[0].close()
 
     samples = []
     for i, row in enumerate(rows):
@@ -625,6 +625,6 @@ if __name__ == "__main__":
         try:
             main(tyro.cli(Args))
         except KeyboardInterrupt:
-            if run_log.Run.progress is not None:
-                run_log.Run.progress.close()  # which ends the bar's line
+            for progress in utils.progress_bars:
+                progress.close()  # which ends the bar's line
             sys.exit("interrupted: nothing was written")

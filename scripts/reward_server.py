@@ -43,7 +43,8 @@ from starlette.requests import ClientDisconnect
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 from plumbing import data, models
-from plumbing.rewards import ANSWER_REWARDS, BUILTIN_REWARDS, Rewards, is_reward_model
+from plumbing.rewards import Rewards, check_name, check_sources, is_reward_model, reward_weights
+from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
 
 GRACE = 3  # seconds that requests have to end in after SIGTERM
 
@@ -73,7 +74,7 @@ class Args:
 
 
 class Batch(BaseModel):
-    """What a request asks."""
+    """The body of a request."""
 
     src: list[str | list[dict]]
     tgt: list[str | int | float | None]
@@ -82,12 +83,12 @@ class Batch(BaseModel):
 
 
 class Failure(Exception):
-    """A request that gets no scores: (HTTP status, message)."""
+    """Why a request gets no scores: (HTTP status, message)."""
 
 
 @contextlib.contextmanager
 def failing_with(status: int):
-    """Turn what would end a run (`utils.fail`) into a Failure, which ends the request only."""
+    """Turn what would end a run (`utils.fail`) into a Failure, which only ends the request."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -98,6 +99,7 @@ def failing_with(status: int):
 
 
 def read_batch(body: bytes) -> Batch:
+    """Return a request's Batch. Raise Failure if it cannot be read."""
     try:
         batch = Batch.model_validate_json(body)
     except ValidationError as error:
@@ -110,24 +112,27 @@ def read_batch(body: bytes) -> Batch:
 
 
 class Scorer:
-    """The reward sources. Not for two threads at a time."""
+    """The reward sources of the server. One thread at a time may use it."""
 
     def __init__(self, args: Args, world: utils.World):
-        self.tokenizer, self.limit = None, math.inf
-        self.weights = dict(zip(args.reward, args.reward_weights or (1.0,) * len(args.reward)))
-        model = next(filter(is_reward_model, args.reward), "")  # the first one, whose tokenizer is that of all
-        # Of any other name, Rewards says that there is no such source.
-        if os.path.isdir(model) or model.count("/") == 1 and not model.endswith(".py"):
+        self.tokenizer = None
+        self.weights = dict(zip(args.reward, reward_weights(args)))
+        for model in filter(is_reward_model, args.reward):
+            check_name(model)
             self.tokenizer = models.read_tokenizer("--reward", model)
             self.stop_ids = models.stop_token_ids(self.tokenizer, model, args.stop_token)
+            break  # Rewards checks that all models share the first one's tokenizer
         self.rewards = Rewards(args.reward, args.reward_timeout, self.tokenizer)
         stored, _, _, autocast = models.precision(args.precision, world.device)
         self.rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens)
-        for scalar, *_ in self.rewards.models.values():
-            self.limit = min(self.limit, getattr(scalar.model.config, "max_position_embeddings", None) or math.inf)
+        configs = [source.model.model.config for source in self.rewards.models.values()]
+        lengths = [getattr(config, "max_position_embeddings", None) or math.inf for config in configs]
+        self.max_length = min(lengths, default=math.inf)
 
     def _encode(self, where: str, prompt, response: str) -> tuple[list[int], list[int]]:
-        """Token ids of prompt and response as reward_model.py makes them."""
+        """Return the token ids of prompt and response as reward_model.py makes them; none without a reward model."""
+        if self.tokenizer is None:
+            return [], []
         if isinstance(prompt, str):  # a template has written the special tokens, if there is one
             special = self.tokenizer.chat_template is None
             query = data.encode_text(f"{where} of src", prompt, self.tokenizer, special)
@@ -135,42 +140,46 @@ class Scorer:
             _, query = data.encode_prompt(f"{where} of src", prompt, self.tokenizer, "")
         ids = data.encode_text(f"{where} of response", response, self.tokenizer, special=False)
         ids = ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_ids[0]]
-        if len(query) + len(ids) > self.limit:
-            raise Failure(400, f"{where} has {len(query) + len(ids)} tokens, over the {self.limit} of the reward model")
+        length = len(query) + len(ids)
+        if length > self.max_length:
+            raise Failure(400, f"{where} has {length} tokens, over the {self.max_length} of the reward model")
         return query, ids
 
     def score(self, batch: Batch) -> tuple[list[float | None], str]:
-        """A score, or None, for each response, and why some of them are missing."""
+        """Return a score, or None, for each response, and why some of them are missing."""
         counted = [name for name, weight in self.weights.items() if weight]
-        rows, ids = [], []
+        rows, responses = [], []
         with failing_with(400):
-            for i, (prompt, reference, response) in enumerate(zip(batch.src, batch.tgt, batch.response)):
-                query, tokens = self._encode(f"entry {i}", prompt, response) if self.tokenizer else ([], [])
+            for i, (prompt, reference, text) in enumerate(zip(batch.src, batch.tgt, batch.response)):
+                query, response = self._encode(f"entry {i}", prompt, text)
                 others = {name: column[i] for name, column in batch.columns.items()}
                 rows.append({**others, "prompt": prompt, "query": query, "answer": reference})
-                ids.append(tokens)
-        scores: list[float | None] = [None] * len(rows)
+                responses.append(response)
         # A verifier would take a reference that is missing for one that is empty, or is called None.
         needs = next((name for name in counted if name in ANSWER_REWARDS), "")
         used = [i for i, row in enumerate(rows) if not needs or str(row["answer"] or "").strip() or row["answer"] == 0]
         why = [f"{needs}: has no reference answer"] if len(used) < len(rows) else []
+        scores: list[float | None] = [None] * len(rows)
         if not used:
             return scores, "; ".join(why)
-        self.rewards.failures.clear()
+        for source in self.rewards.sources.values():
+            source.failure = ""  # of an earlier request
         with failing_with(500):
-            found = self.rewards.score(*([column[i] for i in used] for column in (rows, batch.response, ids)))
-        parts = {name: torch.tensor(found[name], dtype=torch.float64) for name in counted}
-        for name, part in parts.items():  # the others fail response by response
-            whole = name not in BUILTIN_REWARDS and name not in self.rewards.models
-            if whole and name in self.rewards.failures and part.isnan().all():
-                raise Failure(500, f"{name}: {self.rewards.failures[name]}")
-        for i, score in zip(used, sum(self.weights[name] * part for name, part in parts.items()).tolist()):
+            found = self.rewards.score(*([column[i] for i in used] for column in (rows, batch.response, responses)))
+        components = {name: torch.tensor(found[name], dtype=torch.float64) for name in counted}
+        for name, component in components.items():
+            failure = self.rewards.sources[name].failure
+            one_by_one = name in VERIFIERS or name in self.rewards.models  # the other kinds fail as a whole
+            if failure and not one_by_one and component.isnan().all():
+                raise Failure(500, f"{name}: {failure}")
+        total = sum(self.weights[name] * component for name, component in components.items())
+        for i, score in zip(used, total.tolist()):
             scores[i] = score if math.isfinite(score) else None
-        return scores, "; ".join(filter(None, [*why, self.rewards.why_missing(parts)]))
+        return scores, "; ".join(filter(None, [*why, self.rewards.why_missing(components)]))
 
 
 def reply(scorer: Scorer, body: bytes, arrived: float) -> Response:
-    """The answer to a request, and a line about it in the log."""
+    """Return the answer to a request, and print a line about it."""
     start, status, message, scores, about = time.monotonic(), 200, "Success", [], ""
     try:
         scores, why = scorer.score(read_batch(body))
@@ -219,14 +228,9 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
 
 
 def check_args(args: Args) -> None:
-    if not args.reward or len(set(args.reward)) < len(args.reward):
-        utils.fail(f"--reward {' '.join(args.reward)}: takes one or more sources, each once")
-    if args.reward_weights and len(args.reward_weights) != len(args.reward):
-        utils.fail(
-            f"--reward_weights: has {len(args.reward_weights)} weights for {len(args.reward)} sources in --reward"
-        )
-    if args.reward_weights and not (any(args.reward_weights) and all(map(math.isfinite, args.reward_weights))):
-        utils.fail("--reward_weights: have to be finite, and not all 0")
+    check_sources(args.reward, args.reward_weights)
+    if not all(map(math.isfinite, args.reward_weights)):
+        utils.fail(f"--reward_weights {' '.join(map(str, args.reward_weights))}: have to be finite numbers")
     for name in ("reward_timeout", "micro_batch_tokens"):
         if not 0 < getattr(args, name) < math.inf:
             utils.fail(f"--{name} {getattr(args, name)}: has to be a finite number above 0")

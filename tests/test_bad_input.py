@@ -363,7 +363,7 @@ def test_an_output_folder_that_cannot_be_made(finished, tmp_path, capsys, folder
 def test_two_runs_that_begin_at_once(finished, tmp_path, capsys, monkeypatch):
     """The second one to make the folder ends, though there was none when it looked."""
     values = {**finished, "output_dir": str(tmp_path)}
-    monkeypatch.setattr(memory, "plan_memory", lambda *_: (tmp_path / "run").mkdir())
+    monkeypatch.setattr(memory, "plan_run", lambda *_: (tmp_path / "run").mkdir())
     assert "cannot make" in last_line(values, capsys)
 
 

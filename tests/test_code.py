@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import math
 import os
@@ -16,12 +15,8 @@ import time
 import pytest
 from conftest import ROOT, make_tokenizer
 
-from plumbing.rewards import Rewards
-
-PATH = os.path.join(ROOT, "plumbing", "verifiers.py")
-spec = importlib.util.spec_from_file_location("verifier", PATH)
-verifier = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(verifier)
+from plumbing import code_tests, sandbox, verifiers
+from plumbing.rewards import Rewards, worker_count
 
 CLONE_NEWUSER = 0x10000000
 
@@ -46,17 +41,17 @@ def without_namespaces() -> None:
 
 
 class Worker:
-    """A verifier process as utils starts it. Its programs' server is known by `mark`, which stands in its arguments."""
+    """A worker process as `Rewards` starts it. Its server of programs is known by `mark`, one of its arguments."""
 
     def __init__(self, folder, timeout=5.0, before=None):
         folder.mkdir()
         self.mark, self.temporary = str(folder / "mark-packages"), folder / "tmp"
         self.errors = folder / "stderr"
         self.temporary.mkdir()
+        environment = {"PYTHONPATH": f"{self.mark}:{ROOT}", "TMPDIR": str(self.temporary), "SECRET": "do-not-tell"}
         self.process = subprocess.Popen(
-            [sys.executable, PATH], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            stderr=open(self.errors, "w"),
-            env={**os.environ, "PYTHONPATH": self.mark, "TMPDIR": str(self.temporary), "SECRET": "do-not-tell"},
+            [sys.executable, "-P", "-m", "plumbing.reward_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=open(self.errors, "w"), text=True, start_new_session=True, env={**os.environ, **environment},
             preexec_fn=before,
         )  # fmt: skip
         self.send({"load": ["code"], "timeout": timeout})
@@ -84,7 +79,7 @@ class Worker:
         found = []
         for process in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline") as arguments:
-                found += [int(process)] if f"programs\0{self.mark}\0" in arguments.read() else []
+                found += [int(process)] if f"sandbox.py\0{self.mark}\0" in arguments.read() else []
         return found
 
     def servers(self) -> int:
@@ -162,7 +157,7 @@ def test_all_tests_have_to_pass(worker):
     ],
 )  # fmt: skip
 def test_outputs_are_compared(printed, expected, same):
-    assert verifier.same_output({"status": 0, "stdout": printed}, expected) == same
+    assert code_tests.same_output({"status": 0, "stdout": printed}, expected) == same
 
 
 @pytest.mark.parametrize(
@@ -177,7 +172,7 @@ def test_outputs_are_compared(printed, expected, same):
     ],
 )
 def test_code_of_a_response(response, code):
-    assert verifier.code_of(response) == code
+    assert code_tests.code_of(response) == code
 
 
 @pytest.mark.parametrize(
@@ -193,7 +188,7 @@ def test_code_of_a_response(response, code):
 )  # fmt: skip
 def test_tests_that_cannot_be_understood(tests):
     with pytest.raises(ValueError):
-        verifier.code("def check(x): pass", tests)
+        verifiers.code("def check(x): pass", tests)
 
 
 def test_what_programs_do_at_their_end(worker):
@@ -466,7 +461,7 @@ def test_the_end_of_the_worker_is_the_end_of_its_programs(worker, tmp_path, name
     code = "import time; open('f', 'w'); time.sleep(60)"
     own.send({"reward": "code", "prompts": [""], "responses": [code], "columns": {"answer": [ASSERTS]}})
     wait_for(lambda: own.servers() == 2 and (namespaces or any(own.temporary.iterdir())))
-    os.killpg(own.process.pid, signal.SIGKILL)  # as utils does
+    os.killpg(own.process.pid, signal.SIGKILL)  # as `Worker.kill` does
     own.process.wait()
     wait_for(lambda: own.servers() == 0, 2)
     assert os.listdir(own.temporary) == []
@@ -498,15 +493,15 @@ def wait_for(condition, seconds=10) -> None:
 def test_a_server_that_died_is_replaced(worker, tmp_path):
     if not worker.private:
         pytest.skip("once is enough")
-    programs = verifier.programs()
+    programs = sandbox.programs()
     programs.server.kill()
     programs.server.wait()
     os.close(programs.server.stdin.fileno())
     programs.server.stdin = open(os.devnull, "wb")
     programs.server.stdout = open(os.devnull, "rb")
     with pytest.raises(RuntimeError, match="server of programs"):
-        verifier.code(ADD, ASSERTS)
-    assert verifier.code(ADD, ASSERTS) == 1
+        verifiers.code(ADD, ASSERTS)
+    assert verifiers.code(ADD, ASSERTS) == 1
 
 
 # ---- as the trainer uses it ------------------------------------------------------------------------------------------
@@ -524,13 +519,13 @@ def test_scores_reach_the_trainer():
     scores = rewards.score(rows, texts, [[]] * 6)["code"]
     rewards.close()
     assert [None if math.isnan(score) else score for score in scores] == [1, 0, 1, 1, None, 0]
-    assert "ValueError" in rewards.failures["code"]
+    assert "ValueError" in rewards.sources["code"].failure
 
 
 def test_a_stuck_server_costs_the_time_limit(monkeypatch, tmp_path):
     """A server that answers no more: its worker is killed at the limit, and a new worker with a new server goes on."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mark-packages"))
-    mark = f"programs\0{tmp_path / 'mark-packages'}\0"
+    mark = f"sandbox.py\0{tmp_path / 'mark-packages'}\0"
     rewards = Rewards(("code",), 2.0, make_tokenizer())
     stopped = []
     for process in filter(str.isdigit, os.listdir("/proc")):
@@ -538,7 +533,7 @@ def test_a_stuck_server_costs_the_time_limit(monkeypatch, tmp_path):
             stopped += [int(process)] if mark in arguments.read() else []
     for process in stopped:
         os.kill(process, signal.SIGSTOP)
-    count, start = len(rewards.workers), time.monotonic()
+    count, start = worker_count(), time.monotonic()
     rows = [{"prompt": "p", "query": [1], "answer": ASSERTS}] * (count + 2)
     scores = rewards.score(rows, [ADD] * (count + 2), [[]] * (count + 2))["code"]
     seconds = time.monotonic() - start

@@ -1,21 +1,29 @@
 """scripts/memory.py against what torch itself counts on a CPU, and against public figures of Qwen2.5-7B."""
 
 import json
+import math
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
+import helpers
+import memory as command  # helpers made scripts/ importable
 import pytest
 import torch
 import tyro
 from conftest import ROOT
+from test_ppo import scalar_folder
+from test_scripts import write_pairs
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import grpo
 import reward_model
 import utils
 from plumbing import memory
+from plumbing.models import ModelNames, ScalarModel
 
 SHAPE = dict(
     vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
@@ -34,7 +42,7 @@ QWEN_7B = dict(
     tie_word_embeddings=False,
 )  # fmt: skip
 GIB, ROWS, LENGTH, PROMPT, CHUNK = 2**30, 4, 256, 64, 128
-PARTS = ("weights", "gradients", "optimizer", "critic", "frozen")
+STATES = ("weights", "gradients", "optimizer", "frozen")
 
 
 def make(kind: str = "qwen2", precision: str = "float32", **changes):
@@ -47,12 +55,19 @@ def count(model) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def estimate(model, **changes) -> dict[str, float]:
+def flags(**changes) -> command.Args:
     sizes = dict(
         micro_batch_tokens=ROWS * LENGTH, logits_chunk_tokens=CHUNK, max_prompt_length=PROMPT,
-        max_response_length=LENGTH - PROMPT,
+        max_response_length=LENGTH - PROMPT, rollout_backend="server", precision="float32",
     )  # fmt: skip
-    return memory.estimate(model.config, count(model), **{**sizes, **changes})
+    return command.Args(**{**sizes, **changes})
+
+
+def estimate(model, **changes) -> dict[str, float]:
+    size, logits = count(model), not hasattr(model, "score")
+    return memory.estimate(
+        flags(**changes), [memory.Model(model.config, size, size, logits)], memory.Devices(1, math.inf, False)
+    )
 
 
 def batch():
@@ -64,6 +79,11 @@ def batch():
 
 def autocast(precision: str):
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> str:
+    return f"{ROOT}/assets/tiny"
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +100,7 @@ def qwen_7b(tmp_path_factory) -> str:
 @pytest.mark.parametrize("shape", ["plain", "tied"])
 def test_states_are_exact(shape, precision):
     model = make(precision=precision, **SHAPES[shape])
-    args = grpo.Args(weight_decay=0.1)
-    optimizer = utils.Optimizer(model, args, 1)
+    optimizer = utils.Optimizer(model, grpo.Args(weight_decay=0.1), 1)
     model(input_ids=batch()[0]).logits.sum().backward()
     size = lambda tensors: sum(x.numel() * x.element_size() for x in tensors)
     parts = estimate(model, precision=precision)
@@ -165,8 +184,29 @@ def test_peak_of_a_micro_batch(shape, precision, checkpointing):
         logprobs.sum().backward()
 
     parts = estimate(model, precision=precision, gradient_checkpointing=checkpointing)
-    expected = parts["while training"] - sum(parts[name] for name in PARTS)
+    expected = parts["while training"] - sum(parts[name] for name in STATES)
     assert peak_bytes(work) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("shape", ["plain", "words", "tied"])
+def test_peak_of_a_scalar_model(shape, precision):
+    """A critic or a reward model: no logits, no head of the vocabulary's size."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen2", **{**SHAPE, **SHAPES[shape]}, num_labels=1)
+    model, (ids, mask) = AutoModelForSequenceClassification.from_config(config).train(), batch()
+    scalar = ScalarModel(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def work():
+        with autocast(precision):
+            values = scalar(ids, mask)
+        values.sum().backward()
+
+    parts = estimate(model, precision=precision)
+    expected = parts["while training"] - sum(parts[name] for name in STATES)
+    assert not parts["logits"] and peak_bytes(work) == pytest.approx(expected, rel=0.15)
 
 
 def test_layers_of_several_widths():
@@ -177,43 +217,46 @@ def test_layers_of_several_widths():
 def test_adapters_are_counted():
     model = make()
     inner = sum(m.in_features + m.out_features for n, m in model.named_modules() if n.endswith("_proj"))
-    assert memory.lora_parameters(model, 8) == 8 * inner
+    assert memory.adapter_parameters(model, 8) == 8 * inner
 
 
 # ---- Qwen2.5-7B ------------------------------------------------------------------------------------------------------
 
 
-def planned(folder: str, **flags) -> dict[str, float]:
-    args = memory.Args(
-        model=folder, **{"shard": "none", "micro_batch_tokens": 16_384, "logits_chunk_tokens": 512, **flags}
-    )
-    return memory.plan(args, memory.on_meta("--model", folder))
+def planned(folder: str, **changes) -> dict[str, float]:
+    fixed = {"shard": "none", "micro_batch_tokens": 16_384, "logits_chunk_tokens": 512}
+    args = command.Args(model=folder, **{**fixed, **changes})
+    models = command.models_of(args)
+    args, devices = command.settle(args, models)
+    return memory.estimate(args, models, devices)
 
 
 def test_figures_of_7b(qwen_7b):
-    assert count(memory.on_meta("--model", qwen_7b)) == 7_615_616_512
+    size, matrix = 7_615_616_512, 152064 * 3584
+    assert count(memory.without_weights("--model", qwen_7b)) == size
     plain, sharded = planned(qwen_7b, gpus=8), planned(qwen_7b, gpus=8, shard="fsdp")
     states = lambda parts: sum(parts[name] for name in ("weights", "gradients", "optimizer")) / GIB
     assert states(plain) == pytest.approx(113.5, abs=0.1)  # 16 bytes a parameter
     assert states(sharded) == pytest.approx(14.2, abs=0.1)
-    matrix, block = 152064 * 3584, (7_615_616_512 - 2 * 152064 * 3584) / 28
+    block = (size - 2 * matrix) / 28
     assert sharded["copies"] == pytest.approx(2 * matrix * 4 + matrix * 2 + 2 * block * 2, rel=0.001)  # 5.9 GiB
     assert planned(qwen_7b, gpus=8, shard="fsdp", shard_group_size=4)["weights"] == 2 * sharded["weights"]
     collected = planned(qwen_7b, gpus=8, shard="fsdp", gpu_gb=160)
     assert collected["gradients"] == plain["gradients"]  # below Sharding.GRADIENT_SHARE of the GPU
-    assert plain["frozen"] == 4 * 7_615_616_512 and planned(qwen_7b, kl_coef=0)["frozen"] == 0
-    ppo = planned(qwen_7b, algorithm="ppo")
-    assert ppo["critic"] == 16 * (7_615_616_512 - 152064 * 3584)  # without the head
+    assert plain["frozen"] == 4 * size and planned(qwen_7b, kl_coef=0)["frozen"] == 0
+    ppo, critic = planned(qwen_7b, algorithm="ppo"), size - matrix + 3584  # a head of one output
+    assert ppo["frozen"] == plain["frozen"] and states(ppo) - states(plain) == pytest.approx(16 * critic / GIB)
     offloaded = planned(qwen_7b, gpus=8, shard="fsdp", cpu_offload=True)
-    assert not any(offloaded[name] for name in PARTS)
+    assert not any(offloaded[name] for name in STATES)
 
 
 def test_which_parts_there_are(qwen_7b):
     vllm, server = planned(qwen_7b, kv_cache_gb=10), planned(qwen_7b, rollout_backend="server")
     assert vllm["engine"] == 2 * 7_615_616_512 + 10e9 and server["engine"] == server["sampler"] == 0
+    assert planned(qwen_7b)["engine"] == 2 * 7_615_616_512 + 20e9
     assert planned(qwen_7b, kv_cache_gb=10, vllm_tensor_parallel=2)["engine"] == 7_615_616_512 + 10e9
-    beside = planned(qwen_7b, kv_cache_gb=10, async_steps=1)
-    assert beside["while training"] == vllm["while training"] + vllm["engine"]
+    together = planned(qwen_7b, kv_cache_gb=10, async_steps=1)
+    assert together["while training"] == vllm["while training"] + vllm["engine"]
     assert planned(qwen_7b, rollout_backend="hf")["sampler"] > 512 * 1536 * 28 * 512 * 6
     scores = planned(qwen_7b, algorithm="reward_model")
     assert scores["logits"] == scores["frozen"] == scores["engine"] == 0
@@ -221,37 +264,86 @@ def test_which_parts_there_are(qwen_7b):
     assert adapters["frozen"] == 0 and adapters["gradients"] < 0.01 * adapters["weights"]
 
 
-def test_suggestions_fit(qwen_7b):
-    model = memory.on_meta("--model", qwen_7b)
-    for flags in (dict(gpus=8), dict(gpus=1), dict(gpus=8, algorithm="ppo"), dict(gpus=4, gpu_gb=48)):
-        args = memory.settle(
-            memory.Args(model=qwen_7b, shard="none", micro_batch_tokens=16_384, logits_chunk_tokens=512, **flags), model
-        )
-        assert not memory.fits(memory.plan(args, model), args)
-        found = memory.suggestions(args, model)
-        for changes, peak in found:
-            changed = memory.replace(args, **changes)
-            assert memory.fits(memory.plan(changed, model), args) and peak <= 0.9e9 * args.gpu_gb
-            for name in changes:  # each change is needed
-                fewer = {key: value for key, value in changes.items() if key != name}
-                left = memory.replace(args, **fewer)
-                assert left.cpu_offload and left.shard != "fsdp" or not memory.fits(memory.plan(left, model), args)
-        if flags["gpus"] == 8:
-            assert found[0][0]["shard"] == "fsdp"
-            assert {"gradient_checkpointing": True, "shard": "fsdp"} in [changes for changes, _ in found]
-    assert not memory.suggestions(memory.Args(model=qwen_7b, gpu_gb=4), model)
+def test_the_pass_that_takes_most_counts(qwen_7b, tiny):
+    """Of a small policy with a large critic, the critic's."""
+    args = flags(model=tiny, precision="bf16")
+    read = lambda trained, scalar: memory.read_models(ModelNames(trained, scalar, []), 0)
+    small, large = [("--model", tiny)], [("--value_model", qwen_7b)]
+    most = lambda models: memory.estimate(args, models, memory.Devices(1, 80e9, False))["activations"]
+    assert most(read(small, large)) == most(read([], large)) > 100 * most(read(small, []))
+
+
+# ---- a run -----------------------------------------------------------------------------------------------------------
+
+
+SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
+
+
+def test_the_plan_goes_by_the_models_that_the_script_names(tmp_path, monkeypatch):
+    """A copy of ppo.py under another name is planned with its critic, and each script as scripts/memory.py says."""
+
+    class Planned(Exception):
+        pass
+
+    def plan_run(args, names, world, sharding):
+        raise Planned(memory.unsharded_bytes(args, names, torch.float32))
+
+    monkeypatch.setattr(memory, "plan_run", plan_run)
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copy(f"{ROOT}/ppo.py", tmp_path / "mine.py")
+    values = helpers.workspace(tmp_path)
+    rewards = {"reward": (values["reward"], scalar_folder(values["model"], tmp_path / "judge"))}
+    of_pairs = {"dataset": write_pairs(tmp_path / "pairs.jsonl", helpers.ROWS, 18), "batch_size": 6}
+    of_pairs |= {name: values[name] for name in ("model", "system_prompt", "output_dir")}
+    found = {}
+    for script in (*SCRIPTS, "mine"):
+        given = of_pairs if script == "reward_model" else values | rewards
+        with pytest.raises(Planned) as raised:
+            helpers.run_here({**given, "run_name": script}, script)
+        (found[script],) = raised.value.args
+        args = command.Args(model=values["model"], algorithm=script if script in SCRIPTS else "ppo")
+        args.reward_model = rewards["reward"][1]
+        assert found[script] == sum(memory.state_bytes(command.models_of(args), 4).values())
+    assert found["mine"] == found["ppo"] > found["grpo"] == found["rloo"] > found["reward_model"]
+
+
+def plan_alone(args, names: ModelNames, memory_bytes: float = math.inf) -> None:
+    device = torch.device("cpu" if math.isinf(memory_bytes) else "cuda")
+    memory.plan_run(args, names, utils.World(0, 1, device), SimpleNamespace(on=False, memory=memory_bytes))
+
+
+def test_a_pair_is_what_a_reward_model_takes_at_least(tiny, capsys):
+    args = reward_model.Args(model=tiny, max_length=5000)
+    assert memory.longest_sequence(args) == 10_000
+    plan_alone(args, ModelNames([], [("--model", tiny)], []))
+    assert args.micro_batch_tokens == 16_384 and "with 16,384 tokens at once" in capsys.readouterr().out
+
+
+def test_what_a_run_says(tiny, qwen_7b, capsys):
+    """One line, and a warning where the run may not fit; the GPU is made up."""
+    names = lambda folder: ModelNames([("--model", folder)], [], [])
+    args = grpo.Args(model=tiny, rollout_backend="hf")
+    plan_alone(args, names(tiny))
+    said = capsys.readouterr()
+    assert said.out.startswith("memory of each device with 16,384 tokens at once and logits of 512, estimated: ")
+    assert said.out.count("\n") == 1 and not said.err and args.logits_chunk_tokens == 512
+    args = grpo.Args(model=qwen_7b, rollout_backend="server")
+    plan_alone(args, names(qwen_7b), 80e9)
+    warning = capsys.readouterr().err
+    assert "the GPU has 80 GB: the run may not fit; try --gradient_checkpointing, --shard fsdp" in warning
+    assert args.micro_batch_tokens == 2048  # the longest sequence has 1,536
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def command(*words) -> subprocess.CompletedProcess:
+def run_command(*words) -> subprocess.CompletedProcess:
     line = [sys.executable, f"{ROOT}/scripts/memory.py", *words]
     return subprocess.run(line, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(
-    "flags, shard, tokens, chunk",
+    "changes, shard, tokens, chunk",
     [
         ({}, "none", 4096, 512),  # 0.5B on one GPU of 24 GB
         (dict(gpus=8), "none", 4096, 512),
@@ -264,52 +356,43 @@ def command(*words) -> subprocess.CompletedProcess:
         (dict(gpus=8, max_response_length=24_000, sequence_parallel=8), "none", 4096, 512),
     ],
 )
-def test_what_is_left_to_the_estimate(tmp_path, flags, shard, tokens, chunk):
+def test_what_is_left_to_the_estimate(tmp_path, changes, shard, tokens, chunk):
     """--shard auto goes by what models and Adam take, --micro_batch_tokens 0 by what training does."""
     config = {**QWEN_7B, "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "vocab_size": 151936}
     config |= {"num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = memory.on_meta("--model", str(tmp_path))
-    args = memory.settle(memory.Args(model=str(tmp_path), **{"gpu_gb": 24.0, **flags}), model)
+    args = command.Args(model=str(tmp_path), **{"gpu_gb": 24.0, **changes})
+    models = command.models_of(args)
+    args, devices = command.settle(args, models)
     assert (args.shard, args.micro_batch_tokens, args.logits_chunk_tokens) == (shard, tokens, chunk)
+    training = lambda args: memory.estimate(args, models, devices)["while training"]
     if tokens not in (100, 16_384):
-        twice = memory.plan(memory.replace(args, micro_batch_tokens=2 * tokens), model)
-        assert twice["while training"] > 0.8e9 * args.gpu_gb
+        assert training(replace(args, micro_batch_tokens=2 * tokens)) > 0.8e9 * args.gpu_gb
     if tokens > 2048:
-        assert memory.plan(args, model)["while training"] <= 0.8e9 * args.gpu_gb
-
-
-def test_a_pair_is_what_a_reward_model_takes_at_least(monkeypatch, capsys):
-    seen, original = [], memory.plan
-    monkeypatch.setattr(memory, "plan", lambda args, *more: seen.append(args) or original(args, *more))
-    args = reward_model.Args(model=f"{ROOT}/assets/tiny", max_length=5000)
-    world = utils.World(0, 1, torch.device("cpu"))
-    memory.plan_memory(args, "reward_model.py", world, SimpleNamespace(on=False, memory=0.0))
-    assert seen[0].max_prompt_length + seen[0].max_response_length == 10_000
-    assert args.micro_batch_tokens == 16_384 and "with 16,384 tokens at once" in capsys.readouterr().out
+        assert training(args) <= 0.8e9 * args.gpu_gb
 
 
 def test_the_command_of_the_readme_fits(qwen_7b):
     """torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen2.5-7B, and the same of the other scripts, on 80 GB."""
-    model = memory.on_meta("--model", qwen_7b)
-    for algorithm in ("grpo", "rloo", "ppo", "reward_model"):
-        args = memory.settle(memory.Args(model=qwen_7b, gpus=8, algorithm=algorithm), model)
-        assert args.shard == "fsdp" and memory.fits(memory.plan(args, model), args)
+    for algorithm in SCRIPTS:
+        args = command.Args(model=qwen_7b, gpus=8, algorithm=algorithm)
+        models = command.models_of(args)
+        args, devices = command.settle(args, models)
+        assert args.shard == "fsdp" and devices.fits(memory.estimate(args, models, devices))
 
 
-def test_command(qwen_7b):
-    done = command("--model", qwen_7b, "--gpus", "8")
-    assert (
-        done.returncode == 0
-        and not done.stderr
-        and "--shard fsdp, 4,096 tokens and logits of 1,024 at once" in done.stdout
-    )
-    flags = ("--shard", "none", "--micro_batch_tokens", "16384", "--logits_chunk_tokens", "512")
-    done = command("--model", qwen_7b, "--gpus", "8", *flags)
+def test_command(qwen_7b, tiny):
+    done = run_command("--model", qwen_7b, "--gpus", "8")
+    assert done.returncode == 0 and not done.stderr
+    assert "--shard fsdp, 4,096 tokens and logits of 1,024 at once" in done.stdout and "\nfits into 80" in done.stdout
+    words = ("--shard", "none", "--micro_batch_tokens", "16384", "--logits_chunk_tokens", "512")
+    done = run_command("--model", qwen_7b, "--gpus", "8", *words)
     assert done.returncode == 0 and not done.stderr
     assert "7,615,616,512 parameters" in done.stdout and "does not fit into 80 GB" in done.stdout
-    assert "GB with --gradient_checkpointing --shard fsdp\n" in done.stdout
-    done = command("--model", f"{ROOT}/assets/tiny")
+    assert "\ntry --gradient_checkpointing, --shard fsdp, " in done.stdout
+    done = run_command("--model", qwen_7b, "--gpus", "8", "--shard", "fsdp", "--cpu_offload")
+    assert "GB in the memory of all machines together" in done.stdout
+    done = run_command("--model", tiny)
     assert done.returncode == 0 and "\nfits into 80 GB" in done.stdout
 
 
@@ -325,9 +408,9 @@ def test_command(qwen_7b):
         (["--shard_group_size", "-1"], "--shard_group_size -1"),
     ],
 )
-def test_bad_flags_are_one_line(words, said, capsys):
-    model = [] if "--model" in words else ["--model", f"{ROOT}/assets/tiny"]
+def test_bad_flags_are_one_line(words, said, capsys, tiny):
+    model = [] if "--model" in words else ["--model", tiny]
     with pytest.raises(SystemExit) as ended:
-        memory.main(tyro.cli(memory.Args, args=[*model, *words]))
+        command.main(tyro.cli(command.Args, args=[*model, *words]))
     error = capsys.readouterr().err
     assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and said in error

@@ -13,13 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing import data
+from plumbing import verifiers as verifier
 from plumbing.rewards import Rewards
-
-PATH = os.path.join(ROOT, "plumbing", "verifiers.py")
-spec = importlib.util.spec_from_file_location("verifier", PATH)
-verifier = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(verifier)
-
 
 # ---- where the answer stands -----------------------------------------------------------------------------------------
 
@@ -252,7 +247,7 @@ def scores(names, rows, texts, timeout=20.0):
     found = rewards.score([{"prompt": "p", "query": [1], **row} for row in rows], texts, [[]] * len(rows))
     rewards.close()
     as_lists = {name: [None if math.isnan(score) else score for score in part] for name, part in found.items()}
-    return as_lists, rewards.failures
+    return as_lists, {name: source.failure for name, source in rewards.sources.items()}
 
 
 @gym
@@ -279,6 +274,33 @@ def test_no_row_has_the_column():
 def test_a_missing_package_is_named_at_the_start(name, package):
     """A worker that finds no packages (-S) answers with one line."""
     settings = json.dumps({"load": ["exact", name], "timeout": 5.0})
-    worker = subprocess.run([sys.executable, "-S", PATH], input=settings, capture_output=True, text=True, timeout=60)
+    words = [sys.executable, "-S", "-P", "-m", "plumbing.reward_worker"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    worker = subprocess.run(words, input=settings, capture_output=True, text=True, timeout=60, env=environment)
     message = f"ModuleNotFoundError: takes the package {package} (pip install {package})"
     assert json.loads(worker.stdout) == {"reward": name, "error": message} and worker.stderr == ""
+
+
+def test_a_worker_imports_little():
+    """It starts within a moment: no torch, and the sandbox only for the reward `code`."""
+    program = "import sys, plumbing.reward_worker; print(*sorted(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    imported = set(shown.split())
+    assert "plumbing.verifiers" in imported
+    assert not imported & {"torch", "numpy", "utils", "math_verify", "plumbing.code_tests", "plumbing.sandbox"}
+
+
+def test_a_worker_does_not_import_from_the_current_folder(tmp_path, monkeypatch):
+    """Files there, as well as modules of this repository, do not stand in for what it or a function imports."""
+    (tmp_path / "json.py").write_text("1 / 0")
+    (tmp_path / "functions").mkdir()
+    (tmp_path / "functions" / "beside.py").write_text("SCORE = 0.5\n")
+    (tmp_path / "functions" / "judge.py").write_text(
+        "import importlib.util, beside\n"
+        "def score(prompts, responses, **columns):\n"
+        "    assert importlib.util.find_spec('verifiers') is None\n"
+        "    return [beside.SCORE] * len(responses)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found, failures = scores(("functions/judge.py:score",), [{}], ["a"])
+    assert found == {"functions/judge.py:score": [0.5]}, failures

@@ -1,19 +1,25 @@
 """A reward server as a source (`Rewards` with an http:// address), against servers that behave as told."""
 
+import base64
 import collections
 import contextlib
 import json
 import math
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
+import urllib3
+from conftest import ROOT
 
-import utils
+from plumbing import reward_client
 from plumbing.rewards import Rewards
 
 
@@ -25,11 +31,19 @@ class Told(BaseHTTPRequestHandler):
         first, server = question["src"][0], self.server
         with server.lock:
             server.asked.append(question)
+            server.headers.append(self.headers)
             server.times.append(time.monotonic())
             server.counts[first] += 1
             count = server.counts[first]
         status, body, headers = server.behave(question, count)
         if not status:  # drop the line
+            return
+        if status == "trickle":  # a byte now and then, for as long as the client stays
+            with contextlib.suppress(OSError):
+                self.wfile.write(body)
+                while True:
+                    self.wfile.write(b"x")
+                    time.sleep(0.05)
             return
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         with contextlib.suppress(OSError):  # the client has gone
@@ -49,7 +63,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, behave, port: int = 0):
         super().__init__(("127.0.0.1", port), Told)
         self.behave, self.lock = behave, threading.Lock()
-        self.asked, self.times, self.counts = [], [], collections.Counter()
+        self.asked, self.headers, self.times, self.counts = [], [], [], collections.Counter()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -80,7 +94,7 @@ def naps(monkeypatch) -> list:
             self.then()
 
     naps = Naps()
-    monkeypatch.setattr(utils, "time", types.SimpleNamespace(**{**vars(time), "sleep": naps.sleep}))
+    monkeypatch.setattr(urllib3.util.retry, "time", types.SimpleNamespace(**{**vars(time), "sleep": naps.sleep}))
     return naps
 
 
@@ -117,7 +131,7 @@ def ask(url: str, count: int = 1, timeout: float = 5.0, rewards=None, **columns)
     rows = [{"prompt": f"prompt {i}", "query": [i], "answer": f"answer {i}", **columns} for i in range(count)]
     scores = rewards.score(rows, [f"response {i}" for i in range(count)], [[i] for i in range(count)])
     assert scores.keys() == {url} and len(scores[url]) == count and all(type(x) is float for x in scores[url])
-    return scores[url], rewards.failures.get(url, "")
+    return scores[url], rewards.sources[url].failure
 
 
 def missing(scores: list[float]) -> list[int]:
@@ -149,7 +163,7 @@ def test_no_rows_no_question(serve):
     "answer, tgt",
     [
         (None, ""), ("", ""), ("é\n", "é\n"), (42, "42"), (0, "0"), (3.5, "3.5"),
-        (["assert f(1) == 2"], '["assert f(1) == 2"]'),  # as scripts/verifier.py reads tests of code
+        (["assert f(1) == 2"], '["assert f(1) == 2"]'),  # as plumbing/code_tests.py reads it
         ({"inputs": ["1\n"], "outputs": ["2"]}, '{"inputs": ["1\\n"], "outputs": ["2"]}'),
     ],
 )  # fmt: skip
@@ -169,6 +183,20 @@ def test_other_columns(serve):
     assert sent.keys() == {"reasoning_gym", "level", "day"}
     assert sent["reasoning_gym"] == [["chain_sum", 10, 0, 3]] * 2 and sent["level"] == [None] * 2
     assert sent["day"] == ["namespace(x=1)"] * 2  # what JSON has no form for
+
+
+def test_a_password_in_the_address(serve):
+    server = serve(lambda question, count: right(question))
+    assert ask(server.url.replace("http://", "http://judge:a%40b@")) == ([0], "")
+    assert server.headers[0]["Authorization"] == "Basic " + base64.b64encode(b"judge:a@b").decode()
+    assert server.headers[0]["Content-Type"] == "application/json"
+
+
+def test_a_proxy_of_the_environment(serve, monkeypatch):
+    server = serve(lambda question, count: right(question))
+    monkeypatch.setenv("http_proxy", server.url)
+    monkeypatch.setenv("no_proxy", "localhost")
+    assert ask("http://judge.invalid:8731") == ([0], "") and server.headers[0]["Host"] == "judge.invalid:8731"
 
 
 def test_batches_go_side_by_side_and_keep_their_order(serve):
@@ -237,8 +265,8 @@ def test_a_score_that_is_none(serve, word):
     rewards = Rewards((server.url,), 5.0, None)
     scores, said = ask(server.url, 5, rewards=rewards)
     assert math.isnan(scores[1]) and [scores[0], *scores[2:]] == [0, 2, 1, 4] and said == ""
-    parts = {server.url: utils.torch.tensor(scores)}
-    assert rewards.why_missing(parts) == f"{server.url}: it returned None, NaN or infinity"
+    components = {server.url: torch.tensor(scores)}
+    assert rewards.why_missing(components) == f"{server.url}: it returned None, NaN or infinity"
 
 
 def test_an_earlier_failure_is_not_told_again(serve):
@@ -269,8 +297,10 @@ def test_errors_that_do_not_pass(serve, naps):
 def test_a_server_may_say_when_to_come_back(serve, naps):
     server = serve(fails(2, 429, **{"Retry-After": "3"}))
     assert ask(server.url) == ([0], "") and naps == [3, 3]
-    server = serve(fails(1, 503, **{"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}))
-    assert ask(server.url) == ([0], "") and naps == [3, 3, 1]
+    for past_or_unreadable in ("Wed, 21 Oct 2015 07:28:00 GMT", "1.5", "soon"):
+        naps.clear()
+        server = serve(fails(1, 503, **{"Retry-After": past_or_unreadable}))
+        assert ask(server.url) == ([0], "") and naps == [1]
 
 
 def test_but_not_that_it_is_tomorrow(serve, naps):
@@ -327,6 +357,31 @@ def test_time_outs_that_do_not_pass(serve, naps):
     assert missing(scores) == list(range(32, 40)) and server.counts["prompt 32"] == 5
     assert 1.0 <= passed < 2.5 and "timed out" in said
     assert 1.0 <= float(said.removeprefix("gave up after ").split()[0]) <= passed + 0.1
+
+
+STATUS_LINE, HEADERS = b"HTTP/1.1 200 OK\r\n", b"Content-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("sent", [STATUS_LINE, STATUS_LINE + HEADERS + b"Content-Length: 100000\r\n\r\n"])
+def test_an_answer_that_trickles_in(serve, naps, monkeypatch, sent):
+    """No wait for a byte is over the time limit, in headers or body; the request is given up on all the same."""
+    monkeypatch.setattr(reward_client, "LONGEST_WAIT", 0.0)
+    server = serve(only_at(32, lambda question, count: ("trickle", sent, {})))
+    start = time.monotonic()
+    scores, said = ask(server.url, 40, timeout=0.4)
+    assert missing(scores) == list(range(32, 40)) and said == "gave no complete answer within 2 s"
+    assert 2 <= time.monotonic() - start < 4 and server.counts["prompt 32"] == 1
+
+
+def test_a_stuck_request_does_not_keep_the_process_alive(serve):
+    server = serve(lambda question, count: ("trickle", STATUS_LINE, {}))
+    program = (
+        "from plumbing import reward_client\nreward_client.LONGEST_WAIT = 0.0\n"
+        f"source = reward_client.ServerSource({server.url!r}, 0.2)\n"
+        "print(source.score([{'prompt': 'prompt 0'}], ['response'], [[1]]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "[nan]\n", "")
 
 
 def test_back_off_takes_its_time(serve):

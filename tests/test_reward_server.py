@@ -26,7 +26,8 @@ from tokenizers.processors import TemplateProcessing
 import reward_model
 import utils
 from plumbing import data, models
-from plumbing.rewards import BUILTIN_REWARDS, Rewards
+from plumbing.rewards import Rewards
+from plumbing.verifiers import VERIFIERS
 
 CPU = torch.device("cpu")
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
@@ -188,7 +189,7 @@ def servers(folder):
 
 @pytest.fixture(scope="module")
 def direct(folder):
-    """A score by `models.ScalarModel` alone, a sequence at a time: prompt as the model sees it, response and the end."""
+    """A score by `models.ScalarModel` alone, one sequence at a time: prompt as the model sees it, response, stop."""
     scalar, new = models.load_scalar_model("--reward", str(folder / "model"), torch.float64, CPU)
     assert not new
 
@@ -534,7 +535,7 @@ def test_the_command_line():
 def test_help_names_every_built_in_source():
     script = Path(helpers.ROOT, "scripts", "reward_server.py").read_text()
     said = script.partition("    reward: tuple")[2].partition("    reward_weights: tuple")[0]
-    assert not set(BUILTIN_REWARDS) - set(re.findall(r"\w+", said))
+    assert not set(VERIFIERS) - set(re.findall(r"\w+", said))
 
 
 # ---- bad flags ------------------------------------------------------------------------------------------------------
@@ -549,10 +550,10 @@ def test_help_names_every_built_in_source():
         ({"reward": "JUDGE:none"}, "has no function 'none'"),
         ({"reward": "CAUSAL"}, "is no reward model"),
         ({"reward": "EMPTY"}, "no tokenizer could be loaded from it"),
-        ({"reward": ("math", "math")}, "takes one or more sources, each once"),
+        ({"reward": ("math", "math")}, "--reward math math: names a source twice"),
         ({"reward_weights": (1.0, 2.0)}, "--reward_weights: has 2 weights for 1 sources in --reward"),
-        ({"reward_weights": (0.0,)}, "--reward_weights: have to be finite, and not all 0"),
-        ({"reward_weights": ("nan",)}, "--reward_weights: have to be finite, and not all 0"),
+        ({"reward_weights": (0.0,)}, "--reward_weights: are all 0"),
+        ({"reward_weights": ("nan",)}, "--reward_weights nan: have to be finite numbers"),
         ({"reward_timeout": 0.0}, "--reward_timeout 0.0: has to be a finite number above 0"),
         ({"micro_batch_tokens": 0}, "--micro_batch_tokens 0: has to be a finite number above 0"),
         ({"port": 70000}, "--port 70000: cannot listen there"),

@@ -120,7 +120,7 @@ def test_git_commit_marks_changed_files(tmp_path, monkeypatch):
     git = lambda *words: subprocess.run(
         ["git", "-C", str(tmp_path), *words], check=True, capture_output=True, text=True
     )
-    monkeypatch.setattr(utils, "ROOT", str(tmp_path))
+    monkeypatch.setattr(run_log, "ROOT", str(tmp_path))
     assert run_log.git_commit() is None
     git("init")
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "x")
@@ -272,8 +272,8 @@ def test_resume_with_fewer_episodes_ends(straight, tmp_path):
 KILLS = {
     "update": ("utils.Optimizer.step:10", 2),
     "rollout": ("grpo.generate:7", 2),
-    "samples": ("run_log.Run.samples:3", 2),
-    "log": ("run_log.Run.log:5", 2),
+    "samples": ("run_log.RunLog.samples:3", 2),
+    "log": ("run_log.RunLog.log:5", 2),
     "save, before writing": ("checkpoints.save_folder:2", 2),
     "save, while writing": ("torch.save:4", 2),
     "save, before the rename": ("os.rename:2", 2),
@@ -312,7 +312,7 @@ def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path, number):
     """The lines of steps that the checkpoint does not know go, and those of earlier steps stay, at whatever instant."""
     values = {**straight, "output_dir": str(tmp_path)}
     run(values, code=-9, place="utils.Optimizer.step:13:SIGKILL")  # in step 4: step 3 is logged, step 2 saved
-    run({**values, "resume": True}, code=-9, place=f"run_log.Run.__init__>json.dumps:{number}:SIGKILL")
+    run({**values, "resume": True}, code=-9, place=f"run_log.RunLog.__init__>json.dumps:{number}:SIGKILL")
     resume(values, straight, after=2)
 
 
@@ -553,7 +553,7 @@ def test_math_that_hangs_costs_one_score(rewards):
     texts = ["\\boxed{4}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{5}", "\\boxed{4}", "\\boxed{4}"]
     scores = math_rewards.score([row("4")] * 5, texts, [[]] * 5)["math"]
     assert [None if math.isnan(score) else score for score in scores] == [1.0, None, 0.0, 1.0, 1.0]
-    assert "--reward_timeout 2" in math_rewards.failures["math"]
+    assert "--reward_timeout 2" in math_rewards.sources["math"].failure
 
 
 def test_a_process_that_died_is_replaced(rewards, failing):

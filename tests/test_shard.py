@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import utils
 from plumbing import memory, models, vllm_engine
-from plumbing.sharding import Sharding, gathered, gradient_sync
+from plumbing.sharding import Sharding, gradient_sync, unsharded
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
 CPU = torch.device("cpu")
@@ -184,30 +184,30 @@ class Collectives(TorchDispatchMode):
 
 
 def alone(rank: int, port: int, model: str, log: str) -> None:
-    """A process of two: what it does within `gathered`, and then with the other one."""
+    """A process of two: what it does within `unsharded`, and then with the other one."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
     args = grpo.Args(shard="fsdp")
-    sharding = Sharding(args, world, torch.float32, None, contextlib.nullcontext)
+    sharding = Sharding(args, world, models.precision("float32", CPU), models.ModelNames([], [], []))
     load = lambda: models.load_model("--model", model, torch.float32, CPU)
-    plain, own = load(), models.load_model("--model", model, torch.float32, sharding.home)
+    plain, own = load(), models.load_model("--model", model, torch.float32, sharding.load_device)
     assert own.device.type == ("meta" if rank else "cpu")
     policy = sharding.wrap(grpo.Policy(own, 1.0, 8))
     assert all(x.to_local().numel() < x.numel() for x in policy.parameters() if x.ndim == 2)
     ids, collectives = torch.arange(40, 52)[None], Collectives()
-    with gathered(own), collectives, torch.no_grad():
+    with unsharded(own), collectives, torch.no_grad():
         for _ in range(3 if rank == 0 else 0):
             assert torch.equal(own(ids).logits, plain(ids).logits)
     assert collectives.count == 0
     gradients, counts = [], []
-    for policy.collects_gradient in (True, False):  # over two micro-batches; the other rank has other rows
+    for policy.keeps_full_gradient in (True, False):  # over two micro-batches; the other rank has other rows
         policy.zero_grad()
         collectives.count = 0
         for last in (False, True):
             with gradient_sync(policy, last), collectives:
                 policy(ids, ids > 45 + rank + 2 * last)[0].sum().backward()
-        gradients.append([utils.whole(parameter.grad) for parameter in policy.parameters()])
+        gradients.append([utils.full_tensor(parameter.grad) for parameter in policy.parameters()])
         counts.append(collectives.count)
     assert counts[1] > counts[0] > 0
     assert all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) and x.any() for x, y in zip(*gradients))
@@ -215,7 +215,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     # A gradient that is not finite on one rank is one for all; the norm of the next is that of the whole gradient.
     policy.zero_grad()
     optimizer = utils.Optimizer(policy, grpo.Args(learning_rate=0.1, precision="float32"), 10)
-    weights = lambda: [utils.whole(parameter).clone() for parameter in policy.parameters()]
+    weights = lambda: [utils.full_tensor(parameter).clone() for parameter in policy.parameters()]
     before, moved = weights(), []
     for factor in (torch.inf if rank == 1 else 1.0, 1.0):
         with gradient_sync(policy, True):
@@ -228,7 +228,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     assert moved == [False, True] and not math.isfinite(optimizer.norms[0])
     assert math.isclose(optimizer.norms[1], norm, rel_tol=1e-5) and len(set(world.all_gather(optimizer.norms[1:]))) == 1
     assert all(x.isfinite().all() for x in weights())
-    plain.load_state_dict({name: utils.whole(x) for name, x in own.state_dict().items()})
+    plain.load_state_dict({name: utils.full_tensor(x) for name, x in own.state_dict().items()})
 
     class Engine:
         seen = {}
@@ -249,7 +249,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     world.barrier()
 
 
-def test_no_rank_waits_for_another_while_weights_are_gathered(base):
+def test_no_rank_waits_for_another_while_weights_are_unsharded(base):
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -287,7 +287,7 @@ def test_half_precision_with_and_without_sharding(base, tmp_path, precision):
         weights = weights_of(folder_of(each) / "checkpoints" / "step_1")
         assert {x.dtype for x in weights.values()} == {kind.get(precision, torch.float32)}
         state = torch.load(folder_of(each) / "checkpoints" / "step_1" / "trainer_state.pt", weights_only=True)
-        assert state["optimizer"]["loss_scale"] == (2.0**16 if precision == "fp16" else 1.0)
+        assert state["optimizers"][""]["loss_scale"] == (2.0**16 if precision == "fp16" else 1.0)
 
 
 def test_the_scale_of_the_loss():
@@ -349,27 +349,32 @@ def test_the_memory_estimate(base):
     """16 bytes a parameter that trains, 4 for reference and reward models."""
     size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(base["grpo"]["model"]))
     model, judge = base["grpo"]["model"], base["ppo"]["reward"][1]
-    args = lambda **more: SimpleNamespace(model=model, **more)
-    need = lambda args, stored=torch.float32: memory.needed_memory(args, stored)
-    assert need(args()) == 16 * size
-    assert need(args(kl_coef=0.1, ref_model="")) == 20 * size
-    rewards = dict(reward=("math", judge), reward_model="", kl_coef=0.0)
-    assert need(args(**rewards)) == 20 * size
-    assert need(args(value_model="", **rewards)) == 36 * size
-    assert need(args(), torch.bfloat16) == 8 * size
+    scores = utils.parameter_count(transformers.AutoModelForSequenceClassification.from_pretrained(judge))
+    policy, judge = ("--model", model), ("--reward", judge)
+
+    def need(scalar=(), frozen=(), stored=torch.float32) -> float:
+        names = models.ModelNames([policy], list(scalar), list(frozen))
+        return memory.unsharded_bytes(SimpleNamespace(lora_rank=0), names, stored)
+
+    assert need() == 16 * size
+    assert need(frozen=[policy]) == 20 * size
+    assert need(frozen=[judge]) == 16 * size + 4 * scores
+    assert need(scalar=[judge]) == 16 * (size + scores)
+    assert need(stored=torch.bfloat16) == 8 * size
 
 
 @pytest.mark.parametrize("share, on", [(0.59, False), (0.61, True)])
 def test_auto_on_gpus(base, monkeypatch, capsys, share, on):
     """Sharded from 60 % of a GPU's memory on; the GPUs are made up."""
     args = grpo.Args(model=base["grpo"]["model"], reward=("exact",), kl_coef=0.0)
-    memory_bytes = int(memory.needed_memory(args, torch.float32) / share)
+    names = models.ModelNames([("--model", args.model)], [], [])
+    memory_bytes = int(memory.unsharded_bytes(args, names, torch.float32) / share)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory_bytes))
     monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
     world = utils.World(0, 8, torch.device("cuda", 0))
-    sharding = Sharding(args, world, torch.float32, torch.bfloat16, contextlib.nullcontext)
+    sharding = Sharding(args, world, models.precision("bf16", world.device), names)
     (line,) = capsys.readouterr().out.splitlines()
     assert sharding.on == on and line.startswith(f"sharding: {'fsdp over 8 of 8 ranks' if on else 'none'} (whole, ")
-    assert sharding.home == (CPU if on else world.device)
+    assert sharding.load_device == (CPU if on else world.device)

@@ -1,0 +1,107 @@
+"""A reward server as a source of scores, asked in PaddleNLP's protocol (scripts/reward_server.py).
+
+Rooms: plumbing/reward_worker.py (what a score is).
+"""
+
+import json
+import math
+import multiprocessing
+import time
+from multiprocessing.pool import ThreadPool
+from urllib.parse import unquote
+
+import urllib3
+from requests.utils import get_environ_proxies, select_proxy
+
+from plumbing.reward_worker import finite_or_nan
+from utils import first_line
+
+BATCH = 32  # responses in a request
+CONNECTIONS = 8  # requests at the same time
+RETRIES = 4  # of a request
+LONGEST_WAIT = 60.0  # seconds before a retry, whatever the server asks for
+
+
+class Retry(urllib3.Retry):
+    """Waits of 1, 2, 4 and 8 s (urllib3's own sequence begins with no wait), or what the server's Retry-After says."""
+
+    def get_backoff_time(self) -> float:
+        return 2.0 ** (len(self.history) - 1)
+
+    def parse_retry_after(self, retry_after: str) -> float:
+        try:
+            return min(LONGEST_WAIT, super().parse_retry_after(retry_after))
+        except urllib3.exceptions.InvalidHeader:
+            return 0.0  # then the usual wait is taken
+
+
+class ServerSource:
+    """A reward server. It gets its responses in batches, several at the same time.
+
+    A batch is sent again after connection errors, time-outs and the statuses 429 and 5xx. If it fails RETRIES times or
+    with anything else, its responses have no score (NaN).
+    """
+
+    def __init__(self, url: str, timeout: float):
+        """`timeout`: seconds to wait for a server's answer, or for the next bytes of it."""
+        self.url, self.failure = url, ""
+        # A server that sends a byte now and then never exceeds urllib3's timeout, which is for each wait on the socket.
+        self.limit = (RETRIES + 1) * timeout + RETRIES * LONGEST_WAIT  # seconds of a request with all its retries
+        # urllib3, as requests would not try again when the connection breaks within an answer.
+        retries = Retry(RETRIES, status_forcelist=(429, *range(500, 600)), allowed_methods=None, raise_on_status=False)
+        options = {"maxsize": CONNECTIONS, "timeout": timeout, "retries": retries}
+        proxy = select_proxy(url, get_environ_proxies(url))
+        self.connections = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
+        user = unquote(urllib3.util.parse_url(url).auth or "")  # of http://user:password@host
+        self.headers = {"Content-Type": "application/json", **urllib3.make_headers(basic_auth=user or None)}
+
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
+        self.failure, scores = "", []
+        parts = [slice(start, start + BATCH) for start in range(0, len(rows), BATCH)]
+        end = time.monotonic() + math.ceil(len(parts) / CONNECTIONS) * self.limit
+        with ThreadPool(CONNECTIONS) as pool:  # of daemon threads: one that is stuck does not keep the process alive
+            answers = [pool.apply_async(self._ask, (question(rows[part], texts[part]),)) for part in parts]
+            for part, answer in zip(parts, answers):
+                try:
+                    found, failure = answer.get(max(0.0, end - time.monotonic()))
+                except multiprocessing.TimeoutError:
+                    found, failure = None, f"gave no complete answer within {self.limit:g} s"
+                scores += found or [math.nan] * len(rows[part])
+                self.failure = failure or self.failure
+        return scores
+
+    def _ask(self, question: dict) -> tuple[list[float] | None, str]:
+        """Return the scores of a batch, or None and why there are none."""
+        start, count = time.monotonic(), len(question["src"])
+        try:
+            body = json.dumps(question, default=str)
+            answer = self.connections.request("POST", self.url, body=body, headers=self.headers)
+            if not 200 <= answer.status < 300:
+                raise ValueError(f"HTTP status {answer.status}: {answer.data.decode(errors='replace')[:300]}")
+            content = json.loads(answer.data)
+            if content.get("error_code") != 0:
+                raise ValueError(f"error_code {content.get('error_code')}: {content.get('error_msg')}")
+            if len(content["score"]) != count:
+                raise ValueError(f"gave {len(content['score'])} scores for {count} responses")
+            return [finite_or_nan(score) for score in content["score"]], ""
+        except Exception as error:  # an address may answer anything
+            reason = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error
+            return None, f"gave up after {time.monotonic() - start:.1f} s ({first_line(reason)})"
+
+
+def question(rows: list[dict], texts: list[str]) -> dict:
+    """Return what a request says: PaddleNLP's fields, and "columns" for what else a source may read from a row."""
+    content = {
+        "src": [row["prompt"] for row in rows], "tgt": [as_text(row.get("answer")) for row in rows], "response": texts
+    }  # fmt: skip
+    others = sorted({name for row in rows for name in row} - {"prompt", "query", "answer"})
+    if others:
+        content["columns"] = {name: [row.get(name) for row in rows] for name in others}
+    return content
+
+
+def as_text(answer) -> str:
+    """Return a reference answer as PaddleNLP's protocol has it."""
+    if isinstance(answer, (list, dict)):
+        return json.dumps(answer, default=str)
+    return "" if answer is None else str(answer)

@@ -1,0 +1,170 @@
+"""The process in which answers are checked, and the caller's end of it: what hangs or crashes there can be killed.
+
+A line of JSON goes in, lines of JSON come out. The first line in is {"load": [reward names], "timeout": seconds}. It is
+answered with {"loaded": true}, with "warning": text if there is one, or with {"reward": name, "error": why}. Each later
+line in is a call:
+    {"reward": name, "prompts": [...], "responses": [...], "columns": {"answer": [...], ...}}
+A built-in reward answers {"scores": [x]} or {"error": why} for each response, so that the caller can tell which one is
+stuck. A function from a file is called with all responses and answers once.
+
+This room imports plumbing/verifiers.py only (and plumbing/sandbox.py for the reward `code`), so a worker starts in a
+tenth of a second and without torch.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from typing import Callable
+
+from plumbing.verifiers import VERIFIERS
+
+# Not from utils, which imports torch.
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Worker:
+    """A Python process that reads and writes lines of JSON."""
+
+    def __init__(self, *words: str):
+        """Start Python with these words of its command line. It can import plumbing, whatever the current folder is."""
+        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+        # In a session of its own: a Ctrl-C at the terminal is for the trainer. -P keeps the current folder's files from
+        # standing in for packages.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        self.lines: queue.Queue = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def send(self, message) -> None:
+        with contextlib.suppress(BrokenPipeError):  # that the process has died is seen when its answer is read
+            self.process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def receive(self, timeout: float):
+        """Return the next answer; if none comes, kill the process and return {"error": why, "dead": True}."""
+        try:
+            line = self.lines.get(timeout=timeout)
+        except queue.Empty:
+            self.kill()
+            return {"error": f"gave no answer within --reward_timeout {timeout:g} s", "dead": True}
+        if line is None:
+            return {"error": f"its process ended with exit code {self.process.wait()}", "dead": True}
+        return json.loads(line)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+# ---- in the process --------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)  # math-verify warns at every call that its time limits are off
+    # What a reward function prints must not get between the answers: it goes to stderr.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**message) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    settings = json.loads(sys.stdin.readline())
+    timeout, functions, warning = settings["timeout"], {}, {}
+    for name in settings["load"]:
+        try:
+            functions[name] = load_verifier(name, timeout) if name in VERIFIERS else load_function(name)
+            warning |= sandbox_warning() if name == "code" else {}
+        except BaseException as error:
+            answer(reward=name, error=f"{type(error).__name__}: {error}")
+            return
+    answer(loaded=True, **warning)
+
+    for line in sys.stdin:
+        request = json.loads(line)
+        for call in calls(request, functions[request["reward"]]):
+            # The caller kills this process after the time limit; if the caller is gone, the kernel does, a bit later.
+            signal.setitimer(signal.ITIMER_REAL, timeout + 5)
+            try:
+                answer(scores=call())
+            except BaseException as error:
+                traceback.print_exc()
+                answer(error=f"{type(error).__name__}: {error}")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def load_verifier(name: str, timeout: float) -> Callable:
+    """Return the function of a built-in reward; import its package now, as that can take longer than a call may."""
+    check, _, package = VERIFIERS[name]
+    if package:
+        module = package.replace("-", "_")
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(f"takes the package {package} (pip install {package})")
+        importlib.import_module(module)
+    # Less than the call may take: a program that is stuck scores 0, a call that is stuck has no score.
+    return functools.partial(check, seconds=0.8 * timeout) if name == "code" else check
+
+
+def sandbox_warning() -> dict[str, str]:
+    from plumbing import sandbox
+
+    warning = sandbox.programs().warning
+    return {"warning": warning} if warning else {}
+
+
+def load_function(name: str) -> Callable:
+    """Return the function of "path/to/file.py:function"."""
+    path, _, function = name.rpartition(":")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    spec = importlib.util.spec_from_file_location("reward_function", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise AttributeError(f"{path} has no function {function!r}")
+    return getattr(module, function)
+
+
+def calls(request: dict, function: Callable) -> list[Callable[[], list]]:
+    """Return the calls that score a request: one for each response by a built-in reward, one for all by another."""
+    responses, columns = request["responses"], request["columns"]
+    if request["reward"] not in VERIFIERS:
+        return [lambda: as_numbers(function(request["prompts"], responses, **columns), len(responses))]
+    values = columns.get(VERIFIERS[request["reward"]].column, [None] * len(responses))
+    return [lambda response=r, value=v: [function(response, value)] for r, v in zip(responses, values)]
+
+
+def as_numbers(scores, count: int) -> list[float | None]:
+    """Return what a reward function returned, as `count` floats or Nones."""
+    scores = list(scores)
+    if len(scores) != count:
+        raise ValueError(f"returned {len(scores)} scores for {count} responses")
+    return [None if score is None else float(score) for score in scores]
+
+
+def finite_or_nan(score) -> float:
+    """Return a score as a float, NaN for None and infinity."""
+    score = math.nan if score is None else float(score)
+    return score if math.isfinite(score) else math.nan
+
+
+if __name__ == "__main__":
+    main()

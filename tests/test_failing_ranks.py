@@ -1,0 +1,135 @@
+"""What a run of several ranks says, and how soon it ends, when one of them is killed, raises or is stuck."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import helpers
+import pytest
+
+import grpo
+import utils
+from plumbing import run_log
+from plumbing.rewards import Rewards
+
+# Rank 1 kills itself, or raises, before a call of a function.
+FAILING = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+import helpers
+import tyro
+from torch.distributed.elastic.multiprocessing.errors import record
+import grpo
+
+def fail(calls):
+    if calls == {number} and os.environ["RANK"] == "1":
+        open({marker!r}, "w").close()
+        if {raises}:
+            raise ValueError("no such luck")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+helpers._before({function!r}, fail)
+record(grpo.main)(tyro.cli(grpo.Args))
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    return {**helpers.workspace(tmp_path_factory.mktemp("ranks")), "eval_every": 0, "total_episodes": 4000}
+
+
+def torchrun(log: Path, script, values: dict, *options: str, **environment) -> subprocess.Popen:
+    """Start two ranks, whose output goes to a file."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
+    with open(log, "w") as file:
+        return subprocess.Popen(
+            [sys.executable, *words, *helpers.flags(values)],
+            stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("function, raises", [("data.take_prompts", False), ("utils.Optimizer.step", True)])
+def test_a_rank_that_fails_ends_all_and_is_named(base, tmp_path, function, raises):
+    """By torchrun, soon, with its rank and the signal, or the exception and where it was raised."""
+    values = {**base, "output_dir": str(tmp_path), "run_name": "run"}
+    script, log, marker = (tmp_path / name for name in ("failing.py", "log", "marker"))
+    paths = [str(path) for path in helpers.PATHS]
+    script.write_text(FAILING.format(paths=paths, marker=str(marker), function=function, number=5, raises=raises))
+    code = torchrun(log, script, values).wait(120)
+    text = log.read_text()
+    assert code == 1 and time.time() - marker.stat().st_mtime < 30, text[-3000:]
+    cause = text[text.index("Root Cause (first observed failure)") :]
+    assert "rank      : 1 (local_rank: 1)" in cause, text[-3000:]
+    assert ("ValueError: no such luck" in cause and "in main\n" in cause) if raises else "(SIGKILL)" in cause, cause
+
+
+DEADLY = """
+import os, signal
+def score(prompts, responses, **columns):
+    marker = os.environ["MARKER"]
+    if os.environ["RANK"] == "1" and os.path.exists(marker):  # once
+        os.remove(marker)
+        os.kill(os.getppid(), signal.SIGKILL)
+    return [float(len(response) % 3) for response in responses]
+"""
+
+
+def test_torchrun_starts_again_and_resumes(base, tmp_path):
+    """With --max_restarts a killed rank ends all and the next start goes on from the newest checkpoint by itself."""
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    marker, log = tmp_path / "marker", tmp_path / "log"
+    values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 48, "save_every": 1}
+    values |= {"reward": f"{tmp_path / 'deadly.py'}:score", "resume": True}
+    running = torchrun(log, helpers.ROOT / "grpo.py", values, "--max_restarts", "1", MARKER=str(marker))
+    metrics = helpers.folder_of(values) / "metrics.jsonl"
+    while running.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
+        time.sleep(0.05)
+    marker.touch()
+    assert running.wait(120) == 0, log.read_text()[-3000:]
+    assert not marker.exists() and "goes on after step" in log.read_text()
+    assert [row["step"] for row in helpers.metrics_of(values)] == [1, 2, 3, 4, 5, 6]
+
+
+def a_rank(rank: int, port: int, folder: str) -> None:
+    """Rank 1 hangs in a reward, for which rank 0 waits."""
+    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    sys.stderr = open(2, "w", closefd=False)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world = utils.setup_processes()
+    run_log.RunLog.STUCK_AFTER = 2.0
+    log = run_log.RunLog(f"{folder}/run", grpo.Args(), "grpo.py", world, 1, None, {"prompts": [1]})
+    log.phase("rollout")
+    if rank == 1:
+        rewards = SimpleNamespace(names=("slow",), models=(), _score=lambda *_: time.sleep(7))
+        Rewards.score(rewards, [], [], [])
+    world.barrier()
+    log.phase("update")  # does not last long enough
+    world.barrier()
+    log.close("done")
+    time.sleep(3)  # the run is over
+    world.barrier()
+
+
+def test_ranks_that_wait_say_where(tmp_path):
+    """Each prints its traceback every so often, and none is ended."""
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [helpers._server().Process(target=a_rank, args=(rank, port, str(tmp_path))) for rank in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(60)
+        each.kill()
+    said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert [each.exitcode for each in ranks] == [0, 0], said
+    for rank, function in enumerate(("barrier", "score")):
+        assert len(re.findall(r"Timeout \(0:00:\d\d\)!", said[rank])) == 7 // (2 + rank), said[rank]
+        assert f"Timeout (0:00:0{2 + rank})!" in said[rank], "its header tells the rank"
+        assert f" in {function}\n" in said[rank] and " in a_rank\n" in said[rank]
