@@ -37,9 +37,9 @@ from transformers import DynamicCache
 from transformers.generation import logits_process
 
 import utils
-from plumbing import data, engines, evaluation, flags, memory, models
+from plumbing import data, engines, evaluation, flags, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
-from plumbing.rewards import Rewards, reward_weights
+from plumbing.rewards import Rewards, check_sources, reward_weights
 from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, rollout
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
@@ -396,16 +396,20 @@ def load_policy(args: Args, query: list[int], saved: str | None, dtype: torch.dt
     return policy
 
 
+def reference_name(args: Args) -> str:
+    """Return the folder or hub name of the reference of the KL penalty; "" if no other model is held for it."""
+    return (args.ref_model or ("" if args.lora_rank else args.model)) if args.kl_coef else ""
+
+
 def load_reference(
     args: Args, policy: Policy, query: list[int], saved: str | None, dtype: torch.dtype, sharding: Sharding
 ) -> Policy | None:
     """Load the model of the KL penalty; None without one. With LoRA it is the policy, used without its adapter."""
-    if not args.kl_coef:
-        return None
-    if args.lora_rank and not args.ref_model:
-        return policy
-    refreshed = os.path.join(saved or "", "reference")  # a checkpoint has it once it was refreshed
-    name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
+    name, refreshed = reference_name(args), os.path.join(saved or "", "reference")
+    if not name:
+        return policy if args.kl_coef else None
+    if os.path.isdir(refreshed):  # a checkpoint has it once it was refreshed
+        name = refreshed
     model = models.load_model("--ref_model", name, dtype, sharding.load_device).requires_grad_(False)
     reference = Policy(model, args.temperature, args.logits_chunk_tokens)
     reference.check_head(f"--ref_model {name}", query)
@@ -643,6 +647,7 @@ def equal_scores(grouped: Tensor) -> Tensor:
 def check_args(args: Args) -> None:
     """End the run for flags that cannot work together; warn of those that rarely should."""
     flags.check_rl_args(args)
+    check_sources(args.reward, args.reward_weights)
     if args.group_size < 2:
         utils.fail(
             f"--group_size {args.group_size}: advantages are relative to a group, which takes 2 responses or more"
@@ -668,13 +673,13 @@ def main(args: Args) -> None:
     token_loss, aggregation, scale, clip_low, clip_high = (
         default if choice is None else choice for default, choice in zip(VARIANTS[args.loss], choices)
     )
-    held = models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
 
     # ---- setting up: models, optimizer, rollout ----
-    dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, dtype, compute_dtype, autocast)
+    frozen = [("--ref_model", name) for name in [reference_name(args)] if name] + rewards.model_names
+    held = models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
+    precision = dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
+    sharding = Sharding(args, world, precision, held)
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
-    memory.plan_memory(args, __file__, world, sharding)
     query = prompts[0]["query"][:32]
     policy = load_policy(args, query, run.checkpoint, dtype, sharding.load_device)
     model, wrapped = policy.model, sharding.wrap(policy)
@@ -694,7 +699,7 @@ def main(args: Args) -> None:
     evaluate = functools.partial(evaluation.evaluate, sample, eval_prompts, args) if eval_prompts else None
     run.start(
         total_steps, tokenizer, {"": model} | ({"reference": reference.model} if args.ref_refresh_every else {}),
-        {"optimizer": optimizer}, data.token_lengths(prompts, eval_prompts, ptx_rows),
+        {"": optimizer}, data.token_lengths(prompts, eval_prompts, ptx_rows),
         {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
     )  # fmt: skip
     run.clock.count_flops(policy, args.sequence_parallel)

@@ -36,9 +36,9 @@ from transformers import DynamicCache
 from transformers.generation import logits_process
 
 import utils
-from plumbing import data, engines, evaluation, flags, memory, models
+from plumbing import data, engines, evaluation, flags, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
-from plumbing.rewards import Rewards, reward_weights
+from plumbing.rewards import Rewards, check_sources, reward_weights
 from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, rollout
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
@@ -522,16 +522,20 @@ def load_critic(args: Args, saved: str | None, dtype: torch.dtype, device) -> Cr
     return Critic(scalar)
 
 
+def reference_name(args: Args) -> str:
+    """Return the folder or hub name of the reference of the KL penalty; "" if no other model is held for it."""
+    return (args.ref_model or ("" if args.lora_rank else args.model)) if args.kl_coef else ""
+
+
 def load_reference(
     args: Args, policy: Policy, query: list[int], saved: str | None, dtype: torch.dtype, sharding: Sharding
 ) -> Policy | None:
     """Load the model of the KL penalty; None without one. With LoRA it is the policy, used without its adapter."""
-    if not args.kl_coef:
-        return None
-    if args.lora_rank and not args.ref_model:
-        return policy
-    refreshed = os.path.join(saved or "", "reference")  # a checkpoint has it once it was refreshed
-    name = refreshed if os.path.isdir(refreshed) else args.ref_model or args.model
+    name, refreshed = reference_name(args), os.path.join(saved or "", "reference")
+    if not name:
+        return policy if args.kl_coef else None
+    if os.path.isdir(refreshed):  # a checkpoint has it once it was refreshed
+        name = refreshed
     model = models.load_model("--ref_model", name, dtype, sharding.load_device).requires_grad_(False)
     reference = Policy(model, args.temperature, args.logits_chunk_tokens)
     reference.check_head(f"--ref_model {name}", query)
@@ -748,6 +752,7 @@ def equal_scores(grouped: Tensor) -> Tensor:
 def check_args(args: Args) -> None:
     """End the run for flags that cannot work together; warn of those that rarely should."""
     flags.check_rl_args(args)
+    check_sources(args.reward, args.reward_weights)
     if args.critic_warmup_steps >= args.total_episodes // (args.rollout_batch_size * args.group_size):
         utils.fail(f"--critic_warmup_steps {args.critic_warmup_steps}: leaves the policy no step of --total_episodes")
 
@@ -766,14 +771,15 @@ def main(args: Args) -> None:
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
     models.check_can_read("--value_model", args.value_model or args.model, tokenizer)
-    critic = ("--value_model", args.value_model or args.model)
-    held = models.ModelNames(trained=[("--model", args.model)], scalar=[critic], frozen=frozen)
 
     # ---- setting up: models, optimizer, rollout ----
-    dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, dtype, compute_dtype, autocast)
+    frozen = [("--ref_model", name) for name in [reference_name(args)] if name] + rewards.model_names
+    held = models.ModelNames(
+        trained=[("--model", args.model)], scalar=[("--value_model", args.value_model or args.model)], frozen=frozen
+    )
+    precision = dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
+    sharding = Sharding(args, world, precision, held)
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
-    memory.plan_memory(args, __file__, world, sharding)
     query = prompts[0]["query"][:32]
     policy = load_policy(args, query, run.checkpoint, dtype, sharding.load_device)
     model, wrapped = policy.model, sharding.wrap(policy)
@@ -797,7 +803,7 @@ def main(args: Args) -> None:
     run.start(
         total_steps, tokenizer,
         {"": model, "critic": critic.scalar.model} | ({"reference": reference.model} if args.ref_refresh_every else {}),
-        {"optimizer": optimizer, "critic_optimizer": critic_optimizer},
+        {"": optimizer, "critic": critic_optimizer},
         data.token_lengths(prompts, eval_prompts, ptx_rows),
         {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
     )  # fmt: skip

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 import utils
-from plumbing import data, flags, memory, models
+from plumbing import data, flags, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync
@@ -306,16 +306,16 @@ def main(args: Args) -> None:
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = args.num_epochs * len(pairs) // args.batch_size
-    dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, dtype, compute_dtype, autocast)
+    held = models.ModelNames(trained=[], scalar=[("--model", args.model)], frozen=[])
+    precision = dtype, loss_dtype, _, autocast = models.precision(args.precision, world.device)
+    sharding = Sharding(args, world, precision, held)
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
-    memory.plan_memory(args, __file__, world, sharding)
     scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, dtype, sharding.load_device)
     config, wrapped = scorer.model.config, sharding.wrap(scorer)
     optimizer = utils.Optimizer(scorer, args, total_steps)
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
     lengths = {"sides of pairs": sides(pairs)} | ({"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {})
-    run.start(total_steps, tokenizer, {"": scorer.model}, {"optimizer": optimizer}, lengths, {"position": 0})
+    run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer}, lengths, {"position": 0})
     run.clock.count_flops(scorer, args.sequence_parallel)
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict], list[int]] | None:
@@ -327,7 +327,7 @@ def main(args: Args) -> None:
         found = pair_statistics(scores, [pair["subset"] for pair in pairs])
         return {f"eval/{name}": x for name, x in found.items()}, sample_pairs(pairs[:4], scores), sides(pairs)
 
-    for step in run.steps(evaluate if eval_pairs else None):
+    for _ in run.steps(evaluate if eval_pairs else None):
         # ---- update: one batch of pairs, cut into micro-batches ----
         run.phase("training")
         position = run.state["position"]

@@ -93,3 +93,6 @@ def watch_agreement(metrics: dict[str, float]) -> None:
             f"step {metrics['step']}: rollout and trainer differ by {difference:.3f} in a token's mean probability; "
             "try --precision float32, --rollout_backend hf to see whose fault it is, or --rollout_correction truncate"
         )
+
+
+Prefetch = Ahead

@@ -246,7 +246,6 @@ def check_rl_args(args) -> None:
     if args.filter_groups != "none" and args.group_size < 2:
         fail(f"--filter_groups {args.filter_groups}: takes groups, so a --group_size of 2 or more")
     check_rollout_args(args)
-    check_reward_args(args)
     if args.ptx_coef and not args.ptx_dataset:
         fail(f"--ptx_coef {args.ptx_coef}: takes supervised rows, named by --ptx_dataset")
     if args.ptx_dataset and not args.ptx_coef:
@@ -276,15 +275,3 @@ def check_rollout_args(args) -> None:
             "--top_p, --top_k, --repetition_penalty and --min_response_length bias the ratio: "
             "they change the distribution that is sampled, not the one that is trained"
         )
-
-
-def check_reward_args(args) -> None:
-    """End the run for reward sources and weights that do not fit together."""
-    if not args.reward:
-        fail("--reward: names no source")
-    if len(set(args.reward)) < len(args.reward):
-        fail(f"--reward {' '.join(args.reward)}: names a source twice")
-    if args.reward_weights and len(args.reward_weights) != len(args.reward):
-        fail(f"--reward_weights: has {len(args.reward_weights)} weights for {len(args.reward)} sources in --reward")
-    if args.reward_weights and not any(args.reward_weights):
-        fail("--reward_weights: are all 0, so there is nothing to learn from")

@@ -21,14 +21,9 @@ from plumbing.verifiers import VERIFIERS
 from utils import World, fail, micro_batches, warn
 
 
-def reward_names(args) -> tuple[str, ...]:
-    """Return the reward sources of a run: those of --reward, then --reward_model."""
-    return args.reward + ((args.reward_model,) if getattr(args, "reward_model", "") else ())
-
-
 def reward_weights(args) -> tuple[float, ...]:
     """Return the weight of each reward source."""
-    return args.reward_weights or (1.0,) * len(reward_names(args))
+    return args.reward_weights or (1.0,) * len(args.reward)
 
 
 def is_server(name: str) -> bool:
@@ -104,6 +99,11 @@ class Rewards:
         self.models = {name: source for name, source in self.sources.items() if isinstance(source, ModelSource)}
         atexit.register(self.close)
         self.workers.start()
+
+    @property
+    def model_names(self) -> list[tuple[str, str]]:
+        """The reward models as (flag, folder or hub name)."""
+        return [("--reward", name) for name in self.models]
 
     def load_models(
         self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int, sharding=None

@@ -37,7 +37,7 @@ class Run:
 
         Args:
             models: what a checkpoint holds, by the name of its folder; "" is the model that the run trains.
-            optimizers: by the name under which a checkpoint has their state.
+            optimizers: those of the models of the same names.
             lengths: tokens of what the run reads, {name: [int]}, to be shown.
             state: the script's own entries of `state`, as they are before the first step.
             engine: the rollout engine, for the memory that it frees while it sleeps.
@@ -46,9 +46,9 @@ class Run:
         self.models, self.optimizers = models, optimizers
         self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "logged": False, **state}
         if self.checkpoint:
-            self.state = checkpoints.load_checkpoint(self.checkpoint, self.world)
+            self.state = checkpoints.load_state(self.checkpoint, self.world)
             for name, optimizer in optimizers.items():
-                optimizer.load_state_dict(self.state.pop(name))
+                checkpoints.load_optimizer(self.checkpoint, name, models[name], optimizer)
         resumed = self.state if self.checkpoint else None
         self.log = RunLog(self.folder, self.args, self.script, self.world, total_steps, resumed, lengths)
         self.clock = utils.Clock(self.world.device, self.state["seconds"], engine)
@@ -120,10 +120,9 @@ class Run:
         """Save a checkpoint of the policy after `state["step"]` steps."""
         self.log.phase("save")
         self.state["seconds"] = self.clock.total()
-        state = self.state | {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         checkpoints.save_checkpoint(
-            self.folder, self.world, self.models[""], self.tokenizer, state, self.args.keep_checkpoints,
-            **{name: model for name, model in self.models.items() if name},
+            self.folder, self.world, self.tokenizer, self.state, self.models, self.optimizers,
+            self.args.keep_checkpoints,
         )  # fmt: skip
 
     def leave(self) -> NoReturn:

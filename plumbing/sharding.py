@@ -30,7 +30,7 @@ class Sharding:
     WHOLE_SHARE = 0.6  # of a GPU's memory that whole models and Adam may take before --shard auto shards them
     GRADIENT_SHARE = 0.2  # of a GPU's memory up to which a whole gradient may collect before it is sharded
 
-    def __init__(self, args, world: World, precision: Precision, names: ModelNames):
+    def __init__(self, args, world: World, precision: Precision, held: ModelNames):
         self.world, self.autocast, self.on = world, precision.autocast, args.shard == "fsdp"
         self.attention, self.compile = args.attention, args.compile
         if args.attention not in ("auto", "sdpa") and args.sequence_parallel > 1:
@@ -60,7 +60,7 @@ class Sharding:
             if gpu:
                 from plumbing.memory import unsharded_bytes
 
-                need = unsharded_bytes(args, names, precision.param_dtype)
+                need = unsharded_bytes(args, held, precision.param_dtype)
                 self.on = world.any(need > self.WHOLE_SHARE * self.memory)
                 reason = f" (whole, models and Adam take {need / 1e9:.3g} GB; a GPU has {self.memory / 1e9:.3g})"
         if self.on:
@@ -77,6 +77,10 @@ class Sharding:
             reason = f" over {size} of {world.size} ranks{', offloaded to the CPU' if args.cpu_offload else ''}{reason}"
         if world.main and (self.on or reason):
             print(f"sharding: {'fsdp' if self.on else 'none'}{reason}", flush=True)
+
+        from plumbing.memory import plan_run
+
+        plan_run(args, held, world, self)
 
     @property
     def load_device(self) -> torch.device:
