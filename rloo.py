@@ -44,7 +44,7 @@ from transformers.generation import logits_process
 
 import utils
 from plumbing import checkpoints, data, engines, evaluation, memory, models, run_log
-from plumbing.rewards import Rewards, is_reward_model, one_score, reward_names, reward_weights
+from plumbing.rewards import Rewards, is_reward_model, needs_answer, one_score, reward_names, reward_weights
 from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference, unsharded
 
 
@@ -971,7 +971,7 @@ def main(args: Args) -> None:
     folder, resume_from = checkpoints.run_folder(args, __file__)
     tokenizer = models.load_tokenizer(args.model, args.pad_token)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
-    prompts, eval_prompts = data.load_train_and_eval(args, tokenizer)
+    prompts, eval_prompts = data.load_train_and_eval(args, tokenizer, needs_answer(args))
     supervised = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     rewards = Rewards(reward_names(args), args.reward_timeout, tokenizer)
     frozen = [("--reward", name) for name in filter(is_reward_model, rewards.names)]
