@@ -16,6 +16,112 @@ PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "quiz", "src")
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution_text", "solution", "tgt")
 
 
+# ---- the data sets of a run ------------------------------------------------------------------------------------------
+
+
+def load_train_and_eval(args, tokenizer, answer_for: str) -> tuple[list[dict], list[dict]]:
+    """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on."""
+    train, held_out = load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, answer_for), []
+    if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
+        name = args.eval_dataset or args.dataset
+        held_out = load_prompts("--eval_dataset", name, args.eval_split, tokenizer, args, answer_for)
+        held_out = held_out[: args.eval_prompts or None]
+    kept = without(train, {row["prompt"] for row in held_out})
+    if len(kept) < len(train):
+        warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
+    if not kept:
+        fail(f"--dataset {args.dataset}: every row is evaluated on, none is left to train on")
+    return kept, held_out
+
+
+def load_prompts(flag: str, name: str, split: str, tokenizer, args, answer_for: str = "") -> list[dict]:
+    """Read a data set, or a .json list of them, and turn each row into a prompt, once and for all, as token ids.
+
+    Args:
+        flag, name, split: as in `read_rows`; name may also be a .json list of {"prob": weight, "filepath": any of
+            these, relative to the list's own folder}.
+        args: --prompt_column, --answer_column, --system_prompt and --max_prompt_length.
+        answer_for: the flag that needs an answer in every row, such as "--reward math"; "" if none does.
+    Returns:
+        Rows {"prompt": the text that the model sees, "query": its token ids, "answer": ..., every other column}; a
+        Mixture for a list of data sets. Ends the run, naming the row, on whatever is missing, empty or too long.
+    """
+    rows = read_rows(flag, name, split)
+    if not is_list_of_data_sets(name, rows):
+        return encode_rows(f"{flag} {name}", rows, tokenizer, args, answer_for)
+    parts = []
+    for number, entry in enumerate(rows, 1):
+        weight, path = entry.get("prob"), entry["filepath"]
+        named, numeric = isinstance(path, str) and path.strip(), isinstance(weight, (int, float))
+        if not named or not numeric or not 0 < weight < 1e300:
+            fail(f"{flag} {name} entry {number}: takes a prob above 0 and a filepath, not {str(entry)[:60]}")
+        in_folder = os.path.join(os.path.dirname(name), path)
+        path = in_folder if os.path.exists(in_folder) else path
+        part = read_rows(flag, path, split)
+        if is_list_of_data_sets(path, part):  # itself, perhaps
+            fail(f"{flag} {path}: is a list of data sets and stands in another, {name}")
+        parts.append((encode_rows(f"{flag} {path}", part, tokenizer, args, answer_for), weight))
+    return Mixture(parts)
+
+
+def is_list_of_data_sets(name: str, rows: list[dict]) -> bool:
+    return name.endswith(".json") and all("filepath" in row for row in rows)
+
+
+def encode_rows(where: str, rows: list[dict], tokenizer, args, answer_for: str) -> list[dict]:
+    """Turn the rows of one data set into prompts; see `load_prompts`. `where` names it in messages."""
+    prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows[0], required=True)
+    answer_column = find_column(
+        where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows[0], required=bool(answer_for)
+    )
+    prompts = []
+    for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
+        at = f"{where} row {number}"
+        for column in {"prompts", "responses"} & row.keys():
+            fail(f"{at}: has a column {column!r}, which is a name that reward functions get something else by")
+        prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
+        text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt)
+        if len(query) > args.max_prompt_length:
+            fail(f"{at}: the prompt has {len(query)} tokens, over --max_prompt_length {args.max_prompt_length}")
+        if answer_for and (answer is None or not str(answer).strip()):
+            fail(f"{at}: has no answer in {answer_column!r}, which {answer_for} needs")
+        others = {key: value for key, value in row.items() if key not in (prompt_column, answer_column)}
+        prompts.append({**others, "prompt": text, "query": query, "answer": answer})
+    return prompts
+
+
+def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
+    """Return the rows of --ptx_dataset: {"query": token ids of the prompt, "response": those of the text to imitate}.
+
+    The text stands in the answer column, or is the last turn of messages. A stop token is added to it.
+    """
+    name, supervised = args.ptx_dataset, []
+    for number, row in enumerate(read_rows("--ptx_dataset", name, "train"), 1):
+        where = f"--ptx_dataset {name} row {number}"
+        columns = first_filled(row, PROMPT_COLUMNS), first_filled(row, ANSWER_COLUMNS)
+        prompt, text = prompt_and_answer(where, row, *columns)
+        last = prompt[-1] if text is None and isinstance(prompt, list) else None
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            prompt, text = prompt[:-1], last.get("content")
+        if not isinstance(text, str) or not text.strip():
+            fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
+        _, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
+        response = [*encode_text(where, text, tokenizer, special=False), stop_ids[0]]
+        for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
+            if len(ids) > getattr(args, option):
+                fail(f"{where}: has {len(ids)} tokens, over --{option} {getattr(args, option)}")
+        supervised.append({"query": query, "response": response})
+    return supervised
+
+
+def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict]) -> dict[str, list[int]]:
+    """Return the tokens of each row by what it is for, {name: [tokens]}, for the statistics that a run shows."""
+    rows = {"prompts": prompts, "held-out prompts": eval_prompts, "supervised rows": supervised}
+    return {
+        name: [len(row["query"]) + len(row.get("response", ())) for row in part] for name, part in rows.items() if part
+    }
+
+
 # ---- the prompt and the answer of a row ------------------------------------------------------------------------------
 
 
@@ -29,6 +135,11 @@ def find_column(where: str, option: str, named: str, known: tuple[str, ...], row
         missing = f"no column {column!r}" if column else f"none of the columns {', '.join(known)}"
         fail(f"{where}: has {missing}; name one with {option}, there are {', '.join(row)}")
     return column
+
+
+def first_filled(row: dict, columns: tuple[str, ...]) -> str | None:
+    """Return the first of some columns in which a row has something, None if there is none."""
+    return next((column for column in columns if row.get(column)), None)
 
 
 def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_column: str | None) -> tuple:
@@ -112,105 +223,6 @@ def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[
         fail(f"{where}: is no valid text ({first_line(error)})")
     ids = tokenizer.encode(text, add_special_tokens=special)
     return ids[1:] if special and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
-
-
-# ---- the data sets of a run ------------------------------------------------------------------------------------------
-
-
-def load_train_and_eval(args, tokenizer, answer_for: str) -> tuple[list[dict], list[dict]]:
-    """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on."""
-    train, held_out = load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, answer_for), []
-    if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
-        name = args.eval_dataset or args.dataset
-        held_out = load_prompts("--eval_dataset", name, args.eval_split, tokenizer, args, answer_for)
-        held_out = held_out[: args.eval_prompts or None]
-    kept = without(train, {row["prompt"] for row in held_out})
-    if len(kept) < len(train):
-        warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
-    if not kept:
-        fail(f"--dataset {args.dataset}: every row is evaluated on, none is left to train on")
-    return kept, held_out
-
-
-def load_prompts(flag: str, name: str, split: str, tokenizer, args, answer_for: str = "") -> list[dict]:
-    """Read a data set, or a .json list of them, and turn each row into a prompt, once and for all, as token ids.
-
-    Args:
-        flag, name, split: as in `read_rows`; name may also be a .json list of {"prob": weight, "filepath": any of
-            these, relative to the list's own folder}.
-        args: --prompt_column, --answer_column, --system_prompt and --max_prompt_length.
-        answer_for: the flag that needs an answer in every row, such as "--reward math"; "" if none does.
-    Returns:
-        Rows {"prompt": the text that the model sees, "query": its token ids, "answer": ..., every other column}; a
-        Mixture for a list of data sets. Ends the run, naming the row, on whatever is missing, empty or too long.
-    """
-    rows = read_rows(flag, name, split)
-    if not is_list_of_data_sets(name, rows):
-        return encode_rows(f"{flag} {name}", rows, tokenizer, args, answer_for)
-    parts = []
-    for number, entry in enumerate(rows, 1):
-        weight, path = entry.get("prob"), entry["filepath"]
-        named, numeric = isinstance(path, str) and path.strip(), isinstance(weight, (int, float))
-        if not named or not numeric or not 0 < weight < 1e300:
-            fail(f"{flag} {name} entry {number}: takes a prob above 0 and a filepath, not {str(entry)[:60]}")
-        in_folder = os.path.join(os.path.dirname(name), path)
-        path = in_folder if os.path.exists(in_folder) else path
-        part = read_rows(flag, path, split)
-        if is_list_of_data_sets(path, part):  # itself, perhaps
-            fail(f"{flag} {path}: is a list of data sets and stands in another, {name}")
-        parts.append((encode_rows(f"{flag} {path}", part, tokenizer, args, answer_for), weight))
-    return Mixture(parts)
-
-
-def is_list_of_data_sets(name: str, rows: list[dict]) -> bool:
-    return name.endswith(".json") and all("filepath" in row for row in rows)
-
-
-def encode_rows(where: str, rows: list[dict], tokenizer, args, answer_for: str) -> list[dict]:
-    """Turn the rows of one data set into prompts; see `load_prompts`. `where` names it in messages."""
-    prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows[0], required=True)
-    answer_column = find_column(
-        where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows[0], required=bool(answer_for)
-    )
-    prompts = []
-    for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
-        at = f"{where} row {number}"
-        for column in {"prompts", "responses"} & row.keys():
-            fail(f"{at}: has a column {column!r}, which is a name that reward functions get something else by")
-        prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
-        text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt)
-        if len(query) > args.max_prompt_length:
-            fail(f"{at}: the prompt has {len(query)} tokens, over --max_prompt_length {args.max_prompt_length}")
-        if answer_for and (answer is None or not str(answer).strip()):
-            fail(f"{at}: has no answer in {answer_column!r}, which {answer_for} needs")
-        others = {key: value for key, value in row.items() if key not in (prompt_column, answer_column)}
-        prompts.append({**others, "prompt": text, "query": query, "answer": answer})
-    return prompts
-
-
-def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
-    """Return the rows of --ptx_dataset: {"query": token ids of the prompt, "response": those of the text to imitate}.
-
-    The text stands in the answer column, or is the last turn of messages. A stop token is added to it.
-    """
-    name, supervised = args.ptx_dataset, []
-    first_filled = lambda row, columns: next((column for column in columns if row.get(column)), None)
-    for number, row in enumerate(read_rows("--ptx_dataset", name, "train"), 1):
-        where = f"--ptx_dataset {name} row {number}"
-        columns = first_filled(row, PROMPT_COLUMNS), first_filled(row, ANSWER_COLUMNS)
-        prompt, text = prompt_and_answer(where, row, *columns)
-        last = prompt[-1] if text is None and isinstance(prompt, list) else None
-        if isinstance(last, dict) and last.get("role") == "assistant":
-            prompt, text = prompt[:-1], last.get("content")
-        if not isinstance(text, str) or not text.strip():
-            fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
-        _, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
-        response = [*encode_text(where, text, tokenizer, special=False), stop_ids[0]]
-        for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
-            if len(ids) > getattr(args, option):
-                fail(f"{where}: has {len(ids)} tokens, over --{option} {getattr(args, option)}")
-        supervised.append({"query": query, "response": response})
-    return supervised
 
 
 # ---- the order in which a run takes its prompts ----------------------------------------------------------------------
