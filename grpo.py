@@ -39,7 +39,7 @@ from transformers.generation import logits_process
 import utils
 from plumbing import data, engines, evaluation, flags, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
-from plumbing.rewards import Rewards, check_sources, reward_weights
+from plumbing.rewards import Rewards, check_sources, needs_answer, reward_weights
 from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, rollout
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
@@ -663,7 +663,7 @@ def main(args: Args) -> None:
     run = Run(args, __file__, world)
     tokenizer = models.load_tokenizer(args.model, args.pad_token)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
-    prompts, eval_prompts = data.load_train_and_eval(args, tokenizer)
+    prompts, eval_prompts = data.load_train_and_eval(args, tokenizer, needs_answer(args))
     ptx_rows = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     rewards = Rewards(args.reward, args.reward_timeout, tokenizer)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 import utils
 from plumbing import data, flags, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from plumbing.rows import read_rows, worked_addition
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync
 
@@ -134,15 +135,15 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
 
 
 def arithmetic_pairs(split: str) -> list[dict]:
-    """Built-in pairs for the task of `data.arithmetic_rows`: the worked answer, and the same with wrong digits.
+    """Built-in pairs for the task of `rows.arithmetic_rows`: the worked answer, and the same with wrong digits.
 
     `subset` says how many of the three columns are wrong.
     """
     numbers, pairs = random.Random(f"pairs {split}"), []
-    for row in data.read_rows("--dataset", "arithmetic", split):
-        chosen = rejected = data.worked_addition(row["prompt"], 0.0, numbers)
+    for row in read_rows("--dataset", "arithmetic", split):
+        chosen = rejected = worked_addition(row["prompt"], 0.0, numbers)
         while rejected == chosen:
-            rejected = data.worked_addition(row["prompt"], 0.3, numbers)
+            rejected = worked_addition(row["prompt"], 0.3, numbers)
         wrong = sum(a[4:] != b[4:] for a, b in zip(chosen.split()[:3], rejected.split()))
         pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "subset": f"{wrong} wrong"})
     return pairs
@@ -194,7 +195,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of prompt, response and stop
         token; "margin": float, 0 if the row has none; "subset": text or None}
     """
-    rows = arithmetic_pairs(split) if name == "arithmetic" else data.read_rows(flag, name, split)
+    rows = arithmetic_pairs(split) if name == "arithmetic" else read_rows(flag, name, split)
     pairs, too_long = [], []
     for number, row in enumerate(rows, 1):
         where = f"{flag} {name} row {number}"
@@ -213,8 +214,6 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
             too_long.append((number, longest))
         else:
             pairs.append({"prompt": "", **pair})
-    if not rows:
-        utils.fail(f"{flag} {name}: has no rows in split {split!r}")
     if too_long:
         number, longest = too_long[0]
         dropped = f"{len(too_long)} of {len(rows)} pairs are longer than --max_length {args.max_length} tokens"

@@ -1,193 +1,164 @@
-"""Rows of files, hub data sets and built-in tasks, turned into prompts as token ids."""
+"""The data sets of a run: rows turned into prompts as token ids, and the order in which a run takes them.
+
+Imports plumbing.rows, which reads the rows.
+"""
 
 import functools
-import json
 import os
-import random
-import zlib
 
 from tqdm import tqdm
 
-from plumbing.verifiers import ANSWER_REWARDS
+from plumbing.rows import read_rows
 from utils import fail, first_line, generator, warn
 
+# The columns that are looked for, in this order. Knights-and-Knaves rows have their solution as text, too.
 PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "quiz", "src")
-
-# A Knights-and-Knaves row has its solution as text, too; "tgt" belongs to "src", see `conversation`.
 ANSWER_COLUMNS = ("answer", "ground_truth", "solution_text", "solution", "tgt")
 
 
-def arithmetic_rows(split: str, size: int) -> list[dict]:
-    """The built-in task: `size` random problems of 3-digit addition, the same on every machine.
-
-    A tenth of all problems, chosen by a hash of the problem, is held out: "test" draws from that tenth only and
-    "train" never does. A row is {"prompt": "737+361=", "answer": "1098"}; the scorer reads what follows "####".
-    """
-    numbers = random.Random(f"arithmetic {split}")
-    rows = []
-    while len(rows) < size:
-        first, second = numbers.randint(100, 999), numbers.randint(100, 999)
-        prompt = f"{first}+{second}="
-        held_out = zlib.crc32(prompt.encode()) % 10 == 0
-        if held_out == (split == "test"):
-            rows.append({"prompt": prompt, "answer": str(first + second)})
-    return rows
+# ---- the data sets of a run ------------------------------------------------------------------------------------------
 
 
-def worked_addition(prompt: str, noise: float, numbers: random.Random) -> str:
-    """The worked answer to a prompt of `arithmetic_rows`, column by column and with the carries: for "737+361=",
-    "7+1+0=8 3+6+0=9 7+3+0=10 #### 1098".
-
-    Args:
-        noise: probability with which a column gets a wrong digit, which the final answer repeats.
-        numbers: where the mistakes come from.
-    """
-    first, second = prompt.removesuffix("=").split("+")
-    columns, answer, carry = [], "", 0
-    for a, b in zip(reversed(first), reversed(second)):
-        next_carry, digit = divmod(int(a) + int(b) + carry, 10)
-        if numbers.random() < noise:
-            digit = (digit + numbers.randint(1, 9)) % 10
-        columns.append(f"{a}+{b}+{carry}={next_carry or ''}{digit}")
-        answer, carry = f"{digit}{answer}", next_carry
-    return f"{' '.join(columns)} #### {carry or ''}{answer}"
+def load_train_and_eval(args, tokenizer, answer_for: str) -> tuple[list[dict], list[dict]]:
+    """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on."""
+    train, held_out = load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, answer_for), []
+    if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
+        name = args.eval_dataset or args.dataset
+        held_out = load_prompts("--eval_dataset", name, args.eval_split, tokenizer, args, answer_for)
+        held_out = held_out[: args.eval_prompts or None]
+    kept = without(train, {row["prompt"] for row in held_out})
+    if len(kept) < len(train):
+        warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
+    if not kept:
+        fail(f"--dataset {args.dataset}: every row is evaluated on, none is left to train on")
+    return kept, held_out
 
 
-def reasoning_gym_rows(flag: str, task: str, split: str, size: int) -> list[dict]:
-    """`size` generated problems of a reasoning_gym task; training and test ones come from different seeds.
-
-    A row names its problem by what generates it, so that the scorer gets the very entry: "reasoning_gym": [task, size,
-    seed, index].
-    """
-    try:
-        import reasoning_gym
-    except ImportError:
-        fail(f"{flag} reasoning_gym:{task}: takes the package reasoning-gym (pip install reasoning-gym)")
-    seed = {"train": 1, "test": 2}[split]
-    try:
-        entries = reasoning_gym.create_dataset(task, size=size, seed=seed)
-    except Exception as error:  # no such task, or one that asks for more than a name
-        fail(f"{flag} reasoning_gym:{task}: {first_line(error)}")
-    return [
-        {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": [task, size, seed, index]}
-        for index, entry in enumerate(tqdm(entries, desc=f"making {task}", delay=2, leave=False))
-    ]
-
-
-def read_rows(flag: str, name: str, split: str) -> list[dict]:
-    """The rows of a built-in task, a local file or folder, or a hub data set, as dicts.
+def load_prompts(flag: str, name: str, split: str, tokenizer, args, answer_for: str = "") -> list[dict]:
+    """Read a data set, or a .json list of them, and turn each row into a prompt, once and for all, as token ids.
 
     Args:
-        flag: the option that named it, for messages.
-        name: "arithmetic"; "reasoning_gym:TASK"; a .jsonl, .json or .parquet file; a folder; "owner/name" or
-            "owner/name:config" on the hub.
-        split: the split to read; a single file has only one, whatever it is called.
+        flag, name, split: as in `read_rows`; name may also be a .json list of {"prob": weight, "filepath": any of
+            these, relative to the list's own folder}.
+        args: --prompt_column, --answer_column, --system_prompt and --max_prompt_length.
+        answer_for: the flag that needs an answer in every row, such as "--reward math"; "" if none does.
+    Returns:
+        Rows {"prompt": the text that the model sees, "query": its token ids, "answer": ..., every other column}; a
+        Mixture for a list of data sets. Ends the run, naming the row, on whatever is missing, empty or too long.
     """
-    task = name.removeprefix("reasoning_gym:")
-    if name == "arithmetic" or task != name:
-        sizes = {"train": 20_000, "test": 1_000} if name == "arithmetic" else {"train": 5_000, "test": 500}
-        if split not in sizes:
-            fail(f"{flag} {name}: has the splits {' and '.join(sizes)}, not {split!r}")
-        if name == "arithmetic":
-            return arithmetic_rows(split, sizes[split])
-        return reasoning_gym_rows(flag, task, split, sizes[split])
-    import datasets
-
-    datasets.utils.logging.set_verbosity_error()
-    if os.path.isfile(name):
-        return read_file(flag, name)
-    if not os.path.isdir(name) and name.count("/") != 1:
-        fail(f"{flag} {name}: no built-in task (arithmetic), no such file or folder, and not an owner/name on the hub")
-    path, _, config = (name, "", "") if os.path.isdir(name) else name.partition(":")
-    try:
-        if os.path.exists(os.path.join(path, "dataset_dict.json")) or os.path.exists(os.path.join(path, "state.json")):
-            loaded = datasets.load_from_disk(path)
-            data = loaded[split] if isinstance(loaded, datasets.DatasetDict) else loaded
-        else:
-            if not config and not os.path.isdir(path):
-                configs = datasets.get_dataset_config_names(path)
-                config = configs[0] if len(configs) == 1 else next((c for c in ("main", "default") if c in configs), "")
-                if not config:
-                    fail(f"{flag} {name}: take one of its configurations as {name}:CONFIG: {', '.join(configs)}")
-            data = datasets.load_dataset(path, config or None, split=split)
-    except Exception as error:  # the hub's clients raise many unrelated types, all of one meaning here
-        fail(f"{flag} {name}: could not be read, split {split!r} ({first_line(error)})")
-    return data.to_list()
-
-
-def read_file(flag: str, name: str) -> list[dict]:
-    """The rows of a .jsonl, .json (a list of rows) or .parquet file."""
-    if name.endswith(".parquet"):
-        import pyarrow.parquet
-
-        try:
-            return pyarrow.parquet.read_table(name).to_pylist()
-        except Exception as error:  # its own types, and OverflowError for dates after 9999
-            fail(f"{flag} {name}: not a readable parquet file ({first_line(error)})")
-    if not name.endswith((".jsonl", ".json")):
-        fail(f"{flag} {name}: a file has to end in .jsonl, .json or .parquet")
-    rows, line = [], 0
-    try:
-        with open(name, "rb") as file:
-            if name.endswith(".json"):
-                rows = json.load(file)
-            else:
-                for line, item in enumerate(file, 1):  # noqa: B007
-                    rows += [json.loads(item)] if item.strip() else []
-    except OSError as error:
-        fail(f"{flag} {name}: could not be read ({first_line(error)})")
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        fail(f"{flag} {name}: line {line or getattr(error, 'lineno', 1)} is not valid JSON ({first_line(error)})")
-    if not isinstance(rows, list):
-        fail(f"{flag} {name}: has to hold a list of rows")
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            fail(f"{flag} {name} row {number}: has to be an object with named columns, not {type(row).__name__}")
-    return rows
-
-
-class Mixture(list):
-    """The rows of several data sets, and how often each of them has its turn in `take_prompts`."""
-
-    def __init__(self, parts: list[tuple[list[dict], float]]):
-        super().__init__(row for rows, _ in parts for row in rows)
-        self.parts, self.counts = parts, [0] * len(parts)
-        self.turns: list[tuple[int, int]] = []  # what stands at the first positions, as far as they were asked for
-
-    def turn(self, position: int) -> tuple[int, int]:
-        """The part, and the position in it, of what stands at a position of the mixture's endless stream.
-
-        The parts take turns as evenly as their weights allow: next is the one that lags most behind its share.
-        """
-        total = sum(weight for _, weight in self.parts)
-        while len(self.turns) <= position:
-            lags = [weight / total * (len(self.turns) + 1) - n for (_, weight), n in zip(self.parts, self.counts)]
-            part = lags.index(max(lags))
-            self.turns.append((part, self.counts[part]))
-            self.counts[part] += 1
-        return self.turns[position]
-
-
-def load_mixture(flag: str, name: str, rows: list[dict], split: str, tokenizer, args) -> Mixture:
-    """The data sets that a .json list of {"prob": weight, "filepath": data set} names, relative to its own folder."""
+    rows = read_rows(flag, name, split)
+    if not is_list_of_data_sets(name, rows):
+        return encode_rows(f"{flag} {name}", rows, tokenizer, args, answer_for)
     parts = []
-    for number, row in enumerate(rows, 1):
-        where, weight, path = f"{flag} {name} entry {number}", row.get("prob"), row["filepath"]
-        numeric, named = isinstance(weight, (int, float)), isinstance(path, str) and path.strip()
+    for number, entry in enumerate(rows, 1):
+        weight, path = entry.get("prob"), entry["filepath"]
+        named, numeric = isinstance(path, str) and path.strip(), isinstance(weight, (int, float))
         if not named or not numeric or not 0 < weight < 1e300:
-            fail(f"{where}: takes a prob above 0 and a filepath, not {str(row)[:60]}")
-        beside = os.path.join(os.path.dirname(name), path)
-        path = beside if os.path.exists(beside) else path
-        parts.append((load_prompts(flag, path, split, tokenizer, args, inside=name), weight))
+            fail(f"{flag} {name} entry {number}: takes a prob above 0 and a filepath, not {str(entry)[:60]}")
+        in_folder = os.path.join(os.path.dirname(name), path)
+        path = in_folder if os.path.exists(in_folder) else path
+        part = read_rows(flag, path, split)
+        if is_list_of_data_sets(path, part):  # itself, perhaps
+            fail(f"{flag} {path}: is a list of data sets and stands in another, {name}")
+        parts.append((encode_rows(f"{flag} {path}", part, tokenizer, args, answer_for), weight))
     return Mixture(parts)
 
 
+def is_list_of_data_sets(name: str, rows: list[dict]) -> bool:
+    return name.endswith(".json") and all("filepath" in row for row in rows)
+
+
+def encode_rows(where: str, rows: list[dict], tokenizer, args, answer_for: str) -> list[dict]:
+    """Turn the rows of one data set into prompts; see `load_prompts`. `where` names it in messages."""
+    prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows[0], required=True)
+    answer_column = find_column(
+        where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows[0], required=bool(answer_for)
+    )
+    prompts = []
+    for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
+        at = f"{where} row {number}"
+        for column in {"prompts", "responses"} & row.keys():
+            fail(f"{at}: has a column {column!r}, which is a name that reward functions get something else by")
+        prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
+        text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt)
+        if len(query) > args.max_prompt_length:
+            fail(f"{at}: the prompt has {len(query)} tokens, over --max_prompt_length {args.max_prompt_length}")
+        if answer_for and (answer is None or not str(answer).strip()):
+            fail(f"{at}: has no answer in {answer_column!r}, which {answer_for} needs")
+        others = {key: value for key, value in row.items() if key not in (prompt_column, answer_column)}
+        prompts.append({**others, "prompt": text, "query": query, "answer": answer})
+    return prompts
+
+
+def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
+    """Return the rows of --ptx_dataset: {"query": token ids of the prompt, "response": those of the text to imitate}.
+
+    The text stands in the answer column, or is the last turn of messages. A stop token is added to it.
+    """
+    name, supervised = args.ptx_dataset, []
+    for number, row in enumerate(read_rows("--ptx_dataset", name, "train"), 1):
+        where = f"--ptx_dataset {name} row {number}"
+        columns = first_filled(row, PROMPT_COLUMNS), first_filled(row, ANSWER_COLUMNS)
+        prompt, text = prompt_and_answer(where, row, *columns)
+        last = prompt[-1] if text is None and isinstance(prompt, list) else None
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            prompt, text = prompt[:-1], last.get("content")
+        if not isinstance(text, str) or not text.strip():
+            fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
+        _, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
+        response = [*encode_text(where, text, tokenizer, special=False), stop_ids[0]]
+        for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
+            if len(ids) > getattr(args, option):
+                fail(f"{where}: has {len(ids)} tokens, over --{option} {getattr(args, option)}")
+        supervised.append({"query": query, "response": response})
+    return supervised
+
+
+def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict]) -> dict[str, list[int]]:
+    """Return the tokens of each row by what it is for, {name: [tokens]}, for the statistics that a run shows."""
+    rows = {"prompts": prompts, "held-out prompts": eval_prompts, "supervised rows": supervised}
+    return {
+        name: [len(row["query"]) + len(row.get("response", ())) for row in part] for name, part in rows.items() if part
+    }
+
+
+# ---- the prompt and the answer of a row ------------------------------------------------------------------------------
+
+
+def find_column(where: str, option: str, named: str, known: tuple[str, ...], row: dict, required: bool) -> str | None:
+    """Return the column that a flag names, or else the first known one of a row; None if there is none.
+
+    End the run if a named column, or a required one, is missing.
+    """
+    column = named or next((column for column in known if column in row), None)
+    if column not in row and (named or required):
+        missing = f"no column {column!r}" if column else f"none of the columns {', '.join(known)}"
+        fail(f"{where}: has {missing}; name one with {option}, there are {', '.join(row)}")
+    return column
+
+
+def first_filled(row: dict, columns: tuple[str, ...]) -> str | None:
+    """Return the first of some columns in which a row has something, None if there is none."""
+    return next((column for column in columns if row.get(column)), None)
+
+
+def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_column: str | None) -> tuple:
+    """Return the prompt of a row (text or messages, if it is valid) and its answer (anything, None if it has none)."""
+    prompt, answer = row.get(prompt_column), row.get(answer_column)
+    if prompt_column == "src":
+        prompt, reference = conversation(where, prompt, row.get("tgt"))
+        answer = reference if answer_column == "tgt" else answer
+    return prompt, answer
+
+
 def conversation(where: str, src, tgt) -> tuple:
-    """PaddleNLP's rows of user turns `src` and assistant turns `tgt`, each a list or a single text.
+    """Return the prompt and the reference answer of PaddleNLP's rows.
 
     With one `tgt` less than `src`, the last `src` is the turn to answer; with as many, the last `tgt` is its reference
     answer.
 
+    Args:
+        src: the turns of the user, a list or a single text. tgt: those of the assistant, or None.
     Returns:
         The prompt (text if it is a single turn, else messages), and the reference answer or None.
     """
@@ -199,127 +170,39 @@ def conversation(where: str, src, tgt) -> tuple:
     reference = tgt[-1] if len(tgt) == len(src) else None
     if len(src) == 1:
         return src[0], reference
-    turns = [turn for pair in zip(src, [*tgt, ""]) for turn in pair][: 2 * len(src) - 1]
-    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)], reference
+    messages = []
+    for user, assistant in zip(src[:-1], tgt):
+        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    return [*messages, {"role": "user", "content": src[-1]}], reference
 
 
-def load_prompts(flag: str, name: str, split: str, tokenizer, args, inside: str = "") -> list[dict]:
-    """Read a data set and turn each row into a prompt, once and for all, as token ids.
-
-    Args:
-        flag, name, split: as in `read_rows`.
-        args: --prompt_column and --answer_column, where "" takes the first known one (PROMPT_COLUMNS, ANSWER_COLUMNS),
-            --system_prompt, --max_prompt_length, and --reward, some of which need an answer in every row.
-        inside: the list of data sets that names it, if one does.
-    Returns:
-        Rows {"prompt": the text that the model sees, "query": its token ids, "answer": ..., every other column}; a
-        Mixture for a .json list of data sets.
-    Ends the run, naming the row, on whatever is missing, empty or too long.
-    """
-    rows = read_rows(flag, name, split)
-    if not rows:
-        fail(f"{flag} {name}: has no rows in split {split!r}")
-    if name.endswith(".json") and all("filepath" in row for row in rows):
-        if inside:  # itself, perhaps
-            fail(f"{flag} {name}: is a list of data sets and stands in another, {inside}")
-        return load_mixture(flag, name, rows, split, tokenizer, args)
-    answer_for = next((f"--reward {reward}" for reward in args.reward if reward in ANSWER_REWARDS), "")
-    columns = list(rows[0])
-    prompt_column = args.prompt_column or next((c for c in PROMPT_COLUMNS if c in columns), "")
-    answer_column = args.answer_column or next((c for c in ANSWER_COLUMNS if c in columns), "")
-    for option, column, known, needed in (
-        ("--prompt_column", prompt_column, PROMPT_COLUMNS, True),
-        ("--answer_column", answer_column, ANSWER_COLUMNS, args.answer_column or answer_for),
-    ):
-        if needed and column not in columns:
-            missing = f"no column {column!r}" if column else f"none of the columns {', '.join(known)}"
-            fail(f"{flag} {name}: has {missing}; name one with {option}, there are {', '.join(columns)}")
-    prompts = []
-    for number, row in enumerate(tqdm(rows, desc=f"reading {name}", delay=2, leave=False), 1):
-        where = f"{flag} {name} row {number}"
-        for column in {"prompts", "responses"} & row.keys():
-            fail(f"{where}: has a column {column!r}, which is a name that reward functions get something else by")
-        prompt, answer = row.get(prompt_column), row.get(answer_column)
-        if prompt_column == "src":
-            prompt, reference = conversation(where, prompt, row.get("tgt"))
-            answer = reference if answer_column == "tgt" else answer
-        text, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
-        if len(query) > args.max_prompt_length:
-            fail(f"{where}: the prompt has {len(query)} tokens, over --max_prompt_length {args.max_prompt_length}")
-        if answer_for and (answer is None or not str(answer).strip()):
-            fail(f"{where}: has no answer in {answer_column!r}, which {answer_for} needs")
-        others = {key: value for key, value in row.items() if key not in (prompt_column, answer_column)}
-        prompts.append({**others, "prompt": text, "query": query, "answer": answer})
-    return prompts
-
-
-def load_train_and_eval(args, tokenizer) -> tuple[list[dict], list[dict]]:
-    """The prompts to train on, and those to evaluate on ([] if there are none), which are never trained on."""
-    train, held_out = load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args), []
-    if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
-        held_out = load_prompts("--eval_dataset", args.eval_dataset or args.dataset, args.eval_split, tokenizer, args)
-        held_out = held_out[: args.eval_prompts or None]
-    evaluated = {row["prompt"] for row in held_out}
-    others = lambda rows: [row for row in rows if row["prompt"] not in evaluated]
-    kept = others(train)
-    if isinstance(train, Mixture):
-        kept = Mixture([(others(rows), weight) for rows, weight in train.parts if others(rows)])
-    if len(kept) < len(train):
-        warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
-    if not kept:
-        fail(f"--dataset {args.dataset}: every row is evaluated on, none is left to train on")
-    return kept, held_out
-
-
-def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
-    """The rows of --ptx_dataset, a prompt and the text to imitate: {"query": token ids, "response": token ids}.
-
-    The text stands in the answer column, or is the last turn of messages; it ends with the stop token.
-    """
-    flag, name, rows = "--ptx_dataset", args.ptx_dataset, []
-    for number, row in enumerate(read_rows(flag, name, "train"), 1):
-        where = f"{flag} {name} row {number}"
-        prompt = next((row[column] for column in PROMPT_COLUMNS if row.get(column)), None)
-        text = next((row[column] for column in ANSWER_COLUMNS if row.get(column)), None)
-        if prompt is not None and prompt is row.get("src"):
-            prompt, reference = conversation(where, prompt, row.get("tgt"))
-            text = reference if text is row.get("tgt") else text
-        last = prompt[-1] if text is None and isinstance(prompt, list) else None
-        if isinstance(last, dict) and last.get("role") == "assistant":
-            prompt, text = prompt[:-1], last.get("content")
-        if not isinstance(text, str) or not text.strip():
-            fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
-        _, query = encode_prompt(where, prompt, tokenizer, args.system_prompt)
-        response = [*encode_text(where, text, tokenizer, special=False), stop_ids[0]]
-        for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
-            if len(ids) > getattr(args, option):
-                fail(f"{where}: has {len(ids)} tokens, over --{option} {getattr(args, option)}")
-        rows.append({"query": query, "response": response})
-    if not rows:
-        fail(f"{flag} {name}: has no rows")
-    return rows
+# ---- token ids -------------------------------------------------------------------------------------------------------
 
 
 def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[str, list[int]]:
-    """A prompt (text, or a list of {"role", "content"} turns) as the text and the token ids that the model sees.
+    """Return a prompt as the text and as the token ids that the model sees; end the run if it is not valid.
 
-    Text becomes one user turn of the tokenizer's chat template, after `system_prompt`; a tokenizer without a template
-    gets the text as it is.
+    Args:
+        prompt: text, which becomes one user turn; or messages, a list of {"role", "content"}. A tokenizer without a
+            chat template takes text only, as it is.
+        system_prompt: stands before a prompt that has no system turn; "" for none.
     """
-    is_text = isinstance(prompt, str)
-    is_turn = lambda turn: isinstance(turn, dict) and {"role", "content"} <= set(turn)
-    if not is_text and not (isinstance(prompt, list) and prompt and all(map(is_turn, prompt))):
-        fail(f"{where}: a prompt is text or a list of messages with role and content, not {str(prompt)[:60]!r}")
-    if is_text and not prompt.strip():
-        fail(f"{where}: the prompt is empty")
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+        if not prompt.strip():
+            fail(f"{where}: the prompt is empty")
+    else:
+        messages = prompt
+        is_turn = lambda turn: isinstance(turn, dict) and {"role", "content"} <= set(turn)
+        if not (isinstance(messages, list) and messages and all(map(is_turn, messages))):
+            fail(f"{where}: a prompt is text or a list of messages with role and content, not {str(prompt)[:60]!r}")
     if tokenizer.chat_template is None:
-        if not is_text:
+        if not isinstance(prompt, str):
             fail(f"{where}: has messages or several turns, but the tokenizer of --model has no chat template")
-        bos = tokenizer.bos_token or ""  # the text may bring its own
+        bos = tokenizer.bos_token or ""  # the text may bring its own, which stays in front
         text = (f"{system_prompt}\n" if system_prompt else "") + prompt.removeprefix(bos)
         text = bos + text if prompt.startswith(bos) else text
     else:
-        messages = [{"role": "user", "content": prompt}] if is_text else prompt
         if system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
         try:
@@ -333,7 +216,7 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str) -> tuple[st
 
 
 def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[int]:
-    """Token ids of a text; with `special`, those that the tokenizer puts around a text, but no second BOS."""
+    """Return the token ids of a text; with `special`, those that the tokenizer puts around it, but no second BOS."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -342,26 +225,54 @@ def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[
     return ids[1:] if special and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
-@functools.lru_cache(maxsize=64)
-def _shuffled(seed, epoch: int, size: int) -> list[int]:
-    return generator("prompts", seed, epoch).permutation(size).tolist()
+# ---- the order in which a run takes its prompts ----------------------------------------------------------------------
+
+
+class Mixture(list):
+    """The rows of several data sets, which `take_prompts` takes in turns."""
+
+    def __init__(self, parts: list[tuple[list[dict], float]]):
+        """`parts`: the rows of each data set, and the weight with which it gets its turns."""
+        super().__init__(row for rows, _ in parts for row in rows)
+        self.parts, self.counts = parts, [0] * len(parts)
+        self.turns: list[tuple[int, int]] = []  # (part, position in it) of the positions that were asked for so far
+
+    def turn(self, position: int) -> tuple[int, int]:
+        """Return the part, and the position in it, of a position of the mixture's endless stream.
+
+        The parts take turns as evenly as their weights allow: next is the one that lags most behind its share.
+        """
+        total = sum(weight for _, weight in self.parts)
+        while len(self.turns) <= position:
+            lags = [weight / total * (len(self.turns) + 1) - n for (_, weight), n in zip(self.parts, self.counts)]
+            part = lags.index(max(lags))
+            self.turns.append((part, self.counts[part]))
+            self.counts[part] += 1
+        return self.turns[position]
+
+
+def without(rows: list[dict], prompts: set[str]) -> list[dict]:
+    """Return the rows whose prompt is not one of `prompts`; of a Mixture, one of the parts that are left."""
+    if isinstance(rows, Mixture):
+        parts = [(without(part, prompts), weight) for part, weight in rows.parts]
+        return Mixture([(part, weight) for part, weight in parts if part])
+    return [row for row in rows if row["prompt"] not in prompts]
 
 
 def take_prompts(prompts: list[dict], position: int, count: int, seed) -> list[dict]:
-    """The prompts `position ... position + count - 1` of an endless stream of passes, each shuffled anew.
+    """Return the prompts `position ... position + count - 1` of an endless stream of passes, each shuffled anew.
 
     In a Mixture, each data set has passes of its own.
     """
+    positions = range(position, position + count)
     if isinstance(prompts, Mixture):
-        turns = [prompts.turn(i) for i in range(position, position + count)]
+        turns = map(prompts.turn, positions)
         return [take_prompts(prompts.parts[part][0], index, 1, (seed, part))[0] for part, index in turns]
     size = len(prompts)
-    return [prompts[_shuffled(seed, i // size, size)[i % size]] for i in range(position, position + count)]
+    return [prompts[pass_order(seed, i // size, size)[i % size]] for i in positions]
 
 
-def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict]) -> dict[str, list[int]]:
-    """Return the tokens of each row by what it is for, {name: [tokens]}, for the statistics that a run shows."""
-    rows = {"prompts": prompts, "held-out prompts": eval_prompts, "supervised rows": supervised}
-    return {
-        name: [len(row["query"]) + len(row.get("response", ())) for row in part] for name, part in rows.items() if part
-    }
+@functools.lru_cache(maxsize=64)
+def pass_order(seed, number: int, size: int) -> list[int]:
+    """Return the order of the rows in a pass over `size` of them."""
+    return generator("prompts", seed, number).permutation(size).tolist()

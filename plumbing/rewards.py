@@ -17,13 +17,18 @@ import torch
 
 from plumbing.models import check_can_read, load_scalar_model, scalar_config
 from plumbing.reward_worker import Worker, finite_or_nan
-from plumbing.verifiers import VERIFIERS
+from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
 from utils import World, fail, micro_batches, warn
 
 
 def reward_weights(args) -> tuple[float, ...]:
     """Return the weight of each reward source."""
     return args.reward_weights or (1.0,) * len(args.reward)
+
+
+def needs_answer(args) -> str:
+    """Return "--reward NAME" of the first source that compares responses with the row's answer; "" if none does."""
+    return next((f"--reward {name}" for name in args.reward if name in ANSWER_REWARDS), "")
 
 
 def is_server(name: str) -> bool:

@@ -271,7 +271,7 @@ def report(record: dict) -> str:
 
 def main(args: Args) -> None:
     sys.path.insert(0, ROOT)
-    from plumbing.data import arithmetic_rows
+    from plumbing.rows import arithmetic_rows
 
     with open("/proc/cpuinfo") as file:
         cpu = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))

@@ -55,7 +55,7 @@ if not VOTE:  # these take seconds
     import utils
     from plumbing import checkpoints, data, evaluation, models, run_log
     from plumbing.reward_worker import Worker
-    from plumbing.rewards import Rewards, check_sources, is_reward_model, worker_count
+    from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answer, worker_count
 
 
 @dataclass
@@ -493,7 +493,7 @@ def main(args: Args) -> None:
     world = utils.setup_processes()
     tokenizer = models.load_tokenizer(args.model, args.pad_token)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
-    prompts = data.load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args)
+    prompts = data.load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, needs_answer(args))
     prompts = prompts[: args.num_prompts or None]
     if world.any(len(prompts) < world.size):  # asked together, so that no rank is gone before the others have joined
         utils.fail(f"--dataset {args.dataset}: has {len(prompts)} prompts for {world.size} processes")

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from plumbing.data import arithmetic_rows, worked_addition
+from plumbing.rows import arithmetic_rows, worked_addition
 from utils import fail
 
 IGNORE = -100  # label of the positions that carry no loss

@@ -149,8 +149,8 @@ def _before(name: str, action) -> None:
 def _signal_at(place: str) -> None:
     """Make this process send itself a signal before the n-th call of a function: "utils.Optimizer.step:3:SIGTERM".
 
-    "A;B" stands for two such places, and "run_log.RunLog.log>json.dumps:2:SIGKILL" for the second call of json.dumps after
-    run_log.RunLog.log was called for the first time.
+    "A;B" stands for two such places, and "run_log.RunLog.log>json.dumps:2:SIGKILL" for the second call of json.dumps
+    after run_log.RunLog.log was called for the first time.
     """
     for part in place.split(";"):
         first, _, then = part.rpartition(">")

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 import grpo
 from plumbing import data, models
 from plumbing import verifiers as verifier
+from plumbing.rewards import needs_answer
+from plumbing.rows import read_rows
 
 # The same examples every time: a formula that takes math-verify minutes is killed in a run, but would hang a test.
 FIXED = settings(derandomize=True, database=None, deadline=None)
@@ -691,12 +693,12 @@ def rows_or_error(path, read, *arguments) -> list | str:
 
 def read_bytes(path, content: bytes) -> list | str:
     path.write_bytes(content)
-    return rows_or_error(path, data.read_rows)
+    return rows_or_error(path, read_rows)
 
 
 def prompts_or_error(path, tokenizer=TINY, **changes) -> list | str:
     args = grpo.Args(**{"system_prompt": "", "max_prompt_length": 40, "reward": ("exact",), **changes})
-    rows = rows_or_error(path, data.load_prompts, tokenizer, args)
+    rows = rows_or_error(path, data.load_prompts, tokenizer, args, needs_answer(args))
     for row in rows if isinstance(rows, list) else []:
         assert isinstance(row["prompt"], str) and 0 < len(row["query"]) <= 40
         assert all(type(token) is int for token in row["query"]) and str(row["answer"]).strip()
@@ -850,7 +852,7 @@ def test_a_date_that_python_cannot_hold(folder):
 
     dates = pyarrow.array([10**15], pyarrow.timestamp("s"))
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1="], "date": dates}), folder / "date.parquet")
-    assert isinstance(rows_or_error(folder / "date.parquet", data.read_rows), str)
+    assert isinstance(rows_or_error(folder / "date.parquet", read_rows), str)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="takes /proc")
@@ -859,4 +861,4 @@ def test_a_file_that_cannot_be_read(folder, ending):
     """/proc/self/mem is a file to os.path.isfile and cannot be read from its start, by root neither."""
     file = folder / f"link.{ending}"
     os.symlink("/proc/self/mem", file)
-    assert isinstance(rows_or_error(file, data.read_rows), str)
+    assert isinstance(rows_or_error(file, read_rows), str)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from plumbing import data
+from plumbing.rewards import needs_answer
 
 ARGS = dict(
     prompt_column="", answer_column="", system_prompt="", max_prompt_length=512, reward=("math",), eval_every=20,
@@ -53,7 +54,8 @@ def tokenizers(tmp_path_factory) -> dict:
 def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return data.load_prompts("--dataset", str(path), "train", tokenizer, args_of(**changes))
+    args = args_of(**changes)
+    return data.load_prompts("--dataset", str(path), "train", tokenizer, args, needs_answer(args))
 
 
 # ---- rows that people have --------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def mixed(tmp_path, tokenizers):
         entries = [{"prob": weight, "filepath": f"parts/{c}.jsonl"} for c, (_, weight) in zip("abcdef", parts)]
         (tmp_path / "mix.json").write_text(json.dumps(entries))
         args = args_of(dataset=str(tmp_path / "mix.json"), **changes)
-        return data.load_train_and_eval(args, tokenizers[False, None])
+        return data.load_train_and_eval(args, tokenizers[False, None], needs_answer(args))
 
     return make
 

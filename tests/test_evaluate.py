@@ -21,7 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing import data, evaluation
+from plumbing import evaluation
+from plumbing.rows import arithmetic_rows
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
 
@@ -272,7 +273,7 @@ def tiny(tmp_path_factory):
 
 def test_run_on_arithmetic(tiny):
     results, samples, done = tiny
-    rows = data.arithmetic_rows("test", 12)
+    rows = arithmetic_rows("test", 12)
     assert [(s["index"], s["sample"]) for s in samples] == [(i, j) for i in range(12) for j in range(6)]
     for sample in samples:
         row = rows[sample["index"]]

@@ -10,8 +10,7 @@ from helpers import folder_of, metrics_of, run, run_here, run_ranks, weights_of
 from transformers import AutoModelForCausalLM
 
 import grpo
-import utils
-from plumbing import models
+from plumbing import flags, models
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])
@@ -168,5 +167,5 @@ def test_the_engine_gets_merged_weights(base, tmp_path):
 
 def test_no_refresh_of_a_reference_that_is_the_base(base, capsys):
     with pytest.raises(SystemExit):
-        utils.check_common_args(grpo.Args(lora_rank=4, ref_refresh_every=2))
+        flags.check_rl_args(grpo.Args(lora_rank=4, ref_refresh_every=2))
     assert capsys.readouterr().err.startswith("error: --ref_refresh_every: with --lora_rank ")

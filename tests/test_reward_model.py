@@ -311,7 +311,7 @@ rows = [
 @given(st.one_of(rows))
 def test_any_row_makes_a_pair_or_ends_the_run(row):
     """Never another exception than SystemExit(2), and never a pair of which a side is missing."""
-    with mock.patch.object(utils, "read_rows", lambda *_: [row]):
+    with mock.patch.object(reward_model, "read_rows", lambda *_: [row]):
         try:
             sides = read_pair("here", row)
         except SystemExit as end:

@@ -33,7 +33,7 @@ from make_tiny_model import make_tokenizer
 
 import grpo
 import utils
-from plumbing import checkpoints, run_log
+from plumbing import checkpoints, flags, run_log
 from plumbing.rewards import Rewards
 
 
@@ -782,5 +782,5 @@ def test_more_processes_than_gpus(monkeypatch, capsys):
 
 def test_an_engine_of_several_ranks_is_not_asynchronous(capsys):
     with pytest.raises(SystemExit):
-        utils.check_common_args(grpo.Args(rollout_backend="vllm", vllm_tensor_parallel=2, async_steps=1))
+        flags.check_rl_args(grpo.Args(rollout_backend="vllm", vllm_tensor_parallel=2, async_steps=1))
     assert capsys.readouterr().err.startswith("error: --async_steps 1: ")

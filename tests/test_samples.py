@@ -11,8 +11,7 @@ from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks,
 from transformers import AutoModelForCausalLM
 
 import grpo
-import utils
-from plumbing import data, evaluation, run_log
+from plumbing import data, evaluation, flags, run_log
 
 NAN = math.nan
 SCRIPTS = ["grpo", "rloo", "ppo"]
@@ -311,7 +310,7 @@ def test_the_schedule_goes_by_steps(base, tmp_path):
 )
 def test_flags(options, line, capsys):
     with pytest.raises(SystemExit):
-        utils.check_common_args(grpo.Args(**{"mini_batch_size": 8, **options}))
+        flags.check_rl_args(grpo.Args(**{"mini_batch_size": 8, **options}))
     err = capsys.readouterr().err
     assert err.startswith(line) and err.count("\n") == 1
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import utils
-from plumbing import engines, models, vllm_engine
+from plumbing import engines, flags, models, vllm_engine
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -463,7 +463,7 @@ def test_flags(base, capsys):
     ):
         args = args_of(base, **{"mini_batch_size": 8, **options})
         with pytest.raises(SystemExit):
-            utils.check_common_args(args)
+            flags.check_rl_args(args)
             engines.rollout_engine(args, utils.World(0, 1, CPU), None)
         err = capsys.readouterr().err
         assert err.startswith("error: ") and words in err and err.count("\n") == 1
