@@ -18,7 +18,7 @@ from helpers import (
     ROOT,
     all_finite,
     finite_or_null,
-    flags,
+
     folder_of,
     metrics_of,
     read_lines,
