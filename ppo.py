@@ -33,13 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
-from transformers.generation import logits_process
 
 import utils
 from plumbing import data, engines, evaluation, flags, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
 from plumbing.rewards import Rewards, check_sources, needs_answer, reward_weights
-from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, rollout
+from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
 
@@ -468,17 +467,6 @@ class Policy(nn.Module):
                 outputs[self.entropy_name] = entropy_of(logits, normaliser)
         return outputs
 
-    @torch.no_grad()
-    def check_head(self, flag: str, input_ids: list[int]) -> None:
-        """End the run if `logits` is not what the model itself computes (some scale their logits in other ways)."""
-        if self.model.device.type == "meta":  # rank 0 has the weights
-            return
-        ids = torch.tensor([input_ids], device=self.model.device)
-        ours = self.logits(self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-        theirs = self.model(input_ids=ids, use_cache=False).logits.to(ours.dtype)
-        if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item()):
-            utils.fail(f"{flag}: {type(self.model).__name__} changes its logits in a way unknown to Policy.logits")
-
 
 class Critic(nn.Module):
     """The value of every response token: what is to come when the tokens before it are known."""
@@ -504,7 +492,7 @@ def load_policy(args: Args, query: list[int], saved: str | None, dtype: torch.dt
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
-    policy.check_head(f"--model {args.model}", query)
+    models.check_head(f"--model {args.model}", model, policy.logits, query)
     return policy
 
 
@@ -538,7 +526,7 @@ def load_reference(
         name = refreshed
     model = models.load_model("--ref_model", name, dtype, sharding.load_device).requires_grad_(False)
     reference = Policy(model, args.temperature, args.logits_chunk_tokens)
-    reference.check_head(f"--ref_model {name}", query)
+    models.check_head(f"--ref_model {name}", model, reference.logits, query)
     models.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
     # The exact KL uses its head in the policy's forward, where sharded weights outside of blocks would not be gathered.
     return sharding.shard(reference, blocks_only=args.kl_estimator == "full")
@@ -628,21 +616,6 @@ def generate(
     return responses, [cut(i, response) for i, response in enumerate(responses)]
 
 
-def logits_processors(args, width: int, stop_ids: list[int], sample: bool, device) -> list[Callable]:
-    """Return transformers' functions (sequences, scores) -> scores that change the next token's logits, in order."""
-    found = []
-    if args.repetition_penalty != 1:
-        found.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
-    if args.min_response_length > 0:
-        least = args.min_response_length
-        found.append(logits_process.MinNewTokensLengthLogitsProcessor(width, least, stop_ids, device))
-    if sample:
-        found.append(logits_process.TemperatureLogitsWarper(args.temperature))
-        found += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
-        found += [logits_process.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
-    return found
-
-
 def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
     """Return a response without what follows its first stop token; the stop token stays, and is trained on."""
     end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens) - 1)
@@ -662,26 +635,12 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
     return sum(weight * scores for scores, weight in zip(components.values(), reward_weights(args)) if weight)
 
 
-def update_statistics(statistics: list[float], scores: Tensor) -> list[float]:
-    """Take scores (N,) into the running [count, mean, sum of squared deviations]; what is not finite does not count.
-
-    Source: Welford's method in the batch form of Chan, Golub and LeVeque 1979, eq. 2.1.
-    """
-    count, mean, squares = statistics
-    new = scores[scores.isfinite()].double()
-    if not len(new):
-        return statistics
-    total, difference = count + len(new), new.mean().item() - mean
-    squares += (new - new.mean()).square().sum().item() + difference**2 * count * len(new) / total
-    return [total, mean + difference * len(new) / total, squares]
-
-
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: list[float], args: Args) -> Tensor:
     """Return what each response is trained with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
         scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool.
-        statistics: as in `update_statistics`, of all scores so far.
+        statistics: as in `utils.update_statistics`, of all scores so far.
     """
     if args.reward_normalization:
         count, mean, squares = statistics
@@ -717,7 +676,7 @@ def collect(
         if batches[-1] is None:
             return None
         position += count
-        statistics = update_statistics(statistics, weighted_sum(batches[-1].reward_components, args))
+        statistics = utils.update_statistics(statistics, weighted_sum(batches[-1].reward_components, args))
         batch = join(batches)
         scores = weighted_sum(batch.reward_components, args)  # all of a step by the same statistics
         batch.scores = final_scores(scores, batch.response_mask.sum(1), batch.stopped, statistics, args)
@@ -962,29 +921,18 @@ def main(args: Args) -> None:
             )
 
         # ---- 6. metrics ----
-        tokens = total["tokens"]
-        kl = total["kl"] / responses if reference is not None else math.nan
         metrics = {
             "epoch": position / len(prompts),
-            "objective/kl": kl,
             "objective/kl_coef": kl_coef,
-            "objective/non_score_reward": -kl_coef * kl,
-            "objective/rlhf_reward": experience.metrics["objective/scores"] - (kl_coef * kl if reference else 0.0),
-            "objective/entropy": total["surprisal"] / responses,
-            "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / max(1, len(updates)),
-            "loss/policy_avg": total["policy_loss"] / max(1, len(updates)),
-            **({"loss/ptx": total["ptx"] / max(1, len(updates))} if args.ptx_coef else {}),
+            **evaluation.policy_metrics(
+                total, len(updates), responses, args, experience.metrics["objective/scores"], kl_coef
+            ),
+            "rollout/staleness": step - 1 - experience.policy_step,
             "loss/value_avg": total["value_loss"] / max(1, len(updates)),
-            "val/clipfrac_avg": total["raised"] / tokens,
+            "val/clipfrac_avg": total["raised"] / total["tokens"],
             "val/explained_variance": explained_variance(old_values, returns, scored),
             "val/values": masked_mean(old_values, scored).item(),
             "val/returns": masked_mean(returns, scored).item(),
-            "policy/approxkl_avg": total["approxkl"] / tokens,
-            "policy/clipfrac_avg": total["clipped"] / tokens,
-            "policy/entropy_avg": total["entropy"] / tokens,
-            "rollout/correction_mean": total["weights"] * args.num_epochs / tokens,
-            **evaluation.mismatch_metrics(total),
-            "rollout/staleness": step - 1 - experience.policy_step,
             **experience.metrics,
             **optimizer.metrics(),
             **critic_optimizer.metrics(),

@@ -25,7 +25,6 @@ Deliberate choices:
 
 import math
 import os
-import random
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +34,7 @@ from torch import Tensor, nn
 import utils
 from plumbing import data, flags, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.rows import read_rows, worked_addition
+from plumbing.rows import arithmetic_pairs, read_rows
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync
 
@@ -132,21 +131,6 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
 # ----------------------------------------------------------------------------------------------------------------
 # Preference pairs
 # ----------------------------------------------------------------------------------------------------------------
-
-
-def arithmetic_pairs(split: str) -> list[dict]:
-    """Built-in pairs for the task of `rows.arithmetic_rows`: the worked answer, and the same with wrong digits.
-
-    `subset` says how many of the three columns are wrong.
-    """
-    numbers, pairs = random.Random(f"pairs {split}"), []
-    for row in read_rows("--dataset", "arithmetic", split):
-        chosen = rejected = worked_addition(row["prompt"], 0.0, numbers)
-        while rejected == chosen:
-            rejected = worked_addition(row["prompt"], 0.3, numbers)
-        wrong = sum(a[4:] != b[4:] for a, b in zip(chosen.split()[:3], rejected.split()))
-        pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "subset": f"{wrong} wrong"})
-    return pairs
 
 
 def is_number(x) -> bool:

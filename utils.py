@@ -457,6 +457,20 @@ class Clock:
         }
 
 
+def update_statistics(statistics: list[float], scores: torch.Tensor) -> list[float]:
+    """Take scores (N,) into the running [count, mean, sum of squared deviations]; what is not finite does not count.
+
+    Source: Welford's method in the batch form of Chan, Golub and LeVeque 1979, eq. 2.1.
+    """
+    count, mean, squares = statistics
+    new = scores[scores.isfinite()].double()
+    if not len(new):
+        return statistics
+    total, difference = count + len(new), new.mean().item() - mean
+    squares += (new - new.mean()).square().sum().item() + difference**2 * count * len(new) / total
+    return [total, mean + difference * len(new) / total, squares]
+
+
 class Sums:
     """Sums and largest values of tensors over micro-batches and ranks; nothing waits for the GPU until `totals`."""
 

@@ -96,9 +96,29 @@ def add_mismatch(sums: Sums, logprobs: torch.Tensor, rollout_logprobs: torch.Ten
     sums.max(mismatch=difference)
 
 
-def mismatch_metrics(total: dict[str, float]) -> dict[str, float]:
-    """Return the mean and largest difference per token from the totals of `add_mismatch`."""
+def policy_metrics(
+    total: dict[str, float], updates: int, responses: int, args, mean_score: float, kl_coef: float
+) -> dict[str, float]:
+    """Return the metrics of a policy's updates in a step from the totals of its sums.
+
+    Args:
+        total: sums over the tokens of all updates; those of kl, surprisal and weights over the first epoch only.
+        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta of the step.
+    """
+    tokens, updates, responses = total["tokens"], max(1, updates), max(1, responses)
+    kl = total["kl"] / responses if args.kl_coef else math.nan
     return {
+        "objective/kl": kl,
+        "objective/non_score_reward": -kl_coef * kl,
+        "objective/rlhf_reward": mean_score - (kl_coef * kl if args.kl_coef else 0.0),
+        "objective/entropy": total["surprisal"] / responses,
+        "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / updates,
+        "loss/policy_avg": total["policy_loss"] / updates,
+        **({"loss/ptx": total["ptx"] / updates} if "ptx" in total else {}),
+        "policy/approxkl_avg": total["approxkl"] / tokens,
+        "policy/clipfrac_avg": total["clipped"] / tokens,
+        "policy/entropy_avg": total["entropy"] / tokens,
+        "rollout/correction_mean": total["weights"] * args.num_epochs / tokens,
         "rollout/logprob_diff_mean": total["mismatch"] / total["compared"],
         "rollout/logprob_diff_max": total["max_mismatch"],
         "rollout/prob_diff_mean": total["mismatch_probability"] / total["compared"],

@@ -12,6 +12,7 @@ from typing import Callable, Iterator
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.generation import logits_process
 
 import utils
 from plumbing.rewards import Rewards, one_score
@@ -132,6 +133,21 @@ def forward_batch(
         share += zip(rows, [part.clone() for part in parts])  # a view would send the whole tensor to the other ranks
     in_order = [value for _, value in sorted(world.all_gather(share), key=lambda pair: pair[0])]
     return {name: pad_rows(x, mask) for name, x in zip(names, torch.cat(in_order, 1).to(mask.device))}
+
+
+def logits_processors(args, width: int, stop_ids: list[int], sample: bool, device) -> list[Callable]:
+    """Return transformers' functions (sequences, scores) -> scores that change the next token's logits, in order."""
+    found = []
+    if args.repetition_penalty != 1:
+        found.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
+    if args.min_response_length > 0:
+        least = args.min_response_length
+        found.append(logits_process.MinNewTokensLengthLogitsProcessor(width, least, stop_ids, device))
+    if sample:
+        found.append(logits_process.TemperatureLogitsWarper(args.temperature))
+        found += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
+        found += [logits_process.TopPLogitsWarper(args.top_p)] if args.top_p < 1 else []
+    return found
 
 
 def rollout(
