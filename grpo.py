@@ -8,16 +8,16 @@ For each prompt q, sample G responses o_1..o_G from the current policy, score th
 Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4. `--loss` takes the variants in VARIANTS below.
 
 Deliberate choices:
-1. The gradient is that of the global batch: sums are divided by counts over all ranks and micro-batches, so neither
-   the number of ranks nor `--micro_batch_tokens` changes it.
+1. The gradient is that of the global batch: sums are divided by counts over all ranks and micro-batches.
 2. The sampling temperature divides the logits in every log-probability (TRL issue 3029).
-3. Each (response, position) has its own uniform random number, a function of the seed and the step, which the sampler
-   inverts: a rollout does not depend on the number of ranks, nor a resumed run on what ran before.
+3. Each (response, position) has its own uniform random number, a function of the seed and the step: a rollout does not
+   depend on the number of ranks, nor a resumed run on what ran before.
 4. Masks come from lengths, never from token ids, so pad == eos is harmless and the stop token is trained on.
 5. With one update a rollout the old log-probabilities ARE the current ones: no extra pass, the ratio is exactly 1.
-6. A response that could not be scored is left out of its group; it is counted, and never a silent zero.
-7. Training rows are padded on the right and attended causally, so they need neither mask nor position ids; prompts'
-   logits are never computed, and response logits only `--logits_chunk_tokens` at a time.
+6. A response that could not be scored is left out of its group and counted. It is never a silent zero.
+7. Training rows are padded on the right and attended causally, so they need neither mask nor position ids.
+8. Per-token values live in `Batch.tokens`, (N, T) by name. What `generate` or the loop puts there is gathered, joined,
+   padded, sliced and saved with the rest; the loss finds it as `t[name]`. Values without gradient are called detached.
 
     bash scripts/demo.sh                                                              # a tiny model on a CPU, minutes
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU, GSM8K
@@ -167,12 +167,12 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of x where mask is set; what stands elsewhere, NaN included, does not leak."""
+    """Return the sum of x where mask is set; what stands elsewhere, NaN included, does not leak."""
     return torch.where(mask, x, 0.0).sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of x where mask is set, 0 where it is set nowhere."""
+    """Return the mean of x where mask is set, 0 where it is set nowhere."""
     return masked_sum(x, mask, dim) / mask.sum(dim).clamp(min=1)
 
 
@@ -180,8 +180,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
 
     d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with the exponent clamped to
-    +-20. (verl and OpenRLHF clamp the value of k3, too: at 10 its gradient would be 0 from d < -2.6 on, where the
-    policy has run away furthest.) As a loss: the gradient of k1 has zero mean, the gradient of k3 is not that of the
+    +-20. Its value is not clamped, as in verl and OpenRLHF: at 10 the gradient would be 0 for d < -2.6, where the
+    policy has run away furthest. As a loss, the gradient of k1 has zero mean, the gradient of k3 is not that of the
     reverse KL (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
@@ -196,10 +196,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
-    """The adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
-    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), kl the mean over sequences of the token mean;
-    a KL that is not finite leaves beta as it is.
+    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over sequences of the
+    token mean. A KL that is not finite leaves beta as it is.
     """
     error = min(max(kl / target - 1, -0.2), 0.2) if math.isfinite(kl) else 0.0
     return kl_coef * (1 + error * sequences / horizon)
@@ -209,7 +209,7 @@ def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, kind: str, clip_low: float,
     clip_high: float, dual_clip: float = 0.0, tau_positive: float = 1.0, tau_negative: float = 1.05,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Loss of each response token.
+    """Return the loss of each response token.
 
     Args:
         logprobs, old_logprobs: (N, T), current and at the rollout. advantages: (N, 1) or (N, T). mask: (N, T) bool.
@@ -240,7 +240,7 @@ def policy_loss(
 
 
 def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
-    """Importance weights rho = exp(old_logprobs - rollout_logprobs) that make up for another policy having sampled.
+    """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another policy.
 
     Args:
         old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by what sampled.
@@ -262,7 +262,7 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
 
 
 def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int) -> Tensor:
-    """This micro-batch's share of the loss of a whole optimizer batch.
+    """Return a micro-batch's share of the loss of its optimizer batch.
 
     Args:
         x: (N, T). mask: (N, T) bool.
@@ -277,12 +277,12 @@ def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, 
 
 
 def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """KL(policy || reference) per token, summed over the vocabulary: (..., V), (..., V) -> (...)."""
+    """Return KL(policy || reference) per token, summed over the vocabulary: (..., V), (..., V) -> (...)."""
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
 def entropy_of(logits: Tensor, normaliser: Tensor) -> Tensor:
-    """Entropy of softmax(logits), nats: logits (..., V) and their logsumexp (...) -> (...).
+    """Return the entropy of softmax(logits) in nats: logits (..., V) and their logsumexp (...) -> (...).
 
     H = logsumexp(z) - sum(softmax(z) * z).
     """
@@ -575,7 +575,7 @@ def collect(
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
-    """Group-relative advantages (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+    """Return group-relative advantages (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
     Args:
         scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is no score.
@@ -678,7 +678,7 @@ def main(args: Args) -> None:
         batch, position, statistics = experience.batch, experience.position, experience.score_statistics
         if experience.unscored:
             run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
-        if prefetch is not None and step < total_steps:  # runs while this step trains, with the policy from before it
+        if prefetch is not None and step < total_steps:  # samples while this step trains, with the weights from before
             prefetch.start(step + 1, position, statistics, step - 1)
         mask, scores, kl_coef = batch.response_mask, batch.scores, run.state["kl_coef"]  # (N, T), (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
@@ -687,8 +687,8 @@ def main(args: Args) -> None:
 
         # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
         run.phase("logprobs")
-        # Those of the only update of a step are the old ones. Where the weights have moved since the rollout, the old
-        # ones are what the engine said, unless a correction makes up for the difference.
+        # With one update a step the current ones are the old ones. An asynchronous rollout is by older weights: the old
+        # ones are then the engine's, unless a correction weighs the difference between both.
         by_engine = args.async_steps > 0 and args.rollout_correction == "none"
         needs_old = updates_a_step > 1 and not by_engine
         if reference is not None and not exact:
@@ -759,7 +759,7 @@ def main(args: Args) -> None:
                     kl = t["kl"] if "kl" in t else token_kl.detach() if kl_in_loss else torch.zeros_like(logprobs)
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
-                    if number == 0 or not by_engine:  # the engine had these weights, as far as it can have them
+                    if number == 0 or not by_engine:  # before the first update: the weights are those of the rollout
                         latest = logprobs.detach() if by_engine else old_logprobs
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             optimizer.step()

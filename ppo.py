@@ -10,7 +10,8 @@ Sources: PPO, arXiv:1707.06347, eq. 7; GAE, arXiv:1506.02438, eq. 16; RLHF, arXi
 
 Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the ranks and
 micro-batches; the sampling temperature is in every log-probability; each (response, position) has its own random
-number; masks come from lengths, never from token ids; what could not be scored is left out and counted. And:
+number; masks come from lengths, never from token ids; what could not be scored is left out and counted; per-token
+values live in `Batch.tokens`, a dict that carries whatever is put there (see grpo.py, choice 8). And:
 1. A value is read at the position that predicts its token, as the log-probabilities are. After the last token it is 0.
 2. The critic is a reward model with its head (`--value_model`), or the policy with a head of zeros: values start at 0
    then, and the first returns are the rewards alone.
@@ -177,12 +178,12 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of x where mask is set; what stands elsewhere, NaN included, does not leak."""
+    """Return the sum of x where mask is set; what stands elsewhere, NaN included, does not leak."""
     return torch.where(mask, x, 0.0).sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of x where mask is set, 0 where it is set nowhere."""
+    """Return the mean of x where mask is set, 0 where it is set nowhere."""
     return masked_sum(x, mask, dim) / mask.sum(dim).clamp(min=1)
 
 
@@ -190,8 +191,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
 
     d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with the exponent clamped to
-    +-20. (verl and OpenRLHF clamp the value of k3, too: at 10 its gradient would be 0 from d < -2.6 on, where the
-    policy has run away furthest.) As a loss: the gradient of k1 has zero mean, the gradient of k3 is not that of the
+    +-20. Its value is not clamped, as in verl and OpenRLHF: at 10 the gradient would be 0 for d < -2.6, where the
+    policy has run away furthest. As a loss, the gradient of k1 has zero mean, the gradient of k3 is not that of the
     reverse KL (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
@@ -206,10 +207,10 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
-    """The adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
-    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), kl the mean over sequences of the token mean;
-    a KL that is not finite leaves beta as it is.
+    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over sequences of the
+    token mean. A KL that is not finite leaves beta as it is.
     """
     error = min(max(kl / target - 1, -0.2), 0.2) if math.isfinite(kl) else 0.0
     return kl_coef * (1 + error * sequences / horizon)
@@ -235,7 +236,7 @@ def clipped_loss(
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape.
+    """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape.
 
     Without shift_mean the mean is added again: only the scale changes.
     """
@@ -246,7 +247,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: float) -> Tensor:
-    """The reward of each token: -kl_coef * kl, and the score at the last one (arXiv:1909.08593, eq. 2).
+    """Return the reward of each token: -kl_coef * kl, and the score at the last one (arXiv:1909.08593, eq. 2).
 
     Args:
         scores: (N,). kl: (N, T), or None for no penalty. mask: (N, T) bool.
@@ -259,7 +260,7 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: floa
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), backwards over the tokens of each row.
+    """Return advantages and returns by generalized advantage estimation (GAE, arXiv:1506.02438, eq. 16).
 
     delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}. Positions outside of the mask pass on
     what follows them; after the last token, value and advantage are 0.
@@ -294,7 +295,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one; NaN if all returns agree."""
+    """Return 1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one; NaN for equal R."""
     error, target = (returns - values)[mask].double(), returns[mask].double()
     # By more than float32 rounds.
     differ = len(target) > 1 and target.var() > 1e-10 * target.square().mean()
@@ -302,7 +303,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def filter_weights(grouped: Tensor, kind: str, power: float) -> Tensor:
-    """PF-PPO: how likely each response is drawn for training (arXiv:2409.06957).
+    """Return how likely PF-PPO draws each response for training (arXiv:2409.06957).
 
     Args:
         grouped: (P, G) scores, compared along a row; one that is not finite is never drawn unless all of its row are.
@@ -336,7 +337,7 @@ def resample(weights: Tensor, generator) -> list[int]:
 
 
 def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
-    """Importance weights rho = exp(old_logprobs - rollout_logprobs) that make up for another policy having sampled.
+    """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another policy.
 
     Args:
         old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by what sampled.
@@ -358,7 +359,7 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
 
 
 def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int) -> Tensor:
-    """This micro-batch's share of the loss of a whole optimizer batch.
+    """Return a micro-batch's share of the loss of its optimizer batch.
 
     Args:
         x: (N, T). mask: (N, T) bool.
@@ -373,12 +374,12 @@ def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, 
 
 
 def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """KL(policy || reference) per token, summed over the vocabulary: (..., V), (..., V) -> (...)."""
+    """Return KL(policy || reference) per token, summed over the vocabulary: (..., V), (..., V) -> (...)."""
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
 def entropy_of(logits: Tensor, normaliser: Tensor) -> Tensor:
-    """Entropy of softmax(logits), nats: logits (..., V) and their logsumexp (...) -> (...).
+    """Return the entropy of softmax(logits) in nats: logits (..., V) and their logsumexp (...) -> (...).
 
     H = logsumexp(z) - sum(softmax(z) * z).
     """
@@ -784,7 +785,7 @@ def main(args: Args) -> None:
         batch, position, statistics = experience.batch, experience.position, experience.score_statistics
         if experience.unscored:
             run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
-        if prefetch is not None and step < total_steps:  # runs while this step trains, with the policy from before it
+        if prefetch is not None and step < total_steps:  # samples while this step trains, with the weights from before
             prefetch.start(step + 1, position, statistics, step - 1)
         mask, scores, kl_coef = batch.response_mask, batch.scores, run.state["kl_coef"]  # (N, T), (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
@@ -793,8 +794,8 @@ def main(args: Args) -> None:
 
         # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
         run.phase("logprobs")
-        # Those of the only update of a step are the old ones. Where the weights have moved since the rollout, the old
-        # ones are what the engine said, unless a correction makes up for the difference.
+        # With one update a step the current ones are the old ones. An asynchronous rollout is by older weights: the old
+        # ones are then the engine's, unless a correction weighs the difference between both.
         by_engine = args.async_steps > 0 and args.rollout_correction == "none"
         needs_old = updates_a_step > 1 and not by_engine
         if reference is not None and not exact:
@@ -891,7 +892,7 @@ def main(args: Args) -> None:
                     kl = t["kl"] if "kl" in t else token_kl.detach() if kl_in_loss else torch.zeros_like(logprobs)
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
-                    if number == 0 or not by_engine:  # the engine had these weights, as far as it can have them
+                    if number == 0 or not by_engine:  # before the first update: the weights are those of the rollout
                         latest = logprobs.detach() if by_engine else old_logprobs
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             if policy_trains:
