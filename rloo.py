@@ -224,7 +224,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Return G_t = r_t + gamma * G_{t+1} over the tokens of each row: (N, T), (N, T) bool -> (N, T), 0 after its end."""
+    """Return G_t = r_t + gamma * G_{t+1} over the tokens of each row, (N, T); 0 outside of the mask (N, T) bool."""
     returns, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         following = torch.where(mask[:, t], rewards[:, t] + gamma * following, following)
