@@ -44,7 +44,7 @@ def fail(message: str, local: bool = False) -> NoReturn:
 
 
 def warn(message: str) -> None:
-    """One line on stderr, from rank 0 only."""
+    """Print one line on stderr, from rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
@@ -131,11 +131,11 @@ class World:
 
 def setup_processes() -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, be the only process."""
-    # Everything that transformers and torch would print once a rank; our own lines say what matters.
+    # transformers would print its progress and warnings once a rank.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    # Else what training leaves in pieces has no room for a sleeping vLLM to wake up in. (Read at the first allocation.)
+    # Without it, memory that training has fragmented has no room for a vLLM that wakes up. (Read at first allocation.)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -156,7 +156,7 @@ def setup_processes() -> World:
 
 
 def generator(*key) -> np.random.Generator:
-    """A random generator that is a function of `key` alone, such as ("rollout", seed, step).
+    """Return a random generator that is a function of `key` alone, such as ("rollout", seed, step).
 
     Nothing random in a run depends on what ran before, so a resumed run, or one with another number of ranks, draws
     the same numbers. (torch's CPU generator would use 32 bits of the seed only.)
@@ -185,7 +185,7 @@ class Interrupt:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, for a one-line report."""
+    """Return the first line of an error's message, for a one-line report."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -193,8 +193,9 @@ class Optimizer:
     """AdamW with a schedule, gradient clipping, and a guard: a gradient that is not finite never reaches the weights.
 
     Weight decay acts on matrices, not on biases and norms. What runs backward is the loss times `loss_scale`: 1, or
-    with --precision fp16 a power of two that keeps gradients in its range, halved at a gradient that is not finite and
-    doubled after 2000 updates without one, as torch.amp.GradScaler does it.
+    with --precision fp16 a power of two that is halved at a gradient that is not finite and doubled after 2000 updates
+    without one. torch.amp.GradScaler does the same, but lets each rank decide by its own shard of the gradient; here
+    the norm over all ranks decides.
 
     Args:
         model: the parameters; all ranks hold the same gradient of them, or their shards of it, when `step` is called.
@@ -248,7 +249,7 @@ class Optimizer:
             )
 
     def rescale(self, finite: bool) -> bool:
-        """Move the scale of the loss by what came of it; whether it was lowered."""
+        """Adapt the scale of the loss to an update; return whether it was lowered."""
         self.since_rescaled += 1
         lower = self.rescales and not finite and self.loss_scale > 1
         if lower or self.rescales and finite and self.since_rescaled == 2000:
@@ -258,7 +259,7 @@ class Optimizer:
         return lower
 
     def metrics(self) -> dict[str, float]:
-        """The learning rate now; mean gradient norm and number of skipped updates since the last call."""
+        """Return the learning rate now, and mean gradient norm and number of skipped updates since the last call."""
         taken = [norm for norm in self.norms if math.isfinite(norm)]
         skipped, self.norms = len(self.norms) - len(taken), []
         mean = sum(taken) / len(taken) if taken else math.nan
@@ -295,10 +296,10 @@ class Optimizer:
 
 
 def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:
-    """Where between its floor (0) and its peak (1) the learning rate of an optimizer update stands.
+    """Return where the learning rate of an update stands between its floor (0) and its peak (1).
 
-    Rises linearly over the first `warmup_ratio * total` updates (the first one already moves), then stays ("constant")
-    or falls to 0 at the last update ("linear", "cosine").
+    It rises linearly over the first `warmup_ratio * total` updates, then stays ("constant") or falls to 0 at the last
+    update ("linear", "cosine"). transformers' schedules start at 0, so that the first update would not move a weight.
     """
     warmup = math.ceil(warmup_ratio * total)
     if update < warmup:
@@ -307,36 +308,39 @@ def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> fl
     return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
 
 
-PASS = 1024  # tokens of padding that one more forward pass, and backward, is worth
+PASS_TOKENS = 1024  # tokens of padding that cost as much as one more forward and backward pass
 
 
 def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[list[int]]:
-    """Cut sequences of known lengths into this rank's micro-batches of similar length.
+    """Cut sequences into this rank's micro-batches of similar length.
 
-    Ranks cut at the same places, as they meet in each pass and the slowest decides: those with the fewest tokens,
-    padding included, where one more micro-batch counts as PASS of them.
+    All ranks cut at the same places, since they meet in the collectives of each pass and the slowest one decides. The
+    cuts minimise the tokens of the slowest rank, padding and PASS_TOKENS for each micro-batch included.
 
     Args:
         lengths: tokens of every sequence of all ranks, the same list on every rank.
         token_budget: tokens of a micro-batch on a rank, padding included; a longer sequence is one of its own.
     Returns:
-        Lists of indices into `lengths`, as many on every rank, so that none waits for the others in a collective; the
+        Lists of indices into `lengths`, as many on every rank, so that none waits for the others in a collective. The
         last one may be empty, and is run like the rest.
     """
     token_budget *= world.sequence_parallel_group.size() if world.sequence_parallel_group else 1
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # longest first: memory problems show at once
-    longest = np.array([lengths[i] for i in order[:: world.size]])  # over the ranks, at each place
-    cost, begins, start = np.zeros(len(longest) + 1), [0], 0  # the least of the first so many places; its last cut
+    longest = np.array([lengths[i] for i in order[:: world.size]])  # (places,), the longest over the ranks
+    # Dynamic programming over cut positions: cost[i] is the minimum for the first i places, and last_cut[i] the place
+    # where the last micro-batch of that minimum begins.
+    cost, last_cut, start = np.zeros(len(longest) + 1), [0], 0
     for end in range(1, len(longest) + 1):
         while start < end - 1 and (end - start) * longest[start] > token_budget:
             start += 1
-        costs = cost[start:end] + np.arange(end - start, 0, -1) * longest[start:end]
-        begins.append(start + int(costs.argmin()))
-        cost[end] = costs.min() + PASS
-    own, cuts, end = order[world.rank :: world.size], [], len(longest)
+        padded = np.arange(end - start, 0, -1) * longest[start:end]  # tokens of longest[i:end] as one micro-batch
+        costs = cost[start:end] + padded + PASS_TOKENS
+        cost[end] = costs.min()
+        last_cut.append(start + int(costs.argmin()))
+    mine, cuts, end = order[world.rank :: world.size], [], len(longest)
     while end:
-        cuts.append(own[begins[end] : end])
-        end = begins[end]
+        cuts.append(mine[last_cut[end] : end])
+        end = last_cut[end]
     return cuts[::-1]
 
 
