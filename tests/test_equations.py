@@ -559,7 +559,7 @@ def test_micro_batches_have_the_least_padding(lengths, budget, size):
     longest = sorted(lengths, reverse=True)[::size][:9]
     lengths = sorted(lengths, reverse=True)[: size * len(longest)]
     cuts = [utils.micro_batches(lengths, budget, utils.World(rank, size, torch.device("cpu"))) for rank in range(size)]
-    padded = lambda parts: sum(len(part) * part[0] + utils.PASS for part in parts)  # noqa: E731
+    padded = lambda parts: sum(len(part) * part[0] + utils.PASS_TOKENS for part in parts)  # noqa: E731
     ours = padded([[lengths[i] for i in rows] for rows in cuts[0]])
     assert all(padded([[lengths[i] for i in rows] for rows in cut if rows]) <= ours for cut in cuts)
     found = []
