@@ -43,6 +43,7 @@ from starlette.requests import ClientDisconnect
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 from plumbing import data, models
+from plumbing.flags import Float, PositiveFloat, PositiveInt
 from plumbing.rewards import Rewards, check_name, check_sources, is_reward_model, reward_weights
 from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
 
@@ -54,9 +55,9 @@ class Args:
     reward: tuple[str, ...]
     """Sources of the score: math, gsm8k, exact, code, knights, format, reasoning_gym, path/to/file.py:function, or a
     reward model's folder or hub name."""
-    reward_weights: tuple[float, ...] = ()
+    reward_weights: tuple[Float, ...] = ()
     """Weight of each source, in the order of --reward; default: 1 each."""
-    reward_timeout: float = 10.0
+    reward_timeout: PositiveFloat = 10.0
     """Seconds that one call of a reward source may take before it is killed and its sample left out. Shorter than that
     of the runs which ask: theirs is for all of a request, the wait for its turn included."""
     reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
@@ -69,7 +70,7 @@ class Args:
     """Token that ends a response for a reward model: eos or the text of one token."""
     precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
     """What a reward model computes in; auto is bf16 on GPUs and float32 elsewhere."""
-    micro_batch_tokens: int = 16_384
+    micro_batch_tokens: PositiveInt = 16_384
     """Tokens, padding included, of a reward model's forward pass. Memory and speed only: never changes a result."""
 
 
@@ -227,19 +228,10 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
     return app
 
 
-def check_args(args: Args) -> None:
-    check_sources(args.reward, args.reward_weights)
-    if not all(map(math.isfinite, args.reward_weights)):
-        utils.fail(f"--reward_weights {' '.join(map(str, args.reward_weights))}: have to be finite numbers")
-    for name in ("reward_timeout", "micro_batch_tokens"):
-        if not 0 < getattr(args, name) < math.inf:
-            utils.fail(f"--{name} {getattr(args, name)}: has to be a finite number above 0")
-
-
 def main(args: Args) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
-    check_args(args)
+    check_sources(args.reward, args.reward_weights)
     try:  # before the models are loaded; who connects meanwhile waits until they are
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family)

@@ -529,7 +529,7 @@ def test_the_command_line():
             assert process.stdout.readline().startswith("exact at http://127.0.0.1:")
         finally:
             process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(30) == 0
 
 
 def test_help_names_every_built_in_source():
@@ -553,9 +553,6 @@ def test_help_names_every_built_in_source():
         ({"reward": ("math", "math")}, "--reward math math: names a source twice"),
         ({"reward_weights": (1.0, 2.0)}, "--reward_weights: has 2 weights for 1 sources in --reward"),
         ({"reward_weights": (0.0,)}, "--reward_weights: are all 0"),
-        ({"reward_weights": ("nan",)}, "--reward_weights nan: have to be finite numbers"),
-        ({"reward_timeout": 0.0}, "--reward_timeout 0.0: has to be a finite number above 0"),
-        ({"micro_batch_tokens": 0}, "--micro_batch_tokens 0: has to be a finite number above 0"),
         ({"port": 70000}, "--port 70000: cannot listen there"),
         ({"port": "TAKEN"}, "cannot listen there (["),
         ({"host": "no.such.host.invalid"}, "--host no.such.host.invalid --port 0: cannot listen there"),
@@ -577,3 +574,19 @@ def test_bad_flags(folder, changes, says):
         ended = helpers.run(values, utils.EXIT_BAD_INPUT, script="reward_server")
     assert len(ended.errors) == 1 and says in ended.errors[0]
     assert ended.err.strip() == ended.errors[0] and not ended.out
+
+
+@pytest.mark.parametrize(
+    "flag, word, says",
+    [
+        ("reward_weights", "nan", "['nan']"),
+        ("reward_timeout", "0.0", "has to be above 0, not 0.0"),
+        ("reward_timeout", "inf", "has to be above 0, not inf"),
+        ("micro_batch_tokens", "0", "has to be above 0, not 0"),
+    ],
+)
+def test_flags_out_of_range(flag, word, says):
+    words = [sys.executable, "scripts/reward_server.py", "--reward", "gsm8k", f"--{flag}", word]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=helpers.ROOT)
+    assert ended.returncode == utils.EXIT_BAD_INPUT and flag.replace("_", "-") in ended.stderr.replace("_", "-")
+    assert says in ended.stderr
