@@ -275,7 +275,8 @@ KILLS = {
     "samples": ("run_log.RunLog.samples:3", 2),
     "log": ("run_log.RunLog.log:5", 2),
     "save, before writing": ("checkpoints.save_folder:2", 2),
-    "save, while writing": ("torch.save:4", 2),
+    "save, before the second model": ("checkpoints.save_model:4", 2),
+    "save, before the optimizer": ("torch.distributed.checkpoint.save:2", 2),
     "save, before the rename": ("os.rename:2", 2),
     "final": ("checkpoints.save_final:1", 4),
 }
