@@ -109,7 +109,8 @@ def test_other_numbers_of_ranks_go_on(base, whole, tmp_path, script):
     ranks = sharded(values, 2, script, (75, 75), places={1: f"{first}:SIGTERM"})
     assert "Traceback" not in ranks[0].err + ranks[1].err and steps_of(values) == ["step_1"]
     saved = folder_of(values) / "checkpoints" / "step_1"
-    assert {"optimizer", "config.json", "model.safetensors"} <= {path.name for path in saved.iterdir()}
+    assert {"config.json", "model.safetensors"} <= {path.name for path in saved.iterdir()}
+    assert (saved / ("critic" if script == "ppo" else ".") / "optimizer").is_dir()  # ppo's policy does not train yet
     values["resume"] = True
     run(values, 75, script=script, place=f"{second}:SIGTERM")
     assert steps_of(values) == ["step_1", "step_2"]
