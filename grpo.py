@@ -376,7 +376,7 @@ def load_policy(args: Args, query: list[int], saved: str | None, dtype: torch.dt
     """Load the policy of --model, or of the checkpoint folder `saved`; query: token ids to check its head with."""
     model = models.load_model("--model", args.model if args.lora_rank else saved or args.model, dtype, device)
     if args.lora_rank:
-        models.add_lora(model, args, saved)
+        models.add_lora(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 set_num_threads = torch.set_num_threads  # vLLM's CPU build puts a function that does nothing in its place
@@ -203,7 +203,7 @@ class Optimizer:
         prefix: of the flags to go by, "critic_" for --critic_learning_rate and so on.
     """
 
-    COUNTERS = ("updates", "skipped_in_a_row", "loss_scale", "since_rescaled")  # of a checkpoint, beside Adam's state
+    COUNTERS = ("updates", "skipped_in_a_row", "loss_scale", "since_rescaled")
 
     def __init__(self, model: torch.nn.Module, args, total_updates: int, prefix: str = ""):
         setting = lambda name: getattr(args, prefix + name)
@@ -271,28 +271,12 @@ class Optimizer:
         }
 
     def state_dict(self) -> dict:
-        counters = {name: getattr(self, name) for name in self.COUNTERS}
-        return {"adam": self.adam.state_dict(), **counters}
+        """Return the counters; Adam's state is saved by the names of its parameters, see plumbing/checkpoints.py."""
+        return {name: getattr(self, name) for name in self.COUNTERS}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take over a state from a checkpoint, whole or sharded; either goes with either kind of parameters."""
-        from plumbing.checkpoints import Stored, read_sharded
-
-        parameters = [p for group in self.adam.param_groups for p in group["params"]]
-        values = [(parameters[i], own, name) for i, own in state["adam"]["state"].items() for name in own]
-        stored: dict[str, dict[str, torch.Tensor]] = {}  # folder: what to read from there
-        for parameter, own, name in values:
-            if isinstance(own[name], Stored):
-                folder, key = own[name].folder, own[name].key
-                own[name] = stored.setdefault(folder, {})[key] = torch.zeros_like(parameter, requires_grad=False)
-            elif isinstance(parameter, DTensor) and own[name].shape == parameter.shape:
-                spread = (parameter.device_mesh, parameter.placements)
-                own[name] = distribute_tensor(own[name].to(parameter.device), *spread, src_data_rank=None)
-        for folder, tensors in stored.items():
-            read_sharded(folder, tensors)
-        self.adam.load_state_dict(state["adam"])
         for name in self.COUNTERS:
-            setattr(self, name, state.get(name, getattr(self, name)))
+            setattr(self, name, state[name])
 
 
 def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:

@@ -1,26 +1,38 @@
-"""The run folder, atomic saves, resuming, and the final model."""
+"""The run folder, atomic saves, resuming, and the final model. Imports utils and models."""
 
+import contextlib
 import glob
 import json
 import os
 import pickle
 import random
 import shutil
-from dataclasses import dataclass
+import warnings
 from typing import Callable
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from plumbing.models import base_weights, load_config, merged
-from utils import Optimizer, World, fail, first_line, full_tensor
+from utils import Optimizer, World, fail, first_line
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # dcp's, where `no_dist` asks for just that
+
+GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensor by tensor, to the memory of rank 0
+ALLOW_MISSING = StateDictOptions(strict=False)  # a parameter that has had no gradient has no state
 
 
 def run_folder(args, script: str) -> tuple[str, str | None]:
-    """The run's folder, and its newest complete checkpoint if `--resume` is to go on from one. Creates nothing.
+    """Return the run's folder and, with --resume, its newest complete checkpoint if it has one. Creates nothing.
 
-    The default name is made of the script's, the model's and the data set's and the seed.
+    The default name is made of the names of script, model and data set and the seed.
     """
     parts = [os.path.basename(part.rstrip("/")) for part in (script.removesuffix(".py"), args.model, args.dataset)]
     name = args.run_name or "__".join([*parts, str(args.seed)])
@@ -33,34 +45,34 @@ def run_folder(args, script: str) -> tuple[str, str | None]:
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
         fail(f"--output_dir {args.output_dir}: {parent} is no folder that can be written to")
     checkpoints = checkpoint_folders(folder)
-    if checkpoints:
-        with open(os.path.join(folder, "args.json")) as file:
-            about = json.load(file)
-        own = os.path.basename(script)
-        if about.get("script", own) != own:
-            fail(f"--resume: {folder} is a run of {about['script']}")
-        for flag in ("lora_rank", "lora_alpha"):
-            before, now = (values.get(flag) for values in (about["args"], vars(args)))
-            if None not in (before, now) and before != now:
-                fail(f"--{flag} {now}: the run to resume has {before}")
-    return folder, checkpoints[-1] if checkpoints else None
+    if not checkpoints:
+        return folder, None
+    with open(os.path.join(folder, "args.json")) as file:
+        saved = json.load(file)
+    if saved.get("script", os.path.basename(script)) != os.path.basename(script):
+        fail(f"--resume: {folder} is a run of {saved['script']}")
+    for flag in ("lora_rank", "lora_alpha"):
+        before, now = (values.get(flag) for values in (saved["args"], vars(args)))
+        if None not in (before, now) and before != now:
+            fail(f"--{flag} {now}: the run to resume has {before}")
+    return folder, checkpoints[-1]
 
 
 def checkpoint_folders(folder: str) -> list[str]:
-    """The complete checkpoints of a run, oldest first. A folder has its name only once all of it is on the disk."""
+    """Return the complete checkpoints of a run, oldest first. A folder has its name only once all of it is on disk."""
     found = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "step_*"))
     found = [path for path in found if path.rsplit("_", 1)[1].isdigit()]
     return sorted(found, key=lambda path: int(path.rsplit("_", 1)[1]))
 
 
-def _fsync(path: str) -> None:
+def fsync(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
 def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None:
-    """Let every rank write into a folder that appears whole or not at all: written beside it, fsynced, then renamed."""
+    """Let all ranks `write` into a folder that appears complete or not at all: a temporary one, fsynced and renamed."""
     parent, name = os.path.split(folder)
     temporary = os.path.join(parent, f".{name}.tmp")
     if world.main:
@@ -72,13 +84,13 @@ def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None
     if world.main:
         for path, folders, files in os.walk(temporary):
             for item in (*files, *folders):
-                _fsync(os.path.join(path, item))
-        _fsync(temporary)
+                fsync(os.path.join(path, item))
+        fsync(temporary)
         replaced = os.path.join(parent, f".{name}.old")
         if os.path.exists(folder):
             os.rename(folder, replaced)
         os.rename(temporary, folder)
-        _fsync(parent)
+        fsync(parent)
         shutil.rmtree(replaced, ignore_errors=True)
     world.barrier()
 
@@ -90,25 +102,24 @@ def save_checkpoint(
     """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer needs to go on.
 
     Args:
-        state: what else the trainer needs (tensors and plain values); every rank adds the state of its global random
-            generators. `state["step"]` names the folder.
-        models: the policy as "", others in folders of their name beside it, such as "critic".
-        optimizers: those of the models of the same names.
-        keep: how many checkpoints stay, the newest ones; 0 keeps all.
+        state: the trainer's tensors and plain values; `state["step"]` names the folder.
+        models: the policy as "", others by the names of their folders within the checkpoint, such as "critic".
+        optimizers: of the models of the same names.
+        keep: number of checkpoints that stay, the newest ones; 0 keeps all.
     """
 
     def write(path: str) -> None:
         torch.save(random_state(), os.path.join(path, f"random_state_{world.rank}.pt"))
-        pieces: dict[str, torch.Tensor] = {}
-        states = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-        own = take_sharded({**state, "optimizers": states}, pieces)
-        if pieces:
-            write_sharded(path, pieces)
-        for name, each in models.items():
-            save_model(each, os.path.join(path, name), world)
+        for name, model in models.items():
+            save_model(model, os.path.join(path, name), world)
+        for name, optimizer in optimizers.items():
+            if optimizer.adam.state:  # else torch would make an update to get one
+                tensors = trained_state(models[name], optimizer)
+                dcp.save(tensors, checkpoint_id=os.path.join(path, name, "optimizer"), no_dist=world.size == 1)
         if world.main:
             tokenizer.save_pretrained(path)
-            torch.save(own, os.path.join(path, "trainer_state.pt"))
+            counters = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+            torch.save({**state, "optimizers": counters}, os.path.join(path, "trainer_state.pt"))
 
     path = os.path.join(folder, "checkpoints", f"step_{state['step']}")
     # There is one already where a run is interrupted again after the same step.
@@ -122,20 +133,14 @@ def save_checkpoint(
 def save_final(folder: str, world: World, model, tokenizer, source: str) -> None:
     """Save `final/`: the trained model in the number format of the model it came from. Changes `model` in place.
 
-    A LoRA adapter is merged into it, and beside it in `final/adapter/` as peft saves it.
+    A LoRA adapter is merged into it, and saved in `final/adapter/` by peft, too.
     """
     model.to(load_config("--model", source).dtype or torch.float32)
 
     def write(path: str) -> None:
         if getattr(model, "peft_config", None):
             save_model(model, os.path.join(path, "adapter"), world)
-            weights = {name: merged(tensor, layer).cpu() for name, tensor, layer in base_weights(model)}
-            with torch.device("meta"):
-                plain = type(model)(model.config)
-            if model.can_generate():
-                plain.generation_config = model.generation_config
-            if world.main:
-                plain.save_pretrained(path, state_dict=weights)
+            save_merged(model, path, world)
         else:
             save_model(model, path, world)
         if world.main:
@@ -144,89 +149,97 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
     save_folder(os.path.join(folder, "final"), world, write)
 
 
+def save_model(model, path: str, world: World) -> None:
+    """Save a model folder from rank 0, where the weights are gathered; that of a model with an adapter is peft's."""
+    weights = get_model_state_dict(model, options=GATHERED)
+    if world.main:
+        for name in model.all_tied_weights_keys:  # gathered twice, transformers would not see that it is tied
+            weights.pop(name, None)
+        model.save_pretrained(path, state_dict=weights)
+
+
+def save_merged(model, path: str, world: World) -> None:
+    """Save a model folder with the adapter merged into the weights, which stay as they are."""
+    weights = {}
+    for name, tensor, layer in base_weights(model):
+        full = merged(tensor, layer)
+        weights[name] = full.cpu() if world.main else None
+    with torch.device("meta"):
+        plain = type(model)(model.config)
+    if model.can_generate():
+        plain.generation_config = model.generation_config
+    if world.main:
+        plain.save_pretrained(path, state_dict=weights)
+
+
+def trained_state(model, optimizer: Optimizer) -> dict:
+    """Return the state that `dcp` saves by the names of parameters, and loads in place, whatever the sharding.
+
+    Of a model with an adapter the weights that train are in there, too: peft's folder lacks a head that trains.
+    """
+    state = {"adam": get_optimizer_state_dict(model, optimizer.adam)}
+    if getattr(model, "peft_config", None):
+        state["weights"] = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
+    return state
+
+
+def load_optimizer(folder: str, name: str, model, optimizer: Optimizer) -> None:
+    """Load what a checkpoint has of the optimizer called `name`, and of the adapter of the optimizer's model.
+
+    Neither the number of ranks nor the sharding need be those of the run that saved it.
+    """
+    optimizer.load_state_dict(read_trainer_state(folder)["optimizers"][name])
+    path = os.path.join(folder, name, "optimizer")
+    if not os.path.isdir(path):  # saved before the first update
+        return
+    with readable(folder):
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        state = trained_state(model, optimizer)
+        adam = state["adam"]["state"]
+        state["adam"]["state"] = {key: adam[key] for key in adam if f"adam.state.{key}.step" in saved}
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+    set_optimizer_state_dict(model, optimizer.adam, state["adam"], options=ALLOW_MISSING)
+
+
 def load_state(folder: str, world: World) -> dict:
-    """Return the trainer's state of a checkpoint, and set this rank's global random generators as they were."""
-    own = os.path.join(folder, f"random_state_{world.rank}.pt")
-    if os.path.exists(own):  # a resumed run may have more ranks than before; nothing in it depends on these
-        set_random_state(torch.load(own, weights_only=True))
-    state = read_state(folder)
+    """Return the `state` of a checkpoint, and set this rank's global random generators as they were."""
+    path = os.path.join(folder, f"random_state_{world.rank}.pt")
+    if os.path.exists(path):  # a resumed run may have more ranks than before; nothing in it depends on these
+        set_random_state(torch.load(path, weights_only=True))
+    state = read_trainer_state(folder)
     del state["optimizers"]
     return state
 
 
-def read_state(folder: str) -> dict:
-    try:
+def read_trainer_state(folder: str) -> dict:
+    with readable(folder):
         return torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def readable(folder: str):
+    """End the run if what this context reads of a checkpoint is damaged."""
+    try:
+        yield
+    except dcp.api.CheckpointException as failed:
+        ((error, _),) = failed.failures.values()
+        reason = first_line(error)
     except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
-        fail(f"--resume: {folder} cannot be read ({first_line(error)}); remove it to go on from the one before")
-
-
-def load_optimizer(folder: str, name: str, module: torch.nn.Module, optimizer: Optimizer) -> None:
-    """Give an optimizer of `module` the state that a checkpoint has of the one called `name`."""
-
-    def look_up(x):
-        if not isinstance(x, dict):
-            return x
-        return Stored(folder, x["sharded"]) if x.keys() == {"sharded"} else {key: look_up(y) for key, y in x.items()}
-
-    optimizer.load_state_dict(look_up(read_state(folder)["optimizers"][name]))
-
-
-def save_model(model: torch.nn.Module, path: str, world: World) -> None:
-    """Save a model folder, from rank 0; the tensors of a sharded model are gathered there, one at a time."""
-    state, done = None, {}  # tied weights, one parameter under two names, stay one tensor
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        state = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            if id(tensor) not in done:
-                full = full_tensor(tensor.detach())
-                done[id(tensor)] = full.cpu() if world.main else None
-            state[name] = done[id(tensor)]
-    if world.main:
-        model.save_pretrained(path, state_dict=state)
-
-
-@dataclass
-class Stored:
-    """A tensor in the sharded part of a checkpoint."""
-
-    folder: str
-    key: str
-
-
-def take_sharded(state, pieces: dict[str, torch.Tensor], key: str = ""):
-    """Nested dicts, with each sharded tensor moved to `pieces` and {"sharded": its key there} in its place."""
-    if isinstance(state, DTensor):
-        pieces[key] = state
-        return {"sharded": key}
-    if not isinstance(state, dict):
-        return state
-    return {name: take_sharded(x, pieces, f"{key}.{name}" if key else str(name)) for name, x in state.items()}
-
-
-def write_sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Write sharded tensors into a checkpoint, every rank its pieces."""
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save(tensors, checkpoint_id=os.path.join(folder, "sharded"))
-
-
-def read_sharded(folder: str, tensors: dict[str, torch.Tensor]) -> None:
-    """Read into tensors, whole or sharded over any number of ranks, what `write_sharded` wrote; ranks do not meet."""
-    import torch.distributed.checkpoint as dcp
-
-    dcp.load(tensors, checkpoint_id=os.path.join(folder, "sharded"), no_dist=True)
+        reason = first_line(error)
+    else:
+        return
+    fail(f"--resume: {folder} cannot be read ({reason}); remove it to go on from the one before")
 
 
 def random_state() -> dict:
-    """The state of this process's global random generators, in types that torch.load takes with weights_only."""
+    """Return the state of this process's global random generators, in types that torch.load takes with weights_only."""
     kind, keys, *rest = np.random.get_state()
     state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
     return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
 
 
 def set_random_state(state: dict) -> None:
-    """Set this process's global random generators as `random_state` found them."""
+    """Set this process's global random generators to what `random_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -230,23 +230,19 @@ def gather_positions(model: torch.nn.Module, values: torch.Tensor, mask: torch.T
     return values if parallel is None else parallel.gather_positions(values, mask)
 
 
-def add_lora(model: torch.nn.Module, args, resumed: str | None) -> None:
+def add_lora(model: torch.nn.Module, args) -> None:
     """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by peft.
 
-    Args:
-        resumed: a checkpoint's folder to take the adapter from; None for a new one, which changes nothing yet.
+    A new adapter changes nothing; `checkpoints.load_optimizer` loads the one of a run that is resumed.
     """
     from peft import LoraConfig
 
-    if resumed and model.device.type != "meta":
-        model.load_adapter(resumed, is_trainable=True)
-    else:
-        head = ["score"] if hasattr(model, "score") else None  # of a reward model; it trains whole
-        layers = {"target_modules": "all-linear", "exclude_modules": head}
-        model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **layers))
+    head = ["score"] if hasattr(model, "score") else None  # of a reward model: all of it trains
+    layers = {"target_modules": "all-linear", "exclude_modules": head}
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **layers))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name == "score.weight")
-        if ".lora_A." in name and not resumed:  # as peft draws them, but the same on all ranks
+        if ".lora_A." in name:  # peft's distribution, from numbers that are the same on all ranks
             bound = parameter.shape[1] ** -0.5
             draw = generator("lora", args.seed, name).uniform(-bound, bound, tuple(parameter.shape))
             parameter.data.copy_(torch.from_numpy(draw))

@@ -190,9 +190,6 @@ class RunLog:
             self.wandb.finish()
 
 
-Run = RunLog  # its name until the scripts have switched
-
-
 SUMMARY = {  # the last lines of a run, as far as it has these metrics
     "held-out accuracy, sampled": "eval/accuracy",
     "held-out accuracy, greedy": "eval/greedy_accuracy",

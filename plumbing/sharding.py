@@ -7,8 +7,9 @@ import math
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from plumbing.models import ModelNames, Precision
 from utils import World, fail, first_line, full_tensor, parameter_count
@@ -131,11 +132,8 @@ class Sharding:
             compile_parts(module, blocks)
         if not self.on or concurrent:
             return module
-        self._await_main((*module.parameters(), *module.buffers()))
-        weights = [tensor.data for tensor in (*module.parameters(), *module.buffers())]  # rank 0 has them
-        if not self.world.main:
-            module.to_empty(device="cpu")  # pages that are not written to take no memory
-            model.tie_weights()
+        state = module.state_dict() if self.world.main else {}
+        self._copy_dtypes(module)
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
         policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         # A CPU's layer norm takes no weights in another format than what it normalises.
@@ -145,12 +143,7 @@ class Sharding:
         if not blocks_only:
             # A score or a logit takes more bits than half has; its backward pass begins where the forward one ends.
             fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not isinstance(tensor, DTensor):
-                tensor.data = tensor.data.to(self.world.device)
-        if self.world.size > 1:
-            for tensor, of_main in zip((*module.parameters(), *module.buffers()), weights, strict=True):
-                self._spread(tensor.data, of_main)
+        self._broadcast(module, state)
         roots = blocks if blocks_only else [module]
         for root in roots:
             root.register_forward_hook(reset_after_inference)
@@ -164,26 +157,36 @@ class Sharding:
             module(ids, ids > 0)  # the first pass says which module is the outermost
         return module
 
-    def _await_main(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Wait until rank 0 has read a model's files, where some tensors may have formats of their own, and take over
-        the formats; where the files ended the run there, end it here."""
-        formats = [tensor.dtype for tensor in tensors]
+    def _copy_dtypes(self, module: torch.nn.Module) -> None:
+        """Give the tensors, which only rank 0 has read, its number formats on all ranks: some models keep a few tensors
+        in float32, and torch's broadcast copies values only. Ends the run if rank 0 could not read the files."""
+        tensors = [*module.parameters(), *module.buffers()]
+        dtypes = [tensor.dtype for tensor in tensors]
         if self.world.size > 1:
             try:
-                dist.broadcast_object_list(formats, 0)
+                dist.broadcast_object_list(dtypes, 0)
             except RuntimeError:  # a connection broke
                 fail("a rank ended while rank 0 read a model for all; see what it said", local=self.world.rank == 1)
-        for tensor, kind in zip(tensors, formats, strict=True):
-            tensor.data = tensor.data.to(kind)
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)
 
-    def _spread(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
-        """Fill a tensor, or this rank's piece of it, with what rank 0 has as `whole`."""
-        sent = whole.to(self.world.device) if self.world.main else torch.empty_like(whole, device=self.world.device)
-        dist.broadcast(sent, 0)
-        if isinstance(tensor, DTensor):
-            sent = distribute_tensor(sent, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
-            tensor = tensor.to_local()
-        tensor.copy_(sent)
+    def _broadcast(self, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+        """Fill a sharded module with `state`, which rank 0 has of the module before sharding."""
+        device = torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.world.device
+        if not self.world.main:
+            module.to_empty(device=device)
+            for part in module.modules():
+                if isinstance(part, transformers.PreTrainedModel):
+                    part.tie_weights()
+        unsharded = [x for x in (*module.parameters(), *module.buffers()) if not isinstance(x, DTensor)]
+        for tensor in unsharded:
+            tensor.data = tensor.data.to(device)
+        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        for tensor in unsharded:
+            tensor.data = tensor.data.to(self.world.device)
+        for buffer in module.buffers():  # some are not part of the state
+            if self.world.size > 1:
+                dist.broadcast(buffer, 0)
 
 
 def set_attention(model: torch.nn.Module, name: str) -> None:

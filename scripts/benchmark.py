@@ -81,14 +81,14 @@ def our_side(job: dict) -> dict:
     import tyro
 
     import grpo
-    from plumbing import checkpoints, run_log
+    from plumbing import checkpoints, run, run_log
 
     flags = [*DEMO, f"--total_episodes={job['steps'] * job['mini_batch_size']}", f"--seed={job['seed']}"]
     if job["case"] != "demo":
         flags += COMPARED + [f"--{name}={job[name]}" for name in SHARED.split()]
     result = {"versions": run_log.versions(), "flags": " ".join(flags)}
 
-    class MeasuredRun(run_log.Run):  # made when all is loaded and training begins
+    class MeasuredRun(run_log.RunLog):  # made when all is loaded and training begins
         def __init__(self, *args):
             result["peak_mib"] = -memory("VmRSS")
             reset_peak()
@@ -97,7 +97,7 @@ def our_side(job: dict) -> dict:
     def training_ends(*args):
         result["peak_mib"] += memory("VmHWM")
 
-    run_log.Run, checkpoints.save_final = MeasuredRun, training_ends
+    run.RunLog, checkpoints.save_final = MeasuredRun, training_ends
     grpo.main(tyro.cli(grpo.Args, args=[*flags, "--output_dir", job["folder"], "--run_name", "run"]))
     rows = read_jsonl(os.path.join(job["folder"], "run", "metrics.jsonl"))
     result["steps"] = [

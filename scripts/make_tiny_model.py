@@ -1,4 +1,4 @@
-"""Makes assets/tiny: the small language model and its tokenizer that the demo and the tests train.
+"""Make assets/tiny: the small language model and its tokenizer that the demo and the tests train.
 
     python scripts/make_tiny_model.py
 
@@ -30,6 +30,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from plumbing.flags import PositiveFloat, PositiveInt, Share, in_range
 from plumbing.rows import arithmetic_rows, worked_addition
 from utils import fail
 
@@ -41,42 +42,33 @@ MAX_LENGTH = 512  # of a prompt and its response together
 class Args:
     output_dir: Path = Path("assets/tiny")
     """folder to write; files of an earlier run in it are replaced"""
-    seed: int = 1
+    seed: in_range(int, lambda seed: 0 <= seed < 2**32, "from 0 to 2**32 - 1") = 1
     """seed of the weights, the teacher's mistakes and the samples of the final measurement"""
-    num_threads: int = 1
+    num_threads: PositiveInt = 1
     """CPU threads; another number adds floats in another order, so it may give other weights"""
 
-    steps: int = 1500
+    steps: PositiveInt = 1500
     """optimizer updates"""
-    batch_size: int = 128
+    batch_size: PositiveInt = 128
     """demonstrations an update; each is used once"""
-    learning_rate: float = 3e-3
+    learning_rate: PositiveFloat = 3e-3
     """peak learning rate, after a tenth of the steps as warm-up; then it falls linearly to zero"""
-    noise: float = 0.24
+    noise: Share = 0.24
     """probability that a column of a demonstration has a wrong digit; sampled accuracy ends near (1 - noise)^3"""
 
-    hidden_size: int = 64
+    hidden_size: PositiveInt = 64
     """width of the model"""
-    num_layers: int = 2
+    num_layers: PositiveInt = 2
     """number of layers"""
-    num_heads: int = 2
+    num_heads: PositiveInt = 2
     """attention heads; hidden_size / num_heads should be 32 or 64, the head sizes vLLM's CPU attention has"""
 
-    eval_samples: int = 2000
+    eval_samples: PositiveInt = 2000
     """held-out problems for the accuracy printed at the end"""
 
 
 def check(args: Args) -> None:
-    """Ends the program with one line if a flag has an impossible value."""
-    for name in ("num_threads", "steps", "batch_size", "hidden_size", "num_layers", "num_heads", "eval_samples"):
-        if getattr(args, name) < 1:
-            fail(f"--{name} must be at least 1, not {getattr(args, name)}")
-    if not 0 <= args.seed < 2**32:
-        fail(f"--seed must be from 0 to 2**32 - 1, not {args.seed}")
-    if not 0 < args.learning_rate < float("inf"):
-        fail(f"--learning_rate must be a positive number, not {args.learning_rate}")
-    if not 0 <= args.noise <= 1:
-        fail(f"--noise must be from 0 to 1, not {args.noise}")
+    """End the program for flags that do not fit together, or a folder that cannot be written to."""
     if args.hidden_size % (2 * args.num_heads):
         fail(f"--hidden_size must be a multiple of twice --num_heads, not {args.hidden_size} with {args.num_heads}")
     try:
@@ -88,7 +80,7 @@ def check(args: Args) -> None:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token a byte, so one a character in ASCII: no text is unknown, and decoding gives back what was encoded.
+    """Return a tokenizer of one token a byte: no text is unknown, and decoding gives back what was encoded.
 
     AutoTokenizer opens every folder with a Qwen2 model as Qwen2Tokenizer, whatever tokenizer was saved there (its list
     MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS). So this is one, with the 256 bytes as its vocabulary and no merges.
@@ -107,7 +99,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_batch(prompts: list[str], responses: list[str], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels, both (N, L), padded on the right; only response tokens, <eos> included, carry loss."""
+    """Return token ids and labels, both (N, L), padded on the right; labels of response tokens, <eos> included."""
     rows = [tokenizer.encode(p + r) + [tokenizer.eos_token_id] for p, r in zip(prompts, responses)]
     length = max(len(row) for row in rows)
     input_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
@@ -120,7 +112,7 @@ def make_batch(prompts: list[str], responses: list[str], tokenizer) -> tuple[tor
 
 @torch.no_grad()
 def accuracy(model, tokenizer, rows: list[dict], do_sample: bool) -> float:
-    """Fraction of the problems whose response ends, within 48 tokens, with #### and the right answer."""
+    """Return the fraction of problems whose response ends, within 48 tokens, with #### and the right answer."""
     queries = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
     # top_k=0: transformers would otherwise sample from the 50 likeliest tokens only
     decoding = dict(do_sample=True, temperature=1.0, top_k=0) if do_sample else dict(do_sample=False)

@@ -344,13 +344,14 @@ def test_a_run_with_other_adapters_is_not_resumed(finished, capsys):
     assert line == "error: --lora_rank 4: the run to resume has 0"
 
 
-def test_a_damaged_checkpoint_is_named(finished, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["trainer_state.pt", "optimizer/.metadata", "optimizer/__0_0.distcp"])
+def test_a_damaged_checkpoint_is_named(finished, tmp_path, capsys, name):
     shutil.copytree(finished["output_dir"], tmp_path / "runs")
-    state = tmp_path / "runs/run/checkpoints/step_2/trainer_state.pt"
-    state.write_bytes(state.read_bytes()[:100])
-    (state.parent.parent / "step_abc").mkdir()  # somebody's own
+    checkpoint = tmp_path / "runs/run/checkpoints/step_2"
+    (checkpoint / name).write_bytes((checkpoint / name).read_bytes()[:100])
+    (checkpoint.parent / "step_abc").mkdir()  # somebody's own
     line = last_line({**finished, "resume": True, "output_dir": str(tmp_path / "runs")}, capsys)
-    assert line.startswith(f"error: --resume: {state.parent} cannot be read") and "remove it" in line
+    assert line.startswith(f"error: --resume: {checkpoint} cannot be read (") and "remove it" in line
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below"])

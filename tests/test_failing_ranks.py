@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -16,16 +15,15 @@ import pytest
 import grpo
 import utils
 from plumbing import run_log
-from plumbing.rewards import Rewards
 
 # Rank 1 kills itself, or raises, before a call of a function.
 FAILING = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
 import helpers
-import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 import grpo
+from plumbing import flags
 
 def fail(calls):
     if calls == {number} and os.environ["RANK"] == "1":
@@ -35,7 +33,7 @@ def fail(calls):
         os.kill(os.getpid(), signal.SIGKILL)
 
 helpers._before({function!r}, fail)
-record(grpo.main)(tyro.cli(grpo.Args))
+record(grpo.main)(flags.parse(grpo.Args))
 """
 
 
@@ -96,6 +94,10 @@ def test_torchrun_starts_again_and_resumes(base, tmp_path):
     assert [row["step"] for row in helpers.metrics_of(values)] == [1, 2, 3, 4, 5, 6]
 
 
+def slow_reward() -> None:
+    time.sleep(7)
+
+
 def a_rank(rank: int, port: int, folder: str) -> None:
     """Rank 1 hangs in a reward, for which rank 0 waits."""
     os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
@@ -106,8 +108,7 @@ def a_rank(rank: int, port: int, folder: str) -> None:
     log = run_log.RunLog(f"{folder}/run", grpo.Args(), "grpo.py", world, 1, None, {"prompts": [1]})
     log.phase("rollout")
     if rank == 1:
-        rewards = SimpleNamespace(names=("slow",), models=(), _score=lambda *_: time.sleep(7))
-        Rewards.score(rewards, [], [], [])
+        slow_reward()
     world.barrier()
     log.phase("update")  # does not last long enough
     world.barrier()
@@ -129,7 +130,7 @@ def test_ranks_that_wait_say_where(tmp_path):
         each.kill()
     said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert [each.exitcode for each in ranks] == [0, 0], said
-    for rank, function in enumerate(("barrier", "score")):
+    for rank, function in enumerate(("barrier", "slow_reward")):
         assert len(re.findall(r"Timeout \(0:00:\d\d\)!", said[rank])) == 7 // (2 + rank), said[rank]
         assert f"Timeout (0:00:0{2 + rank})!" in said[rank], "its header tells the rank"
         assert f" in {function}\n" in said[rank] and " in a_rank\n" in said[rank]

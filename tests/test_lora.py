@@ -112,7 +112,7 @@ def test_merged_weights(tmp_path, kind):
     model = AutoModelForCausalLM.from_pretrained(helpers.tiny_model(tmp_path / "model", kind), dtype=torch.float64)
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert all(torch.equal(models.merged(t, layer), plain[name]) for name, t, layer in models.base_weights(model))
-    models.add_lora(model, grpo.Args(lora_rank=2, lora_alpha=6.0), None)
+    models.add_lora(model, grpo.Args(lora_rank=2, lora_alpha=6.0))
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits)  # a new adapter changes nothing

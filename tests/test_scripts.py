@@ -105,7 +105,7 @@ PHASES = [
     ("rloo", "update", "utils.Optimizer.step:2:SIGTERM", 1),
     ("rloo", "save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
     ("rloo", "update", "utils.Optimizer.step:10:SIGKILL", 2),
-    ("rloo", "save", "torch.save:4:SIGKILL", 2),
+    ("rloo", "save", "torch.distributed.checkpoint.save:2:SIGKILL", 2),
     ("ppo", "evaluation", "ppo.generate:6:SIGTERM", 2),
     ("ppo", "rollout", "ppo.generate:7:SIGTERM", 2),
     ("ppo", "log-probs", "ppo.over_batch:8:SIGTERM", 3),
@@ -120,7 +120,7 @@ PHASES = [
     ("reward_model", "save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
     ("reward_model", "last evaluation", "reward_model.score_pairs:3:SIGTERM", 4),
     ("reward_model", "update", "utils.Optimizer.step:3:SIGKILL", 2),
-    ("reward_model", "save", "torch.save:4:SIGKILL", 2),
+    ("reward_model", "save", "torch.distributed.checkpoint.save:2:SIGKILL", 2),
 ]
 
 # Where one of two ranks is told to stop and what is saved then; the same of the one rank that goes on.
