@@ -689,6 +689,8 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, rollout_world, compute_dtype)
+    if engine is None:
+        models.check_decodes(f"--model {args.model}", model)
     sample = functools.partial(
         rollout, generate=generate, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards,
         args=args, interrupt=run.interrupt, world=rollout_world, autocast=autocast,
