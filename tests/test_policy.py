@@ -222,7 +222,7 @@ def test_the_reference_may_be_the_policy_without_its_adapter(load):
     batch, both = random_batch(), []
     for alone in (True, False):
         model = load("gpt_neox", F64)
-        models.add_lora(model, types.SimpleNamespace(lora_rank=2, lora_alpha=8.0, seed=1), None)
+        models.add_lora(model, types.SimpleNamespace(lora_rank=2, lora_alpha=8.0, seed=1))
         torch.manual_seed(0)
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:  # 0 in a new adapter, which changes nothing
@@ -389,13 +389,15 @@ def test_a_model_with_dropout_in_its_config_trains_without(load, model_folder, f
 
 @pytest.mark.parametrize("family", HERE)
 def test_check_head_accepts_what_policy_computes(load, family):
-    Policy(load(family), 1.0, 4).check_head("--model here", [3, 4, 5, 6])
+    model = load(family)
+    models.check_head("--model here", model, Policy(model, 1.0, 4).logits, [3, 4, 5, 6])
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
 def test_check_head_ends_the_run_where_logits_are_scaled(load, family, capsys):
+    model = load(family)
     with pytest.raises(SystemExit) as end:
-        Policy(load(family), 1.0, 4).check_head("--model there", [3, 4, 5, 6])
+        models.check_head("--model there", model, Policy(model, 1.0, 4).logits, [3, 4, 5, 6])
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line.startswith("error: --model there: ") and line.count("\n") == 1
