@@ -70,8 +70,6 @@ class Servers:
                 self._connect()
         world.barrier()
 
-    # ---- requests ----
-
     async def _request(self, url: str, path: str, body: dict | None = None, timeout=60.0, patience=0.0) -> dict:
         """Return what the server answers to a POST of `body`, or to a GET if there is none.
 
@@ -240,7 +238,9 @@ class Servers:
         bodies = [{"token_ids": q, "sampling_params": sampling | draw} for q, draw in zip(queries, draws)]
         with self._errors_end_the_run():
             responses = asyncio.run(self._sample_all(bodies, interrupted))
-        return None if responses is None else tuple(map(list, zip(*responses))) or ([], [])
+        if responses is None:
+            return None
+        return [ids for ids, _ in responses], [logprobs for _, logprobs in responses]
 
     async def _sample_all(self, bodies: list[dict], interrupted: Callable) -> list[tuple] | None:
         """Return what the servers answer to each request body; None once `interrupted()`."""
