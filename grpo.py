@@ -179,10 +179,10 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
 
-    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with the exponent clamped to
-    +-20. Its value is not clamped, as in verl and OpenRLHF: at 10 the gradient would be 0 for d < -2.6, where the
-    policy has run away furthest. As a loss, the gradient of k1 has zero mean, the gradient of k3 is not that of the
-    reverse KL (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
+    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d clamped at -20, for the
+    exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its gradient is 0 for d < -2.6, where the policy has
+    run away furthest.) As a loss, the gradient of k1 has zero mean, the gradient of k3 is not that of the reverse KL
+    (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
@@ -192,7 +192,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    return torch.exp((-d).clamp(-20, 20)) + d - 1
+    d = d.clamp(min=-20)  # not in the exponent alone: the gradient of the other d would then push d further down
+    return torch.exp(-d) + d - 1
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
