@@ -38,7 +38,7 @@ from transformers import DynamicCache
 import utils
 from plumbing import data, engines, evaluation, flags, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
-from plumbing.rewards import Rewards, check_sources, needs_answer, reward_weights
+from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
 from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
@@ -390,6 +390,13 @@ def reference_name(args: Args) -> str:
     return (args.ref_model or ("" if args.lora_rank else args.model)) if args.kl_coef else ""
 
 
+def held_models(args: Args) -> models.ModelNames:
+    """Return the models that a run holds, by which its memory is planned."""
+    frozen = [("--ref_model", name) for name in [reference_name(args)] if name]
+    frozen += [("--reward", name) for name in args.reward if is_reward_model(name)]
+    return models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
+
+
 def load_reference(
     args: Args, policy: Policy, query: list[int], saved: str | None, dtype: torch.dtype, sharding: Sharding
 ) -> Policy | None:
@@ -635,10 +642,8 @@ def main(args: Args) -> None:
     )
 
     # ---- setting up: models, optimizer, rollout ----
-    frozen = [("--ref_model", name) for name in [reference_name(args)] if name] + rewards.model_names
-    held = models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
     precision = dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision, held)
+    sharding = Sharding(args, world, precision, held_models(args))
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
     query = prompts[0]["query"][:32]
     policy = load_policy(args, query, run.checkpoint, dtype, sharding.load_device)
