@@ -280,6 +280,11 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
     return scorer
 
 
+def held_models(args: Args) -> models.ModelNames:
+    """Return the models that a run holds, by which its memory is planned."""
+    return models.ModelNames(trained=[], scalar=[("--model", args.model)], frozen=[])
+
+
 def main(args: Args) -> None:
     # ---- setting up ----
     flags.check_training_args(args)
@@ -289,9 +294,8 @@ def main(args: Args) -> None:
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = args.num_epochs * len(pairs) // args.batch_size
-    held = models.ModelNames(trained=[], scalar=[("--model", args.model)], frozen=[])
     precision = dtype, loss_dtype, _, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision, held)
+    sharding = Sharding(args, world, precision, held_models(args))
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
     scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, dtype, sharding.load_device)
     config, wrapped = scorer.model.config, sharding.wrap(scorer)

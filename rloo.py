@@ -42,7 +42,7 @@ from transformers import DynamicCache
 import utils
 from plumbing import data, engines, evaluation, flags, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
-from plumbing.rewards import Rewards, check_sources, needs_answer, reward_weights
+from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
 from plumbing.rollout import Batch, Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
@@ -167,10 +167,10 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
 
-    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with the exponent clamped to
-    +-20. Its value is not clamped, as in verl and OpenRLHF: at 10 the gradient would be 0 for d < -2.6, where the
-    policy has run away furthest. As a loss, the gradient of k1 has zero mean, the gradient of k3 is not that of the
-    reverse KL (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
+    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d clamped at -20, for the
+    exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its gradient is 0 for d < -2.6, where the policy has
+    run away furthest.) As a loss, the gradient of k1 has zero mean, the gradient of k3 is not that of the reverse KL
+    (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
@@ -180,7 +180,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    return torch.exp((-d).clamp(-20, 20)) + d - 1
+    d = d.clamp(min=-20)  # not in the exponent alone: the gradient of the other d would then push d further down
+    return torch.exp(-d) + d - 1
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
@@ -395,6 +396,13 @@ def load_policy(args: Args, query: list[int], saved: str | None, dtype: torch.dt
 def reference_name(args: Args) -> str:
     """Return the folder or hub name of the reference of the KL penalty; "" if no other model is held for it."""
     return (args.ref_model or ("" if args.lora_rank else args.model)) if args.kl_coef else ""
+
+
+def held_models(args: Args) -> models.ModelNames:
+    """Return the models that a run holds, by which its memory is planned."""
+    frozen = [("--ref_model", name) for name in [reference_name(args)] if name]
+    frozen += [("--reward", name) for name in args.reward if is_reward_model(name)]
+    return models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
 
 
 def load_reference(
@@ -674,10 +682,8 @@ def main(args: Args) -> None:
     aggregation = args.loss_aggregation or args.ratio
 
     # ---- setting up: models, optimizer, rollout ----
-    frozen = [("--ref_model", name) for name in [reference_name(args)] if name] + rewards.model_names
-    held = models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
     precision = dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision, held)
+    sharding = Sharding(args, world, precision, held_models(args))
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
     query = prompts[0]["query"][:32]
     policy = load_policy(args, query, run.checkpoint, dtype, sharding.load_device)
@@ -689,6 +695,8 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, rollout_world, compute_dtype)
+    if engine is None:
+        models.check_decodes(f"--model {args.model}", model)
     sample = functools.partial(
         rollout, generate=generate, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards,
         args=args, interrupt=run.interrupt, world=rollout_world, autocast=autocast,

@@ -1,98 +1,116 @@
-"""The choice of the rollout engine, and rollouts that are made ahead."""
+"""Which rollout engine samples (--rollout_backend), and the rollout of the next step while this one trains.
+
+An engine is a plumbing/vllm_engine.py Engine or plumbing/vllm_servers.py Servers, imported if the flag asks for it:
+
+    generate(queries, seeds, stop_ids, args, interrupted)    a response to each of this rank's queries
+        queries: token ids. seeds: below 2**63, one a response, which alone decides what it draws; None: greedy.
+        interrupted: a function that is asked again and again; once it is true, the result is None.
+        Returns the responses' token ids, each up to and including a stop token, and the log-probability of each token
+        at the temperature and under the limits (top_p, ...) at which it was drawn.
+    sync(model)    takes the weights of the trained model; all ranks call it, and nothing samples meanwhile
+    sleep()        frees the engine's memory until the next sync, where it can
+    metrics()      what it says in a line of metrics.jsonl
+    about          what the run says at its start
+
+Imports no other room at module level.
+"""
 
 import atexit
-import contextlib
 import importlib.util
-import queue
 import threading
+from concurrent.futures import Future
 from typing import Callable
 
 import torch
 
 from utils import Interrupt, World, fail, set_num_threads, warn
 
+AGREEMENT = 0.01  # mean difference of probabilities above which what samples is not the trained policy
+
 
 def rollout_backend(args) -> str:
-    """What --rollout_backend stands for: "hf", "vllm" or "server"."""
+    """Return what --rollout_backend stands for: "hf", "vllm" or "server"."""
     if args.rollout_backend != "auto":
         return args.rollout_backend
     useful = torch.cuda.is_available() and args.precision != "float64" and args.temperature <= 2
     return "vllm" if useful and importlib.util.find_spec("vllm") else "hf"
 
 
-def rollout_engine(args, world: World, half: torch.dtype | None):
-    """The engine of --rollout_backend, None for transformers' generate; says which it is.
+def rollout_engine(args, world: World, compute_dtype: torch.dtype | None):
+    """Return the engine of --rollout_backend, or None if transformers' model samples; say which it is.
 
     Args:
-        world: that of the rollout. half: what the trainer's matrix products are computed in, None: float32.
+        world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.
     """
-    backend = rollout_backend(args)
-    if backend == "vllm" and importlib.util.find_spec("vllm") is None:
-        fail("--rollout_backend vllm: vLLM is not installed (pip install vllm==0.32.0; on a CPU see scripts/setup.sh)")
+    backend, engine = rollout_backend(args), None
     if backend == "hf" and args.async_steps:
         fail(f"--async_steps {args.async_steps}: takes --rollout_backend vllm or server")
-    engine = None
-    if backend != "hf":
-        from plumbing import vllm_engine
+    if backend == "vllm":
+        if importlib.util.find_spec("vllm") is None:
+            how = "(pip install vllm==0.32.0; on a CPU see scripts/setup.sh)"
+            fail(f"--rollout_backend vllm: vLLM is not installed {how}")
+        from plumbing.vllm_engine import Engine
 
-        engine = {"vllm": vllm_engine.Engine, "server": vllm_engine.Servers}[backend](args, world, half)
+        engine = Engine(args, world, compute_dtype)
+    if backend == "server":
+        from plumbing.vllm_servers import Servers
+
+        engine = Servers(args, world, compute_dtype)
     if world.main:
         why = " (vLLM, on a GPU, is not installed or not for these flags)" if args.rollout_backend == "auto" else ""
         print(f"rollout: {engine.about if engine is not None else f'transformers{why}'}", flush=True)
     return engine
 
 
-class Ahead:
-    """Makes the next step's rollout in a thread, with queues of size one, as open-instruct does (arXiv:2410.18252)."""
+class Prefetch:
+    """Makes the next step's rollout in another thread while this step trains.
+
+    So steps 1 and 2 train on data of policy 1 and step k on data of policy k - 1, as with the two queues of size one of
+    open-instruct's GRPO and of Cleanba (arXiv:2310.00036).
+    """
+
+    # Not ThreadPoolExecutor: the interpreter waits for its threads at exit, and one may be in a collective with a rank
+    # that has ended.
 
     def __init__(self, make: Callable, interrupt: Interrupt):
+        """`make` makes a rollout and returns early, with any result, once `interrupt.requested` is set."""
         self.make, self.interrupt = make, interrupt
-        self.jobs, self.results = queue.Queue(1), queue.Queue(1)
+        self.num_threads = torch.get_num_threads()
         self.device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self.threads = torch.get_num_threads()
-        self.thread = threading.Thread(target=self._work, daemon=True)
-        self.thread.start()
-        atexit.register(self._close)
-
-    def _work(self) -> None:
-        set_num_threads(self.threads)  # both belong to a thread: a new one has the default, and GPU 0
-        if self.device is not None:
-            torch.cuda.set_device(self.device)
-        while (job := self.jobs.get()) is not None:
-            try:
-                self.results.put(self.make(*job))
-            except BaseException as error:  # for whoever waits for the result
-                self.results.put(error)
+        self.thread: threading.Thread | None = None
+        atexit.register(self._leave)
 
     def start(self, *job) -> None:
-        self.jobs.put(job)
+        """Begin make(*job) in a thread."""
+        self.future = Future()
+        self.thread = threading.Thread(target=self._work, args=job, daemon=True)
+        self.thread.start()
 
     def result(self):
-        """What `make` returned for the oldest job; raises what it raised."""
-        result = self.results.get()
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        """Return what `make` returns for the job that was started; raise what it raises."""
+        return self.future.result()
 
-    def _close(self) -> None:
-        """Where the run ends in an error: leave the engine before the interpreter is taken down around it."""
+    def _work(self, *job) -> None:
+        set_num_threads(self.num_threads)  # this and the device belong to a thread; a new one has the defaults
+        if self.device is not None:
+            torch.cuda.set_device(self.device)
+        try:
+            self.future.set_result(self.make(*job))
+        except BaseException as error:  # sys.exit of a failure included
+            self.future.set_exception(error)
+
+    def _leave(self) -> None:
+        """Let the engine return before the interpreter ends around it, which may crash; wait for 10 seconds at most."""
         self.interrupt.requested = True
-        with contextlib.suppress(queue.Full):
-            self.jobs.put_nowait(None)
-        self.thread.join(timeout=10)
-
-
-AGREEMENT = 0.01  # mean difference of probabilities from which on the rollout is not that of the trained policy
+        if self.thread is not None:
+            self.thread.join(timeout=10)
 
 
 def watch_agreement(metrics: dict[str, float]) -> None:
-    """Warn if what sampled and the trainer disagree about the probabilities of the tokens, given the same weights."""
+    """Warn if engine and trainer, given the same weights, disagree about the probabilities of the sampled tokens."""
     difference = metrics["rollout/prob_diff_mean"]
     if difference > AGREEMENT and metrics["rollout/staleness"] == 0:
         warn(
             f"step {metrics['step']}: rollout and trainer differ by {difference:.3f} in a token's mean probability; "
             "try --precision float32, --rollout_backend hf to see whose fault it is, or --rollout_correction truncate"
         )
-
-
-Prefetch = Ahead

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
@@ -12,8 +13,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    DynamicCache,
     GenerationConfig,
 )
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from utils import fail, first_line, full_tensor, generator, warn
 
@@ -187,6 +190,24 @@ def check_head(flag: str, model: torch.nn.Module, head: Callable, input_ids: lis
     theirs = model(input_ids=ids, use_cache=False).logits.to(ours.dtype)
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item()):
         fail(f"{flag}: {type(model).__name__} changes its logits in a way unknown to Policy.logits")
+
+
+def check_decodes(flag: str, model: torch.nn.Module, instead: str = "--rollout_backend vllm") -> None:
+    """End the run if a model cannot take left-padded prompts, or its cache cannot drop the rows that have finished.
+
+    Args:
+        flag: the flag that names the model, with its value. instead: the flag for another way to sample.
+    """
+    layers, takes = DynamicCache(config=model.config).layers, inspect.signature(type(model).forward).parameters
+    why = ""
+    if model._is_stateful or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+        why = "keeps a state from which finished responses cannot be dropped"
+    elif "position_ids" not in takes:
+        why = "takes no position_ids, which left-padded prompts need"
+    elif "past_key_values" not in takes:
+        why = "takes no past_key_values, which one token at a time needs"
+    if why:
+        fail(f"{flag}: {type(model).__name__} {why}; take {instead}")
 
 
 class Precision(NamedTuple):

@@ -105,11 +105,6 @@ class Rewards:
         atexit.register(self.close)
         self.workers.start()
 
-    @property
-    def model_names(self) -> list[tuple[str, str]]:
-        """The reward models as (flag, folder or hub name)."""
-        return [("--reward", name) for name in self.models]
-
     def load_models(
         self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int, sharding=None
     ) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("grpo.py", "rloo.py", "ppo.py", "reward_model.py")
 # What has one name and may differ, and why.
 OWN = {"Args": "each algorithm has its own flags; its fields are compared one by one", "main": "the algorithm itself"}
-OWN |= {"check_args": "checks the flags of its own file"}
+OWN |= {"check_args": "checks the flags of its own file", "held_models": "each algorithm trains its own models"}
 OWN |= dict.fromkeys(("Args.clip_low", "Args.clip_high", "Args.loss_aggregation"), "its default hangs on grpo's --loss")
 OWN |= dict.fromkeys(
     ("Args.num_epochs", "Args.dataset", "Args.eval_dataset", "Args.seed", "collate", "load_train_and_eval"),

@@ -151,7 +151,7 @@ def test_equal_scores_by_loops():
 
 def kl_by_hand(d: float, estimator: str) -> float:
     if estimator == "k3":
-        return min(max(math.exp(min(max(-d, -20.0), 20.0)) + d - 1, -10.0), 10.0)
+        return math.exp(min(-d, 20.0)) + max(d, -20.0) - 1
     return {"k1": d, "abs": abs(d), "k2": d * d / 2}[estimator]
 
 
@@ -166,16 +166,18 @@ def test_kl_estimate_by_loops(estimator):
     close(kl_estimate(double(*logprobs), double(*ref), estimator), expected)
 
 
-def test_k3_by_hand_and_its_clamps():
+def test_k3_by_hand_and_its_clamp():
     close(kl_estimate(double(0.0), double(0.0), "k3"), [0.0])
     close(kl_estimate(double(-1.0), double(-2.0), "k3"), [math.exp(-1)])  # exp(-1) + 1 - 1
     close(kl_estimate(double(-2.0), double(-1.0), "k3"), [math.e - 2])  # which policy is subtracted matters
-    d = double(0.0, 30.0, -30.0, -1e9).requires_grad_()
+    d = double(0.0, 30.0, 400.0, -5.0, -12.0, -30.0, -1e9).requires_grad_()
     values = kl_estimate(d, torch.zeros_like(d), "k3")
-    assert values.tolist() == [0.0, 10.0, 10.0, -10.0]  # at -1e9 only an exponent clamped at 20 gives -10
-    (gradient,) = torch.autograd.grad(values.sum(), d)
-    assert gradient.tolist() == [0.0, 0.0, 0.0, 0.0]
-    assert kl_estimate(torch.tensor([-200.0]), torch.tensor([0.0]), "k3").item() == 10.0  # exp(200) is inf in float32
+    most = math.exp(20) - 21
+    close(values, [0.0, 29.0, 399.0, math.exp(5) - 6, math.exp(12) - 13, most, most], 1e-11)
+    (gradient,) = torch.autograd.grad(values.sum(), d)  # 1 - exp(-d): it grows with how far the policy has run away
+    close(gradient, [0.0, 1.0, 1.0, 1 - math.exp(5), 1 - math.exp(12), 0.0, 0.0], 1e-11)
+    for far in (-200.0, -INF):  # exp(200) is inf in float32
+        assert kl_estimate(torch.tensor([far]), torch.tensor([0.0]), "k3").item() == pytest.approx(most)
 
 
 def test_exact_kl_by_enumeration_and_the_estimators_expectations():
@@ -475,8 +477,8 @@ def test_correction_weights_by_loops(kind, cap):
 
 
 def test_weighted_sum():
-    parts = {"a": torch.tensor([1, 0, NAN, 2]), "b": torch.full((4,), 0.5), "c": torch.tensor([NAN, 1, 1, 1])}
-    total = lambda **options: weighted_sum(parts, Args(reward=("a", "b", "c"), **options)).tolist()
+    components = {"a": torch.tensor([1, 0, NAN, 2]), "b": torch.full((4,), 0.5), "c": torch.tensor([NAN, 1, 1, 1])}
+    total = lambda **options: weighted_sum(components, Args(reward=("a", "b", "c"), **options)).tolist()
     close(total(), [NAN, 1.5, NAN, 3.5])
     close(total(reward_weights=(2.0, -1.0, 0.0)), [1.5, -0.5, NAN, 3.5])  # c is only measured
 
@@ -485,11 +487,11 @@ def test_final_scores():
     """Normalised by all scores so far, clipped, replaced without a stop, less the overlong penalty, left out."""
     scores, lengths = torch.tensor([1.5, 0.5, NAN, NAN, 2.5], dtype=torch.float64), torch.tensor([8, 7, 8, 10, 10])
     stopped = torch.tensor([True, True, True, False, False])
-    moments = [5, 1.0, 9.0]  # standard deviation 1.5
+    so_far = [5, 1.0, 9.0]  # standard deviation 1.5
 
     def score(**options):
         args = Args(max_response_length=10, **{"non_stop_penalty": False, **options})
-        return final_scores(scores, lengths, stopped, moments, args).tolist()
+        return final_scores(scores, lengths, stopped, so_far, args).tolist()
 
     close(score(), [1.5, 0.5, NAN, NAN, 2.5], 1e-7)
     close(score(non_stop_penalty=True), [1.5, 0.5, NAN, 0.0, 0.0])  # replaced, whatever it was

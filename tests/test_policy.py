@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import types
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from conftest import CPU, random_model
 from transformers import GenerationConfig
 
 import utils
-from grpo import Batch, Policy, aggregate, group_advantages, over_batch, pad_rows, policy_loss
+from grpo import Policy, aggregate, group_advantages, policy_loss
 from plumbing import models
+from plumbing.rollout import Batch, forward_batch, forward_tokens, pad_rows
 
 HERE = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F32, F64 = torch.float32, torch.float64
@@ -31,8 +33,9 @@ def random_batch(shapes=SHAPES, vocabulary: int = 32, seed: int = 0) -> Batch:
     lengths = torch.tensor([r for _, r in shapes])
     mask = torch.arange(lengths.max()) < lengths[:, None]
     return Batch(
-        [{}] * len(shapes), queries, responses, [""] * len(shapes), torch.zeros(mask.shape), mask,
+        [{"query": query} for query in queries], responses, [""] * len(shapes),
         torch.ones(len(shapes), dtype=torch.bool), {},
+        {"response_mask": mask, "rollout_logprobs": torch.zeros(mask.shape)},
     )  # fmt: skip
 
 
@@ -63,7 +66,9 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
     model, ref_model = load(family, F64), load(family, F64, seed=1)
     batch = random_batch()
     policy, reference = (Policy(m, temperature, 4, train_entropy=True) for m in (model, ref_model))
-    logprobs, entropies, kl = policy(*batch.collate(list(range(8))), reference)
+    outputs = policy(*batch.collate(list(range(8))), reference)
+    assert list(outputs) == ["logprobs", "kl", "entropies"]
+    logprobs, kl, entropies = outputs.values()
     place, near = 0, EXACT.get(family, 1e-6)
     with torch.no_grad():
         for query, response in zip(batch.queries, batch.responses):
@@ -81,25 +86,25 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
 @pytest.mark.parametrize("family", HERE)
 def test_padding_that_neighbours_force_changes_nothing(load, family):
     policy, batch = Policy(load(family, F64), 1.0, 100), random_batch()
-    together = pad_rows(policy(*batch.collate(list(range(8))))[0], batch.response_mask)
+    together = forward_tokens(policy, batch.collate(list(range(8))), batch.response_mask)["logprobs"]
     for i, response in enumerate(batch.responses):
-        alone = policy(*batch.collate([i]))[0]
+        alone = policy(*batch.collate([i]))["logprobs"]
         torch.testing.assert_close(together[i, : len(response)], alone, rtol=0, atol=EXACT.get(family, 1e-6))
         assert together[i, len(response) :].eq(0).all()
     # nor what stands in the padding
     input_ids, mask = batch.collate(list(range(8)))
     for i, length in enumerate(batch.lengths):
         input_ids[i, length:] = 17
-    assert torch.equal(policy(input_ids, mask)[0], policy(*batch.collate(list(range(8))))[0])
+    assert torch.equal(policy(input_ids, mask)["logprobs"], policy(*batch.collate(list(range(8))))["logprobs"])
 
 
 def test_collate_and_pad_rows():
+    queries, mask = [[5, 1], [7], [1, 1, 1]], [[True, True, False], [True, True, True], [True, False, False]]
     batch = Batch(
-        [{}] * 3, [[5, 1], [7], [1, 1, 1]], [[1, 0], [9, 8, 1], [2]], [""] * 3, torch.zeros(3, 3),
-        torch.tensor([[True, True, False], [True, True, True], [True, False, False]]),
-        torch.ones(3, dtype=torch.bool), {},
+        [{"query": query} for query in queries], [[1, 0], [9, 8, 1], [2]], [""] * 3, torch.ones(3, dtype=torch.bool),
+        {}, {"response_mask": torch.tensor(mask)},
     )  # fmt: skip
-    assert batch.lengths == [4, 4, 4]
+    assert batch.lengths == [4, 4, 4] and batch.queries == queries
     ids, mask = batch.collate([2, 0])
     assert ids.tolist() == [[1, 1, 1, 2], [5, 1, 1, 0]]
     assert mask.int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 1]]
@@ -113,37 +118,47 @@ def test_collate_and_pad_rows():
 
 
 def test_log_probs_of_a_batch_in_any_cut(load):
-    """With exact KL and without; on more ranks than there are rows, too, where some have nothing to do."""
+    """With exact KL and without, with entropies and without, at another temperature; also on more ranks than there are
+    rows, where some have nothing to do."""
     policy, reference = (Policy(load("gpt_neox", F64, seed), 0.6, 3) for seed in (0, 1))
     batch = random_batch()
+    inputs, mask = batch.collate(list(range(8))), batch.response_mask
     with torch.no_grad():
-        logprobs, _, kl = (pad_rows(x, batch.response_mask) for x in policy(*batch.collate(list(range(8))), reference))
+        expected = forward_tokens(policy, inputs, mask, reference=reference)
+        warmer = forward_tokens(policy, inputs, mask, temperature=1.0, entropy=False)
+    assert list(expected) == ["logprobs", "kl", "detached_entropies"] and list(warmer) == ["logprobs"]
+    assert not torch.allclose(warmer["logprobs"], expected["logprobs"], atol=0.01)
 
     class Ranks(utils.World):
         """Gathers what the ranks before it had; the last one sees all."""
 
         shares = []
 
-        def gather(self, items):
+        def all_gather(self, items):
             self.shares.append(items)
             return [item for share in self.shares for item in share]
+
+    options = {"autocast": contextlib.nullcontext}
 
     for size, budget in ((1, 10_000), (1, 1), (1, 30), (2, 30), (10, 30)):
         Ranks.shares = []
         for rank in range(size):
             ranks = Ranks(rank, size, CPU)
             try:
-                got = over_batch(policy, batch, reference, budget=budget, world=ranks, autocast=contextlib.nullcontext)
+                got = forward_batch(policy, batch, token_budget=budget, world=ranks, reference=reference, **options)
             except RuntimeError:  # a rank before the last lacks the rows of the others here
                 assert rank < size - 1
-        assert all(x.shape == (8, 8) and not x.requires_grad for x in got)
-        torch.testing.assert_close(got[0], logprobs, rtol=0, atol=1e-12)
-        torch.testing.assert_close(got[2], kl, rtol=0, atol=1e-12)
-        assert got[0][~batch.response_mask].eq(0).all() and got[2][~batch.response_mask].eq(0).all()
-    alone = utils.World(0, 1, CPU)
-    without = over_batch(policy, batch, None, budget=30, world=alone, autocast=contextlib.nullcontext)
-    torch.testing.assert_close(without[0], logprobs, rtol=0, atol=1e-12)
-    assert len(without) == 2
+        assert got.keys() == expected.keys()
+        assert all(x.shape == (8, 8) and not x.requires_grad and x[~mask].eq(0).all() for x in got.values())
+        for name, x in expected.items():
+            torch.testing.assert_close(got[name], x, rtol=0, atol=1e-12)
+    options |= {"token_budget": 30, "world": utils.World(0, 1, CPU)}
+    without = forward_batch(policy, batch, **options)
+    assert list(without) == ["logprobs", "detached_entropies"]
+    torch.testing.assert_close(without["logprobs"], expected["logprobs"], rtol=0, atol=1e-12)
+    without = forward_batch(policy, batch, **options, temperature=1.0, entropy=False)
+    assert list(without) == ["logprobs"]
+    torch.testing.assert_close(without["logprobs"], warmer["logprobs"], rtol=0, atol=1e-12)
 
 
 # ---- chunks of logits -------------------------------------------------------------------------------------------
@@ -161,28 +176,65 @@ def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(load, f
     for chunk in (1, 3, tokens, 1000):
         policy = Policy(model, 0.6, chunk, train_entropy=True)
         rows.clear()
-        logprobs, entropies, kl = policy(*batch.collate(list(range(8))), reference)
+        out = policy(*batch.collate(list(range(8))), reference)
+        assert list(out) == (["logprobs", "kl", "entropies"] if exact else ["logprobs", "entropies"])
         assert max(rows) == min(chunk, tokens) and sum(rows) == tokens  # prompts' logits are never computed
         weights = torch.linspace(-1, 1, tokens, dtype=F64)
-        loss = (logprobs * weights).sum() + (entropies * weights.square()).sum()
-        (loss + (kl * weights).sum() if exact else loss).backward()
+        loss = (out["logprobs"] * weights).sum() + (out["entropies"] * weights.square()).sum()
+        (loss + (out["kl"] * weights).sum() if exact else loss).backward()
         assert max(rows) <= chunk  # in the backward pass, too, which computes them anew: they are not kept for it
         assert sum(rows) == tokens * (2 if chunk < tokens else 1)
-        values = torch.cat([logprobs, entropies, kl if exact else logprobs]).detach()
-        results[chunk] = values, gradient_of(policy)
+        results[chunk] = torch.cat(list(out.values())).detach(), gradient_of(policy)
     hook.remove()
     for chunk in (1, 3, 1000):
         assert relative(results[chunk][0], results[tokens][0]) < 1e-10  # the head comes after all norms
         assert relative(results[chunk][1], results[tokens][1]) < EXACT.get(family, 1e-6)
 
 
-def test_an_entropy_that_is_only_logged_has_no_gradient(load):
-    batch = random_batch()
-    for chunk in (2, 1000):
-        _, entropies, _ = Policy(load(), 1.0, chunk)(*batch.collate([0, 1]))
-        assert not entropies.requires_grad
-        _, entropies, _ = Policy(load(), 1.0, chunk, train_entropy=True)(*batch.collate([0, 1]))
-        assert entropies.requires_grad
+@pytest.mark.parametrize("chunk", [2, 1000])
+def test_an_entropy_that_is_only_logged_cannot_enter_a_loss(load, chunk):
+    """Its name says so, and there is no other: a loss term of "entropies" without `train_entropy` is a KeyError."""
+    batch, model = random_batch(), load("gpt_neox", F64)
+    logged = Policy(model, 1.0, chunk)(*batch.collate([0, 1]))
+    assert list(logged) == ["logprobs", "detached_entropies"]
+    with pytest.raises(KeyError):
+        logged["entropies"]
+    assert not logged["detached_entropies"].requires_grad and logged["logprobs"].requires_grad
+    trained = Policy(model, 1.0, chunk, train_entropy=True)(*batch.collate([0, 1]))
+    assert list(trained) == ["logprobs", "entropies"] and trained["entropies"].requires_grad
+    assert torch.equal(trained["entropies"].detach(), logged["detached_entropies"])
+
+
+@pytest.mark.parametrize("chunk", [2, 1000])
+def test_the_gradient_of_the_entropy_is_that_of_plain_logits(load, chunk):
+    policy, batch = Policy(load("gpt_neox", F64), 0.6, chunk, train_entropy=True), random_batch()
+    policy(*batch.collate(list(range(8))))["entropies"].sum().backward()
+    got = gradient_of(policy)
+    for query, response in zip(batch.queries, batch.responses):
+        plain = plain_logprobs(policy.model, query, response, 0.6)
+        (-(plain.exp() * plain).sum()).backward()
+    expected = gradient_of(policy)
+    assert expected.norm() > 1e-2 and relative(got, expected) < EXACT["gpt_neox"]
+
+
+def test_the_reference_may_be_the_policy_without_its_adapter(load):
+    """The exact KL to the model that it started from: its gradient is that with the model as a reference of its own."""
+    batch, both = random_batch(), []
+    for alone in (True, False):
+        model = load("gpt_neox", F64)
+        models.add_lora(model, types.SimpleNamespace(lora_rank=2, lora_alpha=8.0, seed=1))
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:  # 0 in a new adapter, which changes nothing
+                torch.nn.init.normal_(parameter)
+        policy = Policy(model, 0.6, 4, train_entropy=True)
+        reference = policy if alone else Policy(load("gpt_neox", F64), 0.6, 4)
+        out = policy(*batch.collate(list(range(8))), reference=reference)
+        (out["kl"].sum() + out["entropies"].sum()).backward()
+        both.append((*(x.detach() for x in out.values()), gradient_of(policy)))
+    assert all(relative(ours, theirs) < 1e-10 and theirs.norm() > 1e-3 for ours, theirs in zip(*both))
+    with torch.no_grad():  # and the adapter is there again
+        assert torch.equal(policy(*batch.collate(list(range(8))))["logprobs"], both[1][0])
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------
@@ -203,16 +255,16 @@ def update_gradient(policy, batch, reference, how, budget, ranks, token_loss="pp
     dtype = next(policy.parameters()).dtype
     shift, advantages = old_and_advantages(dtype)
     mask = batch.response_mask
+    batch.tokens |= {"shift": shift, "advantages": torch.where(mask, advantages[:, None], 0.0)}
     tokens = mask.sum().item() * (1.5 if how == "step_token" else 1)
     mean = functools.partial(aggregate, how=how, tokens=tokens, sequences=8, max_length=MAX_LENGTH)
     for rank in range(ranks):
-        for micro in utils.micro_batches(batch.lengths, budget, utils.World(rank, ranks, CPU)):
-            m = mask[micro]
-            logprobs, entropies, kl = policy(*batch.collate(micro), reference)
-            logprobs, entropies, kl = (pad_rows(x, m) for x in (logprobs, entropies, kl))
-            old = logprobs.detach() + shift[micro]
-            losses, _ = policy_loss(logprobs, old, advantages[micro, None], m, token_loss, 0.2, 0.28)
-            loss = mean(losses, m) - ENTROPY_COEF * mean(entropies, m) + KL_COEF * mean(kl, m)
+        for inputs, t, _ in batch.micro_batches(list(range(8)), budget, utils.World(rank, ranks, CPU)):
+            m = t["response_mask"]
+            out = forward_tokens(policy, inputs, m, reference=reference)
+            old = out["logprobs"].detach() + t["shift"]
+            losses, _ = policy_loss(out["logprobs"], old, t["advantages"], m, token_loss, 0.2, 0.28)
+            loss = mean(losses, m) - ENTROPY_COEF * mean(out["entropies"], m) + KL_COEF * mean(out["kl"], m)
             (loss * ranks).backward()
     return gradient_of(policy) / ranks
 
@@ -289,9 +341,9 @@ def test_an_empty_micro_batch_has_zero_gradients(load, family):
     policy, reference = (Policy(m, 0.6, 4, train_entropy=True) for m in (model, load(family, seed=1)))
     batch = random_batch()
     results = policy(*batch.collate([]), reference)
-    assert [x.shape for x in results] == [(0,)] * 3
+    assert [x.shape for x in results.values()] == [(0,)] * 3
     m = batch.response_mask[[]]
-    logprobs, entropies, kl = (pad_rows(x, m) for x in results)
+    logprobs, kl, entropies = (pad_rows(x, m) for x in results.values())
     losses, clipped = policy_loss(logprobs, logprobs.detach(), torch.zeros(0, 1), m, "gspo", 0.2, 0.2)
     assert clipped.shape == (0, 8)
     for how in HOWS:
@@ -304,9 +356,9 @@ def test_the_stop_token_is_trained_where_padding_is_the_same_token(load):
     """Masks come from lengths: id 1 is the padding, the end, and stands in prompts as well as in responses."""
     model = load("llama", F64)
     batch = random_batch([(3, 3), (2, 5)])
-    batch.queries, batch.responses = [[1, 7, 1], [1, 1]], [[4, 1, 1], [5, 1, 6, 7, 1]]
+    batch.rows, batch.responses = [{"query": [1, 7, 1]}, {"query": [1, 1]}], [[4, 1, 1], [5, 1, 6, 7, 1]]
     policy = Policy(model, 1.0, 100)
-    logprobs = policy(*batch.collate([0, 1]))[0]
+    logprobs = policy(*batch.collate([0, 1]))["logprobs"]
     for i, (places, stops) in enumerate((((0, 3), (1, 2)), ((3, 8), (1, 4)))):
         plain = plain_logprobs(model, batch.queries[i], batch.responses[i], 1.0)
         for t in stops:
@@ -316,7 +368,7 @@ def test_the_stop_token_is_trained_where_padding_is_the_same_token(load):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1e-3 * parameter.grad
-        assert policy(*batch.collate([0, 1]))[0][-1] > logprobs[-1]
+        assert policy(*batch.collate([0, 1]))["logprobs"][-1] > logprobs[-1]
 
 
 # ---- dropout, heads, loading ------------------------------------------------------------------------------------
@@ -328,22 +380,24 @@ def test_a_model_with_dropout_in_its_config_trains_without(load, model_folder, f
         assert sum(value == 0.2 for key, value in json.load(file).items() if "drop" in key) >= 2
     batch = random_batch()
     policy = Policy(load(family).train(), 1.0, 4)
-    first, second = (policy(*batch.collate(list(range(8))))[0] for _ in range(2))
+    first, second = (policy(*batch.collate(list(range(8))))["logprobs"] for _ in range(2))
     assert torch.equal(first, second)
-    assert torch.equal(first, Policy(load(family).eval(), 1.0, 4)(*batch.collate(list(range(8))))[0])
+    assert torch.equal(first, Policy(load(family).eval(), 1.0, 4)(*batch.collate(list(range(8))))["logprobs"])
     with_dropout = Policy(random_model(family).train(), 1.0, 4)  # the same weights, not by load_model
-    assert not torch.equal(first, with_dropout(*batch.collate(list(range(8))))[0])
+    assert not torch.equal(first, with_dropout(*batch.collate(list(range(8))))["logprobs"])
 
 
 @pytest.mark.parametrize("family", HERE)
 def test_check_head_accepts_what_policy_computes(load, family):
-    Policy(load(family), 1.0, 4).check_head("--model here", [3, 4, 5, 6])
+    model = load(family)
+    models.check_head("--model here", model, Policy(model, 1.0, 4).logits, [3, 4, 5, 6])
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
 def test_check_head_ends_the_run_where_logits_are_scaled(load, family, capsys):
+    model = load(family)
     with pytest.raises(SystemExit) as end:
-        Policy(load(family), 1.0, 4).check_head("--model there", [3, 4, 5, 6])
+        models.check_head("--model there", model, Policy(model, 1.0, 4).logits, [3, 4, 5, 6])
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line.startswith("error: --model there: ") and line.count("\n") == 1

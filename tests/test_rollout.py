@@ -1,6 +1,8 @@
-"""Sampling against a loop that draws one token at a time for one prompt alone, and prompts from text to token ids."""
+"""Sampling against a loop that draws one token at a time for one prompt alone and against transformers' generate, what
+travels with a batch, and prompts from text to token ids."""
 
 import contextlib
+import io
 import math
 import types
 
@@ -8,12 +10,14 @@ import pytest
 import torch
 import transformers
 from conftest import CPU, make_tokenizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import GenerationConfig
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import BPE
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import utils
-from grpo import Args, Policy, Sampler, generate, pad_rows, rollout, truncate_at_stop
-from plumbing import data, engines, vllm_engine
+from grpo import Args, Policy, generate, truncate_at_stop
+from plumbing import data, engines, models, vllm_engine
+from plumbing.rollout import Batch, Experience, join, pad_rows, rollout
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F32, F64 = torch.float32, torch.float64
@@ -58,23 +62,38 @@ def one_by_one(model, query, numbers, stop_ids, args):
 
 
 def check_one_by_one(model, queries, numbers, stop_ids, args, got):
-    responses, logprobs = got
-    assert len(responses) == len(logprobs) == len(queries)
+    responses, values = got
+    assert len(responses) == len(values) == len(queries)
     for i, query in enumerate(queries):
         response, expected = one_by_one(model, query, None if numbers is None else numbers[i], stop_ids, args)
         assert responses[i] == response, f"row {i}"
-        assert logprobs[i] == pytest.approx(expected, abs=1e-5)
+        assert values[i] == {"rollout_logprobs": pytest.approx(expected, abs=1e-5)}
 
 
-# ---- Sampler ----------------------------------------------------------------------------------------------------
+# ---- drawing a token --------------------------------------------------------------------------------------------
+
+
+class Fixed:
+    """Stands for a model: the logits of each step are given, for the rows that are left then, (n, V) each."""
+
+    device, config = CPU, transformers.Qwen2Config(num_hidden_layers=1)
+
+    def __init__(self, *logits):
+        self.logits = iter(logits)
+
+    def __call__(self, input_ids, **_):
+        logits = next(self.logits)
+        assert len(input_ids) == len(logits)
+        return types.SimpleNamespace(logits=logits[:, None])
 
 
 def draw(logits, numbers):
     """Tokens drawn for each row at position 0, and their log-probabilities."""
-    sampler = Sampler(numbers, len(logits), 1, CPU)
-    scores = sampler(torch.zeros(len(logits), 1, dtype=torch.long), logits)
-    assert (scores == 0).sum(1).eq(1).all() and (scores == -math.inf).sum(1).eq(scores.shape[1] - 1).all()
-    return scores.argmax(1), sampler.logprobs[:, 0]
+    args = Args(max_response_length=1)
+    responses, values = generate(Fixed(logits), [[0]] * len(logits), numbers, [], args, never)
+    logprobs = [logprob for value in values for logprob in value["rollout_logprobs"]]
+    assert len(logprobs) == len(logits)
+    return torch.tensor([token for (token,) in responses]), torch.tensor(logprobs)
 
 
 def test_sampler_at_the_edges():
@@ -120,13 +139,14 @@ def test_sampler_frequencies_match_softmax():
 
 
 def test_sampler_takes_the_numbers_of_the_row_and_the_position():
-    numbers = torch.tensor([[0.1, 0.6], [0.35, 0.85], [0.6, 0.1]], dtype=F64)
-    sampler = Sampler(numbers, 3, 2, CPU)
-    nothing = torch.zeros(3, 1, dtype=torch.long)
-    assert sampler(nothing, torch.zeros(3, 4)).argmax(1).tolist() == [0, 1, 2]
-    sampler.rows = torch.tensor([0, 2])  # the row between them is finished
-    assert sampler(nothing[:2], torch.log(torch.tensor([[0.2, 0.1, 0.3, 0.4]] * 2))).argmax(1).tolist() == [2, 0]
-    assert sampler.logprobs.exp().tolist() == [pytest.approx(row) for row in ([0.25, 0.3], [0.25, 1.0], [0.25, 0.2])]
+    numbers = torch.tensor([[0.1, 0.6, 0.3], [0.35, 0.8, 0.9], [0.6, 0.1, 0.9], [0.4, 0.1, 0.2]], dtype=F64)
+    two = torch.log(torch.tensor([[0.2, 0.1, 0.3, 0.4]] * 2))
+    args, queries = Args(max_response_length=3), [[0], [0, 0], [0], [0]]
+    model = Fixed(torch.zeros(4, 4), two, two[:, [3, 2, 1, 0]])  # two of four rows draw a stop token at once
+    responses, values = generate(model, queries, numbers, [1], args, never)
+    assert responses == [[0, 2, 0], [1], [2, 0, 3], [1]]
+    expected = [[0.25, 0.3, 0.4], [0.25], [0.25, 0.2, 0.2], [0.25]]
+    assert [torch.tensor(x["rollout_logprobs"]).exp().tolist() for x in values] == [pytest.approx(x) for x in expected]
 
 
 # ---- generate ---------------------------------------------------------------------------------------------------
@@ -145,10 +165,10 @@ def batch_sizes(model):
 def test_greedy_is_a_loop_of_argmax(load, family):
     """Prompts of 1 to 12 tokens are padded to one width, and rows that are finished leave the batch."""
     model, queries, args = load(family, F64), queries_of(), Args(max_response_length=14)
-    endless = generate(model, queries, None, [999], 0, args, never)[0]
+    endless = generate(model, queries, None, [999], args, never)[0]
     stops = [endless[0][1], endless[4][3], endless[5][6], endless[8][8]]  # tokens that greedy responses do reach
     with batch_sizes(model) as sizes:
-        got = generate(model, queries, None, stops, 0, args, never)
+        got = generate(model, queries, None, stops, args, never)
     check_one_by_one(model, queries, None, stops, args, got)
     assert len({len(response) for response in got[0]}) >= 3 and sizes[0] == 12 and sizes[-1] <= 6
 
@@ -159,7 +179,7 @@ def test_samples_are_those_of_each_row_alone(load, family, temperature):
     model, queries, numbers = load(family, F64), queries_of(), uniforms_of(12, 16)
     args = Args(max_response_length=16, temperature=temperature)
     with batch_sizes(model) as sizes:
-        got = generate(model, queries, numbers, STOPS, 0, args, never)
+        got = generate(model, queries, numbers, STOPS, args, never)
     check_one_by_one(model, queries, numbers, STOPS, args, got)
     assert len({len(response) for response in got[0]}) >= 4 and len(set(sizes)) >= 2
 
@@ -169,16 +189,16 @@ def test_samples_of_a_batch_that_shrinks_many_times(load, family):
     model, queries, numbers = load(family, F64), queries_of(LENGTHS * 3), uniforms_of(36, 24)
     stops, args = list(range(0, 32, 4)), Args(max_response_length=24)
     with batch_sizes(model) as sizes:
-        got = generate(model, queries, numbers, stops, 0, args, never)
+        got = generate(model, queries, numbers, stops, args, never)
     check_one_by_one(model, queries, numbers, stops, args, got)
     assert len(set(sizes)) >= 4 and sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("pad", [0, 1, 30])
 def test_the_padding_token_does_not_matter(load, pad):
-    """It may be the stop token (1), or any other."""
-    model, queries, numbers = load("qwen2", F64), queries_of(), uniforms_of(12, 16)
-    got = generate(model, queries, numbers, STOPS, pad, Args(max_response_length=16), never)
+    """It is the first one of the query: the stop token (1), or any other."""
+    model, queries, numbers = load("qwen2", F64), [[pad] + query for query in queries_of()], uniforms_of(12, 16)
+    got = generate(model, queries, numbers, STOPS, Args(max_response_length=16), never)
     check_one_by_one(model, queries, numbers, STOPS, Args(max_response_length=16), got)
 
 
@@ -187,13 +207,65 @@ def test_the_padding_token_does_not_matter(load, pad):
 def test_logprobs_of_the_sampler_are_those_of_the_policy(load, family, temperature):
     model, queries, numbers = load(family, F32), queries_of(), uniforms_of(12, 16)
     args = Args(max_response_length=16, temperature=temperature)
-    responses, logprobs = generate(model, queries, numbers, STOPS, 0, args, never)
+    responses, values = generate(model, queries, numbers, STOPS, args, never)
     rows = [torch.tensor(q + r) for q, r in zip(queries, responses)]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     places = torch.arange(ids.shape[1])
     mask = torch.stack([(places >= len(q)) & (places < len(q) + len(r)) for q, r in zip(queries, responses)])
-    recomputed = Policy(model, temperature, 16)(ids, mask)[0]
-    torch.testing.assert_close(torch.tensor(sum(logprobs, [])), recomputed, rtol=0, atol=1e-5)
+    recomputed = Policy(model, temperature, 16)(ids, mask)["logprobs"]
+    drawn = torch.tensor([logprob for value in values for logprob in value["rollout_logprobs"]])
+    torch.testing.assert_close(drawn, recomputed, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def by_transformers(model, queries, stop_ids, length):
+    """(response, log-probabilities) of each query by transformers' own generate, greedy."""
+    width = max(map(len, queries))
+    config = GenerationConfig(
+        max_new_tokens=length, eos_token_id=stop_ids, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )  # fmt: skip
+    output = model.generate(
+        torch.tensor([[0] * (width - len(query)) + query for query in queries]),
+        attention_mask=torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries]),
+        generation_config=config,
+    )
+    logprobs, found = torch.stack(output.logits, 1).float().log_softmax(-1), []
+    for row, response in zip(logprobs, output.sequences[:, width:].tolist()):
+        response = truncate_at_stop(response, stop_ids)
+        found.append((response, [row[t, token].item() for t, token in enumerate(response)]))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [F32, F64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_is_transformers_generate(load, family, dtype):
+    model, queries, args = load(family, dtype), queries_of(LENGTHS * 2), Args(max_response_length=20)
+    endless = [response for response, _ in by_transformers(model, queries, [999], 20)]
+    stops = sorted({max(response, key=response.index) for response in endless[::2]})  # what came last in half of them
+    expected = by_transformers(model, queries, stops, 20)
+    with batch_sizes(model) as sizes:
+        responses, values = generate(model, queries, None, stops, args, never)
+    assert responses == [response for response, _ in expected]
+    for value, (_, logprobs) in zip(values, expected):
+        assert value["rollout_logprobs"] == pytest.approx(logprobs, abs=1e-5)
+    assert len({len(response) for response in responses}) >= 3 and len(set(sizes)) >= 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropping_rows_changes_nothing(load, family):
+    """Without a stop token no row is ever dropped; up to where they would have stopped, responses are the same."""
+    model, queries, numbers = load(family, F64), queries_of(LENGTHS * 2), uniforms_of(24, 20)
+    args = Args(max_response_length=20)
+    with batch_sizes(model) as sizes:
+        responses, values = generate(model, queries, numbers, STOPS, args, never)
+    assert len(set(sizes)) >= 3 and len(sizes) > 8
+    with batch_sizes(model) as sizes:
+        endless, whole = generate(model, queries, numbers, [999], args, never)
+    assert sizes == [24] * 20
+    assert responses == [truncate_at_stop(response, STOPS) for response in endless]
+    for value, other, response in zip(values, whole, responses):
+        expected = other["rollout_logprobs"][: len(response)]
+        assert value == {"rollout_logprobs": pytest.approx(expected, abs=1e-5)}
 
 
 def test_truncate_at_stop():
@@ -207,10 +279,10 @@ def test_truncate_at_stop():
 @pytest.mark.parametrize("stop_ids", [[1], [6, 20], STOPS])
 def test_responses_end_with_the_first_stop_token_or_are_full(load, stop_ids):
     model, queries, numbers = load("llama", F64), queries_of([4] * 40), uniforms_of(40, 12)
-    responses, logprobs = generate(model, queries, numbers, stop_ids, 0, Args(max_response_length=12), never)
+    responses, values = generate(model, queries, numbers, stop_ids, Args(max_response_length=12), never)
     ends = set()
-    for response, row in zip(responses, logprobs):
-        assert len(row) == len(response) <= 12 and not set(response[:-1]) & set(stop_ids)
+    for response, value in zip(responses, values):
+        assert len(value["rollout_logprobs"]) == len(response) <= 12 and not set(response[:-1]) & set(stop_ids)
         assert response[-1] in stop_ids or len(response) == 12
         ends |= {response[-1]} & set(stop_ids)
     assert ends == set(stop_ids)
@@ -219,43 +291,43 @@ def test_responses_end_with_the_first_stop_token_or_are_full(load, stop_ids):
 def test_a_response_may_have_no_stop_token(load):
     model, args = load("qwen2", F64), Args(max_response_length=7)
     queries, numbers = queries_of([2, 6, 3]), uniforms_of(3, 7)
-    got = generate(model, queries, numbers, [999], 0, args, never)
+    got = generate(model, queries, numbers, [999], args, never)
     assert [len(response) for response in got[0]] == [7, 7, 7]
     check_one_by_one(model, queries, numbers, [999], args, got)
     args = Args(max_response_length=1)
-    check_one_by_one(model, queries, numbers, STOPS, args, generate(model, queries, numbers, STOPS, 0, args, never))
+    check_one_by_one(model, queries, numbers, STOPS, args, generate(model, queries, numbers, STOPS, args, never))
 
 
 @pytest.mark.parametrize("least", [1, 4, 16])
 def test_min_response_length(load, least):
     model, queries, numbers = load("qwen2", F64), queries_of(), uniforms_of(12, 16)
     args = Args(max_response_length=16, min_response_length=least)
-    got = generate(model, queries, numbers, STOPS, 0, args, never)
+    got = generate(model, queries, numbers, STOPS, args, never)
     check_one_by_one(model, queries, numbers, STOPS, args, got)
     assert min(map(len, got[0])) >= least
     assert not any(set(response[:least]) & set(STOPS) for response in got[0])
     shorter = Args(max_response_length=16)
-    assert min(map(len, generate(model, queries, numbers, STOPS, 0, shorter, never)[0])) <= 4 or least == 1
+    assert min(map(len, generate(model, queries, numbers, STOPS, shorter, never)[0])) <= 4 or least == 1
 
 
 def test_top_k_and_top_p(load):
     """One token left to sample from is the greedy one; the set of the tokens left is the one that the flags name."""
     model, queries, numbers = load("qwen2", F64), queries_of(), uniforms_of(12, 10)
     args = Args(max_response_length=10)
-    greedy = generate(model, queries, None, STOPS, 0, args, never)[0]
+    greedy = generate(model, queries, None, STOPS, args, never)[0]
     for flag in ({"top_k": 1}, {"top_p": 1e-6}):
-        assert generate(model, queries, numbers, STOPS, 0, Args(max_response_length=10, **flag), never)[0] == greedy
+        assert generate(model, queries, numbers, STOPS, Args(max_response_length=10, **flag), never)[0] == greedy
     with torch.no_grad():
         probabilities = model(input_ids=torch.tensor([queries[0]])).logits[0, -1].softmax(-1)
     ranked = probabilities.argsort(descending=True).tolist()
     many = uniforms_of(400, 1)
-    first = generate(model, [queries[0]] * 400, many, [999], 0, Args(max_response_length=1, top_k=3), never)[0]
+    first = generate(model, [queries[0]] * 400, many, [999], Args(max_response_length=1, top_k=3), never)[0]
     assert {response[0] for response in first} == set(ranked[:3])
     nucleus, mass = [], 0.0
     while mass < 0.6:
         nucleus.append(ranked[len(nucleus)])
         mass += probabilities[nucleus[-1]].item()
-    first = generate(model, [queries[0]] * 400, many, [999], 0, Args(max_response_length=1, top_p=0.6), never)[0]
+    first = generate(model, [queries[0]] * 400, many, [999], Args(max_response_length=1, top_p=0.6), never)[0]
     assert {response[0] for response in first} == set(nucleus)
 
 
@@ -263,10 +335,10 @@ def test_repetition_penalty_does_not_depend_on_the_padding(load):
     """Padding is no token of the prompt: it must not be penalised, least of all where it is the stop token."""
     model, queries, numbers = load("qwen2", F64), queries_of(), uniforms_of(12, 16)
     args = Args(max_response_length=16, repetition_penalty=2.5)
-    together = generate(model, queries, numbers, STOPS, 1, args, never)[0]
-    alone = [generate(model, [q], numbers[i : i + 1], STOPS, 1, args, never)[0][0] for i, q in enumerate(queries)]
+    together = generate(model, queries, numbers, STOPS, args, never)[0]
+    alone = [generate(model, [q], numbers[i : i + 1], STOPS, args, never)[0][0] for i, q in enumerate(queries)]
     assert together == alone
-    without = generate(model, queries, numbers, STOPS, 1, Args(max_response_length=16), never)[0]
+    without = generate(model, queries, numbers, STOPS, Args(max_response_length=16), never)[0]
     assert alone != without
 
 
@@ -278,25 +350,55 @@ def test_the_models_own_generation_defaults_do_not_matter(load):
     )  # fmt: skip
     model.generation_config = defaults
     before = defaults.to_dict()
-    got = generate(model, queries, numbers, STOPS, 0, Args(max_response_length=16), never)
+    got = generate(model, queries, numbers, STOPS, Args(max_response_length=16), never)
     check_one_by_one(model, queries, numbers, STOPS, Args(max_response_length=16), got)
     assert model.generation_config is defaults and defaults.to_dict() == before
 
 
 @pytest.mark.parametrize("calls", [0, 1, 4])
 def test_an_interruption_returns_early(load, calls):
-    model, asked = load("qwen2", F64), []
+    model, asked, args = load("qwen2", F64), [], Args(max_response_length=100)
 
     def interrupted():
         asked.append(1)
         return len(asked) > calls
 
     with batch_sizes(model) as sizes:
-        responses, logprobs = generate(
-            model, queries_of(), uniforms_of(12, 100), [999], 0, Args(max_response_length=100), interrupted
-        )
-    assert len(sizes) <= calls and len(responses) == len(logprobs) == 12
+        responses, values = generate(model, queries_of(), uniforms_of(12, 100), [999], args, interrupted)
+    assert len(sizes) == calls + 1 and len(responses) == len(values) == 12  # it is asked after each token
     assert {len(response) for response in responses} == {len(sizes)}
+
+
+# ---- models that the loop can run -------------------------------------------------------------------------------
+
+
+def tiny(kind: str, **changes):
+    shape = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, **changes)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_that_the_decode_loop_runs(load, family):
+    models.check_decodes("--model here", load(family))
+
+
+@pytest.mark.parametrize(
+    "kind, changes, line",
+    [
+        ("mamba", dict(state_size=4), "MambaForCausalLM keeps a state from which finished responses cannot be dropped"),
+        (
+            "minimax", dict(intermediate_size=16, num_key_value_heads=1, num_local_experts=2),
+            "MiniMaxForCausalLM keeps a state from which finished responses cannot be dropped",
+        ),  # not "stateful" by transformers' flag, but every other layer has linear attention
+        ("bloom", {}, "BloomForCausalLM takes no position_ids, which left-padded prompts need"),
+        ("openai-gpt", {}, "OpenAIGPTLMHeadModel takes no past_key_values, which one token at a time needs"),
+    ],
+)  # fmt: skip
+def test_models_that_it_cannot_run_end_the_run(kind, changes, line, capsys):
+    with pytest.raises(SystemExit) as end:
+        models.check_decodes("--model there", tiny(kind, **changes))
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"error: --model there: {line}; take --rollout_backend vllm\n"
 
 
 # ---- rollout ----------------------------------------------------------------------------------------------------
@@ -327,8 +429,12 @@ def setting(load, tokenizer):
     stops = [1, *range(40, vocabulary, 9)]  # many of 259 tokens, so that most responses stop
     rows = [{"query": q, "answer": i, "prompt": ""} for i, q in enumerate(queries_of([4, 9, 1, 6, 3], vocabulary))]
     model = load("qwen2", F64, vocab_size=vocabulary)
-    options = dict(model=model, engine=None, tokenizer=tokenizer, stop_ids=stops, autocast=contextlib.nullcontext)
-    return rows, options
+    return rows, options_of(model, tokenizer, stops)
+
+
+def options_of(model, tokenizer, stop_ids) -> dict:
+    more = dict(generate=generate, engine=None, autocast=contextlib.nullcontext)
+    return dict(model=model, tokenizer=tokenizer, stop_ids=stop_ids, **more)
 
 
 def roll(setting, samples=3, key=("rollout", 1, 1), rows=None, world=None, rewards=None, requested=False, **changes):
@@ -343,11 +449,12 @@ def roll(setting, samples=3, key=("rollout", 1, 1), rows=None, world=None, rewar
 def same(one, other) -> bool:
     return (
         (one.rows, one.queries, one.responses, one.texts) == (other.rows, other.queries, other.responses, other.texts)
-        and torch.allclose(one.rollout_logprobs, other.rollout_logprobs, rtol=0, atol=1e-6)
+        and one.tokens.keys() == other.tokens.keys()
+        and all(torch.allclose(x, other.tokens[name], rtol=0, atol=1e-6) for name, x in one.tokens.items())
         and torch.equal(one.response_mask, other.response_mask)
         and torch.equal(one.stopped, other.stopped)
-        and one.parts.keys() == other.parts.keys()
-        and all(torch.equal(one.parts[name], other.parts[name]) for name in one.parts)
+        and one.reward_components.keys() == other.reward_components.keys()
+        and all(torch.equal(x, other.reward_components[name]) for name, x in one.reward_components.items())
     )
 
 
@@ -362,14 +469,15 @@ def test_rollout_lays_out_the_batch(setting, tokenizer):
         response, logprobs = one_by_one(options["model"], batch.queries[i], numbers[i], options["stop_ids"], args)
         assert batch.responses[i] == response
         padding = [0.0] * (widest - len(response))
-        assert batch.rollout_logprobs[i].tolist() == pytest.approx(logprobs + padding, abs=1e-5)
+        assert batch.tokens["rollout_logprobs"][i].tolist() == pytest.approx(logprobs + padding, abs=1e-5)
         assert batch.response_mask[i].tolist() == [1] * len(response) + padding
         assert batch.stopped[i].item() == (response[-1] in options["stop_ids"])
         assert batch.texts[i] == tokenizer.decode(response, skip_special_tokens=True)
-        assert batch.parts["length"][i] == 100 * (i // 3) + len(batch.texts[i])
+        assert batch.reward_components["length"][i] == 100 * (i // 3) + len(batch.texts[i])
         assert rewards.seen[i] == (i // 3, batch.texts[i])
     assert batch.stopped.any() and not batch.stopped.all()
     assert batch.lengths == [len(q) + len(r) for q, r in zip(batch.queries, batch.responses)]
+    assert set(batch.tokens) == {"response_mask", "rollout_logprobs"} and batch.response_mask.dtype == torch.bool
 
 
 def test_rollout_does_not_depend_on_how_it_is_cut(setting):
@@ -411,6 +519,7 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, rows, 
 
     monkeypatch.setattr(utils.dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: None)
+    setting = with_counts(setting)  # all that is stored of a token comes along
     whole, batches, seen = roll(setting, samples, rows=setting[0][:rows]), [], []
     for rank in [*range(size), *range(size)]:
         rewards = Scores()
@@ -420,6 +529,7 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, rows, 
             )
             seen.append(len(rewards.seen))
     assert len(batches) == size + 1 and all(same(batch, whole) for batch in batches)
+    assert torch.equal(whole.tokens["counted"], counts_of(whole))
     assert sum(seen[1:]) == len(whole.responses)  # each response was scored on one rank
 
 
@@ -451,7 +561,7 @@ def test_training_sees_the_sampled_ids_where_text_would_give_others(load):
     allowed = torch.full((len(vocabulary),), -math.inf, dtype=F64)
     allowed[[a, b, c, vocabulary["Ã"], 1]] = 0.0  # "Ã" is the byte C3, no UTF-8 by itself
     hook = model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits * 0.1 + allowed)
-    options = dict(model=model, engine=None, tokenizer=tokenizer, stop_ids=[1], autocast=contextlib.nullcontext)
+    options = options_of(model, tokenizer, [1])
     batch = roll(([{"query": [a, b], "answer": 0}] * 4, options), samples=4)
     hook.remove()
     again = [tokenizer.encode(text) + [1] * int(stopped) for text, stopped in zip(batch.texts, batch.stopped)]
@@ -459,8 +569,85 @@ def test_training_sees_the_sampled_ids_where_text_would_give_others(load):
     assert all(set(response) <= {a, b, c, vocabulary["Ã"], 1} for response in batch.responses)  # no merged token
     ids, mask = batch.collate(list(range(16)))
     assert [row[m].tolist() for row, m in zip(ids, mask)] == batch.responses
-    assert pad_rows(ids[mask], batch.response_mask).shape == batch.rollout_logprobs.shape
+    assert pad_rows(ids[mask], batch.response_mask).shape == batch.tokens["rollout_logprobs"].shape
     assert all(row[:2].tolist() == [a, b] for row in ids)
+
+
+# ---- per-token values travel by name ----------------------------------------------------------------------------
+
+
+def counting(*inputs):
+    """The decode loop of a fork that stores one more value a token: 1000 * token + its place."""
+    responses, values = generate(*inputs)
+    for response, value in zip(responses, values):
+        value["counted"] = [1000 * token + t for t, token in enumerate(response)]
+    return responses, values
+
+
+def with_counts(setting) -> tuple:
+    rows, options = setting
+    return rows, {**options, "generate": counting}
+
+
+def counts_of(batch) -> torch.Tensor:
+    expected = torch.zeros(batch.response_mask.shape, dtype=torch.long)
+    for row, response in zip(expected, batch.responses):
+        row[: len(response)] = torch.tensor(response) * 1000 + torch.arange(len(response))
+    return expected
+
+
+def test_a_further_value_travels_from_the_sampler_to_the_loss(setting):
+    """Through the rollout, joining, selecting, a checkpoint and micro-batches, none of which names it."""
+    rows, _ = setting
+    alone = []
+    for part, length in ((rows[:3], 10), (rows[3:], 6)):
+        args = Args(max_response_length=length, temperature=0.8)
+        alone.append(roll(with_counts(setting), rows=part, key=("rollout", 1, length), args=args))
+    assert all(torch.equal(batch.tokens["counted"], counts_of(batch)) for batch in alone)
+    assert len({batch.response_mask.shape[1] for batch in alone}) == 2  # so joining pads
+    batch = join(alone)
+    assert batch.texts == [*alone[0].texts, *alone[1].texts] and batch.rows == [*alone[0].rows, *alone[1].rows]
+    assert torch.equal(batch.tokens["counted"], counts_of(batch)) and batch.scores is None
+    assert torch.equal(batch.stopped, torch.cat([x.stopped for x in alone]))
+    lengths = [100.0 * (i // 3) + len(text) for i, text in enumerate(batch.texts)]
+    assert batch.reward_components["length"].tolist() == lengths
+
+    batch.scores, chosen = torch.arange(15.0), [1, 3, 4, 8, 14]
+    some = batch.select(chosen)
+    assert some.scores.tolist() == chosen and some.responses == [batch.responses[i] for i in chosen]
+    assert torch.equal(some.tokens["counted"], counts_of(batch)[chosen])
+    assert some.reward_components["length"].tolist() == [lengths[i] for i in chosen]
+    assert torch.equal(some.stopped, batch.stopped[chosen]) and some.queries == [batch.queries[i] for i in chosen]
+    assert some.rows == [batch.rows[i] for i in chosen] and some.texts == [batch.texts[i] for i in chosen]
+
+    args, file = Args(async_steps=1, group_size=3), io.BytesIO()
+    made = Experience(some, {"a": 1.0}, 70, 5, [1.0, 2.0, 3.0], 4, 3, "")
+    torch.save(made.state(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)  # plain types and tensors, as a checkpoint takes them
+    assert Experience.from_state(state, Args(group_size=3), CPU) is None  # of a run that is not asynchronous
+    assert Experience.from_state(state, Args(async_steps=1, group_size=4), CPU) is None
+    assert Experience.from_state(None, args, CPU) is None
+    again = Experience.from_state(state, args, CPU)
+    assert vars(again) | {"batch": 0} == vars(made) | {"batch": 0}
+    assert again.batch.rows == [{"prompt": "", "query": query} for query in some.queries]
+    assert same(again.batch, some_rows(some, again.batch.rows)) and torch.equal(again.batch.scores, some.scores)
+
+    seen, ids = [], []
+    for rank in range(2):
+        cuts = list(again.batch.micro_batches([0, 1, 2, 4], 20, utils.World(rank, 2, CPU)))
+        assert [last for *_, last in cuts] == [False] * (len(cuts) - 1) + [True]
+        for (input_ids, mask), t, _ in cuts:
+            assert set(t) == {"response_mask", "rollout_logprobs", "counted"} and len(mask) == max(1, len(t["counted"]))
+            seen += t["counted"][t["response_mask"]].tolist()
+            ids += input_ids[mask].tolist()
+            assert torch.equal(t["counted"] // 1000, pad_rows(input_ids[mask], t["response_mask"]))
+    assert sorted(seen) == sorted(counts_of(some)[[0, 1, 2, 4]][some.response_mask[[0, 1, 2, 4]]].tolist())
+    assert sorted(ids) == sorted(token for i in (0, 1, 2, 4) for token in some.responses[i])
+
+
+def some_rows(batch: Batch, rows: list[dict]) -> Batch:
+    return Batch(**{**vars(batch), "rows": rows})
 
 
 # ---- prompts to token ids ---------------------------------------------------------------------------------------
@@ -474,7 +661,7 @@ TEMPLATE = (
 def bos_tokenizer(adds_bos: bool, chat_template: str | None = None):
     """One token a byte and "<s>", which the tokenizer puts before every text by itself if it `adds_bos`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({t: i for i, t in enumerate(["<pad>", "</s>", "<s>", *alphabet])}, []))
+    inner = Tokenizer(BPE({t: i for i, t in enumerate(["<pad>", "</s>", "<s>", *alphabet])}, []))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     if adds_bos:
         inner.post_processor = processors.TemplateProcessing(

@@ -18,7 +18,6 @@ from helpers import (
     ROOT,
     all_finite,
     finite_or_null,
-
     folder_of,
     metrics_of,
     read_lines,
@@ -64,7 +63,7 @@ def test_what_a_run_leaves(base, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     values = variant(base, tmp_path, total_episodes=16, save_every=1, output_dir="here")
-    words = [sys.executable, str(ROOT / "grpo.py"), *flags(values)]
+    words = [sys.executable, str(ROOT / "grpo.py"), *helpers.flags(values)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not re.search(r"\b(nan|inf)\b", done.stdout + done.stderr, re.IGNORECASE)
@@ -166,7 +165,7 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
     assert_close(cut, one, 3)
     two = variant(base, tmp_path, run_name="two", **EXACT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [*torchrun, str(ROOT / "grpo.py"), *flags(two)]
+    words = [*torchrun, str(ROOT / "grpo.py"), *helpers.flags(two)]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

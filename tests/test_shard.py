@@ -189,8 +189,8 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
-    args = grpo.Args(shard="fsdp")
-    sharding = Sharding(args, world, models.precision("float32", CPU), models.ModelNames([], [], []))
+    args = grpo.Args(model=model, shard="fsdp", kl_coef=0.0)
+    sharding = Sharding(args, world, models.precision("float32", CPU), grpo.held_models(args))
     load = lambda: models.load_model("--model", model, torch.float32, CPU)
     plain, own = load(), models.load_model("--model", model, torch.float32, sharding.load_device)
     assert own.device.type == ("meta" if rank else "cpu")

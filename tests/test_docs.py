@@ -1,0 +1,143 @@
+"""What README.md and docs/ name exists: flags, paths, links, and the functions of the reading map."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAP = ROOT / "docs" / "reading_map.md"
+REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `grpo.py: group_advantages`
+FOREIGN = {"nproc_per_node", "max_restarts", "help"}  # of torchrun and of tyro
+
+# ---- what there is ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text())
+
+
+def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
+    """Return the functions, classes, variables and fields that some statements define, by name."""
+    found = {}
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = node
+        for target in [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ()):
+            if isinstance(target, ast.Name):
+                found[target.id] = node
+    return found
+
+
+def defines(name: str, dotted: str) -> bool:
+    """Return whether a file defines a name, such as "generate", "Policy.forward" or "Args.loss"."""
+    first, *rest = dotted.split(".")
+    node = members(tree_of(name).body).get(first)
+    if node is None or not rest:
+        return node is not None
+    (member,) = rest
+    bases = [base.attr for base in node.bases if isinstance(base, ast.Attribute)]  # flags.RunArgs
+    inherited = [members(tree_of("plumbing/flags.py").body)[base] for base in bases if first == "Args"]
+    return any(member in members(owner.body) for owner in (node, *inherited))
+
+
+@functools.cache
+def flags() -> set[str]:
+    """Return the flags of all commands: the fields of every class called Args or SomethingArgs."""
+    found = set()
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py"), *ROOT.glob("scripts/*.py")):
+        for node in ast.walk(tree_of(str(path.relative_to(ROOT)))):
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
+                found |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
+    return found | {f"no_{name}" for name in found}
+
+
+# ---- what a page names -----------------------------------------------------------------------------------------------
+
+
+def unknown_flags(text: str) -> set[str]:
+    text = re.sub(r"^pip .*$|`pip [^`]*`", "", text, flags=re.MULTILINE)
+    named = {word.replace("-", "_").rstrip("_") for word in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
+    return named - flags() - FOREIGN
+
+
+def missing_paths(text: str) -> set[str]:
+    """Return the paths in code, inline or in a block, that look like files of this repository and do not exist."""
+    code = " ".join(re.findall(r"```.*?```|`[^`]*`", text, re.DOTALL))
+    in_a_folder = r"(?:plumbing|scripts|tests|docs|results|assets)/(?:[\w.-]+/?)*"
+    named = re.findall(rf"(?<![\w/.:~*-])(?:{in_a_folder}|[\w-]+\.(?:py|sh|md))(?![\w/*])", code)
+    folders = ("", "plumbing/", "scripts/")  # tables of a folder's files leave it out
+    return {x for x in named if x != "my_reward.py" and not any((ROOT / folder / x).exists() for folder in folders)}
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("http"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = path.parent / name if name else path
+        if not target.exists() or anchor and anchor not in anchors(target):
+            broken.append(link)
+    return broken
+
+
+def broken_references(text: str) -> list[str]:
+    found = REFERENCE.findall(text)
+    return [f"{name}: {dotted}" for name, dotted in found if not (ROOT / name).exists() or not defines(name, dotted)]
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_names_what_exists(path):
+    text = path.read_text()
+    assert not unknown_flags(text)
+    assert not missing_paths(text)
+    assert not broken_links(path, text)
+    assert not broken_references(text)
+
+
+def test_what_does_not_exist_is_found():
+    """So that the test above cannot pass for want of looking."""
+    assert unknown_flags("`--seed`, `--sead`, `--no-non_stop_penalty`, --loss") == {"sead"}
+    text = "`scripts/demo.sh` `scripts/nothing.sh` `sac.py` `rows.py` `runs/a.json` scripts/x.sh"
+    assert missing_paths(text) == {"scripts/nothing.sh", "sac.py"}
+    links = "[a](docs/rollouts.md#vllm) [b](docs/no.md) [c](docs/rollouts.md#no) [d](https://a.b) ![e](assets/demo.png)"
+    assert broken_links(ROOT / "README.md", links) == ["docs/no.md", "docs/rollouts.md#no"]
+    text = (
+        "`grpo.py: generate` `grpo.py: Policy.forward` `grpo.py: Args.loss` `grpo.py: Args.seed` `grpo.py: VARIANTS` "
+    )
+    assert broken_references(text) == []
+    text = "`grpo.py: generated` `grpo.py: Policy.no` `grpo.py: Args.no` `sac.py: main`"
+    assert broken_references(text) == ["grpo.py: generated", "grpo.py: Policy.no", "grpo.py: Args.no", "sac.py: main"]
+
+
+def test_the_front_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_every_room_stands_on_the_front_page():
+    text = (ROOT / "README.md").read_text()
+    rooms = {path.name for path in ROOT.glob("plumbing/*.py")} - {"__init__.py"}
+    assert not {name for name in rooms if f"`{name}`" not in text}
+
+
+def test_the_reading_map_has_every_equation():
+    """Every function in the section of equations of an algorithm."""
+    named = {dotted for _, dotted in REFERENCE.findall(MAP.read_text())}
+    for name in ("grpo.py", "rloo.py", "ppo.py", "reward_model.py"):
+        section = re.search(r"\n# The equations.*?\n# -+\n(.*?)\n# -+\n", (ROOT / name).read_text(), re.DOTALL)[1]
+        functions = set(re.findall(r"^def (\w+)", section, re.MULTILINE))
+        assert functions and functions <= named, name
