@@ -141,3 +141,15 @@ def test_the_reading_map_has_every_equation():
         section = re.search(r"\n# The equations.*?\n# -+\n(.*?)\n# -+\n", (ROOT / name).read_text(), re.DOTALL)[1]
         functions = set(re.findall(r"^def (\w+)", section, re.MULTILINE))
         assert functions and functions <= named, name
+
+
+def test_every_metric_has_a_formula():
+    """Every name that stands in the code; names that are put together there, as reward/SOURCE is, are not looked for."""
+    metric = r"(?:objective|loss|policy|val|rollout|eval|time|perf|train)/\w*[a-z]"
+    named = set(re.findall(rf"`({metric})`", (ROOT / "docs" / "metrics.md").read_text()))
+    named |= {name.replace("eval/", "train/") for name in named}
+    found = set()
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")):
+        found |= set(re.findall(rf'"({metric})"', path.read_text()))
+    assert len(found) > 30
+    assert found <= named
