@@ -144,7 +144,7 @@ def test_the_reading_map_has_every_equation():
 
 
 def test_every_metric_has_a_formula():
-    """Every name that stands in the code; names that are put together there, as reward/SOURCE is, are not looked for."""
+    """Every name that stands in the code as it is; of those that are put together there, as reward/SOURCE is, none."""
     metric = r"(?:objective|loss|policy|val|rollout|eval|time|perf|train)/\w*[a-z]"
     named = set(re.findall(rf"`({metric})`", (ROOT / "docs" / "metrics.md").read_text()))
     named |= {name.replace("eval/", "train/") for name in named}
