@@ -33,16 +33,20 @@ def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
     return found
 
 
+def fields(node: ast.ClassDef) -> set[str]:
+    """Return what a class defines, with what it inherits from those in plumbing/flags.py."""
+    found, rooms = set(members(node.body)), members(tree_of("plumbing/flags.py").body)
+    for base in node.bases:
+        owner = rooms.get(base.attr if isinstance(base, ast.Attribute) else base.id)  # flags.RunArgs, or RunArgs there
+        found |= fields(owner) if isinstance(owner, ast.ClassDef) else set()
+    return found
+
+
 def defines(name: str, dotted: str) -> bool:
     """Return whether a file defines a name, such as "generate", "Policy.forward" or "Args.loss"."""
-    first, *rest = dotted.split(".")
+    first, _, member = dotted.partition(".")
     node = members(tree_of(name).body).get(first)
-    if node is None or not rest:
-        return node is not None
-    (member,) = rest
-    bases = [base.attr for base in node.bases if isinstance(base, ast.Attribute)]  # flags.RunArgs
-    inherited = [members(tree_of("plumbing/flags.py").body)[base] for base in bases if first == "Args"]
-    return any(member in members(owner.body) for owner in (node, *inherited))
+    return node is not None and (not member or isinstance(node, ast.ClassDef) and member in fields(node))
 
 
 @functools.cache
