@@ -5,7 +5,7 @@ After three steps, of one to four updates each, all metrics (losses and gradient
 (policy, critic, moved reference, adapter) agree within 1e-9 in float64 and 1e-4 in float32, in the sense of
 `helpers.largest_difference`.
 
-    python tests/test_invariance.py            # prints the README's table
+    python tests/test_invariance.py            # prints the table of docs/guarantees.md
 """
 
 import collections
