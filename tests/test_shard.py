@@ -94,7 +94,7 @@ def test_more_ranks_than_responses(base, tmp_path):
 
 # What one of two sharded ranks is told to stop at, and what is saved then; the same of the one rank that goes on.
 STOPS = {
-    "grpo": ("utils.Optimizer.step>grpo.Finished.__call__:3", "utils.Optimizer.step:1"),  # within a rollout
+    "grpo": ("utils.Optimizer.step>torch.searchsorted:3", "utils.Optimizer.step:1"),  # within a rollout
     "rloo": ("rloo.generate:6", "utils.Optimizer.step:1"),
     "ppo": ("ppo.generate:4", "utils.Optimizer.step:1"),
     "reward_model": ("utils.Optimizer.step:1", "utils.Optimizer.step:1"),
@@ -207,7 +207,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
         collectives.count = 0
         for last in (False, True):
             with gradient_sync(policy, last), collectives:
-                policy(ids, ids > 45 + rank + 2 * last)[0].sum().backward()
+                policy(ids, ids > 45 + rank + 2 * last)["logprobs"].sum().backward()
         gradients.append([utils.full_tensor(parameter.grad) for parameter in policy.parameters()])
         counts.append(collectives.count)
     assert counts[1] > counts[0] > 0
@@ -220,11 +220,11 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     before, moved = weights(), []
     for factor in (torch.inf if rank == 1 else 1.0, 1.0):
         with gradient_sync(policy, True):
-            (policy(ids, ids > 45)[0].sum() * factor).backward()
+            (policy(ids, ids > 45)["logprobs"].sum() * factor).backward()
         optimizer.step()
         moved.append(any(not torch.equal(x, y) for x, y in zip(before, weights())))
     plain_policy = grpo.Policy(plain, 1.0, 8)
-    plain_policy(ids, ids > 45)[0].sum().backward()
+    plain_policy(ids, ids > 45)["logprobs"].sum().backward()
     norm = torch.nn.utils.get_total_norm([x.grad for x in plain.parameters() if x.grad is not None]).item()
     assert moved == [False, True] and not math.isfinite(optimizer.norms[0])
     assert math.isclose(optimizer.norms[1], norm, rel_tol=1e-5) and len(set(world.all_gather(optimizer.norms[1:]))) == 1
