@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import utils
-from plumbing import memory, models, vllm_engine
+from plumbing import checkpoints, memory, models, vllm_engine
 from plumbing.sharding import Sharding, gradient_sync, unsharded
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
@@ -119,6 +119,37 @@ def test_other_numbers_of_ranks_go_on(base, whole, tmp_path, script):
     samples = [read_lines(folder_of(each) / "samples.jsonl") for each in (values, whole[script])]
     text = "chosen_text" if script == "reward_model" else "response"
     assert [row[text] for row in samples[0]] == [row[text] for row in samples[1]]
+
+
+def test_an_optimizer_goes_on_from_what_it_had(load, tokenizer, world, tmp_path):
+    """By names: a parameter that had no gradient yet has no state then either, and loading changes no weight."""
+    args = grpo.Args(learning_rate=0.1, precision="float32", max_skipped_updates=9)
+
+    def new() -> tuple:
+        model = load("qwen2")
+        return model, utils.Optimizer(model, args, 10)
+
+    def reloaded(model, optimizer, step: int) -> utils.Optimizer:
+        checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, {"step": step}, {"": model}, {"": optimizer}, 0)
+        other, again = new()
+        before = [parameter.clone() for parameter in other.parameters()]
+        checkpoints.load_optimizer(str(tmp_path / "checkpoints" / f"step_{step}"), "", other, again)
+        assert all(map(torch.equal, before, other.parameters()))
+        assert again.state_dict() == optimizer.state_dict()
+        return again
+
+    model, optimizer = new()
+    optimizer.parameters[0].grad = torch.full_like(optimizer.parameters[0], torch.nan)
+    optimizer.step()  # is skipped, and counted
+    assert optimizer.updates == 1 and not reloaded(model, optimizer, 1).adam.state
+    for parameter in optimizer.parameters[::2]:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    ours, theirs = (each.adam.state_dict() for each in (reloaded(model, optimizer, 2), optimizer))
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys() and 0 < len(theirs["state"]) < len(optimizer.parameters)
+    for index, state in theirs["state"].items():
+        assert all(torch.equal(state[name], ours["state"][index][name]) for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 def test_a_kill_while_shards_are_written(base, whole, tmp_path):
