@@ -80,6 +80,19 @@ def tiny_model(folder, kind: str = "qwen2", chat: bool = False, **changes) -> st
     return str(folder)
 
 
+def scalar_folder(source: str, folder, labels: int = 1, tokens: tuple = (), **config) -> str:
+    """A reward model in a folder: the body of a language model, and a head at random values far from 0."""
+    torch.manual_seed(5)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=labels)
+    model.score.weight.data = torch.randn_like(model.score.weight)
+    model.config.update(config)
+    model.save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(list(tokens))
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def write_rows(path, rows: list) -> str:
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)

@@ -13,8 +13,7 @@ import helpers
 import pytest
 import torch
 import transformers
-from helpers import folder_of, metrics_of, read_lines, run, run_ranks, steps_of, weights_of
-from test_ppo import scalar_folder
+from helpers import folder_of, metrics_of, read_lines, run, run_ranks, scalar_folder, steps_of, weights_of
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -405,6 +404,7 @@ def test_auto_on_gpus(base, monkeypatch, capsys, share, on):
     monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
+    monkeypatch.setattr(memory, "plan_run", lambda *_: None)
     world = utils.World(0, 8, torch.device("cuda", 0))
     sharding = Sharding(args, world, models.precision("bf16", world.device), names)
     (line,) = capsys.readouterr().out.splitlines()
