@@ -441,7 +441,7 @@ grpo.main(tyro.cli(grpo.Args))
 def test_an_error_in_either_thread_ends_the_run(base, tmp_path, what):
     """With its traceback and exit code 1; the other thread does not keep the process alive."""
     code = BREAK.format(root=str(helpers.ROOT), what=what)
-    words = helpers.flags(variant(base, tmp_path, **ASYNC))
+    words = helpers.words(variant(base, tmp_path, **ASYNC))
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=90)
     assert done.returncode == 1 and done.stderr.count("OSError: it broke here") == 1, done.stderr[-2000:]
     assert "in broken" in done.stderr and "Fatal Python error" not in done.stderr
