@@ -32,6 +32,7 @@ from typing import Callable, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -726,6 +727,7 @@ def check_args(args: Args) -> None:
         utils.fail(f"--critic_warmup_steps {args.critic_warmup_steps}: leaves the policy no step of --total_episodes")
 
 
+@record  # an exception's traceback stands in torchrun's report
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     check_args(args)

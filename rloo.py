@@ -36,6 +36,7 @@ from typing import Callable, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -666,6 +667,7 @@ def check_args(args: Args) -> None:
         utils.fail("--advantage remax: compares with the greedy response of the same policy; takes --async_steps 0")
 
 
+@record  # an exception's traceback stands in torchrun's report
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     check_args(args)
