@@ -712,6 +712,8 @@ def main(args: Args) -> None:
         {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
     )  # fmt: skip
     run.clock.count_flops(policy, args.sequence_parallel)
+    if reference not in (None, policy):
+        run.clock.count_flops(reference, args.sequence_parallel)
     prefetch = engines.Prefetch(collect_step, run.interrupt) if args.async_steps else None
     prefetched = Experience.from_state(run.state["prefetched"], args, world.device)
     if engine is not None:

@@ -1,4 +1,7 @@
-"""DDP, FSDP2, torch.compile, the attention's implementation, and unsharding for a rollout. Imports utils and models."""
+"""DDP, FSDP2, torch.compile, the attention's implementation, and unsharding for a rollout.
+
+Imports utils and models; sequence_parallel and memory where their flags ask for them.
+"""
 
 import contextlib
 import functools

@@ -125,18 +125,20 @@ def names_used(text: bytes) -> set[str]:
 def flags_used(nodes: list[ast.AST]) -> set[str]:
     """Return NAME of every args.NAME and self.args.NAME."""
     attributes = [node for part in nodes for node in ast.walk(part) if isinstance(node, ast.Attribute)]
-    return {node.attr for node in attributes if ast.unparse(node.value) in ("args", "self.args")}
+    owner = lambda node: getattr(node.value, "id", getattr(node.value, "attr", ""))
+    return {node.attr for node in attributes if owner(node) == "args"}
 
 
 def lacking(source: bytes, target: Path, names: list[str]) -> list[str]:
     """Return what the named parts of the source use and the target does not have, as words for a message."""
     there, here, flags = definitions(target.read_bytes()), definitions(source), fields(target)
-    found = []
+    ours, found = parts(source), []
     for part in names:
-        nodes = parts(source)[part]
+        nodes = ours[part]
         used = {name for node in nodes for name in names_used(source[span(source, node)])}
         # A name that is one thing here and another there, such as an import and a function, is missing, too.
-        missing = [here.get(name) or name for name in sorted(used) if there.get(name) != here.get(name)]
+        known = {name for name, origin in there.items() if here.get(name, origin) == origin}
+        missing = [here.get(name) or name for name in sorted(used - known)]
         missing += [f"--{name}" for name in sorted(flags_used(nodes) - flags)]
         found += [f"{name} (in {part})" for name in missing]
     return found

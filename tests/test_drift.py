@@ -16,7 +16,7 @@ from helpers import ROOT
 sync_shared = importlib.import_module("sync_shared")
 ROOMS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plumbing/*.py"))
 SCRIPTS = sync_shared.SCRIPTS
-TEXTS = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("scripts/**/*.sh")])
+SHELL = sorted(ROOT.glob("scripts/**/*.sh"))  # for README.md and docs/ see test_docs.py
 
 
 # ---- scripts/sync_shared.py ------------------------------------------------------------------------------------------
@@ -90,13 +90,13 @@ def mean(x, args):
 def main(args):
     return 2
 '''
-FLAGS = '''
+FLAGS = """
 class MoreArgs:
     folder: str = ""
 
 class RunArgs(MoreArgs):
     resume: bool = False
-'''
+"""
 DRIFTS = {  # what is changed in the second script -> what is reported
     ("sum(x) / len(x)", "sum(x) / (len(x) + 1)"): "mean",
     ('"""The mean."""', '"""The äverage."""'): "mean",
@@ -176,7 +176,9 @@ def test_what_a_target_lacks_is_not_copied_into_it(tmp_path, change):
     assert sync(tmp_path, drifted, "grpo.py", "--check", first=first)[0] == 1  # a difference all the same
 
 
-@pytest.mark.parametrize("text", ["max(x) / len(x)", "[y := 1 for y in x] + y", "args.folder * args.resume", "mean(x)"])
+@pytest.mark.parametrize(
+    "text", ["max(x) / len(x)", "[y + 1 for y in x] or (z := 1) + z", "args.folder * args.resume", "mean(x)"]
+)
 def test_what_a_target_has_is_copied_into_it(tmp_path, text):
     """Builtins, names of its own, inherited flags."""
     code, _, after = sync(tmp_path, SECOND, "grpo.py", first=FIRST.replace("sum(x) / len(x)", text))
@@ -204,8 +206,9 @@ def test_scripts_share_the_same_code(name):
 def test_what_is_shared_could_be_copied(name):
     """Each part has what it uses in every script: a check that refused too much would refuse these."""
     source = (ROOT / name).read_bytes()
+    ours = sync_shared.parts(source)
     for other in SCRIPTS:
-        common = [part for part in sync_shared.parts((ROOT / other).read_bytes()) if part in sync_shared.parts(source)]
+        common = [part for part in sync_shared.parts((ROOT / other).read_bytes()) if part in ours]
         assert common and sync_shared.lacking(source, ROOT / other, common) == []
 
 
@@ -285,21 +288,21 @@ def test_names_read():
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_flag_is_read(name):
-    tree = tree_of(name)
-    unread = set(args_of(tree)) - names_read(tree, tree_of("utils.py"), *map(tree_of, ROOMS))
+    """By the script or a room: checks of a flag in plumbing/flags.py do not make it do anything."""
+    rooms = [room for room in ROOMS if room != "plumbing/flags.py"]
+    unread = sync_shared.fields(ROOT / name) - names_read(*map(tree_of, (name, "utils.py", *rooms)))
     assert not unread, f"nothing reads {sorted(unread)}"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, "plumbing/flags.py"])
 def test_every_flag_is_documented(name):
     """By a docstring right under it, which is what --help shows."""
-    body = next(n.body for n in tree_of(name).body if isinstance(n, ast.ClassDef) and n.name == "Args")
-    for field, text in zip(body, [*body[1:], None]):
+    classes = [n for n in tree_of(name).body if isinstance(n, ast.ClassDef) and n.name.endswith("Args")]
+    assert len(classes) == (5 if name == "plumbing/flags.py" else 1)
+    for field, text in ((f, t) for cls in classes for f, t in zip(cls.body, [*cls.body[1:], None])):
         if isinstance(field, ast.AnnAssign):
-            documented = (
-                isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and len(str(text.value.value)) > 8
-            )
-            assert documented, field.target.id
+            documented = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            assert documented and len(str(text.value.value)) > 8, field.target.id
 
 
 @functools.cache
@@ -307,8 +310,8 @@ def flags_of(name: str) -> set[str]:
     """The flags of a script, with underscores; of tyro's, --no- forms too."""
     source = (ROOT / name).read_text()
     known = {word.replace("-", "_") for word in re.findall(r'add_argument\(\s*"--([\w-]+)"', source)} | {"help"}
-    if "tyro.cli" in source:
-        known |= set(args_of(ast.parse(source)))
+    if "tyro.cli" in source or "flags.parse" in source:
+        known |= sync_shared.fields(ROOT / name)
     return known | {f"no_{name}" for name in known}
 
 
@@ -364,8 +367,8 @@ def test_unknown_flags_and_missing_paths_are_found():
     assert missing_paths("path/to/sac.py /abs/x.py runs/*.py `utils.py`, https://a.b/scripts/x.sh") == []
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_flags_and_paths_in_texts_exist(path):
+@pytest.mark.parametrize("path", SHELL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_flags_and_paths_in_shell_scripts_exist(path):
     assert not unknown_flags(path.read_text())
     assert not missing_paths(path.read_text())
 
@@ -380,17 +383,20 @@ def test_flags_and_paths_in_docstrings_exist(name):
     assert not missing_paths(ast.get_docstring(tree))
 
 
-def test_flags_in_messages_exist():
-    """utils.py serves all scripts: a flag that it names has to be one of theirs."""
-    texts = [n.value for n in ast.walk(tree_of("utils.py")) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    assert not {flag for text in texts for flag in unknown_flags(text)} - {"porcelain"}  # git's
+@pytest.mark.parametrize("name", ["utils.py", *ROOMS])
+def test_flags_in_messages_exist(name):
+    """These files serve all scripts: a flag that they name has to be one of theirs, or of another program."""
+    texts = [n.value for n in ast.walk(tree_of(name)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    assert not {flag for text in texts for flag in unknown_flags(text)} - {
+        "porcelain",
+        "worker_extension_cls",
+    }  # git's, vLLM's
 
 
 def test_shell_scripts_parse():
-    for path in TEXTS:
-        if path.suffix == ".sh":
-            done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
+    for path in SHELL:
+        done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def tracked_files() -> list:
@@ -419,41 +425,66 @@ def test_no_path_of_one_machine():
     assert not found
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "utils.py"])
-def test_optional_packages_are_imported_where_they_are_used(name):
-    """vllm, wandb, matplotlib and peft take seconds, or are not installed: only inside of functions."""
-    tree, inside = tree_of(name), set()
-    for function in (n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))):
-        inside |= {id(n) for n in ast.walk(function)}
-    for node in ast.walk(tree):
-        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        for module in modules:
-            assert id(node) in inside or module.split(".")[0] not in {"vllm", "wandb", "matplotlib", "peft"}, module
+OPTIONAL = {"vllm", "wandb", "matplotlib", "peft", "datasets", "reasoning_gym"}  # take seconds, or are not installed
+OPTIONAL_ROOMS = {"vllm_engine", "vllm_servers", "vllm_worker", "sequence_parallel", "sandbox", "memory"}
 
 
-def test_importing_a_script_loads_none_of_them():
+def test_importing_a_script_loads_nothing_that_a_flag_asks_for():
     code = f"import sys, {', '.join(name[:-3] for name in SCRIPTS)}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert not {"vllm", "wandb", "matplotlib", "peft"} & set(done.stdout.split())
+    loaded = set(done.stdout.split())
+    assert not OPTIONAL & loaded and not {f"plumbing.{room}" for room in OPTIONAL_ROOMS} & loaded
 
 
-def test_scripts_stand_alone():
-    """An algorithm imports the plumbing and nothing else of the repository."""
-    local = {path.stem for path in ROOT.glob("*.py")}
-    for name in SCRIPTS:
-        imports = [n for n in ast.walk(tree_of(name)) if isinstance(n, (ast.Import, ast.ImportFrom))]
-        found = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names}
-        found |= {n.module for n in imports if isinstance(n, ast.ImportFrom)}
-        assert found & local <= {"utils"}, name
+def imported(name: str) -> set[str]:
+    """Return what a file imports of the repository, wherever in it: "utils", "grpo", "plumbing.data"."""
+    found = set()
+    for node in ast.walk(tree_of(name)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inside = node.module == "plumbing"
+            found |= {f"plumbing.{alias.name}" for alias in node.names} if inside else {node.module}
+    local = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py"))}
+    return {module for module in found if module in local or module.startswith("plumbing.")}
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "utils.py", *ROOMS])
+def test_imports_go_one_way(name):
+    """Commands -> algorithms -> rooms -> utils; a room names in its docstring the rooms that it imports."""
+    found = imported(name) - {"utils"}
+    if name == "utils.py":
+        assert not found
+    elif name in SCRIPTS:
+        assert all(module.startswith("plumbing.") for module in found)
+    else:
+        about = ast.get_docstring(tree_of(name)) or ""
+        assert not {module for module in found if not re.search(rf"\b{module.removeprefix('plumbing.')}\b", about)}
+
+
+RL = {"algorithm", "run", "model", "data", "reward", "rollout"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_lists_every_flag(name):
+def test_help_lists_every_flag_in_its_group(name):
     words = [sys.executable, str(ROOT / name), "--help"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    listed = set(flags_named(done.stdout))
-    assert set(args_of(tree_of(name))) <= listed
+    _, *boxes = re.split(r"^╭─ (\w+) options ─+╮$", done.stdout.replace("─ options", "─ no options"), flags=re.M)
+    shown = {title: flags_named(box) for title, box in zip(boxes[::2], boxes[1::2])}
+    groups = {"algorithm": {f.target.id for f in args_of(name).body if isinstance(f, ast.AnnAssign)}}
+    for base in args_of(name).bases:
+        inherited = sync_shared.fields(ROOT / "plumbing" / "flags.py", base.attr)
+        groups[base.attr.removesuffix("Args").lower()] = inherited - groups["algorithm"]
+    assert groups.keys() == shown.keys() - {"no"} == ({"algorithm", "run", "model"} if "reward" in name else RL)
+    for title, names in groups.items():
+        others = sync_shared.fields(ROOT / name) - names
+        assert names <= shown[title] and "(default: " in done.stdout
+        listed = set(re.findall(r"^│ --([\w-]+)", dict(zip(boxes[::2], boxes[1::2]))[title], re.M))
+        assert not {flag.replace("-", "_") for flag in listed} & others
+
+
+def args_of(name: str) -> ast.ClassDef:
+    return next(n for n in tree_of(name).body if isinstance(n, ast.ClassDef) and n.name == "Args")
 
 
 def test_what_is_pinned_is_what_is_installed():
