@@ -32,6 +32,7 @@ from typing import Callable, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -104,9 +105,9 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     """The ratio is clipped above at 1 + this; default: the variant's."""
     dual_clip: ZeroOrAboveOne = 0.0
     """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
-    sapo_tau_positive: float = 1.0
+    sapo_tau_positive: flags.Float = 1.0
     """SAPO's temperature where the advantage is positive."""
-    sapo_tau_negative: float = 1.05
+    sapo_tau_negative: flags.Float = 1.05
     """SAPO's temperature where it is not."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
@@ -623,6 +624,7 @@ def check_args(args: Args) -> None:
         utils.fail(f"--dual_clip {args.dual_clip}: --loss {args.loss} has no clipped loss to bound")
 
 
+@record  # an exception's traceback stands in torchrun's report
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     check_args(args)
@@ -670,6 +672,8 @@ def main(args: Args) -> None:
         {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
     )  # fmt: skip
     run.clock.count_flops(policy, args.sequence_parallel)
+    if reference not in (None, policy):
+        run.clock.count_flops(reference, args.sequence_parallel)
     prefetch = engines.Prefetch(collect_step, run.interrupt) if args.async_steps else None
     prefetched = Experience.from_state(run.state["prefetched"], args, world.device)
     if engine is not None:

@@ -32,6 +32,7 @@ from typing import Callable, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -726,6 +727,7 @@ def check_args(args: Args) -> None:
         utils.fail(f"--critic_warmup_steps {args.critic_warmup_steps}: leaves the policy no step of --total_episodes")
 
 
+@record  # an exception's traceback stands in torchrun's report
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     check_args(args)
@@ -775,6 +777,8 @@ def main(args: Args) -> None:
         {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
     )  # fmt: skip
     run.clock.count_flops(policy, args.sequence_parallel)
+    if reference not in (None, policy):
+        run.clock.count_flops(reference, args.sequence_parallel)
     run.clock.count_flops(critic, args.sequence_parallel)
     prefetch = engines.Prefetch(collect_step, run.interrupt) if args.async_steps else None
     prefetched = Experience.from_state(run.state["prefetched"], args, world.device)

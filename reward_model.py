@@ -30,6 +30,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import utils
 from plumbing import data, flags, models
@@ -285,6 +286,7 @@ def held_models(args: Args) -> models.ModelNames:
     return models.ModelNames(trained=[], scalar=[("--model", args.model)], frozen=[])
 
 
+@record  # an exception's traceback stands in torchrun's report
 def main(args: Args) -> None:
     # ---- setting up ----
     flags.check_training_args(args)

@@ -36,6 +36,7 @@ from typing import Callable, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -666,6 +667,7 @@ def check_args(args: Args) -> None:
         utils.fail("--advantage remax: compares with the greedy response of the same policy; takes --async_steps 0")
 
 
+@record  # an exception's traceback stands in torchrun's report
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     check_args(args)
@@ -710,6 +712,8 @@ def main(args: Args) -> None:
         {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
     )  # fmt: skip
     run.clock.count_flops(policy, args.sequence_parallel)
+    if reference not in (None, policy):
+        run.clock.count_flops(reference, args.sequence_parallel)
     prefetch = engines.Prefetch(collect_step, run.interrupt) if args.async_steps else None
     prefetched = Experience.from_state(run.state["prefetched"], args, world.device)
     if engine is not None:

@@ -405,20 +405,22 @@ class Clock:
         A parameter takes 2 a token in the forward pass and 4 in the backward one, a frozen one there only 2.
 
         Args:
-            model: takes (input_ids, mask) padded on the right; a row ends at its mask's last entry.
+            model: takes (input_ids, mask) padded on the right; a row ends at its mask's last entry. A `reference`
+                among its options passes forward, too, inside of its own forward.
             ranks_a_sequence: that share its positions.
         """
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         size = parameter_count(model)
         backward = 2 * (size + trained) if trained else 0
 
-        def count(module, inputs: tuple, *_) -> None:
-            mask = inputs[1]
+        def count(module, inputs: tuple, options: dict) -> None:
+            mask, reference = inputs[1], options.get("reference")
             ends = torch.where(mask, torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(1)
             per_token = 2 * size + (backward if torch.is_grad_enabled() else 0)
+            per_token += 0 if reference is None else 2 * parameter_count(reference)
             self.flops[self.phase] = self.flops[self.phase] + per_token * ends.sum().double() / ranks_a_sequence
 
-        model.register_forward_pre_hook(count)
+        model.register_forward_pre_hook(count, with_kwargs=True)
 
     def total(self) -> float:
         """Return the seconds since the run began, those before a resume included."""

@@ -1,4 +1,7 @@
-"""Accuracy on held-out prompts, and what a batch says of itself. Imports plumbing.rewards for the kinds of sources."""
+"""Accuracy on held-out prompts, and what a batch says of itself.
+
+Imports plumbing.rewards for the kinds of sources and plumbing.rollout for the batch.
+"""
 
 import math
 from typing import Callable

@@ -1,4 +1,4 @@
-"""Tokenizers, configurations, loading of models, number formats, LoRA adapters, scalar heads. Imports utils."""
+"""Tokenizers, configurations, loading of models, number formats, scalar heads, LoRA adapters. Imports utils."""
 
 import contextlib
 import functools
@@ -33,8 +33,29 @@ class ModelNames:
     frozen: list[tuple[str, str]]  # reference and reward models
 
 
+class Precision(NamedTuple):
+    """What --precision stands for."""
+
+    param_dtype: torch.dtype
+    loss_dtype: torch.dtype  # of losses and statistics: float32 or better
+    compute_dtype: torch.dtype | None  # of matrix products; None: that of the weights
+    autocast: Callable  # returns the context to compute in
+
+
+def precision(name: str, device: torch.device) -> Precision:
+    """Return the number formats of --precision `name`."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" else "float32"
+    if name == "pure_bf16":
+        warn("--precision pure_bf16: a weight moves only by 1/256 of itself or more; bf16 keeps float32 weights")
+    param = {"float64": torch.float64, "pure_bf16": torch.bfloat16}.get(name, torch.float32)
+    compute = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+    autocast = functools.partial(torch.autocast, device.type, compute or torch.bfloat16, enabled=compute is not None)
+    return Precision(param, torch.promote_types(param, torch.float32), compute, autocast)
+
+
 def read_tokenizer(flag: str, name: str):
-    """A model's tokenizer, padding on the left; ends the run where there is none."""
+    """Return a model's tokenizer, which pads on the left; end the run if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -45,7 +66,7 @@ def read_tokenizer(flag: str, name: str):
 
 
 def load_tokenizer(name: str, pad_token: str):
-    """The tokenizer of `--model`; ends the run where it has no pad token."""
+    """Return the tokenizer of --model with a pad token; end the run if neither it nor --pad_token names one."""
     tokenizer = read_tokenizer("--model", name)
     if pad_token:
         pad_token = tokenizer.eos_token if pad_token == "eos" else pad_token
@@ -58,8 +79,10 @@ def load_tokenizer(name: str, pad_token: str):
 
 
 def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
-    """The ids that end a response: every end token of the tokenizer, which comes first, and the model ("eos"), or one
-    named token."""
+    """Return the ids that end a response.
+
+    With "eos" these are the end tokens of the tokenizer, which comes first, and of the model; else one named token.
+    """
     if stop_token == "eos":
         try:
             configured = GenerationConfig.from_pretrained(model_name).eos_token_id
@@ -76,7 +99,7 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
 
 
 def load_config(flag: str, name: str):
-    """A model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: dropout off in the policy)."""
+    """Return a model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: no dropout in the policy)."""
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -89,22 +112,25 @@ def load_config(flag: str, name: str):
 
 
 def load_model(
-    flag: str, name: str, dtype: torch.dtype, device: torch.device, auto=AutoModelForCausalLM, config=None, may_lack=()
-) -> torch.nn.Module:
-    """A causal language model (or one of another `auto` class) in `dtype` on `device`, without dropout.
+    flag: str, name: str, dtype: torch.dtype, device: torch.device, auto_class=AutoModelForCausalLM, config=None,
+    new_weights: tuple[str, ...] = (),
+) -> torch.nn.Module:  # fmt: skip
+    """Load a pretrained model without dropout, in evaluation mode; end the run if its files lack weights.
 
-    On the device "meta" it has no weights, and only the configuration is read. Ends the run if the files lack weights,
-    except those in `may_lack`, which the caller sets.
+    Args:
+        flag: names the model in messages. name: folder or hub name.
+        device: on "meta" the model has no weights, and only the configuration is read.
+        new_weights: may be missing in the files; the caller sets them.
     """
     config = config or load_config(flag, name)
     if device.type == "meta":
         with device:
-            return auto.from_config(config, dtype=dtype).eval()
+            return auto_class.from_config(config, dtype=dtype).eval()
     try:
-        model, report = auto.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
+        model, report = auto_class.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
-    missing = report["missing_keys"] - set(may_lack)
+    missing = report["missing_keys"] - set(new_weights)
     if missing:  # transformers would leave them at random values
         fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
     return model.to(device)
@@ -118,39 +144,37 @@ class ScalarModel(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """The head's output at some positions.
+        """Return the head's output at the set positions of a mask, row by row; float32 or better, also in autocast.
 
         Args:
-            input_ids: (N, L), padded on the right (causal attention never looks there).
-            mask: (N, L) bool, the positions to read, which the caller knows from lengths and not from token ids.
-        Returns:
-            One number for each set entry of the mask, row by row; float32 or better, also under autocast.
+            input_ids: (N, L), padded on the right, where causal attention does not reach.
+            mask: (N, L) bool, made from lengths and not from token ids.
         """
         local_ids, local_mask = local_positions(self.model, input_ids, mask)
         hidden = last_hidden_states(self.model, local_ids)[local_mask]
-        kind = torch.promote_types(self.model.score.weight.dtype, torch.float32)
-        weight, bias = (x if x is None else x.to(kind) for x in (self.model.score.weight, self.model.score.bias))
+        dtype = torch.promote_types(self.model.score.weight.dtype, torch.float32)
+        weight, bias = (x if x is None else x.to(dtype) for x in (self.model.score.weight, self.model.score.bias))
         with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
-            outputs = torch.nn.functional.linear(hidden.to(kind), weight, bias)[:, 0].clone()  # FSDP warns of views
+            outputs = torch.nn.functional.linear(hidden.to(dtype), weight, bias)[:, 0].clone()  # FSDP warns of views
         return gather_positions(self.model, outputs, mask)
 
 
 def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[ScalarModel, bool]:
-    """A reward model, or a language model that is given a head of one output.
+    """Load a reward model, or a language model that is given a head of one output.
 
     Returns:
-        The model, and whether its head is new; a new head is at random values that the caller has to replace.
+        The model, and whether its head is new; a new head has random values, which the caller has to replace.
     """
     config, trained = scalar_config(flag, name)
-    auto, head = AutoModelForSequenceClassification, "score.weight"
-    model = load_model(flag, name, dtype, device, auto, config, () if trained else (head,))
+    new_weights = () if trained else ("score.weight",)
+    model = load_model(flag, name, dtype, device, AutoModelForSequenceClassification, config, new_weights)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         fail(f"{flag} {name}: {type(model).__name__} has no linear head called score, as causal language models have")
     return ScalarModel(model), not trained
 
 
 def scalar_config(flag: str, name: str) -> tuple:
-    """A model's configuration for a head of one output, and whether its files hold one, as a reward model's do."""
+    """Return a model's configuration for a head of one output, and whether its files hold such a head."""
     config = load_config(flag, name)
     trained = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if trained and config.num_labels != 1:
@@ -171,7 +195,7 @@ def check_can_read(flag: str, name: str, tokenizer) -> None:
 
 
 def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
-    """End the run if a model has another vocabulary than the policy or, where `everything` counts, another shape."""
+    """End the run if a model differs from the policy in its vocabulary's size or, with `everything`, in any shape."""
     sizes = [m.model.get_output_embeddings().weight.shape[0] for m in (model, policy)]
     if sizes[0] != sizes[1]:
         fail(f"{flag}: its vocabulary has {sizes[0]} tokens, that of --model {sizes[1]}")
@@ -208,27 +232,6 @@ def check_decodes(flag: str, model: torch.nn.Module, instead: str = "--rollout_b
         why = "takes no past_key_values, which one token at a time needs"
     if why:
         fail(f"{flag}: {type(model).__name__} {why}; take {instead}")
-
-
-class Precision(NamedTuple):
-    """What --precision stands for."""
-
-    param_dtype: torch.dtype
-    loss_dtype: torch.dtype  # of losses and statistics: float32 or better
-    compute_dtype: torch.dtype | None  # of matrix products; None: that of the weights
-    autocast: Callable  # returns the context to compute in
-
-
-def precision(name: str, device: torch.device) -> Precision:
-    """Return the number formats of --precision `name`."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" else "float32"
-    if name == "pure_bf16":
-        warn("--precision pure_bf16: a weight moves only by 1/256 of itself or more; bf16 keeps float32 weights")
-    param = {"float64": torch.float64, "pure_bf16": torch.bfloat16}.get(name, torch.float32)
-    compute = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-    autocast = functools.partial(torch.autocast, device.type, compute or torch.bfloat16, enabled=compute is not None)
-    return Precision(param, torch.promote_types(param, torch.float32), compute, autocast)
 
 
 def local_positions(model: torch.nn.Module, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -283,11 +286,10 @@ def without_lora(model: torch.nn.Module):
 
 
 def base_weights(model: torch.nn.Module) -> list[tuple]:
-    """The weights of a model under the names that they have without adapters, those of the adapters left out.
+    """Return the weights of a model without its adapter, under the names that they have in a model without one.
 
     Returns:
-        (name, tensor, LoRA layer that it belongs to or None), for `merged`. The output head is there under its own
-        name, tied or not.
+        (name, tensor, LoRA layer of the tensor or None), to be passed to `merged`. Tied weights are there twice.
     """
     if not getattr(model, "peft_config", None):
         return [(name, tensor, None) for name, tensor in model.state_dict().items()]
@@ -300,7 +302,10 @@ def base_weights(model: torch.nn.Module) -> list[tuple]:
 
 @torch.no_grad()
 def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
-    """One of `base_weights`, whole, with its adapter's product added; of a sharded model all ranks ask alike."""
+    """Return one of `base_weights` as a full tensor, plus the product of its adapter; a collective if it is sharded.
+
+    (peft would merge in place, and all weights at once.)
+    """
     tensor = full_tensor(tensor)
     if layer is None:
         return tensor

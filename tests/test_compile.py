@@ -132,7 +132,7 @@ def test_half_precision(load):
 def test_no_compiler_is_one_line(base, tmp_path):  # noqa: F811
     values = {**base["reward_model"], "output_dir": str(tmp_path), "run_name": "none", "compile": True}
     environment = {**os.environ, "CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, str(helpers.ROOT / "reward_model.py"), *helpers.flags(values)]
+    command = [sys.executable, str(helpers.ROOT / "reward_model.py"), *helpers.words(values)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
     assert done.returncode == 2 and "Traceback" not in done.stderr

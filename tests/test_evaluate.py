@@ -484,7 +484,7 @@ def test_vllm(tmp_path):
 
     def measured(**changes):
         values = {**TINY, "output_dir": str(tmp_path), **changes}
-        command = [sys.executable, str(helpers.ROOT / "scripts" / "evaluate.py"), *helpers.flags(values)]
+        command = [sys.executable, str(helpers.ROOT / "scripts" / "evaluate.py"), *helpers.words(values)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
         return read(values)

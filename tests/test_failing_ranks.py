@@ -47,7 +47,7 @@ def torchrun(log: Path, script, values: dict, *options: str, **environment) -> s
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
     with open(log, "w") as file:
         return subprocess.Popen(
-            [sys.executable, *words, *helpers.flags(values)],
+            [sys.executable, *words, *helpers.words(values)],
             stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ import helpers
 import pytest
 import torch
 from conftest import CPU
-from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights, weights_of
+from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights, scalar_folder, weights_of
 from test_policy import EXACT, gradient_of, plain_logprobs, random_batch, relative
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
@@ -164,19 +164,6 @@ def test_resample():
 
 
 # ---- the critic -------------------------------------------------------------------------------------------------
-
-
-def scalar_folder(source: str, folder, labels: int = 1, tokens: tuple = (), **config) -> str:
-    """A reward model in a folder: the body of a language model, and a head at random values far from 0."""
-    torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(source, num_labels=labels)
-    model.score.weight.data = torch.randn_like(model.score.weight)
-    model.config.update(config)
-    model.save_pretrained(folder)
-    tokenizer = helpers.make_tokenizer()
-    tokenizer.add_tokens(list(tokens))
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])

@@ -24,8 +24,7 @@ import transformers
 import tyro
 from helpers import ROOT, read_lines, tiny_model, write_rows
 
-import grpo
-import utils
+from plumbing.flags import check_training_args, parse
 
 RECIPES = sorted(str(path.relative_to(ROOT / "scripts")) for path in ROOT.glob("scripts/*/*.sh"))
 SERVED = ("train/grpo_async_6_plus_2.sh", "train/grpo_async_two_nodes.sh")  # by scripts/vllm_server.py
@@ -33,7 +32,6 @@ WORDS = {  # what a recipe wants to be called with; several: on several nodes
     "train/ppo_llama3.1_8b_2nodes.sh": [["0", "127.0.0.1"], ["1", "127.0.0.1"]],
     "train/grpo_async_two_nodes.sh": [["serve"], ["train", "127.0.0.1"]],
 }
-COMING = {"shard", "cpu_offload", "lora_rank"}  # flags of a branch, to be left out until it is merged
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
 # Stands for python, torchrun, srun, scontrol and curl.
@@ -138,8 +136,7 @@ def start(small: Path, recipe: str, folder: Path, words=(), run=True, ranks=1, s
     changes["reward_model.py"] = {flag: [x] for flag, x in (pairs | own).items()}
     served = {"model": [own["model"]], "tensor_parallel": ["1"], "kv_cache_gb": ["0.05"], "max_length": ["300"]}
     changes["vllm_server.py"] = served
-    without = sorted(COMING) if "shard" not in grpo.Args.__annotations__ else []
-    without += [] if HAS_VLLM or recipe in SERVED else ["rollout_backend", "async_steps"]
+    without = [] if HAS_VLLM or recipe in SERVED else ["rollout_backend", "async_steps"]
     setting = {
         "run": run, "log": str(folder / "log.jsonl"), "ranks": ranks, "changes": changes, "without": without,
         "named": {"value_model": [str(small / "reward_model")]},
@@ -191,18 +188,13 @@ def test_flags(recipe, small, tmp_path):
     assert trainers and all("--seed" in call["flags"] for call in trainers)  # what a user adds is passed on
     for call in calls:
         assert (ROOT / call["script"]).exists()
-        module = importlib.import_module(Path(call["script"]).stem)
-        flags, known = call["flags"], module.Args.__annotations__
-        if "shard" not in known:
-            named = [i for i, word in enumerate(flags) if word.startswith("--") and word[2:] in COMING]
-            follow = {i + 1 for i in named if i + 1 < len(flags) and not flags[i + 1].startswith("--")}
-            flags = [word for i, word in enumerate(flags) if i not in {*named, *follow}]
+        module, words = importlib.import_module(Path(call["script"]).stem), call["flags"]
         try:
-            args = tyro.cli(module.Args, args=flags)
+            args = parse(module.Args, words) if call in trainers else tyro.cli(module.Args, args=words)
         except SystemExit:
-            pytest.fail(f"{recipe}: {call['script']} does not take {flags}")
+            pytest.fail(f"{recipe}: {call['script']} does not take {words}")
         if call in trainers:
-            (module.check_args if hasattr(module, "check_args") else utils.check_ranges)(args)
+            getattr(module, "check_args", check_training_args)(args)
 
 
 def test_large_models_are_sharded_and_small_ones_are_not(small, tmp_path):

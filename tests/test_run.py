@@ -63,7 +63,7 @@ def test_what_a_run_leaves(base, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     values = variant(base, tmp_path, total_episodes=16, save_every=1, output_dir="here")
-    words = [sys.executable, str(ROOT / "grpo.py"), *helpers.flags(values)]
+    words = [sys.executable, str(ROOT / "grpo.py"), *helpers.words(values)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not re.search(r"\b(nan|inf)\b", done.stdout + done.stderr, re.IGNORECASE)
@@ -165,7 +165,7 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
     assert_close(cut, one, 3)
     two = variant(base, tmp_path, run_name="two", **EXACT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [*torchrun, str(ROOT / "grpo.py"), *helpers.flags(two)]
+    words = [*torchrun, str(ROOT / "grpo.py"), *helpers.words(two)]
     done = subprocess.run(
         words, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -322,12 +322,12 @@ def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path, number):
 # 2 evaluation, 2 steps, 2 evaluation, 2 steps, 2 evaluation.
 PHASES = {
     "first evaluation": ("grpo.generate:1", "evaluate", 0),
-    "rollout": ("grpo.Finished.__call__:23", "rollout", 0),
-    "scoring": ("Rewards.score:4", "rollout", 2),  # comes after the generation: the step is finished first
+    "rollout": ("torch.searchsorted:13", "rollout", 0),  # once a token; ten tokens in the first evaluation
+    "scoring": ("rewards.Rewards.score:4", "rollout", 2),  # comes after the generation: the step is finished first
     "evaluation": ("grpo.generate:6", "evaluate", 2),
-    "log-probs": ("grpo.over_batch:5", "log-probs", 3),
-    "update": ("utils.Optimizer.step:2", "update", 1),
-    "last update": ("utils.Optimizer.step:16", "update", 4),
+    "log-probs": ("grpo.forward_batch:5", "logprobs", 3),
+    "update": ("utils.Optimizer.step:2", "training", 1),
+    "last update": ("utils.Optimizer.step:16", "training", 4),
     "save": ("checkpoints.save_checkpoint:1", "save", 2),
 }
 
@@ -341,7 +341,7 @@ def test_signals(straight, tmp_path, phase, number):
     where, shown, step = PHASES[phase]
     values = {**straight, "output_dir": str(tmp_path), "save_every": 2 if phase == "save" else 0}
     done = run(values, code=75, place=f"{where}:{number}")
-    phases = re.findall(r"(evaluate|rollout|log-probs|update|save)(?=:)", done.err)
+    phases = re.findall(r"(evaluate|rollout|logprobs|training|save)(?=:)", done.err)
     phases = [name for name, after in zip(phases, [*phases[1:], None]) if name != after]
     if phase not in ("scoring", "log-probs", "last update", "save"):  # these finish the step
         assert phases[-2] == shown, phases
@@ -739,19 +739,21 @@ def test_a_head_that_is_not_known_ends_the_run(base, tmp_path, capsys):
     assert end.value.code == 2 and "error: --model" in capsys.readouterr().err
 
 
-def test_mfu_counts_what_each_phase_computed(base, tmp_path, monkeypatch):
+@pytest.mark.parametrize("estimator", ["full", "k3"])
+def test_mfu_counts_what_each_phase_computed(base, tmp_path, monkeypatch, estimator):
     """By hand: 2 FLOPs a parameter and token forward, 6 with backward; a GPU of 1000 FLOP/s is made up."""
     monkeypatch.setattr(utils, "peak_flops", lambda device: 1e3)
     seen = []
     collected = grpo.collect
     monkeypatch.setattr(grpo, "collect", lambda *a, **k: seen.append(collected(*a, **k)) or seen[-1])
-    values = variant(base, tmp_path, total_episodes=8, kl_estimator="full", kl_in="loss")
+    values = variant(base, tmp_path, total_episodes=8, kl_estimator=estimator, kl_in="loss")
     helpers.run_here(values)
     (row,) = [row for row in read_lines(folder_of(values) / "metrics.jsonl") if row["step"] == 1]
     size = sum(x.numel() for x in weights_of(base["model"]).values())
     tokens = sum(seen[0].batch.lengths)
     epochs = base["num_epochs"]
-    flops = {"rollout": 2, "logprobs": 2 + 2, "training": epochs * (6 + 2)}  # the exact KL passes the reference, too
+    in_training = 2 if estimator == "full" else 0  # the exact KL passes the reference in each update
+    flops = {"rollout": 2, "logprobs": 2 + 2, "training": epochs * (6 + in_training)}
     for name, each in flops.items():
         assert row[f"perf/mfu_{name}"] == pytest.approx(each * size * tokens / row[f"time/{name}"] / 1e3, rel=1e-6)
     assert row["perf/mfu"] == pytest.approx(sum(flops.values()) * size * tokens / row["time/step"] / 1e3, rel=1e-6)
@@ -763,10 +765,11 @@ def test_what_an_engine_frees_while_it_sleeps_is_no_peak(monkeypatch):
     clock = utils.Clock(torch.device("cpu"), 0.0, engine)
     monkeypatch.setattr(utils, "peak_memory_gb", lambda device: 50.0)
     clock.start()
-    clock.lap("training")
+    clock.begin("training")
+    clock.begin("sync")
     assert clock.peak_gb == 20.0
     engine.asleep = False
-    clock.lap("sync")
+    clock.begin("")
     assert clock.peak_gb == 50.0
 
 

@@ -2,7 +2,9 @@
 
 import math
 import re
+import statistics
 import time
+import types
 
 import helpers
 import pytest
@@ -11,7 +13,9 @@ from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks,
 from transformers import AutoModelForCausalLM
 
 import grpo
+import utils
 from plumbing import data, evaluation, flags, run_log
+from plumbing.rollout import Batch, join
 
 NAN = math.nan
 SCRIPTS = ["grpo", "rloo", "ppo"]
@@ -36,16 +40,21 @@ class Sampler:
         mask = torch.arange(len(responses[-1])) < torch.tensor([len(r) for r in responses])[:, None]
         stopped = torch.tensor([len(response) < samples for response in responses])
         texts = [f"{row['i']}: {len(r)}" for row, r in zip(rows, responses)]
-        queries = [[row["i"]] for row in rows]
-        return grpo.Batch(rows, queries, responses, texts, mask * -0.5, mask, stopped, {"a": torch.tensor(scores)})
+        tokens = {"response_mask": mask, "rollout_logprobs": mask * -0.5}
+        return Batch(rows, responses, texts, stopped, {"exact": torch.tensor(scores)}, tokens)
 
 
-def collected(table, position=0, moments=(0.0, 0.0, 0.0), end=None, **flags):
+REWARDS = types.SimpleNamespace(why_missing=lambda components: f"{', '.join(components)}: it returned None")
+
+
+def collected(table, position=0, so_far=(0.0, 0.0, 0.0), end=None, **flags):
     sampler, size = Sampler(table, end), len(table[0])
-    args = grpo.Args(**{"reward": ("a",), "rollout_batch_size": 4, "non_stop_penalty": False, **flags}, group_size=size)
-    prompts = [{"i": i} for i in range(40)]
+    common = {"reward": ("exact",), "rollout_batch_size": 4, "non_stop_penalty": False, "group_size": size}
+    args, prompts = grpo.Args(**common, **flags), [{"i": i, "query": [i]} for i in range(40)]
     order = [row["i"] for row in data.take_prompts(prompts, 0, 80, args.seed)]
-    experience = grpo.collect(3, position, list(moments), 2, prompts=prompts, sample=sampler, args=args)
+    options = dict(prompts=prompts, sample=sampler, rewards=REWARDS, args=args)
+    experience = grpo.collect(3, position, list(so_far), 2, **options)
+    assert experience is None or (experience.policy_step, experience.group_size) == (2, size)
     return experience, sampler.calls, order
 
 
@@ -61,8 +70,10 @@ def by_table(table, order) -> list[bool]:
 def test_without_a_filter_every_group_trains():
     table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0]]
     got, calls, order = collected(table, position=5)
-    assert calls == [(order[5:9], 2, ("rollout", 1, 3))] and got.batch is got.sampled and got.position == 9
-    torch.testing.assert_close(got.scores.tolist(), [s for i in order[5:9] for s in table[i % 3]], equal_nan=True)
+    assert calls == [(order[5:9], 2, ("rollout", 1, 3))] and groups_of(got) == order[5:9] and got.position == 9
+    expected = [s for i in order[5:9] for s in table[i % 3]]
+    torch.testing.assert_close(got.batch.scores.tolist(), expected, equal_nan=True)
+    assert got.batch.texts == [f"{i}: {n}" for i in order[5:9] for n in (1, 2)] and got.unscored == ""
     assert got.metrics["val/zero_std_fraction"] == 1 - sum(by_table(table, order[5:9])) / 4
 
 
@@ -71,8 +82,8 @@ def test_drop_leaves_out_the_groups_that_teach_nothing():
     got, calls, order = collected(table, filter_groups="drop")
     expected = [i for i, teaches in zip(order[:4], by_table(table, order)) if teaches]
     assert len(calls) == 1 and 0 < len(expected) < 4 and groups_of(got) == expected and got.position == 4
-    assert got.scores.tolist() == [s for i in expected for s in table[i % 4]]
-    assert len(got.sampled.rows) == 8 and got.metrics["val/sampled_prompts"] == 4
+    assert got.batch.scores.tolist() == [s for i in expected for s in table[i % 4]]
+    assert got.sampled_tokens == 4 * (2 + 3) and got.metrics["val/sampled_prompts"] == 4
     present = [s for i in order[:4] for s in table[i % 4] if not math.isnan(s)]
     assert got.metrics["objective/scores"] == pytest.approx(sum(present) / len(present))
 
@@ -90,35 +101,45 @@ def test_refill_samples_other_prompts_until_the_step_is_full():
         asked = min(4, math.ceil((4 - found) * (position - 2) / max(1, found)))
     assert found >= 4 and len(calls) > 3 and got.position == position
     expected = [i for i in order[2:position] if i % 5 == 0][:4]
-    assert groups_of(got) == expected and got.scores.tolist() == [0.0, 1.0] * 4
+    assert groups_of(got) == expected and got.batch.scores.tolist() == [0.0, 1.0] * 4
     assert got.batch.texts == [f"{i}: {n}" for i in expected for n in (1, 2)]
     assert got.batch.lengths == [2, 3] * 4 and got.batch.stopped.tolist() == [True, False] * 4
     assert torch.equal(got.batch.response_mask, torch.tensor([[True, False], [True, True]] * 4))
-    assert got.metrics == {
-        "objective/scores": pytest.approx(got.sampled.parts["a"].mean().item()),
-        "val/zero_std_fraction": pytest.approx(1 - found / (position - 2)), "val/sampled_prompts": position - 2,
-    }  # fmt: skip
-    assert got.moments == pytest.approx(grpo.update_moments([0.0, 0.0, 0.0], got.sampled.parts["a"]))
+    assert torch.equal(got.batch.tokens["rollout_logprobs"], got.batch.response_mask * -0.5)
+    # Metrics are of all that was sampled. The first response of each group stopped.
+    groups, groups_of_ones = position - 2, position - 2 - found
+    scores = [s for i in order[2:position] for s in table[i % 5]]
+    assert got.metrics == pytest.approx({
+        "objective/scores": statistics.fmean(scores), "val/zero_std_fraction": groups_of_ones / groups,
+        "val/sampled_prompts": groups, "objective/verifiable_correct_rate": groups_of_ones / (2 * groups),
+        "val/sequence_lengths": 1.5, "val/num_stop_token_ids": groups, "val/missing_scores": 0,
+        "reward/exact": statistics.fmean(scores), "reward_std/exact": statistics.stdev(scores),
+        "reward_correct/exact": statistics.fmean(scores),
+    })  # fmt: skip
+    assert got.sampled_tokens == groups * (2 + 3)
+    assert got.score_statistics == pytest.approx(utils.update_statistics([0.0, 0.0, 0.0], torch.tensor(scores)))
 
 
 def test_refill_ends_at_its_limit_with_what_there_is():
     table = [[0.0, 1.0]] + [[1.0, 1.0]] * 19
     got, calls, order = collected(table, filter_groups="refill", max_refills=2)
     assert [len(prompts) for prompts, *_ in calls] == [4, 4, 4] and got.position == 12
-    assert groups_of(got) == [i for i in order[:12] if i % 20 == 0] or got.scores.isnan().all()
+    assert groups_of(got) == [i for i in order[:12] if i % 20 == 0] or got.batch.scores.isnan().all()
 
 
 @pytest.mark.parametrize("how", ["drop", "refill"])
 def test_where_no_group_is_left_nothing_trains(how):
     got, calls, order = collected([[1.0, 1.0]], filter_groups=how, max_refills=2)
-    assert len(calls) == (3 if how == "refill" else 1) and got.scores.isnan().all() and len(got.scores) == 8
+    scores = got.batch.scores
+    assert len(calls) == (3 if how == "refill" else 1) and scores.isnan().all() and len(scores) == 8
     assert got.metrics["objective/scores"] == 1
 
 
 def test_a_dead_source_is_not_asked_again():
     got, calls, _ = collected([[NAN, NAN]], filter_groups="refill")
-    assert len(calls) == 1 and evaluation.silent_source(got.sampled, grpo.Args(reward=("a",))) == "a"
-    assert evaluation.silent_source(got.sampled, grpo.Args(reward=("a",), reward_weights=(0.0,))) == ""
+    assert len(calls) == 1 and got.unscored == "exact: it returned None" and got.metrics["val/missing_scores"] == 8
+    unscored = lambda weight: evaluation.unscored(got.batch, REWARDS, grpo.Args(reward_weights=(weight,)))
+    assert unscored(1.0) == got.unscored and unscored(0.0) == ""
 
 
 def test_an_interrupt_while_refilling():
@@ -129,32 +150,34 @@ def test_groups_are_compared_after_masking_and_penalties():
     """The last response of each group has no stop token, and the overlong penalty tells equal scores apart."""
     table = [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     got, *_ = collected(table, mask_truncated=True, filter_groups="drop")
-    assert {row["i"] % 2 for row in got.batch.rows} == {1} and got.scores.isnan().view(-1, 3).tolist()[0] == [0, 0, 1]
+    assert {row["i"] % 2 for row in got.batch.rows} == {1}
+    assert got.batch.scores.isnan().view(-1, 3).tolist()[0] == [0, 0, 1]
     got, *_ = collected([[1.0, 1.0]], overlong_buffer=2, max_response_length=2, filter_groups="drop")
-    assert got.scores.tolist() == [0.5, 0.0] * 4
+    assert got.batch.scores.tolist() == [0.5, 0.0] * 4
 
 
 def test_normalisation_takes_all_that_was_sampled():
-    got, *_ = collected([[0.0, 4.0]], moments=(2.0, 1.0, 8.0), reward_normalization=True)
-    moments = grpo.update_moments([2.0, 1.0, 8.0], torch.tensor([0.0, 4.0] * 4))
-    std = math.sqrt(moments[2] / 9)
-    assert got.moments == moments and got.scores.tolist() == pytest.approx(
-        [(s - moments[1]) / std for s in [0.0, 4.0] * 4], rel=1e-6
-    )
+    got, *_ = collected([[0.0, 4.0]], so_far=(2.0, 1.0, 8.0), reward_normalization=True)
+    count, mean, squares = utils.update_statistics([2.0, 1.0, 8.0], torch.tensor([0.0, 4.0] * 4))
+    assert got.score_statistics == [count, mean, squares] and count == 10
+    expected = [(s - mean) / math.sqrt(squares / 9) for s in [0.0, 4.0] * 4]
+    assert got.batch.scores.tolist() == pytest.approx(expected, rel=1e-6)
 
 
-def test_all_of_a_step_is_normalised_by_the_same_moments():
+def test_all_of_a_step_is_normalised_by_the_same_statistics():
     """Else equal scores of a step would train as different ones, and differ from remax's greedy one."""
     table = [[0.0, 4.0]] + [[4.0, 4.0]] * 3
     got, calls, _ = collected(table, reward_normalization=True, filter_groups="refill", max_refills=50)
-    assert len(calls) > 2 and len(set(got.scores.tolist())) == 2
+    assert len(calls) > 2 and len(set(got.batch.scores.tolist())) == 2
 
 
 def test_joining_many_responses_takes_no_time():
     sampler = Sampler([[0.0, 1.0]])
     batches = [sampler([{"i": i} for i in range(2000)], 2, ()) for _ in range(2)]
     begin = time.monotonic()
-    grpo.join(batches, list(range(8000)))
+    batch = join(batches)
+    batch.scores = torch.zeros(8000)
+    assert len(batch.select(list(range(0, 8000, 2))).rows) == 4000
     assert time.monotonic() - begin < 2  # seconds; it took minutes when it went through all for each
 
 
@@ -190,7 +213,8 @@ SELECTIVE = dict(filter_groups="refill", mask_truncated=True, overlong_buffer=4,
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_ranks_and_micro_batches_change_nothing(base, tmp_path, script):
-    one = variant(base, tmp_path, run_name="one", **SELECTIVE, micro_batch_tokens=1, total_episodes=24, save_every=3)
+    changes = dict(micro_batch_tokens=1, total_episodes=24, save_every=3, kl_estimator="k2")
+    one = variant(base, tmp_path, run_name="one", **SELECTIVE, **changes)
     two = {**one, "run_name": "two", "micro_batch_tokens": 1000}
     started = helpers.start(one, script=script)
     run_ranks(two, 2, (0, 0), script=script)
@@ -207,13 +231,13 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_resume_between_refills(base, tmp_path, script):
-    """SIGTERM while a step collects: the stream of prompts and the moments of the scores go on as they were."""
+    """SIGTERM while a step collects: the stream of prompts and the statistics of the scores go on as they were."""
     straight = variant(base, tmp_path, run_name="straight", **SELECTIVE, max_refills=3, total_episodes=40)
     stopped = {**straight, "run_name": "stopped"}
     running = helpers.start(straight, script=script)
     assert running.wait().code == 0
     rows = metrics_of(straight)
-    run(stopped, code=75, script=script, place=f"{script}.update_moments:4:SIGTERM")
+    run(stopped, code=75, script=script, place="utils.update_statistics:4:SIGTERM")
     done = run({**stopped, "resume": True}, script=script)
     assert "goes on after step" in done.out and metrics_of(stopped) == rows and len(rows) == 6
     assert len({row["val/sampled_prompts"] for row in rows[1:]}) > 1
@@ -228,8 +252,9 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     loss = "policy_loss" if script == "grpo" else "clipped_loss"
     original, aggregate = getattr(module, loss), module.aggregate
     divisors = []
-    collects, collect = [], module.collect
+    collects, collect, rollouts, rollout = [], module.collect, [], module.rollout
     monkeypatch.setattr(module, "collect", lambda *a, **o: collects.append(collect(*a, **o)) or collects[-1])
+    monkeypatch.setattr(module, "rollout", lambda *a, **o: rollouts.append(rollout(*a, **o)) or rollouts[-1])
     monkeypatch.setattr(module, loss, lambda *a: seen.append(a) or original(*a))
     monkeypatch.setattr(module, "aggregate", lambda *a, **o: divisors.append((o, a[1])) or aggregate(*a, **o))
     values = variant(base, tmp_path, filter_groups="drop", mask_truncated=True, num_epochs=1, mini_batch_size=32)
@@ -242,7 +267,7 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     }
     run_here(values, script)
     (experience,) = collects
-    kept = [i for i, score in enumerate(experience.scores.tolist()) if not math.isnan(score)]
+    kept = [i for i, score in enumerate(experience.batch.scores.tolist()) if not math.isnan(score)]
     lengths = [len(experience.batch.responses[i]) for i in kept]
     assert 0 < len(experience.batch.rows) < 32 and len(kept) < len(experience.batch.rows)
     assert all(experience.batch.stopped[i] for i in kept)
@@ -250,7 +275,7 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
         assert options["sequences"] == len(kept) and options["tokens"] == sum(lengths)
         assert sorted(mask.sum(1).tolist()) == sorted(lengths)
     (row,) = metrics_of(values)
-    assert row["val/num_stop_token_ids"] == experience.sampled.stopped.sum()
+    assert row["val/num_stop_token_ids"] == sum(batch.stopped.sum() for batch in rollouts)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -304,8 +329,6 @@ def test_the_schedule_goes_by_steps(base, tmp_path):
     [
         (dict(filter_groups="drop", group_size=1), "error: --filter_groups drop: takes groups, so a --group_size of 2"),
         (dict(overlong_buffer=11, max_response_length=10), "error: --overlong_buffer 11: has to be at most --max_resp"),
-        (dict(overlong_buffer=-1), "error: --overlong_buffer -1: has to be 0 or more"),
-        (dict(max_refills=-1), "error: --max_refills -1: has to be 0 or more"),
     ],
 )
 def test_flags(options, line, capsys):
@@ -313,6 +336,15 @@ def test_flags(options, line, capsys):
         flags.check_rl_args(grpo.Args(**{"mini_batch_size": 8, **options}))
     err = capsys.readouterr().err
     assert err.startswith(line) and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("flag", ["overlong_buffer", "max_refills", "reward_clip"])
+def test_ranges_of_flags(script, flag, capsys):
+    with pytest.raises(SystemExit) as end:
+        flags.parse(__import__(script).Args, [f"--{flag}", "-1"])
+    err = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert end.value.code == 2 and "has to be 0 or more, not -1" in err and f"--{flag.replace('_', '-')}" in err
 
 
 # ---- what a run says of its data --------------------------------------------------------------------------------

@@ -13,14 +13,13 @@ import helpers
 import pytest
 import torch
 import transformers
-from helpers import folder_of, metrics_of, read_lines, run, run_ranks, steps_of, weights_of
-from test_ppo import scalar_folder
+from helpers import folder_of, metrics_of, read_lines, run, run_ranks, scalar_folder, steps_of, weights_of
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import utils
-from plumbing import memory, models, vllm_engine
+from plumbing import checkpoints, memory, models, vllm_engine
 from plumbing.sharding import Sharding, gradient_sync, unsharded
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
@@ -94,7 +93,7 @@ def test_more_ranks_than_responses(base, tmp_path):
 
 # What one of two sharded ranks is told to stop at, and what is saved then; the same of the one rank that goes on.
 STOPS = {
-    "grpo": ("utils.Optimizer.step>grpo.Finished.__call__:3", "utils.Optimizer.step:1"),  # within a rollout
+    "grpo": ("utils.Optimizer.step>torch.searchsorted:3", "utils.Optimizer.step:1"),  # within a rollout
     "rloo": ("rloo.generate:6", "utils.Optimizer.step:1"),
     "ppo": ("ppo.generate:4", "utils.Optimizer.step:1"),
     "reward_model": ("utils.Optimizer.step:1", "utils.Optimizer.step:1"),
@@ -119,6 +118,37 @@ def test_other_numbers_of_ranks_go_on(base, whole, tmp_path, script):
     samples = [read_lines(folder_of(each) / "samples.jsonl") for each in (values, whole[script])]
     text = "chosen_text" if script == "reward_model" else "response"
     assert [row[text] for row in samples[0]] == [row[text] for row in samples[1]]
+
+
+def test_an_optimizer_goes_on_from_what_it_had(load, tokenizer, world, tmp_path):
+    """By names: a parameter that had no gradient yet has no state then either, and loading changes no weight."""
+    args = grpo.Args(learning_rate=0.1, precision="float32", max_skipped_updates=9)
+
+    def new() -> tuple:
+        model = load("qwen2")
+        return model, utils.Optimizer(model, args, 10)
+
+    def reloaded(model, optimizer, step: int) -> utils.Optimizer:
+        checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, {"step": step}, {"": model}, {"": optimizer}, 0)
+        other, again = new()
+        before = [parameter.clone() for parameter in other.parameters()]
+        checkpoints.load_optimizer(str(tmp_path / "checkpoints" / f"step_{step}"), "", other, again)
+        assert all(map(torch.equal, before, other.parameters()))
+        assert again.state_dict() == optimizer.state_dict()
+        return again
+
+    model, optimizer = new()
+    optimizer.parameters[0].grad = torch.full_like(optimizer.parameters[0], torch.nan)
+    optimizer.step()  # is skipped, and counted
+    assert optimizer.updates == 1 and not reloaded(model, optimizer, 1).adam.state
+    for parameter in optimizer.parameters[::2]:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    ours, theirs = (each.adam.state_dict() for each in (reloaded(model, optimizer, 2), optimizer))
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys() and 0 < len(theirs["state"]) < len(optimizer.parameters)
+    for index, state in theirs["state"].items():
+        assert all(torch.equal(state[name], ours["state"][index][name]) for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 def test_a_kill_while_shards_are_written(base, whole, tmp_path):
@@ -207,7 +237,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
         collectives.count = 0
         for last in (False, True):
             with gradient_sync(policy, last), collectives:
-                policy(ids, ids > 45 + rank + 2 * last)[0].sum().backward()
+                policy(ids, ids > 45 + rank + 2 * last)["logprobs"].sum().backward()
         gradients.append([utils.full_tensor(parameter.grad) for parameter in policy.parameters()])
         counts.append(collectives.count)
     assert counts[1] > counts[0] > 0
@@ -220,11 +250,11 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     before, moved = weights(), []
     for factor in (torch.inf if rank == 1 else 1.0, 1.0):
         with gradient_sync(policy, True):
-            (policy(ids, ids > 45)[0].sum() * factor).backward()
+            (policy(ids, ids > 45)["logprobs"].sum() * factor).backward()
         optimizer.step()
         moved.append(any(not torch.equal(x, y) for x, y in zip(before, weights())))
     plain_policy = grpo.Policy(plain, 1.0, 8)
-    plain_policy(ids, ids > 45)[0].sum().backward()
+    plain_policy(ids, ids > 45)["logprobs"].sum().backward()
     norm = torch.nn.utils.get_total_norm([x.grad for x in plain.parameters() if x.grad is not None]).item()
     assert moved == [False, True] and not math.isfinite(optimizer.norms[0])
     assert math.isclose(optimizer.norms[1], norm, rel_tol=1e-5) and len(set(world.all_gather(optimizer.norms[1:]))) == 1
@@ -374,6 +404,7 @@ def test_auto_on_gpus(base, monkeypatch, capsys, share, on):
     monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
+    monkeypatch.setattr(memory, "plan_run", lambda *_: None)
     world = utils.World(0, 8, torch.device("cuda", 0))
     sharding = Sharding(args, world, models.precision("bf16", world.device), names)
     (line,) = capsys.readouterr().out.splitlines()

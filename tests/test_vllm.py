@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import utils
-from plumbing import engines, flags, models, vllm_engine
+from plumbing import engines, flags, models, rollout, vllm_engine
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -86,10 +86,10 @@ def roll(setting, samples, engine, key=("rollout", 1, 1), **changes):
         def score(self, rows, texts, responses):
             return {"a": [float(len(text)) for text in texts]}
 
-    return grpo.rollout(
-        rows, samples, key, model=model, engine=engine, tokenizer=tokenizer, stop_ids=STOPS, rewards=Scores(),
-        args=dataclasses.replace(args, **changes), interrupt=types.SimpleNamespace(requested=False),
-        world=utils.World(0, 1, CPU), autocast=contextlib.nullcontext,
+    return rollout.rollout(
+        rows, samples, key, generate=grpo.generate, model=model, engine=engine, tokenizer=tokenizer, stop_ids=STOPS,
+        rewards=Scores(), args=dataclasses.replace(args, **changes), world=utils.World(0, 1, CPU),
+        interrupt=types.SimpleNamespace(requested=False), autocast=contextlib.nullcontext,
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def logprobs_of(model, query: list[int], response: list[int], temperature: float
 def worst(batch, model, temperature: float) -> float:
     """The largest difference between the engine's log-probabilities and the model's."""
     differences = []
-    for query, response, row in zip(batch.queries, batch.responses, batch.rollout_logprobs):
+    for query, response, row in zip(batch.queries, batch.responses, batch.tokens["rollout_logprobs"]):
         expected = logprobs_of(model, query, response, temperature)
         differences.append((row[: len(response)] - expected).abs().max().item())
     return max(differences)
@@ -118,7 +118,7 @@ def test_greedy_token_by_token(made, name):
     assert theirs.responses == ours.responses and theirs.texts == ours.texts
     assert torch.equal(theirs.response_mask, ours.response_mask) and torch.equal(theirs.stopped, ours.stopped)
     assert 0 < theirs.stopped.sum() < len(theirs.stopped) and len({len(r) for r in theirs.responses}) > 2
-    assert theirs.parts["a"].tolist() == ours.parts["a"].tolist()
+    assert torch.equal(theirs.reward_components["a"], ours.reward_components["a"])
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
@@ -128,9 +128,7 @@ def test_log_probabilities_are_those_of_the_trainer(made, temperature):
     assert worst(batch, made["model"][1], 2 * temperature) > 0.1  # the temperature counts
     ends = [response[-1] in STOPS for response in batch.responses]
     assert batch.stopped.tolist() == ends and 0 < sum(ends) < len(ends)
-    for response, end in zip(
-        batch.responses, ends
-    ):  # only the last token stops, and what has no stop is of full length
+    for response, end in zip(batch.responses, ends):  # only the last token stops; without a stop the length is full
         assert not set(response[:-1]) & set(STOPS) and (end or len(response) == 20)
 
 
@@ -287,9 +285,7 @@ def test_sharded_weights_reach_the_engine(base, tmp_path, steps):
 
 def test_one_engine_for_two_ranks(base, tmp_path):
     """Tensor parallelism: both ranks make every rollout of their engine, and each counts once."""
-    for left in helpers.Path("/dev/shm").glob(
-        "-tp:*cpushm*"
-    ):  # by ranks that were killed: vLLM would not start on a CPU
+    for left in helpers.Path("/dev/shm").glob("-tp:*cpushm*"):  # of ranks that were killed; vLLM would not start
         left.unlink()
     values = variant(base, tmp_path, run_name="one", total_episodes=8)
     two = {**values, "run_name": "two", "vllm_tensor_parallel": 2}
@@ -348,7 +344,7 @@ def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async
     assert order == [(1, 1), *((k, k - async_steps) for k in range(2, 6))]
     assert all(worst(got.batch, policies[policy], 1.0) < 1e-4 for (_, got), (_, policy) in zip(seen, order))
     assert [row["rollout/staleness"] for row in metrics_of(values)] == [0, *[async_steps] * 4]
-    assert [got.policy + 1 for _, got in seen] == [policy for _, policy in order]
+    assert [got.policy_step + 1 for _, got in seen] == [policy for _, policy in order]
 
 
 def test_the_rollout_runs_while_the_step_trains(base, tmp_path, monkeypatch):
@@ -380,9 +376,8 @@ def test_old_log_probabilities_are_of_the_policy_that_sampled(base, tmp_path, mo
     exact = dict(num_epochs=1, mini_batch_size=8, micro_batch_tokens=10_000, learning_rate=1e-2, total_episodes=24)
     run_here(variant(base, tmp_path, **{**ASYNC, **exact}))
     for (_, old, _, mask, *_), experience in zip(seen, made, strict=True):
-        sampled = {
-            tuple(row[m].tolist()) for row, m in zip(experience.batch.rollout_logprobs, experience.batch.response_mask)
-        }
+        tokens = experience.batch.tokens
+        sampled = {tuple(row[m].tolist()) for row, m in zip(tokens["rollout_logprobs"], tokens["response_mask"])}
         assert {tuple(row[m].tolist()) for row, m in zip(old, mask)} == sampled
     assert (seen[0][0] - seen[0][1])[seen[0][3]].abs().max() < 1e-4 < (seen[2][0] - seen[2][1])[seen[2][3]].abs().max()
     del seen[:], made[:]
@@ -446,7 +441,7 @@ grpo.main(tyro.cli(grpo.Args))
 def test_an_error_in_either_thread_ends_the_run(base, tmp_path, what):
     """With its traceback and exit code 1; the other thread does not keep the process alive."""
     code = BREAK.format(root=str(helpers.ROOT), what=what)
-    words = helpers.flags(variant(base, tmp_path, **ASYNC))
+    words = helpers.words(variant(base, tmp_path, **ASYNC))
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=90)
     assert done.returncode == 1 and done.stderr.count("OSError: it broke here") == 1, done.stderr[-2000:]
     assert "in broken" in done.stderr and "Fatal Python error" not in done.stderr
