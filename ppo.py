@@ -314,19 +314,19 @@ def filter_weights(grouped: Tensor, kind: str, power: float) -> Tensor:
     Returns:
         (P, G) float64, each row adds up to 1; uniform where the rule gives no response any weight.
     """
-    present = grouped.isfinite()
-    scores = torch.where(present, grouped, 0.0).double()
-    best = present & (scores == scores.masked_fill(~present, -torch.inf).amax(1, keepdim=True))
-    worst = present & (scores == scores.masked_fill(~present, torch.inf).amin(1, keepdim=True))
-    share = lambda rows: rows / rows.sum(1, keepdim=True).clamp(min=1)
+    scored = grouped.isfinite()
+    scores = torch.where(scored, grouped, 0.0).double()
+    best = scored & (scores == scores.masked_fill(~scored, -torch.inf).amax(1, keepdim=True))
+    worst = scored & (scores == scores.masked_fill(~scored, torch.inf).amin(1, keepdim=True))
+    normalise = lambda rows: rows / rows.sum(1, keepdim=True).clamp(min=1)
     if kind == "pow":
         largest = scores.abs().amax(1, keepdim=True).clamp(min=1e-300)
-        weights = torch.where(present, (scores.abs() / largest) ** power, 0.0)
+        weights = torch.where(scored, (scores.abs() / largest) ** power, 0.0)
     elif kind == "max_min":
-        weights = share(best.double()) + share(worst.double())
+        weights = normalise(best.double()) + normalise(worst.double())
     else:
-        weights = share(best.double()) + share((present & ~best).double())
-    for fallback in (present, torch.ones_like(present)):
+        weights = normalise(best.double()) + normalise((scored & ~best).double())
+    for fallback in (scored, torch.ones_like(scored)):
         weights = torch.where(weights.sum(1, keepdim=True) > 0, weights, fallback.double())
     return weights / weights.sum(1, keepdim=True)
 
@@ -343,7 +343,7 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
 
     Args:
         old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by what sampled.
-        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": that
+        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": rho
             of the whole response, 0 above cap; "none": 1.
     Returns:
         (N, T), without gradient.
@@ -380,7 +380,7 @@ def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
-def entropy_of(logits: Tensor, normaliser: Tensor) -> Tensor:
+def entropy_from_logits(logits: Tensor, normaliser: Tensor) -> Tensor:
     """Return the entropy of softmax(logits) in nats: logits (..., V) and their logsumexp (...) -> (...).
 
     H = logsumexp(z) - sum(softmax(z) * z).
@@ -405,8 +405,8 @@ class Policy(nn.Module):
         self.entropy_name = "entropies" if train_entropy else "detached_entropies"
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None, temperature: float = 0.0,
-        entropy: bool = True,
+        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None,
+        temperature: float | None = None, entropy: bool = True,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Return statistics of the response tokens.
 
@@ -414,27 +414,27 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
             response_mask: (N, L) bool, set on response tokens.
             reference: the other model of the exact KL. This policy itself stands for it without its LoRA adapter.
-            temperature: other than that of the sampling; 1 for a supervised loss.
+            temperature: divides the logits; None for the temperature of the sampling.
             entropy: whether to compute the entropies.
         Returns:
             Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "kl" with a
             reference; "entropies", or "detached_entropies" (no gradient, for the log) unless they are trained.
         """
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
-        hidden, labels = self.hidden(input_ids, predicts)  # (tokens, H), (tokens,)
+        hidden, labels = self.hidden_and_labels(input_ids, predicts)  # (tokens, H), (tokens,)
         ref_hidden = hidden.detach()
         if reference is not None:
             with torch.no_grad(), models.without_lora(reference.model):
-                ref_hidden, _ = reference.hidden(input_ids, predicts)
+                ref_hidden, _ = reference.hidden_and_labels(input_ids, predicts)
         recompute = torch.is_grad_enabled() and len(labels) > self.chunk_tokens
         parts = zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden)))
-        options = (temperature or self.temperature, reference, entropy)
+        options = (self.temperature if temperature is None else temperature, reference, entropy)
         chunks = [self.chunk(recompute, *part, *options) for part in parts]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         return {name: models.gather_positions(self.model, x, predicts) for name, x in outputs.items()}
 
-    def hidden(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what predicts each response token (tokens, H), and these tokens (tokens,), of this rank."""
+    def hidden_and_labels(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what predicts each response token (tokens, H), and these tokens (tokens,)."""
         labels = nn.functional.pad(input_ids[:, 1:], (0, 1))
         input_ids, labels, predicts = models.local_positions(self.model, input_ids, labels, predicts)
         return models.last_hidden_states(self.model, input_ids)[predicts], labels[predicts]
@@ -447,12 +447,12 @@ class Policy(nn.Module):
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def chunk(self, recompute: bool, *inputs) -> dict[str, Tensor]:
-        """Call `statistics`, with recomputation in the backward pass if asked; one function for --compile."""
+        """Call `chunk_outputs`, with recomputation in the backward pass if asked; one function for --compile."""
         if recompute:  # logits live only while they are used
-            return checkpoint(self.statistics, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self.statistics(*inputs)
+            return checkpoint(self.chunk_outputs, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self.chunk_outputs(*inputs)
 
-    def statistics(
+    def chunk_outputs(
         self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None",
         entropy: bool,
     ) -> dict[str, Tensor]:  # fmt: skip
@@ -467,7 +467,7 @@ class Policy(nn.Module):
             outputs["kl"] = exact_kl(logits.log_softmax(-1), ref_logprobs)
         if entropy:  # at the end: recomputation stops after what has a gradient, so one without is not computed twice
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_name == "entropies"):
-                outputs[self.entropy_name] = entropy_of(logits, normaliser)
+                outputs[self.entropy_name] = entropy_from_logits(logits, normaliser)
         return outputs
 
 
@@ -487,15 +487,15 @@ class Critic(nn.Module):
         return {"values": self.scalar(input_ids, nn.functional.pad(response_mask[:, 1:], (0, 1)))}
 
 
-def load_policy(args: Args, query: list[int], saved: str | None, dtype: torch.dtype, device) -> Policy:
-    """Load the policy of --model, or of the checkpoint folder `saved`; query: token ids to check its head with."""
+def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Policy:
+    """Load the policy of --model, or of the checkpoint folder `saved`."""
     model = models.load_model("--model", args.model if args.lora_rank else saved or args.model, dtype, device)
     if args.lora_rank:
         models.add_lora(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
-    models.check_head(f"--model {args.model}", model, policy.logits, query)
+    models.check_head(f"--model {args.model}", model, policy.logits)
     return policy
 
 
@@ -520,25 +520,31 @@ def reference_name(args: Args) -> str:
 
 def held_models(args: Args) -> models.ModelNames:
     """Return the models that a run holds, by which its memory is planned."""
-    frozen = [("--ref_model", name) for name in [reference_name(args)] if name]
-    frozen += [("--reward", name) for name in args.reward if is_reward_model(name)]
+    frozen = [("--reward", name) for name in args.reward if is_reward_model(name)]
+    if reference_name(args):
+        frozen.append(("--ref_model", reference_name(args)))
     critic = ("--value_model", args.value_model or args.model)
     return models.ModelNames(trained=[("--model", args.model)], scalar=[critic], frozen=frozen)
 
 
+def refreshed_reference(saved: str | None) -> str | None:
+    """Return the folder of the refreshed reference in the checkpoint folder `saved`; None if there is none."""
+    folder = saved and os.path.join(saved, "reference")
+    return folder if folder and os.path.isdir(folder) else None
+
+
 def load_reference(
-    args: Args, policy: Policy, query: list[int], saved: str | None, dtype: torch.dtype, sharding: Sharding
+    args: Args, policy: Policy, saved: str | None, dtype: torch.dtype, sharding: Sharding
 ) -> Policy | None:
     """Load the model of the KL penalty; None without one. With LoRA it is the policy, used without its adapter."""
-    name, refreshed = reference_name(args), os.path.join(saved or "", "reference")
-    if not name:
+    if not reference_name(args):
         return policy if args.kl_coef else None
-    if os.path.isdir(refreshed):  # a checkpoint has it once it was refreshed
-        name = refreshed
-    model = models.load_model("--ref_model", name, dtype, sharding.load_device).requires_grad_(False)
+    name = refreshed_reference(saved) or reference_name(args)
+    flag = f"--ref_model {name}" if args.ref_model else f"--model {name}"
+    model = models.load_model(flag.split()[0], name, dtype, sharding.load_device).requires_grad_(False)
     reference = Policy(model, args.temperature, args.logits_chunk_tokens)
-    models.check_head(f"--ref_model {name}", model, reference.logits, query)
-    models.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
+    models.check_head(flag, model, reference.logits)
+    models.check_same_shapes(flag, reference, policy, everything=args.ref_refresh_every > 0)
     # The exact KL uses its head in the policy's forward, where sharded weights outside of blocks would not be gathered.
     return sharding.shard(reference, blocks_only=args.kl_estimator == "full")
 
@@ -622,9 +628,10 @@ def generate(
             finished = finished[kept]
             cache.batch_select_indices(kept.nonzero()[:, 0])
     responses = [truncate_at_stop(row, stop_ids) for row in sequences[:, width : width + t + 1].tolist()]
-    rows = {name: x.tolist() for name, x in values.items()}
-    cut = lambda i, response: {name: row[i][: len(response)] for name, row in rows.items()}
-    return responses, [cut(i, response) for i, response in enumerate(responses)]
+    tables = {name: x.tolist() for name, x in values.items()}
+    return responses, [
+        {name: table[i][: len(response)] for name, table in tables.items()} for i, response in enumerate(responses)
+    ]
 
 
 def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
@@ -680,7 +687,7 @@ def collect(
     """
     wanted, size = args.rollout_batch_size, args.group_size
     batches, count = [], wanted
-    for refill in range(1 + args.max_refills * (args.filter_groups == "refill")):
+    for refill in range(1 + (args.max_refills if args.filter_groups == "refill" else 0)):
         rows = data.take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         batches.append(sample(rows, size, key))
@@ -741,18 +748,22 @@ def main(args: Args) -> None:
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
-    models.check_can_read("--value_model", args.value_model or args.model, tokenizer)
+    if args.value_model:
+        models.check_can_read("--value_model", args.value_model, tokenizer)
+    aggregation = args.loss_aggregation
 
     # ---- setting up: models, optimizer, rollout ----
-    precision = dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
+    precision = models.precision(args.precision, world.device)
+    dtype, loss_dtype, compute_dtype, autocast = precision
+    # Also settles --micro_batch_tokens and --logits_chunk_tokens where they are 0, by the memory of the device.
     sharding = Sharding(args, world, precision, held_models(args))
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
-    query = prompts[0]["query"][:32]
-    policy = load_policy(args, query, run.checkpoint, dtype, sharding.load_device)
+    policy = load_policy(args, run.checkpoint, dtype, sharding.load_device)
     model, wrapped = policy.model, sharding.wrap(policy)
-    reference = load_reference(args, policy, query, run.checkpoint, dtype, sharding)
-    exact = {"reference": reference} if args.kl_estimator == "full" and reference is not None else {}
-    kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
+    reference = load_reference(args, policy, run.checkpoint, dtype, sharding)
+    exact_kl_args = {"reference": reference} if args.kl_estimator == "full" and reference is not None else {}
+    kl_in_reward = reference is not None and args.kl_in == "reward"
+    kl_in_loss = reference is not None and args.kl_in == "loss"
     rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens, sharding)
     critic = load_critic(args, run.checkpoint, dtype, sharding.load_device)
     wrapped_critic = sharding.wrap(critic)
@@ -767,11 +778,12 @@ def main(args: Args) -> None:
         args=args, interrupt=run.interrupt, world=rollout_world, autocast=autocast,
     )  # fmt: skip
     collect_step = functools.partial(collect, prompts=prompts, sample=sample, rewards=rewards, args=args)
-    compute = functools.partial(forward_batch, token_budget=args.micro_batch_tokens, world=dp, autocast=autocast)
+    forward_all = functools.partial(forward_batch, token_budget=args.micro_batch_tokens, world=dp, autocast=autocast)
     evaluate = functools.partial(evaluation.evaluate, sample, eval_prompts, args) if eval_prompts else None
+    keeps_reference = bool(reference and (args.ref_refresh_every or refreshed_reference(run.checkpoint)))
     run.start(
         total_steps, tokenizer,
-        {"": model, "critic": critic.scalar.model} | ({"reference": reference.model} if args.ref_refresh_every else {}),
+        {"": model, "critic": critic.scalar.model} | ({"reference": reference.model} if keeps_reference else {}),
         {"": optimizer, "critic": critic_optimizer},
         data.token_lengths(prompts, eval_prompts, ptx_rows),
         {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
@@ -805,20 +817,20 @@ def main(args: Args) -> None:
 
         # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
         run.phase("logprobs")
-        # With one update a step the current ones are the old ones. An asynchronous rollout is by older weights: the old
-        # ones are then the engine's, unless a correction weighs the difference between both.
-        by_engine = args.async_steps > 0 and args.rollout_correction == "none"
-        needs_old = updates_a_step > 1 and not by_engine
-        if reference is not None and not exact:
+        # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
+        # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
+        old_from_engine = args.async_steps > 0 and args.rollout_correction == "none"
+        needs_old = updates_a_step > 1 and not old_from_engine
+        if reference is not None and not exact_kl_args:
             with models.without_lora(reference.model):
-                batch.tokens["ref_logprobs"] = compute(reference, batch, entropy=False)["logprobs"]
+                batch.tokens["ref_logprobs"] = forward_all(reference, batch, entropy=False)["logprobs"]
         if needs_old or kl_in_reward or args.pf_ppo != "none":
-            old = compute(policy, batch, entropy=False, **exact)
-            if exact:
+            old = forward_all(policy, batch, entropy=False, **exact_kl_args)
+            if exact_kl_args:
                 batch.tokens["kl"] = old["kl"]
             elif reference is not None:
                 batch.tokens["kl"] = kl_estimate(old["logprobs"], batch.tokens["ref_logprobs"], args.kl_estimator)
-        if by_engine:
+        if old_from_engine:
             batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(loss_dtype)
         elif needs_old:
             batch.tokens["old_logprobs"] = old["logprobs"]
@@ -826,7 +838,7 @@ def main(args: Args) -> None:
         # ---- 3. values, advantages, and which responses train ----
         run.phase("values")
         policy_trains = step > args.critic_warmup_steps
-        old_values = batch.tokens["old_values"] = compute(critic, batch)["values"]
+        old_values = batch.tokens["old_values"] = forward_all(critic, batch)["values"]
         scored = mask & scores.isfinite()[:, None]  # (N, T), the tokens that can train
         kl = batch.tokens["kl"] if kl_in_reward else None
         rewards_t = token_rewards(scores.to(loss_dtype), kl, mask, kl_coef)  # (N, T)
@@ -839,28 +851,24 @@ def main(args: Args) -> None:
         if args.pf_ppo != "none":
             groups = scores.view((1, -1) if args.group_size == 1 else (-1, args.group_size))
             odds = filter_weights(groups, args.pf_ppo, args.pf_ppo_power)
-            drawn = [i for i in resample(odds, utils.generator("filter", args.seed, step)) if scores[i].isfinite()]
+            finite = set(trained)
+            drawn = [i for i in resample(odds, utils.generator("filter", args.seed, step)) if i in finite]
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
-        model.train(), critic.train()  # for gradient checkpointing; there is no dropout
+        model.train()  # for gradient checkpointing; there is no dropout
+        critic.train()
         sums = utils.Sums(dp)
         updates = utils.mini_batches(drawn, args.mini_batch_size, args.num_epochs, (args.seed, step))
         missing = updates_a_step - len(updates)  # where responses were left out; the schedules go by steps
         optimizer.updates += missing * policy_trains
         critic_optimizer.updates += missing
         for number, (epoch, mini) in enumerate(updates):
-            tokens = mask[mini].sum().item()
-            if (
-                args.loss_aggregation == "step_token"
-            ):  # the mean over updates of sum / this is the token mean of the step
-                tokens = mask[drawn].sum().item() * args.num_epochs / len(updates)
-            mean = functools.partial(
-                aggregate,
-                how=args.loss_aggregation,
-                tokens=tokens,
-                sequences=len(mini),
-                max_length=args.max_response_length,
+            token_count = mask[mini].sum().item()
+            if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
+                token_count = mask[drawn].sum().item() * args.num_epochs / len(updates)
+            reduce_loss = functools.partial(
+                aggregate, how=aggregation, tokens=token_count, sequences=len(mini), max_length=args.max_response_length
             )
             if args.ptx_coef and policy_trains:
                 count = args.ptx_batch_size
@@ -871,7 +879,7 @@ def main(args: Args) -> None:
                 m = t["response_mask"]  # (n, T), as all of t and out
                 with gradient_sync(wrapped, last), torch.set_grad_enabled(policy_trains):
                     with autocast():
-                        out = forward_tokens(wrapped, inputs, m, **(exact if kl_in_loss else {}))
+                        out = forward_tokens(wrapped, inputs, m, **(exact_kl_args if kl_in_loss else {}))
                     logprobs = out["logprobs"]
                     old_logprobs = t.get("old_logprobs", logprobs.detach())
                     weights = correction_weights(
@@ -880,38 +888,43 @@ def main(args: Args) -> None:
                     token_losses, clipped = clipped_loss(
                         logprobs - old_logprobs, t["advantages"], args.clip_low, args.clip_high, args.dual_clip
                     )
-                    loss = policy_term = mean(token_losses * weights, m)
+                    loss = policy_term = reduce_loss(token_losses * weights, m)
+                    token_kl = torch.zeros_like(logprobs)
                     if args.entropy_coef:
-                        loss = loss - args.entropy_coef * mean(out["entropies"], m)
+                        loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
                     if kl_in_loss:
-                        token_kl = out["kl"] if exact else kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
-                        loss = loss + kl_coef * mean(token_kl, m)
-                    # DDP and FSDP take the mean over ranks, and `mean` has divided by the counts of all ranks.
+                        if exact_kl_args:
+                            token_kl = out["kl"]
+                        else:
+                            token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
+                        loss = loss + kl_coef * reduce_loss(token_kl, m)
+                    # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     if policy_trains:
                         (loss * dp.size * optimizer.loss_scale).backward()
                 with gradient_sync(wrapped_critic, last):
                     with autocast():
                         values = forward_tokens(wrapped_critic, inputs, m)["values"]
                     value_losses, raised = value_loss(values, t["old_values"], t["returns"], args.value_clip)
-                    value_term = mean(value_losses, m)
+                    value_term = reduce_loss(value_losses, m)
                     (value_term * dp.size * critic_optimizer.loss_scale).backward()
                 sums.add(value_loss=value_term, raised=masked_sum(raised.double(), m))
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
                 if epoch == 0:  # each response once
-                    kl = t["kl"] if "kl" in t else token_kl.detach() if kl_in_loss else torch.zeros_like(logprobs)
+                    kl = t.get("kl", token_kl.detach())
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
-                    if number == 0 or not by_engine:  # before the first update: the weights are those of the rollout
-                        latest = logprobs.detach() if by_engine else old_logprobs
+                    if number == 0 or not old_from_engine:  # else the first update only: nearest to what sampled
+                        latest = logprobs.detach() if old_from_engine else old_logprobs
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             if policy_trains:
                 optimizer.step()
             critic_optimizer.step()
-        model.eval(), critic.eval()
+        model.eval()
+        critic.eval()
 
-        # ---- 5. sync: the next rollout, the reference, the KL controller, the weights to the engine ----
+        # ---- 5. sync: the prefetched rollout, the engine, the reference, the KL controller ----
         if prefetch is not None and step < total_steps:
             run.phase("rollout")
             prefetched = prefetch.result()
@@ -920,7 +933,7 @@ def main(args: Args) -> None:
             engine.sync(model)
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             sync_reference(reference, policy, args.ref_refresh_mix)
-        total, responses = sums.totals(), max(1, len(trained))
+        total = sums.totals()
         if args.pf_ppo != "none":  # the sums were of the responses drawn, these are of the rollout
             total["surprisal"] = -masked_sum(old["logprobs"], scored).item()
             if reference is not None:
@@ -929,7 +942,7 @@ def main(args: Args) -> None:
         next_kl_coef = kl_coef
         if reference is not None and args.kl_controller == "adaptive" and policy_trains:
             next_kl_coef = adapt_kl_coef(
-                kl_coef, total["mean_kl"] / responses, args.kl_target, len(trained), args.kl_horizon
+                kl_coef, total["mean_kl"] / max(1, len(trained)), args.kl_target, len(trained), args.kl_horizon
             )
 
         # ---- 6. metrics ----
@@ -937,7 +950,7 @@ def main(args: Args) -> None:
             "epoch": position / len(prompts),
             "objective/kl_coef": kl_coef,
             **evaluation.policy_metrics(
-                total, len(updates), responses, args, experience.metrics["objective/scores"], kl_coef
+                total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef
             ),
             "rollout/staleness": step - 1 - experience.policy_step,
             "loss/value_avg": total["value_loss"] / max(1, len(updates)),
@@ -951,9 +964,9 @@ def main(args: Args) -> None:
             **(engine.metrics() if engine is not None else {}),
         }
         engines.watch_agreement({"step": step, **metrics})
+        mean_advantages = masked_mean(batch.tokens["advantages"], mask, 1)
         run.finish_step(
-            metrics, evaluation.sample_rows(batch, args.log_samples, masked_mean(batch.tokens["advantages"], mask, 1)),
-            experience.sampled_tokens,
+            metrics, evaluation.sample_rows(batch, args.log_samples, mean_advantages), experience.sampled_tokens,
             position=position, score_statistics=statistics, kl_coef=next_kl_coef,
             prefetched=prefetched and prefetched.state(),
         )  # fmt: skip

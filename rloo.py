@@ -236,17 +236,17 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 def leave_one_out(grouped: Tensor) -> Tensor:
     """Return R_i minus the mean of the others in its group: (P, G) -> (P, G); 0 for a lone score."""
-    present = grouped.isfinite()
-    count = present.sum(1, keepdim=True)
-    others = masked_sum(grouped, present, 1)[:, None] - grouped
+    scored = grouped.isfinite()
+    count = scored.sum(1, keepdim=True)
+    others = masked_sum(grouped, scored, 1)[:, None] - grouped
     return (grouped - others / (count - 1)).masked_fill(count < 2, 0.0)
 
 
 def minus_mean(grouped: Tensor, weights: Tensor) -> Tensor:
     """Return R_i minus the mean of its group, weighted by positive integers: (P, G), (P, G) -> (P, G)."""
-    present = grouped.isfinite()
-    total = masked_sum(weights, present, 1).clamp(min=1)
-    return grouped - (masked_sum(weights * grouped, present, 1) / total)[:, None]
+    scored = grouped.isfinite()
+    total = masked_sum(weights, scored, 1).clamp(min=1)
+    return grouped - (masked_sum(weights * grouped, scored, 1) / total)[:, None]
 
 
 def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
@@ -254,7 +254,7 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
 
     Args:
         old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by what sampled.
-        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": that
+        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": rho
             of the whole response, 0 above cap; "none": 1.
     Returns:
         (N, T), without gradient.
@@ -291,7 +291,7 @@ def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
 
 
-def entropy_of(logits: Tensor, normaliser: Tensor) -> Tensor:
+def entropy_from_logits(logits: Tensor, normaliser: Tensor) -> Tensor:
     """Return the entropy of softmax(logits) in nats: logits (..., V) and their logsumexp (...) -> (...).
 
     H = logsumexp(z) - sum(softmax(z) * z).
@@ -316,8 +316,8 @@ class Policy(nn.Module):
         self.entropy_name = "entropies" if train_entropy else "detached_entropies"
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None, temperature: float = 0.0,
-        entropy: bool = True,
+        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None,
+        temperature: float | None = None, entropy: bool = True,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Return statistics of the response tokens.
 
@@ -325,27 +325,27 @@ class Policy(nn.Module):
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
             response_mask: (N, L) bool, set on response tokens.
             reference: the other model of the exact KL. This policy itself stands for it without its LoRA adapter.
-            temperature: other than that of the sampling; 1 for a supervised loss.
+            temperature: divides the logits; None for the temperature of the sampling.
             entropy: whether to compute the entropies.
         Returns:
             Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "kl" with a
             reference; "entropies", or "detached_entropies" (no gradient, for the log) unless they are trained.
         """
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
-        hidden, labels = self.hidden(input_ids, predicts)  # (tokens, H), (tokens,)
+        hidden, labels = self.hidden_and_labels(input_ids, predicts)  # (tokens, H), (tokens,)
         ref_hidden = hidden.detach()
         if reference is not None:
             with torch.no_grad(), models.without_lora(reference.model):
-                ref_hidden, _ = reference.hidden(input_ids, predicts)
+                ref_hidden, _ = reference.hidden_and_labels(input_ids, predicts)
         recompute = torch.is_grad_enabled() and len(labels) > self.chunk_tokens
         parts = zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden)))
-        options = (temperature or self.temperature, reference, entropy)
+        options = (self.temperature if temperature is None else temperature, reference, entropy)
         chunks = [self.chunk(recompute, *part, *options) for part in parts]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         return {name: models.gather_positions(self.model, x, predicts) for name, x in outputs.items()}
 
-    def hidden(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what predicts each response token (tokens, H), and these tokens (tokens,), of this rank."""
+    def hidden_and_labels(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what predicts each response token (tokens, H), and these tokens (tokens,)."""
         labels = nn.functional.pad(input_ids[:, 1:], (0, 1))
         input_ids, labels, predicts = models.local_positions(self.model, input_ids, labels, predicts)
         return models.last_hidden_states(self.model, input_ids)[predicts], labels[predicts]
@@ -358,12 +358,12 @@ class Policy(nn.Module):
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def chunk(self, recompute: bool, *inputs) -> dict[str, Tensor]:
-        """Call `statistics`, with recomputation in the backward pass if asked; one function for --compile."""
+        """Call `chunk_outputs`, with recomputation in the backward pass if asked; one function for --compile."""
         if recompute:  # logits live only while they are used
-            return checkpoint(self.statistics, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self.statistics(*inputs)
+            return checkpoint(self.chunk_outputs, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return self.chunk_outputs(*inputs)
 
-    def statistics(
+    def chunk_outputs(
         self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None",
         entropy: bool,
     ) -> dict[str, Tensor]:  # fmt: skip
@@ -378,19 +378,19 @@ class Policy(nn.Module):
             outputs["kl"] = exact_kl(logits.log_softmax(-1), ref_logprobs)
         if entropy:  # at the end: recomputation stops after what has a gradient, so one without is not computed twice
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_name == "entropies"):
-                outputs[self.entropy_name] = entropy_of(logits, normaliser)
+                outputs[self.entropy_name] = entropy_from_logits(logits, normaliser)
         return outputs
 
 
-def load_policy(args: Args, query: list[int], saved: str | None, dtype: torch.dtype, device) -> Policy:
-    """Load the policy of --model, or of the checkpoint folder `saved`; query: token ids to check its head with."""
+def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Policy:
+    """Load the policy of --model, or of the checkpoint folder `saved`."""
     model = models.load_model("--model", args.model if args.lora_rank else saved or args.model, dtype, device)
     if args.lora_rank:
         models.add_lora(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
-    models.check_head(f"--model {args.model}", model, policy.logits, query)
+    models.check_head(f"--model {args.model}", model, policy.logits)
     return policy
 
 
@@ -401,24 +401,30 @@ def reference_name(args: Args) -> str:
 
 def held_models(args: Args) -> models.ModelNames:
     """Return the models that a run holds, by which its memory is planned."""
-    frozen = [("--ref_model", name) for name in [reference_name(args)] if name]
-    frozen += [("--reward", name) for name in args.reward if is_reward_model(name)]
+    frozen = [("--reward", name) for name in args.reward if is_reward_model(name)]
+    if reference_name(args):
+        frozen.append(("--ref_model", reference_name(args)))
     return models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
 
 
+def refreshed_reference(saved: str | None) -> str | None:
+    """Return the folder of the refreshed reference in the checkpoint folder `saved`; None if there is none."""
+    folder = saved and os.path.join(saved, "reference")
+    return folder if folder and os.path.isdir(folder) else None
+
+
 def load_reference(
-    args: Args, policy: Policy, query: list[int], saved: str | None, dtype: torch.dtype, sharding: Sharding
+    args: Args, policy: Policy, saved: str | None, dtype: torch.dtype, sharding: Sharding
 ) -> Policy | None:
     """Load the model of the KL penalty; None without one. With LoRA it is the policy, used without its adapter."""
-    name, refreshed = reference_name(args), os.path.join(saved or "", "reference")
-    if not name:
+    if not reference_name(args):
         return policy if args.kl_coef else None
-    if os.path.isdir(refreshed):  # a checkpoint has it once it was refreshed
-        name = refreshed
-    model = models.load_model("--ref_model", name, dtype, sharding.load_device).requires_grad_(False)
+    name = refreshed_reference(saved) or reference_name(args)
+    flag = f"--ref_model {name}" if args.ref_model else f"--model {name}"
+    model = models.load_model(flag.split()[0], name, dtype, sharding.load_device).requires_grad_(False)
     reference = Policy(model, args.temperature, args.logits_chunk_tokens)
-    models.check_head(f"--ref_model {name}", model, reference.logits, query)
-    models.check_same_shapes(f"--ref_model {name}", reference, policy, everything=args.ref_refresh_every > 0)
+    models.check_head(flag, model, reference.logits)
+    models.check_same_shapes(flag, reference, policy, everything=args.ref_refresh_every > 0)
     # The exact KL uses its head in the policy's forward, where sharded weights outside of blocks would not be gathered.
     return sharding.shard(reference, blocks_only=args.kl_estimator == "full")
 
@@ -502,9 +508,10 @@ def generate(
             finished = finished[kept]
             cache.batch_select_indices(kept.nonzero()[:, 0])
     responses = [truncate_at_stop(row, stop_ids) for row in sequences[:, width : width + t + 1].tolist()]
-    rows = {name: x.tolist() for name, x in values.items()}
-    cut = lambda i, response: {name: row[i][: len(response)] for name, row in rows.items()}
-    return responses, [cut(i, response) for i, response in enumerate(responses)]
+    tables = {name: x.tolist() for name, x in values.items()}
+    return responses, [
+        {name: table[i][: len(response)] for name, table in tables.items()} for i, response in enumerate(responses)
+    ]
 
 
 def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
@@ -560,7 +567,7 @@ def collect(
     """
     wanted, size = args.rollout_batch_size, args.group_size
     batches, count = [], wanted
-    for refill in range(1 + args.max_refills * (args.filter_groups == "refill")):
+    for refill in range(1 + (args.max_refills if args.filter_groups == "refill" else 0)):
         rows = data.take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         batches.append(sample(rows, size, key))
@@ -684,15 +691,17 @@ def main(args: Args) -> None:
     aggregation = args.loss_aggregation or args.ratio
 
     # ---- setting up: models, optimizer, rollout ----
-    precision = dtype, loss_dtype, compute_dtype, autocast = models.precision(args.precision, world.device)
+    precision = models.precision(args.precision, world.device)
+    dtype, loss_dtype, compute_dtype, autocast = precision
+    # Also settles --micro_batch_tokens and --logits_chunk_tokens where they are 0, by the memory of the device.
     sharding = Sharding(args, world, precision, held_models(args))
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
-    query = prompts[0]["query"][:32]
-    policy = load_policy(args, query, run.checkpoint, dtype, sharding.load_device)
+    policy = load_policy(args, run.checkpoint, dtype, sharding.load_device)
     model, wrapped = policy.model, sharding.wrap(policy)
-    reference = load_reference(args, policy, query, run.checkpoint, dtype, sharding)
-    exact = {"reference": reference} if args.kl_estimator == "full" and reference is not None else {}
-    kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == place for place in ("reward", "loss"))
+    reference = load_reference(args, policy, run.checkpoint, dtype, sharding)
+    exact_kl_args = {"reference": reference} if args.kl_estimator == "full" and reference is not None else {}
+    kl_in_reward = reference is not None and args.kl_in == "reward"
+    kl_in_loss = reference is not None and args.kl_in == "loss"
     rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
@@ -704,10 +713,11 @@ def main(args: Args) -> None:
         args=args, interrupt=run.interrupt, world=rollout_world, autocast=autocast,
     )  # fmt: skip
     collect_step = functools.partial(collect, prompts=prompts, sample=sample, rewards=rewards, args=args)
-    compute = functools.partial(forward_batch, token_budget=args.micro_batch_tokens, world=dp, autocast=autocast)
+    forward_all = functools.partial(forward_batch, token_budget=args.micro_batch_tokens, world=dp, autocast=autocast)
     evaluate = functools.partial(evaluation.evaluate, sample, eval_prompts, args) if eval_prompts else None
+    keeps_reference = bool(reference and (args.ref_refresh_every or refreshed_reference(run.checkpoint)))
     run.start(
-        total_steps, tokenizer, {"": model} | ({"reference": reference.model} if args.ref_refresh_every else {}),
+        total_steps, tokenizer, {"": model} | ({"reference": reference.model} if keeps_reference else {}),
         {"": optimizer}, data.token_lengths(prompts, eval_prompts, ptx_rows),
         {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
     )  # fmt: skip
@@ -734,34 +744,36 @@ def main(args: Args) -> None:
             prefetch.start(step + 1, position, statistics, step - 1)
         mask, scores, kl_coef = batch.response_mask, batch.scores, run.state["kl_coef"]  # (N, T), (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
-        greedy_scores, greedy_tokens = None, 0
+        greedy_scores, greedy_tokens = None, 0  # (N,)
         if args.advantage == "remax":
             greedy = score_greedy(batch, step, statistics, sample, rewards, args)
             if greedy is None:
                 run.leave()
-            greedy_scores, greedy_tokens, unscored = greedy  # (N,)
+            greedy_scores, greedy_tokens, unscored = greedy
             if unscored:
                 run.fail(f"--reward: no response of step {step} got a score from {unscored}")
-            trained = [i for i in trained if greedy_scores[i].isfinite()]
+            finite = greedy_scores.isfinite().tolist()
+            missing_greedy = finite.count(False) // args.group_size
+            trained = [i for i in trained if finite[i]]
         if engine is not None:
             engine.sleep()
 
         # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
         run.phase("logprobs")
-        # With one update a step the current ones are the old ones. An asynchronous rollout is by older weights: the old
-        # ones are then the engine's, unless a correction weighs the difference between both.
-        by_engine = args.async_steps > 0 and args.rollout_correction == "none"
-        needs_old = updates_a_step > 1 and not by_engine
-        if reference is not None and not exact:
+        # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
+        # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
+        old_from_engine = args.async_steps > 0 and args.rollout_correction == "none"
+        needs_old = updates_a_step > 1 and not old_from_engine
+        if reference is not None and not exact_kl_args:
             with models.without_lora(reference.model):
-                batch.tokens["ref_logprobs"] = compute(reference, batch, entropy=False)["logprobs"]
+                batch.tokens["ref_logprobs"] = forward_all(reference, batch, entropy=False)["logprobs"]
         if needs_old or kl_in_reward:
-            old = compute(policy, batch, entropy=False, **exact)
-            if exact:
+            old = forward_all(policy, batch, entropy=False, **exact_kl_args)
+            if exact_kl_args:
                 batch.tokens["kl"] = old["kl"]
             elif reference is not None:
                 batch.tokens["kl"] = kl_estimate(old["logprobs"], batch.tokens["ref_logprobs"], args.kl_estimator)
-        if by_engine:
+        if old_from_engine:
             batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(loss_dtype)
         elif needs_old:
             batch.tokens["old_logprobs"] = old["logprobs"]
@@ -779,11 +791,11 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
         optimizer.updates += updates_a_step - len(updates)  # fewer where responses were left out; schedules go by steps
         for number, (epoch, mini) in enumerate(updates):
-            tokens = mask[mini].sum().item()
+            token_count = mask[mini].sum().item()
             if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
-                tokens = mask[trained].sum().item() * args.num_epochs / len(updates)
-            mean = functools.partial(
-                aggregate, how=aggregation, tokens=tokens, sequences=len(mini), max_length=args.max_response_length
+                token_count = mask[trained].sum().item() * args.num_epochs / len(updates)
+            reduce_loss = functools.partial(
+                aggregate, how=aggregation, tokens=token_count, sequences=len(mini), max_length=args.max_response_length
             )
             if args.ptx_coef:
                 count = args.ptx_batch_size
@@ -794,7 +806,7 @@ def main(args: Args) -> None:
                 m = t["response_mask"]  # (n, T), as all of t and out
                 with gradient_sync(wrapped, last):
                     with autocast():
-                        out = forward_tokens(wrapped, inputs, m, **(exact if kl_in_loss else {}))
+                        out = forward_tokens(wrapped, inputs, m, **(exact_kl_args if kl_in_loss else {}))
                     logprobs = out["logprobs"]
                     old_logprobs = t.get("old_logprobs", logprobs.detach())
                     weights = correction_weights(
@@ -806,28 +818,32 @@ def main(args: Args) -> None:
                     token_losses, clipped = clipped_loss(
                         log_ratio, t["advantages"], args.clip_low, args.clip_high, args.dual_clip
                     )
-                    loss = policy_term = mean(token_losses * weights, m)
+                    loss = policy_term = reduce_loss(token_losses * weights, m)
+                    token_kl = torch.zeros_like(logprobs)
                     if args.entropy_coef:
-                        loss = loss - args.entropy_coef * mean(out["entropies"], m)
+                        loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
                     if kl_in_loss:
-                        token_kl = out["kl"] if exact else kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
-                        loss = loss + kl_coef * mean(token_kl, m)
-                    # DDP and FSDP take the mean over ranks, and `mean` has divided by the counts of all ranks.
+                        if exact_kl_args:
+                            token_kl = out["kl"]
+                        else:
+                            token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
+                        loss = loss + kl_coef * reduce_loss(token_kl, m)
+                    # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     (loss * dp.size * optimizer.loss_scale).backward()
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
                 if epoch == 0:  # each response once
-                    kl = t["kl"] if "kl" in t else token_kl.detach() if kl_in_loss else torch.zeros_like(logprobs)
+                    kl = t.get("kl", token_kl.detach())
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
-                    if number == 0 or not by_engine:  # before the first update: the weights are those of the rollout
-                        latest = logprobs.detach() if by_engine else old_logprobs
+                    if number == 0 or not old_from_engine:  # else the first update only: nearest to what sampled
+                        latest = logprobs.detach() if old_from_engine else old_logprobs
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             optimizer.step()
         model.eval()
 
-        # ---- 5. sync: the next rollout, the reference, the KL controller, the weights to the engine ----
+        # ---- 5. sync: the prefetched rollout, the engine, the reference, the KL controller ----
         if prefetch is not None and step < total_steps:
             run.phase("rollout")
             prefetched = prefetch.result()
@@ -836,11 +852,11 @@ def main(args: Args) -> None:
             engine.sync(model)
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             sync_reference(reference, policy, args.ref_refresh_mix)
-        total, responses = sums.totals(), max(1, len(trained))
+        total = sums.totals()
         next_kl_coef = kl_coef
         if reference is not None and args.kl_controller == "adaptive":
             next_kl_coef = adapt_kl_coef(
-                kl_coef, total["mean_kl"] / responses, args.kl_target, len(trained), args.kl_horizon
+                kl_coef, total["mean_kl"] / max(1, len(trained)), args.kl_target, len(trained), args.kl_horizon
             )
 
         # ---- 6. metrics ----
@@ -848,20 +864,19 @@ def main(args: Args) -> None:
             "epoch": position / len(prompts),
             "objective/kl_coef": kl_coef,
             **evaluation.policy_metrics(
-                total, len(updates), responses, args, experience.metrics["objective/scores"], kl_coef
+                total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef
             ),
             "rollout/staleness": step - 1 - experience.policy_step,
             **experience.metrics,
+            **({} if greedy_scores is None else {"val/missing_greedy_scores": missing_greedy}),
             **optimizer.metrics(),
             **(engine.metrics() if engine is not None else {}),
         }
-        if greedy_scores is not None:
-            metrics["val/missing_greedy_scores"] = int(greedy_scores.isnan().sum()) // args.group_size
         engines.watch_agreement({"step": step, **metrics})
+        mean_advantages = masked_mean(batch.tokens["advantages"], mask, 1)
         run.finish_step(
-            metrics, evaluation.sample_rows(batch, args.log_samples, masked_mean(batch.tokens["advantages"], mask, 1)),
-            experience.sampled_tokens + greedy_tokens,
-            position=position, score_statistics=statistics, kl_coef=next_kl_coef,
+            metrics, evaluation.sample_rows(batch, args.log_samples, mean_advantages),
+            experience.sampled_tokens + greedy_tokens, position=position, score_statistics=statistics, kl_coef=next_kl_coef,
             prefetched=prefetched and prefetched.state(),
         )  # fmt: skip
     run.finish()

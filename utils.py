@@ -1,6 +1,6 @@
 """What every training loop calls at every step: processes, random numbers, micro-batches, optimizer, clock, sums.
 
-Imports nothing of this project. All that has a subject of its own is a room of plumbing/.
+Imports nothing of this project. All that has a subject of its own is a module of plumbing/.
 """
 
 import hashlib
@@ -355,12 +355,6 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(tensor.device_mesh.device_type).full_tensor()  # an offloaded tensor is gathered by the GPUs
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# Sequences that several ranks share: each has a slice of the positions, and in attention some of the heads at all
-# positions (DeepSpeed Ulysses, arXiv:2309.14509)
-# ----------------------------------------------------------------------------------------------------------------
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """The most memory in use so far, in GB: of the GPU as allocated by torch, else of this process."""
     if device.type == "cuda":
@@ -378,11 +372,14 @@ class Clock:
             engine: the rollout engine; while it sleeps, the memory that torch still counts for it is free.
         """
         self.device, self.start_time, self.engine = device, time.perf_counter() - seconds_before, engine
-        self.peak_gb, self.phase = 0.0, ""
+        self.phase = ""
         self.start()
 
     def start(self) -> None:
         """Begin a step."""
+        self.peak_gb = 0.0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.seconds: dict[str, float] = {}
         self.flops: dict[str, torch.Tensor | float] = defaultdict(float)
 

@@ -188,7 +188,8 @@ def load_optimizer(folder: str, name: str, model, optimizer: Optimizer) -> None:
 
     Neither the number of ranks nor the sharding need be those of the run that saved it.
     """
-    optimizer.load_state_dict(read_trainer_state(folder)["optimizers"][name])
+    with readable(folder):
+        optimizer.load_state_dict(read_trainer_state(folder)["optimizers"][name])
     path = os.path.join(folder, name, "optimizer")
     if not os.path.isdir(path):  # saved before the first update
         return
@@ -207,7 +208,8 @@ def load_state(folder: str, world: World) -> dict:
     if os.path.exists(path):  # a resumed run may have more ranks than before; nothing in it depends on these
         set_random_state(torch.load(path, weights_only=True))
     state = read_trainer_state(folder)
-    del state["optimizers"]
+    with readable(folder):
+        del state["optimizers"]
     return state
 
 
@@ -224,7 +226,7 @@ def readable(folder: str):
     except dcp.api.CheckpointException as failed:
         ((error, _),) = failed.failures.values()
         reason = first_line(error)
-    except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+    except (RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
         reason = first_line(error)
     else:
         return

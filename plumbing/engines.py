@@ -12,7 +12,7 @@ An engine is a plumbing/vllm_engine.py Engine or plumbing/vllm_servers.py Server
     metrics()      what it says in a line of metrics.jsonl
     about          what the run says at its start
 
-Imports no other room at module level.
+Imports no other module of plumbing at module level.
 """
 
 import atexit

@@ -192,31 +192,38 @@ def parse(cls: type, words: list[str] | None = None):
     """
     # tyro groups flags by nested dataclasses. Nested values would make `args.data.dataset` of `args.dataset`, so the
     # groups exist while parsing only.
-    groups, grouped = [], set()
+    groups, grouped = {}, set()
     for owner in cls.__mro__[:-1]:
         members = []
         for name, text in docstrings(owner).items():
             if name not in grouped:
                 field = cls.__dataclass_fields__[name]
                 flag = Annotated[field.type, tyro.conf.arg(help=text), tyro.conf.OmitArgPrefixes]
-                members.append((name, flag, dataclasses.field(default=field.default)))
+                default = dataclasses.field(default=field.default, default_factory=field.default_factory)
+                members.append((name, flag, default))
                 grouped.add(name)
+        title = owner.__name__.removesuffix("Args").lower() or (
+            "algorithm" if owner is cls else f"algorithm{len(groups)}"
+        )
         group = dataclasses.make_dataclass("Group", members)
-        title = "algorithm" if owner is cls else owner.__name__.removesuffix("Args").lower()
-        groups.append((title, group, dataclasses.field(default_factory=group)))
+        groups[title] = (title, group, dataclasses.field(default_factory=group))
     one_speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     about = inspect.getmodule(cls).__doc__
     parsed = tyro.cli(
-        dataclasses.make_dataclass("Flags", groups), args=words, description=about, console_outputs=one_speaks
+        dataclasses.make_dataclass("Flags", groups.values()), args=words, description=about, console_outputs=one_speaks
     )
     return cls(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """Return the text under each field that a dataclass itself declares, {name: text}."""
+    """Return the text under each field that a dataclass itself declares, {name: text}; "" for a field without one."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    fields = [(field, text) for field, text in zip(body, body[1:]) if isinstance(field, ast.AnnAssign)]
-    return {field.target.id: " ".join(text.value.value.split()) for field, text in fields}
+    found = {}
+    for statement, after in zip(body, [*body[1:], None]):
+        if isinstance(statement, ast.AnnAssign):
+            text = getattr(getattr(after, "value", None), "value", None) if isinstance(after, ast.Expr) else None
+            found[statement.target.id] = " ".join(text.split()) if isinstance(text, str) else ""
+    return found
 
 
 def check_training_args(args) -> None:
@@ -225,7 +232,7 @@ def check_training_args(args) -> None:
         if getattr(args, name) and args.shard != "fsdp":
             fail(f"--{name}: takes --shard fsdp")
     for prefix in ("", "critic_"):
-        floor, peak = (getattr(args, f"{prefix}{name}learning_rate", 0) for name in ("min_", ""))
+        floor, peak = getattr(args, f"{prefix}min_learning_rate", 0), getattr(args, f"{prefix}learning_rate", 0)
         if floor > peak:
             fail(f"--{prefix}min_learning_rate {floor}: has to be at most --{prefix}learning_rate")
 
@@ -240,7 +247,7 @@ def check_rl_args(args) -> None:
     if args.total_episodes < responses:
         fail(f"--total_episodes {args.total_episodes}: is less than one step of {product}")
     if args.min_response_length > args.max_response_length:
-        fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length")
+        fail(f"--min_response_length {args.min_response_length}: has to be at most --max_response_length")
     if args.overlong_buffer > args.max_response_length:
         fail(f"--overlong_buffer {args.overlong_buffer}: has to be at most --max_response_length")
     if args.filter_groups != "none" and args.group_size < 2:
@@ -261,7 +268,7 @@ def check_rl_args(args) -> None:
 def check_rollout_args(args) -> None:
     """End the run for flags of the rollout that do not fit together; warn of those that bias the ratio."""
     if args.rollout_correction == "mask" and args.rollout_correction_cap < 1:
-        fail(f"--rollout_correction_cap {args.rollout_correction_cap}: has to be above 0, with mask 1 or more")
+        fail(f"--rollout_correction_cap {args.rollout_correction_cap}: takes at least 1 with --rollout_correction mask")
     if (args.rollout_backend == "server") != bool(args.rollout_servers):
         fail("--rollout_backend server and --rollout_servers ADDRESS ... go together")
     if args.vllm_tensor_parallel > 1 and args.rollout_backend != "vllm":

@@ -4,7 +4,7 @@
 transformers and torch, and tests/test_memory.py compares it with tensors counted on a CPU. No GPU has confirmed it:
 the CUDA context, NCCL and fragmentation are only allowed for, by RESERVE. GB are 1e9 bytes.
 
-From other rooms it takes how models are loaded (models), the limits of sharding (sharding), and the rollout engine's
+From other modules it takes how models are loaded (models), the limits of sharding (sharding), and the rollout engine's
 name (engines).
 """
 

@@ -7,7 +7,7 @@ line in is a call:
 A built-in reward answers {"scores": [x]} or {"error": why} for each response, so that the caller can tell which one is
 stuck. A function from a file is called with all responses and answers once.
 
-This room imports plumbing/verifiers.py only (and plumbing/sandbox.py for the reward `code`), so a worker starts in a
+This module imports plumbing/verifiers.py only (and plumbing/sandbox.py for the reward `code`), so a worker starts in a
 tenth of a second and without torch.
 """
 

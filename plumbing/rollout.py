@@ -5,7 +5,6 @@ from then on joined, padded, sliced and saved with the rest, by name. To carry a
 Imports utils, plumbing.rewards (equal scores) and plumbing.sharding (whole weights for the decode loop).
 """
 
-import math
 from dataclasses import dataclass
 from typing import Callable, Iterator
 
@@ -141,8 +140,8 @@ def logits_processors(args, width: int, stop_ids: list[int], sample: bool, devic
     if args.repetition_penalty != 1:
         found.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
     if args.min_response_length > 0:
-        least = args.min_response_length
-        found.append(logits_process.MinNewTokensLengthLogitsProcessor(width, least, stop_ids, device))
+        shortest = args.min_response_length
+        found.append(logits_process.MinNewTokensLengthLogitsProcessor(width, shortest, stop_ids, device))
     if sample:
         found.append(logits_process.TemperatureLogitsWarper(args.temperature))
         found += [logits_process.TopKLogitsWarper(args.top_k)] if args.top_k > 0 else []
@@ -165,42 +164,41 @@ def rollout(
     """
     rows = [row for row in rows for _ in range(samples or 1)]
     mine, interrupted = world.shard(list(range(len(rows)))), lambda: interrupt.requested
-    queries, numbers, device = [rows[i]["query"] for i in mine], utils.generator(*key), model_device(model)
+    queries, rng, device = [rows[i]["query"] for i in mine], utils.generator(*key), model_device(model)
+    responses, values = [], []  # of this rank: token ids; per-token values by name
     if engine is not None:
-        seeds = numbers.integers(2**62, size=len(rows))[mine].tolist() if samples else None
-        found = engine.generate(queries, seeds, stop_ids, args, interrupted)
-        found = found and (found[0], [{"rollout_logprobs": logprobs} for logprobs in found[1]])
+        seeds = rng.integers(2**62, size=len(rows))[mine].tolist() if samples else None
+        sampled = engine.generate(queries, seeds, stop_ids, args, interrupted)
+        if sampled is not None:
+            responses, values = sampled[0], [{"rollout_logprobs": logprobs} for logprobs in sampled[1]]
     else:  # a line of numbers for each response of all ranks, whichever rank generates it
-        uniforms = numbers.random((len(rows), args.max_response_length))[mine] if samples else None
-        found, size = ([], []), args.generation_batch_size
+        uniforms = torch.from_numpy(rng.random((len(rows), args.max_response_length))[mine]) if samples else None
         with unsharded(model), autocast():
-            for start in range(0, len(mine), size):
-                part = slice(start, start + size)
-                u = None if uniforms is None else torch.from_numpy(uniforms[part])
-                responses, values = generate(model, queries[part], u, stop_ids, args, interrupted)
-                found = (found[0] + responses, found[1] + values)
-    if world.any(interrupt.requested or found is None):
+            for start in range(0, len(mine), args.generation_batch_size):
+                if interrupted():
+                    break
+                part = slice(start, start + args.generation_batch_size)
+                numbers = None if uniforms is None else uniforms[part]
+                sampled = generate(model, queries[part], numbers, stop_ids, args, interrupted)
+                responses, values = responses + sampled[0], values + sampled[1]
+    if world.any(interrupted() or len(responses) < len(mine)):
         return None
-    responses, values = found
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
-    components = rewards.score([rows[i] for i in mine], texts, responses)  # {source: scores}
-    components = [dict(zip(components, scores)) for scores in zip(*components.values())]
-    everything = world.unshard(list(zip(responses, texts, values, components)), len(rows))
-    responses, texts, values, components = map(list, zip(*everything))
-    if not all(math.isfinite(x) for value in values for x in value["rollout_logprobs"]):
-        utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
-    queries = [row["query"] for row in rows]
-    scores = {name: [component[name] for component in components] for name in components[0]}
+    scores = rewards.score([rows[i] for i in mine], texts, responses)  # {source: [float]}
+    gathered = world.unshard(list(zip(responses, texts, values, *scores.values())), len(rows))
+    responses, texts, values, *columns = map(list, zip(*gathered))
+    scores = dict(zip(scores, columns))
     for name in rewards.models:
-        scores[name] = one_score([query + response for query, response in zip(queries, responses)], scores[name])
+        sequences = [row["query"] + response for row, response in zip(rows, responses)]
+        scores[name] = one_score(sequences, scores[name])
     padded = lambda name: pad_sequence([torch.tensor(value[name]) for value in values], batch_first=True).to(device)
     mask = pad_sequence([torch.ones(len(response), dtype=torch.bool) for response in responses], batch_first=True)
-    return Batch(
-        rows, responses, texts,
-        torch.tensor([response[-1] in stop_ids for response in responses], device=device),
-        {name: torch.tensor(column, device=device) for name, column in scores.items()},
-        {"response_mask": mask.to(device), **{name: padded(name) for name in values[0]}},
-    )  # fmt: skip
+    tokens = {"response_mask": mask.to(device), **{name: padded(name) for name in values[0]}}
+    if not tokens["rollout_logprobs"].isfinite().all():
+        utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
+    stopped = torch.tensor([response[-1] in stop_ids for response in responses], device=device)
+    components = {name: torch.tensor(column, device=device) for name, column in scores.items()}
+    return Batch(rows, responses, texts, stopped, components, tokens)
 
 
 @dataclass
@@ -224,12 +222,12 @@ class Experience:
     @staticmethod
     def from_state(state: dict | None, args, device) -> "Experience | None":
         """Return what `state` made, its tensors on the device; None if there is none, or if it is not for this run."""
-        if state is None or not args.async_steps or state["group_size"] != args.group_size:
+        if state is None or not args.async_steps or state["group_size"] != args.group_size:  # groups would not fit
             return None
 
-        def moved(x):
+        def to_device(x):
             if isinstance(x, dict):
-                return {name: moved(y) for name, y in x.items()}
+                return {name: to_device(y) for name, y in x.items()}
             return x.to(device) if isinstance(x, Tensor) else x
 
-        return Experience(**{**state, "batch": Batch(**moved(state["batch"]))})
+        return Experience(**{**state, "batch": Batch(**to_device(state["batch"]))})

@@ -46,7 +46,7 @@ class Run:
         self.models, self.optimizers = models, optimizers
         self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "logged": False, **state}
         if self.checkpoint:
-            self.state = checkpoints.load_state(self.checkpoint, self.world)
+            self.state |= checkpoints.load_state(self.checkpoint, self.world)
             for name, optimizer in optimizers.items():
                 checkpoints.load_optimizer(self.checkpoint, name, models[name], optimizer)
         resumed = self.state if self.checkpoint else None

@@ -1,7 +1,7 @@
 """What scripts/vllm_server.py adds to vLLM's workers, which import this file.
 
 `Worker` tells a run what the server is, and `Gloo` takes weights from a CPU, as vLLM's own "nccl" does from a GPU;
-plumbing/vllm_servers.py is the other end. Imports no other room.
+plumbing/vllm_servers.py is the other end. Imports no other module of plumbing.
 """
 
 import uuid

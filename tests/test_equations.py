@@ -16,7 +16,7 @@ from grpo import (
     adapt_kl_coef,
     aggregate,
     correction_weights,
-    entropy_of,
+    entropy_from_logits,
     equal_scores,
     exact_kl,
     final_scores,
@@ -441,7 +441,7 @@ def test_entropy_by_loops():
     for row in logits.tolist():
         weights = [math.exp(z) for z in row]
         expected.append(-math.fsum(w / sum(weights) * math.log(w / sum(weights)) for w in weights))
-    entropy = lambda x: entropy_of(x, x.logsumexp(-1))  # noqa: E731
+    entropy = lambda x: entropy_from_logits(x, x.logsumexp(-1))  # noqa: E731
     close(entropy(logits), expected)
     close(entropy(logits + 1e4), expected, 1e-8)  # shifted logits, which overflow exp
     close(entropy(torch.zeros(1, 9, dtype=torch.float64)), [math.log(9)])

@@ -390,14 +390,14 @@ def test_a_model_with_dropout_in_its_config_trains_without(load, model_folder, f
 @pytest.mark.parametrize("family", HERE)
 def test_check_head_accepts_what_policy_computes(load, family):
     model = load(family)
-    models.check_head("--model here", model, Policy(model, 1.0, 4).logits, [3, 4, 5, 6])
+    models.check_head("--model here", model, Policy(model, 1.0, 4).logits)
 
 
 @pytest.mark.parametrize("family", ["granite", "cohere"])
 def test_check_head_ends_the_run_where_logits_are_scaled(load, family, capsys):
     model = load(family)
     with pytest.raises(SystemExit) as end:
-        models.check_head("--model there", model, Policy(model, 1.0, 4).logits, [3, 4, 5, 6])
+        models.check_head("--model there", model, Policy(model, 1.0, 4).logits)
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line.startswith("error: --model there: ") and line.count("\n") == 1
