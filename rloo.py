@@ -868,7 +868,7 @@ def main(args: Args) -> None:
             ),
             "rollout/staleness": step - 1 - experience.policy_step,
             **experience.metrics,
-            **({} if greedy_scores is None else {"val/missing_greedy_scores": missing_greedy}),
+            **({"val/missing_greedy_scores": missing_greedy} if greedy_scores is not None else {}),
             **optimizer.metrics(),
             **(engine.metrics() if engine is not None else {}),
         }
@@ -876,8 +876,8 @@ def main(args: Args) -> None:
         mean_advantages = masked_mean(batch.tokens["advantages"], mask, 1)
         run.finish_step(
             metrics, evaluation.sample_rows(batch, args.log_samples, mean_advantages),
-            experience.sampled_tokens + greedy_tokens, position=position, score_statistics=statistics, kl_coef=next_kl_coef,
-            prefetched=prefetched and prefetched.state(),
+            experience.sampled_tokens + greedy_tokens, position=position, score_statistics=statistics,
+            kl_coef=next_kl_coef, prefetched=prefetched and prefetched.state(),
         )  # fmt: skip
     run.finish()
 
