@@ -54,8 +54,8 @@ class Args(flags.OutputArgs, flags.PretrainedArgs, flags.PromptArgs, flags.Scori
     """Split of --dataset to evaluate on."""
     num_prompts: flags.NonNegativeInt = 0
     """Prompts to take, the first ones of the data set; 0 for all."""
-    samples: flags.in_range(int, lambda x: 1 <= x <= 512, "between 1 and 512") | None = None
-    """Responses a prompt (n); default: 8, or 1 if --temperature is 0."""
+    samples: flags.in_range(int, lambda x: 0 <= x <= 512, "between 0 and 512") = 0
+    """Responses a prompt (n); 0: 8, or 1 if --temperature is 0."""
     k: tuple[flags.PositiveInt, ...] = ()
     """The k of pass@k and maj@k; default: the powers of two up to n."""
     temperature: flags.NonNegativeFloat = 1.0
@@ -185,8 +185,7 @@ def check_args(args: Args) -> tuple[str, int, tuple[int, ...]]:
     folder = os.path.join(args.output_dir, args.run_name or f"evaluate__{model}__{dataset}__{args.seed}")
     if os.path.exists(folder):
         utils.fail(f"--run_name {os.path.basename(folder)}: {folder} exists; take another name")
-    powers = tuple(2**i for i in range(n.bit_length()))
-    return folder, n, tuple(sorted(set(args.k))) or powers
+    return folder, n, tuple(sorted(set(args.k))) or tuple(2**i for i in range(n.bit_length()))
 
 
 def parts(total: int, size: int, name: str, world: utils.World) -> Iterator[slice]:
@@ -210,15 +209,13 @@ def generate(rows: list[dict], keys: list[tuple], model, engine, stop_ids, autoc
     with autocast():
         responses, values = grpo.generate(model, queries, uniforms, stop_ids, args, never)
     if not all(math.isfinite(x) for row in values for x in row["rollout_logprobs"]):
-        fault = "--model: its log-probabilities are not finite, so its weights or --precision are to blame"
-        utils.fail(fault, local=True)
+        utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame", True)
     return responses
 
 
-def show(results: dict) -> None:
+def show(args: Args, results: dict) -> None:
     """Print the results, a line for each number."""
-    args = results["args"]
-    print(f"{args['model']} on {args['dataset']}: {results['prompts']} prompts x {results['samples']} responses")
+    print(f"{args.model} on {args.dataset}: {results['prompts']} prompts x {results['samples']} responses")
     lines = [(name, measure, x) for name, scores in results["scores"].items() for measure, x in scores.items()]
     lines += [(name, "mean reward", x) for name, x in results["rewards"].items()]
     for name, measure, x in lines:
@@ -265,9 +262,7 @@ def main(args: Args) -> None:
     # ---- judge: which responses are correct, and what they vote for ----
     stopped = [response[-1] in stop_ids for response in responses]
     by_prompt = lambda items: [items[i : i + n] for i in range(0, len(items), n)]
-    correct: dict[str, list[bool]] = {}
-    answers: dict[str, list[str | None]] = {}
-    failures = 0
+    correct, answers, votes_as_text = {}, {}, 0  # {how it is scored: [of each response]}, twice; a number of prompts
     for judge in [name for name in args.reward if not is_reward_model(name)][:1]:
         counts = [stop or not args.require_stop for stop in stopped]
         correct[judge] = [count and score >= 1 for count, score in zip(counts, scores[judge])]
@@ -277,7 +272,7 @@ def main(args: Args) -> None:
             for part in parts(len(groups), 64, "vote", world):
                 for group, found in zip(groups[part], rewards.workers.equal_answers(groups[part])):
                     answers[judge] += map(plain_answer, group) if found is None else found
-                    failures += found is None
+                    votes_as_text += found is None
         else:
             answers[judge] = [None if judge in NO_ANSWERS else stated_answer(judge, text) for text in counted]
     if all("#### " in str(row["answer"]) for row in prompts):
@@ -296,9 +291,9 @@ def main(args: Args) -> None:
         for i, (place, row, number) in enumerate(mine)
     ]  # fmt: skip
     samples = [sample for group in world.unshard(by_prompt(samples), len(prompts)) for sample in group]
-    failures = sum(world.all_gather([failures]))
-    if failures:
-        utils.warn(f"the votes on {failures} prompts were not done within --reward_timeout, and were counted as text")
+    votes_as_text = sum(world.all_gather([votes_as_text]))
+    if votes_as_text:
+        utils.warn(f"the answers to {votes_as_text} prompts were compared as text: --reward_timeout passed, or a crash")
 
     # ---- results ----
     column = lambda name: by_prompt([sample[name] for sample in samples])  # P lists of n
@@ -323,7 +318,7 @@ def main(args: Args) -> None:
         "stopped": sum(sample["stop_reason"] == "stop" for sample in samples) / len(samples),
         "without_answer": {name: sum(row.count(None) for row in rows) / len(samples) for name, rows in voted.items()},
         "response_tokens": {"mean": sum(lengths) / len(lengths), "max": max(lengths)},
-        "votes_as_text": failures,
+        "votes_as_text": votes_as_text,
         "generation": {"seconds": seconds, "tokens_per_second": sum(lengths) / seconds, "ranks": world.size},
         "args": asdict(args),
         "versions": run_log.versions(),
@@ -340,7 +335,7 @@ def main(args: Args) -> None:
 
     checkpoints.save_folder(folder, world, write)
     if world.main:
-        show(results)
+        show(args, results)
         print(os.path.join(folder, "results.json"), flush=True)
 
 

@@ -425,7 +425,7 @@ def test_a_reward_model_alone(tmp_path):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 OUT_OF_RANGE = [
-    dict(samples=0), dict(samples=513), dict(temperature=-1), dict(temperature="nan"), dict(k=(0,)), dict(top_p=0),
+    dict(samples=-1), dict(samples=513), dict(temperature=-1), dict(temperature="nan"), dict(k=(0,)), dict(top_p=0),
     dict(top_k=-1), dict(num_prompts=-1), dict(max_response_length=0), dict(generation_batch_size=0),
     dict(reward_timeout=0), dict(micro_batch_tokens=0), dict(backend="nothing"),
 ]  # fmt: skip
@@ -434,8 +434,9 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize("changes", OUT_OF_RANGE, ids=str)
 def test_a_flag_out_of_range_is_named(changes, capsys):
     with pytest.raises(SystemExit) as end:
-        flags.parse(evaluate.Args, helpers.words({**TINY, **changes}))
-    assert end.value.code == 2 and f"--{next(iter(changes))}" in capsys.readouterr().err.replace("-", "_").replace("__", "--")
+        flags.parse(evaluate.Args, helpers.flags({**TINY, **changes}))
+    (name,) = changes
+    assert end.value.code == 2 and f"--{name}".replace("_", "-") in capsys.readouterr().err.replace("_", "-")
 
 
 ERRORS = [
