@@ -203,29 +203,30 @@ class RolloutArgs(SamplingArgs):
     to 4,096 where that still fits into 80 % of a GPU."""
 
 
-def parse(cls: type, words: list[str] | None = None):
-    """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each class that it inherits.
+def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
+    """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each of its base classes.
 
     Args:
         words: the command line without the program's name; None for that of this process.
+        title: of the group of the flags that `cls` itself declares.
     Raises:
         SystemExit: with code 2, after tyro has said what is wrong (on one rank of a node).
     """
     # tyro groups flags by nested dataclasses. Nested values would make `args.data.dataset` of `args.dataset`, so the
     # groups exist while parsing only.
     groups, grouped = [], set()
-    for owner in cls.__mro__[:-1]:
+    for owner in (cls, *cls.__bases__):
+        declaring = [cls] if owner is cls else owner.__mro__[-2::-1]
         members = []
-        for name, text in docstrings(owner).items():
+        for name, text in (item for each in declaring for item in docstrings(each).items()):
             if name not in grouped:
                 field = cls.__dataclass_fields__[name]
                 flag = Annotated[field.type, tyro.conf.arg(help=text), tyro.conf.OmitArgPrefixes]
                 members.append((name, flag, dataclasses.field(default=field.default)))
                 grouped.add(name)
         group = dataclasses.make_dataclass("Group", members)
-        script = os.path.splitext(os.path.basename(inspect.getfile(cls)))[0]
-        title = script if owner is cls else owner.__name__.removesuffix("Args").lower()
-        groups.append((title, group, dataclasses.field(default_factory=group)))
+        name = title if owner is cls else owner.__name__.removesuffix("Args").lower()
+        groups.append((name, group, dataclasses.field(default_factory=group)))
     one_speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     about = inspect.getmodule(cls).__doc__
     parsed = tyro.cli(

@@ -341,7 +341,7 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(flags.parse(Args))
+        main(flags.parse(Args, title="evaluation"))
     except KeyboardInterrupt:
         for bar in utils.progress_bars:
             bar.close()  # which ends the bar's line
