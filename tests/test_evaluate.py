@@ -434,7 +434,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize("changes", OUT_OF_RANGE, ids=str)
 def test_a_flag_out_of_range_is_named(changes, capsys):
     with pytest.raises(SystemExit) as end:
-        flags.parse(evaluate.Args, helpers.flags({**TINY, **changes}))
+        flags.parse(evaluate.Args, helpers.words({**TINY, **changes}))
     (name,) = changes
     assert end.value.code == 2 and f"--{name}".replace("_", "-") in capsys.readouterr().err.replace("_", "-")
 
