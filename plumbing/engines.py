@@ -66,7 +66,7 @@ class Prefetch:
     """Makes the next step's rollout in another thread while this step trains.
 
     So steps 1 and 2 train on data of policy 1 and step k on data of policy k - 1, as with the two queues of size one of
-    open-instruct's GRPO and of Cleanba (arXiv:2310.00036).
+    open-instruct, after Cleanba (arXiv:2310.00036).
     """
 
     # Not ThreadPoolExecutor: the interpreter waits for its threads at exit, and one may be in a collective with a rank

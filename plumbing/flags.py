@@ -1,7 +1,8 @@
 """The flags of the machinery, declared once: each script's `Args` inherits the groups that it needs.
 
 A range stands at the flag, in its type. `parse` reads a command line, and shows one group a class in `--help`. What a
-paper's table of hyperparameters would list stands in the scripts. Imports utils alone.
+paper's table of hyperparameters would list stands in the scripts. OutputArgs, PretrainedArgs, PromptArgs, ScoringArgs
+and SamplingArgs are what scripts/evaluate.py takes as well; the groups of training extend them. Imports utils alone.
 """
 
 import ast
@@ -47,13 +48,17 @@ ZeroOrAboveOne = in_range(float, lambda x: x == 0 or x > 1, "above 1, or 0 for n
 
 
 @dataclass
-class RunArgs:
+class OutputArgs:
     run_name: str = ""
-    """Name of the run's folder; default: algorithm, model, data set and seed."""
+    """Name of the run's folder; default: script, model, data set and seed."""
     output_dir: str = "runs"
     """Folder that holds the runs; several nodes need one that they share."""
     seed: NonNegativeInt = 1
     """Seed of everything random: the order of the data, the sampling, the mini-batches."""
+
+
+@dataclass
+class RunArgs(OutputArgs):
     resume: bool = False
     """Go on from the run's newest complete checkpoint, if it has one."""
     save_every: NonNegativeInt = 50
@@ -71,9 +76,9 @@ class RunArgs:
 
 
 @dataclass
-class ModelArgs:
+class PretrainedArgs:
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
-    """Model to train: a causal language model's folder or hub name."""
+    """Model to begin with: a causal language model's folder or hub name."""
     stop_token: str = "eos"
     """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
     pad_token: str = ""
@@ -82,6 +87,10 @@ class ModelArgs:
     """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
     has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
     elsewhere."""
+
+
+@dataclass
+class ModelArgs(PretrainedArgs):
     attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
     ] = "auto"
@@ -113,7 +122,7 @@ class ModelArgs:
 
 
 @dataclass
-class DataArgs:
+class PromptArgs:
     dataset: str = "openai/gsm8k"
     """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json or .parquet file, a folder, owner/name or
     owner/name:config on the hub, or a .json list of {"prob": weight, "filepath": any of these}."""
@@ -129,6 +138,10 @@ class DataArgs:
     """System turn put before each prompt that has none; "" for none."""
     max_prompt_length: PositiveInt = 512
     """Most tokens of a prompt; a longer one ends the run at the start, naming its row."""
+
+
+@dataclass
+class DataArgs(PromptArgs):
     eval_dataset: str = ""
     """Prompts to evaluate on; default: the --eval_split of --dataset, or for a single file nothing."""
     eval_split: str = "test"
@@ -140,14 +153,12 @@ class DataArgs:
 
 
 @dataclass
-class RewardArgs:
+class ScoringArgs:
     reward: tuple[str, ...] = ("math",)
-    """Reward sources, summed: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs
-    Python against the row's tests), knights, reasoning_gym, path/to/file.py:function, a reward model's folder or hub
-    name, or a reward server's http:// address. A response counts as correct if the first source that is no model gives
-    it 1 or more."""
-    reward_weights: tuple[Float, ...] = ()
-    """Weight of each reward source; default: 1 each. A source of weight 0 is only measured."""
+    """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs Python
+    against the row's tests), knights, reasoning_gym, path/to/file.py:function, a reward model's folder or hub name, or
+    a reward server's http:// address. A response counts as correct if the first source that is no model gives it 1 or
+    more."""
     reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
     """Take a reward model's score as it is, minus the mean that its config carries, or divided by its deviation too."""
     reward_timeout: PositiveFloat = 30.0
@@ -155,7 +166,29 @@ class RewardArgs:
 
 
 @dataclass
-class RolloutArgs:
+class RewardArgs(ScoringArgs):
+    reward_weights: tuple[Float, ...] = ()
+    """Weight of each reward source in their sum; default: 1 each. A source of weight 0 is only measured."""
+
+
+@dataclass
+class SamplingArgs:
+    kv_cache_gb: NonNegativeFloat = 0.0
+    """GB of vLLM's cache on each device; 0: a quarter of a GPU's memory, 1 on a CPU."""
+    generation_batch_size: PositiveInt = 512
+    """Responses that one device generates at once. Memory and speed only."""
+    min_response_length: NonNegativeInt = 0
+    """Tokens before which a stop token cannot be sampled."""
+    top_p: PositiveShare = 1.0
+    """Sample from the smallest set of tokens with this probability; below 1 it biases training's ratio."""
+    top_k: NonNegativeInt = 0
+    """Sample from this many most likely tokens; 0 for all; above 0 it biases training's ratio."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divide the logits of tokens seen before; other than 1 it biases training's ratio."""
+
+
+@dataclass
+class RolloutArgs(SamplingArgs):
     rollout_backend: Literal["auto", "hf", "vllm", "server"] = "auto"
     """What samples: transformers' model (hf), vLLM in this process, or vLLM servers; auto is vLLM on a GPU where it is
     installed, else hf."""
@@ -165,52 +198,40 @@ class RolloutArgs:
     """1: while a step trains, vLLM samples for the next one, with the weights from before the step."""
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
-    kv_cache_gb: NonNegativeFloat = 0.0
-    """GB of vLLM's cache on each device; 0: a quarter of a GPU's memory, 1 on a CPU."""
-    generation_batch_size: PositiveInt = 512
-    """Responses that one device generates at once. Memory and speed only."""
-    min_response_length: NonNegativeInt = 0
-    """Tokens before which a stop token cannot be sampled."""
-    top_p: PositiveShare = 1.0
-    """Sample from the smallest set of tokens with this probability; below 1 it biases the ratio."""
-    top_k: NonNegativeInt = 0
-    """Sample from this many most likely tokens; 0 for all; above 0 it biases the ratio."""
-    repetition_penalty: PositiveFloat = 1.0
-    """Divide the logits of tokens seen before; other than 1 it biases the ratio."""
     logits_chunk_tokens: NonNegativeInt = 0
     """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only. 0: 512, or up
     to 4,096 where that still fits into 80 % of a GPU."""
 
 
-def parse(cls: type, words: list[str] | None = None):
-    """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each class that it inherits.
+def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
+    """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each of its base classes.
 
     Args:
         words: the command line without the program's name; None for that of this process.
+        title: of the group of the flags that `cls` itself declares.
     Raises:
         SystemExit: with code 2, after tyro has said what is wrong (on one rank of a node).
     """
     # tyro groups flags by nested dataclasses. Nested values would make `args.data.dataset` of `args.dataset`, so the
     # groups exist while parsing only.
-    groups, grouped = {}, set()
-    for owner in cls.__mro__[:-1]:
+    groups, grouped = [], set()
+    for owner in (cls, *cls.__bases__):
         members = []
-        for name, text in docstrings(owner).items():
-            if name not in grouped:
-                field = cls.__dataclass_fields__[name]
-                flag = Annotated[field.type, tyro.conf.arg(help=text), tyro.conf.OmitArgPrefixes]
-                default = dataclasses.field(default=field.default, default_factory=field.default_factory)
-                members.append((name, flag, default))
-                grouped.add(name)
-        title = owner.__name__.removesuffix("Args").lower() or (
-            "algorithm" if owner is cls else f"algorithm{len(groups)}"
-        )
+        for declaring in [cls] if owner is cls else owner.__mro__[-2::-1]:
+            for name, text in docstrings(declaring).items():
+                if name not in grouped:
+                    field = cls.__dataclass_fields__[name]
+                    flag = Annotated[field.type, tyro.conf.arg(help=text), tyro.conf.OmitArgPrefixes]
+                    default = dataclasses.field(default=field.default, default_factory=field.default_factory)
+                    members.append((name, flag, default))
+                    grouped.add(name)
         group = dataclasses.make_dataclass("Group", members)
-        groups[title] = (title, group, dataclasses.field(default_factory=group))
+        name = title if owner is cls else owner.__name__.removesuffix("Args").lower() or "inherited"
+        groups.append((name, group, dataclasses.field(default_factory=group)))
     one_speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     about = inspect.getmodule(cls).__doc__
     parsed = tyro.cli(
-        dataclasses.make_dataclass("Flags", groups.values()), args=words, description=about, console_outputs=one_speaks
+        dataclasses.make_dataclass("Flags", groups), args=words, description=about, console_outputs=one_speaks
     )
     return cls(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 

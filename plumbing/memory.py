@@ -171,6 +171,14 @@ def longest_sequence(args) -> int:
     return 2 * args.max_length if hasattr(args, "max_length") else args.max_prompt_length + args.max_response_length
 
 
+def embedding_parameters(model: Model) -> tuple[int, int]:
+    """Return the parameters of embeddings and of a head over the vocabulary, and those that are only looked up."""
+    matrix = shape(model.config).vocabulary * shape(model.config).hidden
+    if not model.logits:
+        return matrix, matrix
+    return (matrix, 0) if getattr(model.config, "tie_word_embeddings", False) else (2 * matrix, matrix)
+
+
 def training_bytes(args, model: Model, sharded: bool) -> dict[str, float]:
     """Return the bytes that training one model on one micro-batch takes beside the states, by parts and at most.
 
@@ -189,10 +197,8 @@ def training_bytes(args, model: Model, sharded: bool) -> dict[str, float]:
     weight, compute = BYTES[args.precision]
     autocast = compute < weight
     tokens = max(args.micro_batch_tokens, math.ceil(longest_sequence(args) / args.sequence_parallel))
-    matrix = vocabulary * hidden  # embeddings, or the head
-    tied = model.logits and getattr(model.config, "tie_word_embeddings", False)
-    head = matrix if model.logits else 0
-    embeddings = matrix + (0 if tied else head)
+    embeddings, looked_up = embedding_parameters(model)
+    matrix, head = vocabulary * hidden, vocabulary * hidden if model.logits else 0
     block = (model.parameters - embeddings) / layers
     activations = block_activations(model.config, args.precision)
 
@@ -200,7 +206,7 @@ def training_bytes(args, model: Model, sharded: bool) -> dict[str, float]:
         copies = embeddings * weight + 2 * block * compute + (head * compute if autocast else 0)
         backward_copies = copies + embeddings * weight  # and their gradient, unsharded
     elif autocast:
-        copies = (model.parameters - (0 if tied else matrix)) * compute  # embeddings are looked up
+        copies = (model.parameters - looked_up) * compute
         backward_copies = (block + head) * compute if args.gradient_checkpointing else copies
     else:
         copies = backward_copies = 0
@@ -228,20 +234,27 @@ def training_bytes(args, model: Model, sharded: bool) -> dict[str, float]:
 def sampling_bytes(args, policy: Model, devices: Devices) -> dict[str, float]:
     """Return the bytes of what samples on this GPU, beside the states.
 
-    - sampler (hf): keys (float32 in autocast, after the rotation) and values of all rows at full length, the prompts'
-      way through one MLP, and 28 bytes a row and vocabulary entry: logits, log-probabilities, float64 distribution.
+    - sampler (hf): autocast's copies of the matrices, or with fsdp all weights, unsharded; keys (float32 in autocast,
+      after the rotation) and values of all rows; the most of: 36 bytes a row and vocabulary entry (logits as they are
+      and divided, log-probabilities, three of float64), keys and values of one layer once for each head, and, while
+      there are only the prompts, their way through one MLP.
     - engine (vllm): c a parameter, over --vllm_tensor_parallel, and the cache, by default a quarter of the GPU's memory
       (1 GB on a CPU).
     """
-    hidden, layers, _, keys, inner, vocabulary, _ = shape(policy.config)
+    hidden, layers, queries, keys, inner, vocabulary, _ = shape(policy.config)
     weight, compute = BYTES[args.precision]
     parts = {"sampler": 0.0, "engine": 0.0}
     backend = getattr(args, "rollout_backend", "none")
     if backend == "hf":
-        rows, key = args.generation_batch_size, max(4, compute) if compute < weight else weight
-        cache = rows * longest_sequence(args) * layers * keys * (key + compute)
-        prompts = rows * args.max_prompt_length * (3 * inner * compute + 3 * hidden * weight)
-        parts["sampler"] = cache + max(rows * vocabulary * 28, prompts)
+        rows, pair = args.generation_batch_size, compute + (max(4, compute) if compute < weight else weight)
+        length, prompt = longest_sequence(args), args.max_prompt_length
+        end = length * layers * keys * pair + max(vocabulary * 36, length * queries * pair)
+        begin = prompt * ((layers * keys + queries) * pair + 3 * inner * compute + 3 * hidden * weight)
+        embeddings, looked_up = embedding_parameters(policy)
+        weights = (policy.parameters - looked_up) * compute if compute < weight else 0
+        if devices.sharded:
+            weights = (policy.parameters - embeddings) * compute + embeddings * weight
+        parts["sampler"] = weights + rows * max(begin, end)
     elif backend == "vllm":
         cache = args.kv_cache_gb * 1e9 or (devices.memory / 4 if math.isfinite(devices.memory) else 1e9)
         parts["engine"] = policy.parameters * compute / args.vllm_tensor_parallel + cache

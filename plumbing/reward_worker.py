@@ -5,7 +5,8 @@ answered with {"loaded": true}, with "warning": text if there is one, or with {"
 line in is a call:
     {"reward": name, "prompts": [...], "responses": [...], "columns": {"answer": [...], ...}}
 A built-in reward answers {"scores": [x]} or {"error": why} for each response, so that the caller can tell which one is
-stuck. A function from a file is called with all responses and answers once.
+stuck. A function from a file is called with all responses and answers once. {"equal_answers": [responses]}, for a vote
+among them, is answered with {"answers": [...]}: see `equal_answers` in plumbing/verifiers.py.
 
 This module imports plumbing/verifiers.py only (and plumbing/sandbox.py for the reward `code`), so a worker starts in a
 tenth of a second and without torch.
@@ -27,7 +28,7 @@ import threading
 import traceback
 from typing import Callable
 
-from plumbing.verifiers import VERIFIERS
+from plumbing.verifiers import VERIFIERS, equal_answers
 
 # Not from utils, which imports torch.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -100,12 +101,11 @@ def main() -> None:
     answer(loaded=True, **warning)
 
     for line in sys.stdin:
-        request = json.loads(line)
-        for call in calls(request, functions[request["reward"]]):
+        for call in calls(json.loads(line), functions):
             # The caller kills this process after the time limit; if the caller is gone, the kernel does, a bit later.
             signal.setitimer(signal.ITIMER_REAL, timeout + 5)
             try:
-                answer(scores=call())
+                answer(**call())
             except BaseException as error:
                 traceback.print_exc()
                 answer(error=f"{type(error).__name__}: {error}")
@@ -143,13 +143,16 @@ def load_function(name: str) -> Callable:
     return getattr(module, function)
 
 
-def calls(request: dict, function: Callable) -> list[Callable[[], list]]:
-    """Return the calls that score a request: one for each response by a built-in reward, one for all by another."""
-    responses, columns = request["responses"], request["columns"]
-    if request["reward"] not in VERIFIERS:
-        return [lambda: as_numbers(function(request["prompts"], responses, **columns), len(responses))]
-    values = columns.get(VERIFIERS[request["reward"]].column, [None] * len(responses))
-    return [lambda response=r, value=v: [function(response, value)] for r, v in zip(responses, values)]
+def calls(request: dict, functions: dict[str, Callable]) -> list[Callable[[], dict]]:
+    """Return the calls that answer a request: one for each response to a built-in reward, else one for all of them."""
+    if "equal_answers" in request:
+        return [lambda: {"answers": equal_answers(request["equal_answers"])}]
+    name, responses, columns = request["reward"], request["responses"], request["columns"]
+    function = functions[name]
+    if name not in VERIFIERS:
+        return [lambda: {"scores": as_numbers(function(request["prompts"], responses, **columns), len(responses))}]
+    values = columns.get(VERIFIERS[name].column, [None] * len(responses))
+    return [lambda response=r, value=v: {"scores": [function(response, value)]} for r, v in zip(responses, values)]
 
 
 def as_numbers(scores, count: int) -> list[float | None]:

@@ -11,6 +11,7 @@ plumbing/models.py (reward models), and plumbing/reward_client.py where a reward
 import atexit
 import math
 import os
+import queue
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -164,6 +165,27 @@ class Workers:
         if "error" in answer:
             fail(f"--reward {answer.get('reward', ' '.join(self.names))}: {answer['error']}", local=True)
         return answer.get("warning")
+
+    def equal_answers(self, prompts: list[list[str]]) -> list[list[str | None] | None]:
+        """Return the final answers of the responses to each prompt, those equal as mathematics in the same words.
+
+        None for a prompt whose call hung or crashed.
+        """
+        idle: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in range(len(self.processes)):
+            idle.put(index)
+
+        def ask(responses: list[str]) -> list[str | None] | None:
+            index = idle.get()
+            self.processes[index].send({"equal_answers": responses})
+            answer = self.processes[index].receive(self.timeout)
+            if "dead" in answer:
+                self.replace(index)
+            idle.put(index)
+            return answer.get("answers")
+
+        with ThreadPoolExecutor(len(self.processes)) as pool:
+            return list(pool.map(ask, prompts))
 
     def close(self) -> None:
         for worker in self.processes:

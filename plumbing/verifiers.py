@@ -5,6 +5,7 @@ that raises an exception gives no score, a wrong answer gives 0. Packages, and p
 `code`, are imported by the check that needs them: the trainer imports this module too, for the names in VERIFIERS.
 """
 
+import contextlib
 import functools
 import re
 from typing import Callable, NamedTuple
@@ -52,8 +53,32 @@ def final_answer(response: str) -> str | None:
 
 def gsm8k(response: str, answer) -> float:
     """Return 1 if the last "#### number" of the response is the reference number (strict GSM8K)."""
+    return float(marked_number(response) == plain_number(gold_answer(answer)))
+
+
+def marked_number(response: str) -> str | None:
+    """Return the last "#### number" of a response as `plain_number`, None without one."""
     found = re.findall(r"####\s*(-?[$]?-?[\d,]*\.?\d+)", response)
-    return float(bool(found) and plain_number(found[-1]) == plain_number(gold_answer(answer)))
+    return plain_number(found[-1]) if found else None
+
+
+def harness_answer(response: str, flexible: bool) -> str | None:
+    """Return the answer of a response to GSM8K as lm-evaluation-harness reads it, as `harness_text`; None without one.
+
+    Its strict-match is the first "#### number", its flexible-extract the last number (lm_eval/tasks/gsm8k, version 3).
+    """
+    if flexible:
+        found = ["".join(match) for match in re.findall(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", response)[-1:]]
+    else:
+        found = re.findall(r"#### (\-?[0-9\.\,]+)", response)[:1]
+    return harness_text(found[0]) or None if found else None
+
+
+def harness_text(text: str) -> str:
+    """Return an answer, or a reference solution, as lm-evaluation-harness compares them."""
+    for ignored in (",", r"\$", r"(?s).*#### ", r"\.$"):
+        text = re.sub(ignored, "", text)
+    return text.strip().lower()
 
 
 # A reference that math-verify reads as text: a number, perhaps with a unit in words ("1,234 apples"), words, or text
@@ -87,7 +112,58 @@ def parse_response(response: str) -> list:
     return parse(response if box is None else f"$\\boxed{{{box}}}$", parsing_timeout=None)
 
 
+def equal_answers(responses: list[str]) -> list[str | None]:
+    """Return the final answer of each response as math-verify reads it, equal ones in the words of the first of them.
+
+    None for a response without one, or with one that math-verify cannot read.
+    """
+    from math_verify import verify
+
+    first_equal: dict[str, str] = {}  # answer: the first answer that is equal to it
+    distinct: list[tuple[str, list]] = []  # (answer, as math-verify parsed it), no two of them equal
+    answers = []
+    for response in responses:
+        answer = None
+        with contextlib.suppress(Exception):
+            parsed = parse_response(response)
+            answer = str(parsed[-1]) if parsed else None
+        if answer is not None and answer not in first_equal:
+            for other, parsed_other in distinct:
+                with contextlib.suppress(Exception):  # what cannot be compared is not equal
+                    if verify(parsed_other, parsed, timeout_seconds=None):
+                        first_equal[answer] = other
+                        break
+            else:
+                distinct.append((answer, parsed))
+                first_equal[answer] = answer
+        answers.append(first_equal.get(answer))
+    return answers
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def stated_answer(reward: str, response: str) -> str | None:
+    """Return the final answer of a response as text, for a vote among responses; None without one.
+
+    With the reward gsm8k, return its `marked_number`; with exact, all of it; else its `plain_answer`.
+    """
+    if reward == "gsm8k":
+        return marked_number(response)
+    return response.strip() or None if reward == "exact" else plain_answer(response)
+
+
+def plain_answer(response: str) -> str | None:
+    """Return the `final_answer` of a response, else its last line behind "####", else all that follows </think>.
+
+    Dollar signs, a final full stop, thousands separators, case and the length of white space are dropped.
+    """
+    answer = final_answer(response)
+    if answer is None:
+        marked = re.findall(r"####[ \t]*(\S.*)", response)
+        answer = marked[-1] if marked else response.rpartition("</think>")[2]
+    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", " ".join(answer.replace("$", " ").split()).rstrip(". "))
+    return answer.casefold() or None
 
 
 def exact(response: str, answer) -> float:

@@ -17,14 +17,15 @@ from utils import World, fail, set_num_threads
 class Engine:
     """vLLM's engine in this process: one a rank, or one for --vllm_tensor_parallel neighbouring ranks.
 
-    Ranks that share an engine have to make the same calls. The weights are random until the first `sync`.
+    Ranks that share an engine have to make the same calls. The weights are random until the first `sync`, unless
+    `load_format` is "auto": then they are those of --model.
 
     Attributes:
         asleep: whether its GPU memory is freed at the moment. freed_gb: GB that the last `sleep` freed.
         synced: bytes of weights that the last `sync` gave to it.
     """
 
-    def __init__(self, args, world: World, compute_dtype: torch.dtype | None):
+    def __init__(self, args, world: World, compute_dtype: torch.dtype | None, load_format: str = "dummy"):
         """Start the engine, which computes in `compute_dtype` (None: float32); end the run if it does not start."""
         # An engine in a process of its own could not be given the trainer's tensors without copies.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -51,15 +52,15 @@ class Engine:
         try:
             with self._on_stream():  # vLLM goes on with the stream that is current here
                 self.llm = vllm.LLM(
-                    args.model, dtype=compute_dtype or torch.float32, load_format="dummy", generation_config="vllm",
+                    args.model, dtype=compute_dtype or torch.float32, load_format=load_format, generation_config="vllm",
                     max_model_len=args.max_prompt_length + args.max_response_length, seed=args.seed,
                     max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache_gb * 1e9),
                     logprobs_mode="processed_logprobs", disable_log_stats=True,
                     tensor_parallel_size=args.vllm_tensor_parallel, **settings,
                 )  # fmt: skip
-        except (ValueError, RuntimeError, NotImplementedError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             why = " ".join(str(error).split())[:300]  # all lines: vLLM's first one is only a heading
-            fail(f"--rollout_backend vllm: the engine does not start with --model {args.model}: {why}")
+            fail(f"--model {args.model}: vLLM does not start with it: {why}")
         set_random_state(before)  # LLM() seeds torch, numpy and random, and a run's numbers would depend on the engine
         set_num_threads(threads)  # LLM() on a CPU leaves one thread, and puts a no-op in place of torch.set_num_threads
         if local_size is not None:

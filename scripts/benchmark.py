@@ -1,321 +1,483 @@
-"""Times grpo.py and TRL's GRPOTrainer side by side on the CPU; writes results/benchmark.json and results/benchmark.md.
+"""Measure speed and memory. Each sub-command prints tables; the files in results/ are what these commands wrote:
 
-    python -m venv trl-venv
-    trl-venv/bin/pip install torch==2.13.0 transformers==5.19.0 datasets==5.2.0 trl==1.16.0    # grpo.py's own versions
-    python scripts/benchmark.py --trl_python trl-venv/bin/python --rounds 5
+    trl-venv/bin/python scripts/benchmark.py trl --output results/benchmark.md    # and benchmark.json, with each step
+    python scripts/benchmark.py training --output results/training.md             # on a GPU: the shapes of Qwen2.5
+    python scripts/benchmark.py training --shapes 10m-large 10m-small --variants compile --sequences 8 --length 112 \\
+        --output results/compile.md                                               # on a CPU
+    python scripts/benchmark.py rollout --output results/rollout.md
+    python scripts/benchmark.py rewards --output results/rewards.md
+    python scripts/benchmark.py padding --output results/padding.md
 
-A pair is one process of each, one after the other: the same model, prompts, loss, optimizer, reward, float32
-arithmetic, number of threads and transformers' `generate`. What is not the work (evaluation, checkpoints, trackers,
-gradient checkpointing) is off in both. grpo.py has the flags of scripts/demo.sh, TRL the fastest of the micro-batch
-sizes that were tried by hand. A step lasts from the end of the one before to its own end, logging included; the first
-two of a run are left out. Linux only: memory is read from /proc.
+TRL is in an environment of its own, with the same versions of all else (python -m venv trl-venv; trl-venv/bin/pip
+install -r requirements.txt trl==1.16.0). Linux only: a process's memory is read from /proc.
+
+Runs that are compared take turns, each in a process of its own, and are shown in one form of table. Seconds are medians
+over the runs of the median step, the first two left out; a step lasts from the end of the one before to its own end.
 """
 
 import json
 import math
 import os
+import platform
+import re
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from dataclasses import dataclass
+from importlib import metadata
+from unittest import mock
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SYSTEMS = ("ours", "TRL")
-WARM_UP = 2  # first steps of a run, left out
-# scripts/demo.sh, with evaluation and checkpoints off
-DEMO = """--model assets/tiny --dataset arithmetic --system_prompt= --reward gsm8k --max_prompt_length 16
-    --max_response_length 48 --rollout_batch_size 32 --group_size 8 --mini_batch_size 256 --micro_batch_tokens 4096
-    --learning_rate 3e-4 --adam_beta2 0.95 --warmup_ratio 0.04 --kl_coef 0.001 --eval_every 0 --save_every 0""".split()
-COMPARED = "--kl_coef 0 --warmup_ratio 0 --no-non_stop_penalty".split()  # and, from the job, these flags:
-SHARED = "model dataset reward learning_rate rollout_batch_size mini_batch_size max_response_length micro_batch_tokens"
+import torch
+import transformers
+import tyro
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import grpo
+import utils
+from plumbing import checkpoints, rewards, run, run_log, verifiers
+from plumbing.flags import parse
+from plumbing.rows import arithmetic_rows
+
+app, TINY, GPU = tyro.extras.SubcommandApp(), os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
+SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabulary
+    "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B
+    "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B
+    "10m-large": (64, 4, 4, 2, 256, 151_936),  # 10 million parameters, most of them in the vocabulary
+    "10m-small": (320, 8, 5, 5, 1280, 512),  # 13 million parameters, most of them in the blocks
+    "10m-rollout": (256, 8, 4, 4, 1024, 8_192),
+    "long tail": (64, 2, 4, 2, 256, 64),
+    "large vocabulary": (64, 2, 4, 2, 256, 151_936),
+}
+# Of all runs: the demo's task without a system turn, KL, evaluation and checkpoints.
+RUN = {
+    "dataset": "arithmetic", "system_prompt": "", "reward": "gsm8k", "max_prompt_length": 16, "group_size": 8,
+    "adam_beta2": 0.95, "warmup_ratio": 0, "kl_coef": 0, "eval_every": 0, "save_every": 0, "log_samples": 0,
+    "logits_chunk_tokens": 512, "micro_batch_tokens": 4096, "run_name": "run",
+}  # fmt: skip
+
+
+def report(output: str, title: str, about: list[str], *tables: list) -> None:
+    """Print lines and tables (rows of cells, the header first) as Markdown, and write them if `output` names a file."""
+    device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
+    row = lambda cells: f"| {' | '.join(cells)} |"
+    lines = [f"# {title}", "", f"`python scripts/benchmark.py {shlex.join(sys.argv[1:])}`", ""]
+    lines += [f"- {time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}", *(f"- {line}" for line in about)]
+    for header, *rows in tables:
+        lines += ["", row(header), "|---" * len(header) + "|", *map(row, rows)]
+    print(*lines, sep="\n")
+    if output:
+        with open(output, "w") as file:
+            file.write("\n".join(lines) + "\n")
+
+
+def random_model(shape: str, folder: str) -> str:
+    """Save a random Qwen2 with the tokenizer of assets/tiny; return the folder.
+
+    Every token of "long tail" is as likely as any other, so that a response stops after each with probability 1/64.
+    """
+    hidden, layers, heads, key_heads, inner, vocabulary = SHAPES[shape]
+    config = transformers.Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_heads, max_position_embeddings=8192, bos_token_id=None,
+        eos_token_id=1, pad_token_id=0, tie_word_embeddings=shape != "long tail",
+    )  # fmt: skip
+    transformers.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if shape == "long tail":
+        model.lm_head.weight.data.zero_()
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+WARM_UP = 2  # first steps of a run, which do not count
+COLUMNS = {  # of a table of runs: the metrics of a step
+    "step, s": "time/whole", "rollout, s": "time/rollout", "log-probs, s": "time/logprobs",
+    "updates, s": "time/training", "sync, s": "time/sync", "tokens": "val/sequence_lengths",
+    "MFU of updates": "perf/mfu_training",
+}  # fmt: skip
+
+
+class PeakMemory:
+    """The most memory that this process takes over what it has at the beginning, in MiB."""
+
+    def begin(self) -> None:
+        self.before = self._read("VmRSS")
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+    def end(self) -> None:
+        self.mib = self._read("VmHWM") - self.before
+
+    def _read(self, field: str) -> float:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
+
+
+def run_grpo(folder: str, flags: dict, more: list[str]) -> dict:
+    """Return the metrics of each step of a run with RUN and these flags, "time/whole" among them, and its peak memory
+    over the loaded models in MiB (of a GPU: all that is allocated). `more`: further words of its command line."""
+    words = [f"--{name}={x}" for name, x in (RUN | flags | {"output_dir": folder}).items()]
+    args = parse(grpo.Args, [*words, "--no-non_stop_penalty", *more])
+    memory, start = PeakMemory(), run.Run.start
+
+    def training_begins(*inputs):
+        start(*inputs)
+        memory.begin()
+
+    ends = mock.patch.object(checkpoints, "save_final", lambda *_: memory.end())
+    with ends, mock.patch.object(run.Run, "start", training_begins):
+        grpo.main(args)
+    steps, ended = run_log.read_jsonl(os.path.join(folder, args.run_name, "metrics.jsonl")), 0.0
+    for step in steps:
+        step["time/whole"], ended = step["time/from_scratch"] - ended, step["time/from_scratch"]
+    allocated = max(step["perf/peak_memory_gb"] for step in steps) * 1e9 / 2**20
+    return {"steps": steps, "peak": allocated if GPU else memory.mib}
+
+
+def compare(kinds: dict[str, tuple], rounds: int, threads: int = 1) -> dict[str, list[dict] | str]:
+    """Return what the function of each kind returned, round by round, or a line that says why it could not.
+
+    Args:
+        kinds: {name: (function of this file, flags, more)}; it is called with a folder, the flags and a seed, and more.
+    """
+    results: dict[str, list[dict] | str] = {kind: [] for kind in kinds}
+    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    for number, (kind, (function, flags, more)) in enumerate(list(kinds.items()) * rounds):
+        if isinstance(results[kind], str):
+            continue
+        with tempfile.TemporaryDirectory() as work:  # with an empty cache, so that the first update compiles all
+            job = json.dumps([work, {**flags, "seed": 1 + number // len(kinds)}, more])
+            words = [sys.executable, os.path.abspath(__file__), "--call", function.__name__, job]
+            inherited, load = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": work}, os.getloadavg()[0]
+            done = subprocess.run(words, cwd=utils.ROOT, env=inherited | env, capture_output=True, text=True)
+        if done.returncode == 0:
+            results[kind].append({**json.loads(done.stdout.splitlines()[-1]), "load": load})
+        else:
+            lines = [line for line in done.stderr.splitlines() if "rror" in line] or [f"exit code {done.returncode}"]
+            results[kind] = lines[-1].removeprefix("error: ")[:300]
+        print(f"{kind}, round {1 + number // len(kinds)}: {'measured' if done.returncode == 0 else results[kind]}")
+    return results
+
+
+def run_table(title: str, results: dict[str, list[dict] | str], ratio_of: tuple[str, ...]) -> list[list[str]]:
+    """Return a table of what `compare` returned; ratio_of: metrics whose sum is divided by that of the first kind,
+    round by round, shown as median (lowest to highest)."""
+    header = [title, *COLUMNS, "first step, s", "peak, MiB", "load", "ratio of " + " + ".join(ratio_of)]
+    base, rows = next(iter(results.values())), []
+
+    def median(run: dict, key: str) -> float:
+        return statistics.median([step.get(key) or math.nan for step in run["steps"][WARM_UP:]] or [math.nan])
+
+    for kind, found in results.items():
+        if isinstance(found, str) or isinstance(base, str):
+            rows.append([kind, str(found), *[""] * (len(header) - 2)])
+            continue
+        numbers = [[median(run, key) for run in found] for key in COLUMNS.values()]
+        numbers.append([run["steps"][0]["time/whole"] for run in found])
+        numbers += [[run[key] for run in found] for key in ("peak", "load")]
+        cells = ["" if math.isnan(x) else f"{x:,.4g}" for x in map(statistics.median, numbers)]
+        total = lambda run: sum(median(run, key) for key in ratio_of)
+        ratios = [total(run) / total(other) for run, other in zip(found, base)]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        rows.append([kind, *cells, "" if math.isnan(ratios[0]) else spread])
+    return [header, *rows]
+
+
+# ---- grpo.py and TRL's GRPOTrainer -----------------------------------------------------------------------------------
+
 CASES = {
     "short": "the demo without KL: 32 prompts x 8 responses of up to 48 tokens; the strict #### reward",
     "long tail": "a model that stops after each token with probability 1/64: 32 x 8 responses of up to 256 tokens; the "
     "reward is the parity of a checksum, so that groups have advantages; the learning rate is negligible",
-    "demo": "scripts/demo.sh, KL included, evaluation and checkpoints off; grpo.py only",
-    "memory, at once": "the long tail with a vocabulary of 151,936; 2 prompts x 8 responses in one micro-batch",
+    "memory, at once": "a vocabulary of 151,936; 2 prompts x 8 responses of up to 256 tokens in one micro-batch",
     "memory, one by one": "the same in micro-batches of one response",
 }
 
 
-@dataclass
-class Args:
-    trl_python: str
-    """Python of the environment that has TRL."""
-    rounds: int = 5
-    """Pairs of each case and number of threads."""
-    threads: tuple[int, ...] = (1,)
-    """Numbers of threads to measure with, one after the other; memory is measured with the first."""
-    output_dir: str = "results"
-    """Folder for benchmark.json and benchmark.md."""
-
-
-def read_jsonl(path: str) -> list[dict]:
-    with open(path) as file:
-        return [json.loads(line) for line in file]
+def trl_cases(work: str) -> dict[str, tuple[dict, int]]:
+    """Make models and prompts in a folder; return by case the flags of grpo.py, and TRL's micro-batch in responses."""
+    prompts, tail, large = (os.path.join(work, name) for name in ("arithmetic.jsonl", "tail", "large"))
+    with open(prompts, "w") as file:  # as many as "short" takes, so both systems train on each of them once
+        file.writelines(json.dumps(row) + "\n" for row in arithmetic_rows("train", 12 * 32))
+    short = {
+        "model": TINY, "dataset": prompts, "reward": "gsm8k", "learning_rate": 3e-4, "rollout_batch_size": 32,
+        "mini_batch_size": 256, "max_response_length": 48, "total_episodes": 12 * 256,
+    }  # fmt: skip
+    long = {"model": random_model("long tail", tail), "max_response_length": 256, "total_episodes": 6 * 256}
+    long = {**short, **long, "reward": "scripts/benchmark.py:checksum_parity", "learning_rate": 1e-9}
+    large = {**long, "model": random_model("large vocabulary", large), "rollout_batch_size": 2, "mini_batch_size": 16}
+    large["total_episodes"] = 2 * 16
+    at_once, one_by_one = ({**large, "micro_batch_tokens": tokens} for tokens in (16_384, 1))
+    return dict(zip(CASES, ((short, 128), (long, 64), (at_once, 16), (one_by_one, 1))))
 
 
 def checksum_parity(prompts: list[str], responses: list[str], **columns) -> list[float]:
     return [float(zlib.crc32(response.encode()) % 2) for response in responses]
 
 
-def memory(field: str) -> float:
-    """MiB of this process now (VmRSS), or at most since the last `reset_peak` (VmHWM)."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
-
-
-def reset_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-
-
-# ---- the two sides, each in a process of its own: seconds of the steps, peak memory over the loaded model ------------
-
-
-def our_side(job: dict) -> dict:
-    sys.path.insert(0, ROOT)
-    import tyro
-
-    import grpo
-    from plumbing import checkpoints, run, run_log
-
-    flags = [*DEMO, f"--total_episodes={job['steps'] * job['mini_batch_size']}", f"--seed={job['seed']}"]
-    if job["case"] != "demo":
-        flags += COMPARED + [f"--{name}={job[name]}" for name in SHARED.split()]
-    result = {"versions": run_log.versions(), "flags": " ".join(flags)}
-
-    class MeasuredRun(run_log.RunLog):  # made when all is loaded and training begins
-        def __init__(self, *args):
-            result["peak_mib"] = -memory("VmRSS")
-            reset_peak()
-            super().__init__(*args)
-
-    def training_ends(*args):
-        result["peak_mib"] += memory("VmHWM")
-
-    run.RunLog, checkpoints.save_final = MeasuredRun, training_ends
-    grpo.main(tyro.cli(grpo.Args, args=[*flags, "--output_dir", job["folder"], "--run_name", "run"]))
-    rows = read_jsonl(os.path.join(job["folder"], "run", "metrics.jsonl"))
-    result["steps"] = [
-        {
-            "step": row["time/from_scratch"] - before["time/from_scratch"],
-            "rollout": row["time/rollout"], "logprobs": row["time/logprobs"], "update": row["time/training"],
-            "score": row["objective/scores"], "tokens": row["val/sequence_lengths"] * job["mini_batch_size"],
-        }
-        for before, row in zip(rows[WARM_UP - 1 :], rows[WARM_UP:])
-    ]  # fmt: skip
-    return result
-
-
-def trl_side(job: dict) -> dict:
-    import torch
-    import transformers
+def run_trl(folder: str, flags: dict, micro_batch: int) -> dict:
+    """Return what `run_grpo` does, of the same run by TRL; micro_batch: responses."""
     import trl
     from datasets import Dataset
 
-    from plumbing import verifiers as verifier
-
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    result, now = {"steps": []}, time.perf_counter
-    result["versions"] = {module.__name__: module.__version__ for module in (trl, torch, transformers)}
+    steps, memory, now = [], PeakMemory(), time.perf_counter
 
     class Timed(trl.GRPOTrainer):
-        logprobs = 0.0
-
         def _generate_and_score_completions(self, inputs):
             begin = now()
             out = super()._generate_and_score_completions(inputs)
-            self.rollout_end, self.tokens = now(), out["completion_mask"].sum().item()
-            self.rollout = self.rollout_end - begin - self.logprobs
-            return out
-
-        def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-            begin = now()
-            out = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-            if not torch.is_grad_enabled():  # before the update; with one update a rollout TRL needs none either
-                self.logprobs += now() - begin
+            self.rollout_end, self.tokens = now(), out["completion_mask"].sum(1).double().mean().item()
+            self.rollout = self.rollout_end - begin
             return out
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
-            result["peak_mib"] = -memory("VmRSS")
-            reset_peak()
+            memory.begin()
             self.last = now()
 
         def on_step_end(self, *args, **kwargs):
-            end = now()
-            parts = {"rollout": trainer.rollout, "logprobs": trainer.logprobs, "update": end - trainer.rollout_end}
-            score = trainer._metrics["train"]["reward"][-1]
-            result["steps"].append({"step": end - self.last, **parts, "score": score, "tokens": trainer.tokens})
-            trainer.logprobs, self.last = 0.0, end
+            end, found = now(), {"time/rollout": trainer.rollout, "val/sequence_lengths": trainer.tokens}
+            steps.append({"time/whole": end - self.last, "time/training": end - trainer.rollout_end, **found})
+            self.last = end
 
     config = trl.GRPOConfig(
-        output_dir=job["folder"], seed=job["seed"], use_cpu=True, bf16=False, gradient_checkpointing=False,
+        output_dir=folder, seed=flags["seed"], use_cpu=True, bf16=False, gradient_checkpointing=False,
         # one rollout, one update
-        per_device_train_batch_size=job["trl_micro_batch"], num_generations=8, num_iterations=1, max_steps=job["steps"],
-        gradient_accumulation_steps=job["mini_batch_size"] // job["trl_micro_batch"],
-        max_completion_length=job["max_response_length"],
+        per_device_train_batch_size=micro_batch, num_generations=8, num_iterations=1,
+        gradient_accumulation_steps=flags["mini_batch_size"] // micro_batch,
+        max_steps=flags["total_episodes"] // flags["mini_batch_size"],
+        max_completion_length=flags["max_response_length"],
         # the loss
         loss_type="grpo", beta=0.0, epsilon=0.2, scale_rewards="group", temperature=1.0, top_p=1.0, top_k=0,
         # the optimizer
-        learning_rate=job["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, adam_beta1=0.9,
+        learning_rate=flags["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, adam_beta1=0.9,
         adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
         # what is not the work
         save_strategy="no", eval_strategy="no", logging_strategy="no", report_to="none", log_completions=False,
         disable_tqdm=True,
     )  # fmt: skip
-    if job["reward"] == "gsm8k":
-        reward = lambda completions, answer, **columns: list(map(verifier.gsm8k, completions, answer))
-    else:
-        reward = lambda completions, prompts, **columns: checksum_parity(prompts, completions)
+    reward = lambda completions, prompts, **columns: checksum_parity(prompts, completions)
+    if flags["reward"] == "gsm8k":
+        reward = lambda completions, answer, **columns: list(map(verifiers.gsm8k, completions, answer))
     trainer = Timed(
-        model=transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
-        processing_class=transformers.AutoTokenizer.from_pretrained(job["model"], padding_side="left"),
-        train_dataset=Dataset.from_list(read_jsonl(job["dataset"])), reward_funcs=reward, args=config,
+        model=transformers.AutoModelForCausalLM.from_pretrained(flags["model"], dtype=torch.float32),
+        processing_class=transformers.AutoTokenizer.from_pretrained(flags["model"], padding_side="left"),
+        train_dataset=Dataset.from_list(run_log.read_jsonl(flags["dataset"])), reward_funcs=reward, args=config,
         callbacks=[Clock()],
     )  # fmt: skip
     trainer.train()
-    result["peak_mib"] += memory("VmHWM")
-    return {**result, "steps": result["steps"][WARM_UP:]}
+    memory.end()
+    return {"steps": steps, "peak": memory.mib}
 
 
-# ---- the comparison ----------------------------------------------------------------------------------------------
+@app.command
+def trl(rounds: int = 5, threads: int = 1, cases: tuple[str, ...] = tuple(CASES), output: str = "") -> None:
+    """Time grpo.py and TRL's GRPOTrainer side by side on the CPU.
 
+    A pair is one process of each, one after the other: the same model, prompts, loss, optimizer, reward, float32
+    arithmetic and number of threads. What is not the work (evaluation, checkpoints, trackers, gradient checkpointing)
+    is off in both. TRL has the fastest of the micro-batch sizes that were tried by hand.
 
-def make_long_tailed_model(folder: str, vocabulary: int = 0, mean_length: int = 64) -> str:
-    """A Qwen2 of width 64 and 2 layers that stops after any token with probability 1 / mean_length.
-
-    Coordinate 0 of the residual stream is one large constant: every embedding has it and no layer writes to it, so it
-    leaves the last norm as sqrt(64), the bias that the head lacks. The row of <eos> reads only that coordinate, <pad>
-    and <unk> are next to impossible, and all other tokens share the rest almost evenly.
+    Args:
+        rounds: pairs of each case; a case that is about memory has one.
+        threads: threads of each process.
+        cases: which of the cases.
+        output: Markdown file to write; each step's numbers go into a .json file of the same name.
     """
-    import torch
-    from transformers import AutoTokenizer, Qwen2ForCausalLM, Qwen2Tokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = Qwen2ForCausalLM.from_pretrained(os.path.join(ROOT, "assets/tiny"))
-    tiny = AutoTokenizer.from_pretrained(os.path.join(ROOT, "assets/tiny"))
-    words = tiny.get_vocab()
-    words |= {f"<filler{i}>": i for i in range(len(words), vocabulary)}
-    special = {"pad_token": tiny.pad_token, "eos_token": tiny.eos_token, "unk_token": tiny.unk_token}
-    Qwen2Tokenizer(vocab=words, merges=[], padding_side="left", **special).save_pretrained(folder)
-    model.config.vocab_size, model.config.tie_word_embeddings = len(words), False
-    torch.manual_seed(1)
-    model = Qwen2ForCausalLM(model.config)
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, 0] = 100.0
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
-        head = model.lm_head.weight
-        head[:, 0] = 0
-        head[[tiny.pad_token_id, tiny.eos_token_id, tiny.unk_token_id]] = 0
-        head[[tiny.pad_token_id, tiny.unk_token_id], 0] = -69 / 8  # 1e-30 times as likely as the others
-        head[tiny.eos_token_id, 0] = math.log((len(words) - 3) / (mean_length - 1)) / 8  # odds 1 : mean_length - 1
-    model.save_pretrained(folder)
-    return folder
-
-
-def run_side(system: str, python: str, job: dict) -> dict:
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(job["threads"]))
-    quiet = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [python, "scripts/benchmark.py", "--side", system, json.dumps(job)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **threads, **quiet}, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {system}, {job['case']}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    result = json.loads(done.stdout.splitlines()[-1])
-    keys = result["steps"][0] if result["steps"] else ()
-    median = {key: statistics.median(step[key] for step in result["steps"]) for key in keys}
-    print(f"{job['case']}, round {job['seed']}, {system}: {median.get('step', math.nan):.3f} s a step", flush=True)
-    return {"case": job["case"], "threads": job["threads"], "round": job["seed"], "median": median, **result}
-
-
-def report(record: dict) -> str:
-    """What benchmark.md says."""
-    lines = ["# grpo.py and TRL's GRPOTrainer on a CPU", "", f"    {record['command']}", ""]
-    lines += [f"- {key}: {record[key]}" for key in ("date", "cpu", "cores")]
-    loads = [run["load_average"][0] for run in record["runs"]]
-    lines += [
-        f"- load average when the runs began, about 1 of it the benchmark's: {min(loads):.1f} to {max(loads):.1f}"
-    ]
-    lines += [
-        f"- {system}: {', '.join(f'{k} {v}' for k, v in record['versions'][system].items())}" for system in SYSTEMS
-    ]
-    lines += ["", *(f"- **{case}**: {text}" for case, text in CASES.items()), ""]
-    lines += ["Seconds a step and its parts, medians over the runs of each run's median; the ratio of seconds a step,"]
-    lines += ["ours / TRL's, pair by pair: median (lowest to highest); peak memory over the loaded model, MiB.", ""]
-    lines += ["| case | threads | system | step | rollout | log-probs | update | ratio | response tokens | peak |"]
-    lines += ["|---" * 10 + "|"]
-    runs: dict[tuple, list[dict]] = {}
-    for run in record["runs"]:
-        runs.setdefault((run["case"], run["threads"], run["system"]), []).append(run)
-    for (case, threads, system), mine in runs.items():
-        cells = dict.fromkeys(("step", "rollout", "logprobs", "update", "ratio", "tokens"), "")
-        for key in mine[0]["median"]:
-            if key in cells:
-                median = statistics.median(run["median"][key] for run in mine)
-                cells[key] = f"{median:,.0f}" if key == "tokens" else f"{median:.3f}"
-        theirs = runs.get((case, threads, "TRL"), [])
-        ratios = [a["median"]["step"] / b["median"]["step"] for a, b in zip(mine, theirs) if a["median"]]
-        if ratios and system == "ours":
-            cells["ratio"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        peak = statistics.median(run["peak_mib"] for run in mine)
-        lines += [f"| {case} | {threads} | {system} | {' | '.join(cells.values())} | {peak:,.0f} |"]
-    return "\n".join(lines) + "\n"
-
-
-def main(args: Args) -> None:
-    sys.path.insert(0, ROOT)
-    from plumbing.rows import arithmetic_rows
-
-    with open("/proc/cpuinfo") as file:
-        cpu = next(line.split(":")[1].strip() for line in file if line.startswith("model name"))
-    flags = f"--trl_python trl-venv/bin/python --rounds {args.rounds} --threads {' '.join(map(str, args.threads))}"
-    record = {"command": f"python scripts/benchmark.py {flags}", "date": time.strftime("%Y-%m-%d"), "cpu": cpu}
-    record |= {"cores": os.cpu_count(), "cases": CASES, "versions": {}, "runs": []}
     with tempfile.TemporaryDirectory() as work:
-        rows, tail = os.path.join(work, "arithmetic.jsonl"), os.path.join(work, "long_tail")
-        with open(rows, "w") as file:  # as many as "short" takes, so both systems train on each of them once
-            file.writelines(json.dumps(row) + "\n" for row in arithmetic_rows("train", 12 * 32))
-        make_long_tailed_model(tail)
-        make_long_tailed_model(tail + "_large", vocabulary=151_936)
-        short = {
-            "model": "assets/tiny", "dataset": rows, "reward": "gsm8k", "learning_rate": 3e-4, "rollout_batch_size": 32,
-            "mini_batch_size": 256, "max_response_length": 48, "micro_batch_tokens": 4096, "steps": 12,
-            "trl_micro_batch": 128,
-        }  # fmt: skip
-        long = {"model": tail, "reward": "scripts/benchmark.py:checksum_parity", "learning_rate": 1e-9, "steps": 6}
-        long = {**short, **long, "max_response_length": 256, "trl_micro_batch": 64}
-        large = {**long, "model": tail + "_large", "rollout_batch_size": 2, "mini_batch_size": 16, "steps": 2}
-        at_once = {**large, "micro_batch_tokens": 16_384, "trl_micro_batch": 16}
-        one_by_one = {**large, "micro_batch_tokens": 1, "trl_micro_batch": 1}
-        jobs = dict(zip(CASES, (short, long, short, at_once, one_by_one)))
-        timed, memory_cases = list(CASES)[:3], list(CASES)[3:]
-        plan = [(case, t, number) for t in args.threads for number in range(1, args.rounds + 1) for case in timed]
-        for case, threads, number in plan + [(case, args.threads[0], 1) for case in memory_cases]:
-            for system in SYSTEMS[: 1 if case == "demo" else 2]:
-                own = {"case": case, "threads": threads, "seed": number, "folder": tempfile.mkdtemp(dir=work)}
-                python = args.trl_python if system == "TRL" else sys.executable
-                run = {"system": system, "load_average": os.getloadavg(), **run_side(system, python, jobs[case] | own)}
-                record["versions"][system] = run.pop("versions")
-                record["runs"].append(run)
-    os.makedirs(args.output_dir, exist_ok=True)
-    with open(os.path.join(args.output_dir, "benchmark.json"), "w") as file:
-        file.write(json.dumps(record, indent=1).replace(work + "/", ""))
-    with open(os.path.join(args.output_dir, "benchmark.md"), "w") as file:
-        file.write(report(record))
-    print(report(record))
+        results = {}
+        for case, (flags, micro_batch) in trl_cases(work).items():
+            if case in cases:
+                kinds = {"TRL": (run_trl, flags, micro_batch), "grpo.py": (run_grpo, flags, [])}
+                results[case] = compare(kinds, 1 if case.startswith("memory") else rounds, threads)
+    versions = {**run_log.versions(), "trl": metadata.version("trl")}
+    about = [", ".join(f"{name} {version}" for name, version in versions.items()) + f", {threads} thread(s) each"]
+    about += [f"{case}: {CASES[case]}" for case in results]
+    tables = [run_table(case, found, ("time/whole",)) for case, found in results.items()]
+    report(output, "grpo.py and TRL's GRPOTrainer on a CPU", about, *tables)
+    if output:
+        with open(os.path.splitext(output)[0] + ".json", "w") as file:
+            json.dump(results, file, indent=1)
+
+
+# ---- updates and log-probs -------------------------------------------------------------------------------------------
+
+VARIANTS = ("compile", "shard fsdp", "gradient_checkpointing", *(f"logits_chunk_tokens {2**i}" for i in range(10, 14)))
+VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_attention_2", "flex_attention"))
+VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
+
+
+@app.command
+def training(
+    shapes: tuple[str, ...] = ("0.5b", "1.5b"), variants: tuple[str, ...] = VARIANTS, base: tuple[str, ...] = (),
+    sequences: int = 16, length: int = 1024, rounds: int = 3, steps: int = 3, output: str = "",
+) -> None:  # fmt: skip
+    """Time an update (forward, backward, AdamW) and a pass for log-probs of one micro-batch, with random weights.
+
+    Args:
+        shapes: models, of those in SHAPES.
+        variants: flags of grpo.py without their dashes, each of which is measured together with those of the base.
+        base: flags of grpo.py of all that is measured.
+        sequences: responses of a micro-batch.
+        length: tokens of each.
+        rounds: processes of each kind, in turns.
+        steps: steps of a process after the first two.
+        output: Markdown file to write.
+    """
+    flags = {
+        "rollout_batch_size": sequences // 8, "mini_batch_size": sequences, "min_response_length": length,
+        "max_response_length": length, "micro_batch_tokens": sequences * (length + 16), "num_epochs": 2,
+        "rollout_backend": "hf", "total_episodes": sequences * (WARM_UP + steps),
+    }  # fmt: skip
+    words = lambda flags: [word for flag in flags for word in f"--{flag}".split()]
+    kinds = {"base": words(base), **{f"--{flag}": words((*base, flag)) for flag in variants}}
+    tables = []
+    for shape in shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            flags["model"] = random_model(shape, folder)
+            results = compare({kind: (run_grpo, flags, more) for kind, more in kinds.items()}, rounds)
+        tables.append(run_table(shape, results, ("time/training", "time/logprobs")))
+    about = (
+        f"a step: {sequences} responses of {length} tokens, one pass for log-probs and two updates of one micro-batch"
+    )
+    report(output, "Updates and log-probs", [about], *tables)
+
+
+# ---- rollouts --------------------------------------------------------------------------------------------------------
+
+
+@app.command(name="rollout")
+def measure_rollouts(rounds: int = 3, steps: int = 8, output: str = "") -> None:
+    """Time steps with rollouts by transformers and by vLLM, before the training and during it, where what is shown as
+    the rollout is the waiting for it.
+
+    Args:
+        rounds: processes of each kind, in turns.
+        steps: steps of each.
+        output: Markdown file to write.
+    """
+    tables = []
+    with tempfile.TemporaryDirectory() as work:
+        random_model("10m-rollout", work)
+        for name, model, n, length in (("the demo's", TINY, 256, 48), ("Qwen2 of 10 M parameters", work, 64, 96)):
+            flags = {
+                "model": model, "max_response_length": length, "rollout_batch_size": n // 8, "mini_batch_size": n,
+                "total_episodes": n * steps, "kv_cache_gb": 0.0 if GPU else 0.5,
+            }  # fmt: skip
+            kinds = {"hf": ["hf"], "vllm": ["vllm"], "vllm --async_steps 1": ["vllm", "--async_steps", "1"]}
+            results = compare({k: (run_grpo, flags, ["--rollout_backend", *more]) for k, more in kinds.items()}, rounds)
+            tables.append(run_table(f"{name}: {n} x up to {length} tokens", results, ("time/whole",)))
+    report(output, "Rollouts", [f"--rollout_backend; {rounds} runs of each, {steps} steps"], *tables)
+
+
+# ---- rewards ---------------------------------------------------------------------------------------------------------
+
+CODE = "```python\ndef twice(x):\n    return 2 * x\n```"
+ASSERTS = ["assert twice(1) == 2", "assert twice(0) == 0", "assert twice(-3) == -6"]
+STDIN = "```python\nprint(2 * int(input()))\n```"
+SOURCES = {  # what it is: (source, response, answer)
+    "math": ("math", "So the answer is $\\boxed{\\frac{1}{2}}$.", "0.5"),
+    "gsm8k": ("gsm8k", "6*7=42\n#### 42", "6*7=42\n#### 42"),
+    "exact": ("exact", "42", "42"),
+    "format": ("format", "<think>6*7=42</think><answer>42</answer>", None),
+    "code, three asserts": ("code", CODE, ASSERTS),
+    "code, three inputs": ("code", STDIN, {"inputs": ["1", "2", "-3"], "outputs": ["2", "4", "-6"]}),
+}
+
+
+def score_seconds(source: str, timeout: float, texts: list[str], answer, repeats: int) -> float:
+    """Return the median seconds that it takes to score these responses, all of which but endless loops are right."""
+    rows, taken = [{"prompt": "", "query": [], "answer": answer}] * len(texts), []
+    sources = rewards.Rewards((source,), timeout, None)
+    sources.score(rows[:32], texts[:32], [[]] * 32)  # what is slow the first time only
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        scores = sources.score(rows, texts, [[]] * len(rows))[source]
+        taken.append(time.perf_counter() - begin)
+    sources.close()
+    assert [score == 1 for score in scores] == ["while True" not in text for text in texts], f"{source}: {scores}"
+    return statistics.median(taken)
+
+
+@app.command(name="rewards")
+def measure_rewards(responses: int = 512, repeats: int = 5, output: str = "") -> None:
+    """Measure reward sources: responses a second on one core, by way of a reward server, and what stuck calls cost.
+
+    Args:
+        responses: responses of a measurement.
+        repeats: measurements, of which the median counts.
+        output: Markdown file to write.
+    """
+    table = [["source", "responses a second, one process", "by a reward server here, seconds", "directly"]]
+    os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # one process, as for a rank among that many
+    for name, (source, text, answer) in SOURCES.items():
+        command = [sys.executable, f"{utils.ROOT}/scripts/reward_server.py", "--reward", source, "--port", "0"]
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        address = re.search(r"http\S+", server.stdout.readline())[0]
+        directly, by_server = (score_seconds(x, 30.0, [text] * responses, answer, repeats) for x in (source, address))
+        server.terminate()
+        table.append([name, f"{responses / directly:,.0f}", f"{by_server:.3f}", f"{directly:.3f}"])
+    del os.environ["LOCAL_WORLD_SIZE"]
+    stuck = ["```python\nwhile True: pass\n```" if i in (40, 41) else CODE for i in range(64)]
+    usual, longer = (score_seconds("code", 2.0, texts, ASSERTS, 1) for texts in ([CODE] * 64, stuck))
+    about = [f"median of {repeats}, {responses} responses"]
+    about += [f"64 programs on all cores: {usual:.1f} s; with two endless loops among them and --reward_timeout 2"]
+    about[-1] += f" {longer:.1f} s, and the others keep their scores"
+    report(output, "Reward sources", about, table)
+
+
+# ---- padding ---------------------------------------------------------------------------------------------------------
+
+LENGTHS = {  # mean, standard deviation, least and most tokens of a log-normal distribution
+    "like GSM8K: mean 300, deviation 100": (300, 100, 40, 1500),
+    "long tail: mean 2,000, deviation 2,000, up to 8,192": (2000, 2000, 100, 8192),
+}
+
+
+def wasted(lengths: list[int], budget: int, ranks: int) -> tuple[float, int]:
+    """Return the share of tokens that are padding or waiting, and the number of micro-batches on each rank."""
+    worlds = [utils.World(rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    cuts = [utils.micro_batches(lengths, budget, world) for world in worlds]
+    cost = lambda rows: len(rows) * max((lengths[i] for i in rows), default=0)
+    slowest = sum(max(cost(rows) for rows in passes) for passes in zip(*cuts))
+    return 1 - sum(lengths) / ranks / slowest, len(cuts[0])
+
+
+@app.command
+def padding(draws: int = 20, output: str = "") -> None:
+    """Count how many of the tokens that ranks compute are padding, or stand for waiting for the rank with the longest
+    rows. Lengths are drawn; nothing is computed but the cuts of `utils.micro_batches`.
+
+    Args:
+        draws: draws of which the mean is shown.
+        output: Markdown file to write.
+    """
+    count, budgets = 512, [4096, 8192, 16_384, 32_768]  # sequences of an update, over all ranks; --micro_batch_tokens
+    table = [["lengths", "ranks", *(f"{budget:,} tokens at once" for budget in budgets)]]
+    for name, (mean, deviation, least, most) in LENGTHS.items():
+        variance = math.log(1 + (deviation / mean) ** 2)
+        for size in (1, 8):
+            numbers = utils.generator("padding", name, size)
+            drawn = numbers.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), (draws, count))
+            batches = drawn.clip(least, most).astype(int).tolist()
+            found = [zip(*(wasted(lengths, budget, size) for lengths in batches)) for budget in budgets]
+            cells = [f"{statistics.mean(share):.1%} ({statistics.mean(passes):.1f})" for share, passes in found]
+            table.append([name, str(size), *cells])
+    report(output, "Padding and waiting", [f"{count} rows, mean of {draws} draws (micro-batches a rank)"], table)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--side"]:  # started by `run_side`; TRL's environment need not have tyro
-        print(json.dumps({"ours": our_side, "TRL": trl_side}[sys.argv[2]](json.loads(sys.argv[3]))))
+    if sys.argv[1:2] == ["--call"]:  # by `compare`
+        print(json.dumps(globals()[sys.argv[2]](*json.loads(sys.argv[3]))))
     else:
-        import tyro
-
-        main(tyro.cli(Args))
+        app.cli(description=__doc__)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import benchmark_training
 import helpers
 import pytest
 import torch
@@ -205,10 +204,3 @@ def test_attention_that_is_not_installed(load, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         set_attention(model, "eager")
     assert "Qwen2ForCausalLM" in capsys.readouterr().err and model.device == CPU
-
-
-def test_the_benchmark_measures():
-    small = dict(sequences=3, length=16, prompt=4, repeats=1, shapes=("10m-small",), one="10m-small")
-    found = benchmark_training.measure(benchmark_training.Args(**small))
-    assert found["tokens"] == 16 + 14 + 12 and found["size"] == 13_284_160
-    assert found["update"] > 0 and found["logprobs"] > 0 and found["first"] > found["update"]

@@ -51,12 +51,15 @@ def defines(name: str, dotted: str) -> bool:
 
 @functools.cache
 def flags() -> set[str]:
-    """Return the flags of all commands: the fields of every class called Args or SomethingArgs."""
+    """Return the flags of all commands: the fields of every class called Args or SomethingArgs, and the parameters of
+    every sub-command."""
     found = set()
     for path in (*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py"), *ROOT.glob("scripts/*.py")):
         for node in ast.walk(tree_of(str(path.relative_to(ROOT)))):
             if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
                 found |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
+            if isinstance(node, ast.FunctionDef) and "app.command" in map(ast.unparse, node.decorator_list):
+                found |= {x.arg for x in node.args.args}
     return found | {f"no_{name}" for name in found}
 
 

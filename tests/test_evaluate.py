@@ -21,7 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing import evaluation
+from plumbing import evaluation, flags, verifiers
+from plumbing.rewards import Workers
 from plumbing.rows import arithmetic_rows
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
@@ -79,7 +80,7 @@ def test_pass_and_majority_are_those_of_all_subsets(drawn):
 )
 def test_majority_by_hand(answers, correct, k, expected):
     answers = [None if answer == "-" else answer for answer in answers]
-    groups = evaluate.vote_counts([c == "1" for c in correct], answers)
+    groups = evaluate.count_votes([c == "1" for c in correct], answers)
     assert evaluate.majority_at_k(groups, len(answers), (k,)) == [pytest.approx(expected)]
 
 
@@ -178,9 +179,9 @@ SOLUTION = "She has 1,000 + 234 = <<1000+234=1234>>1,234 eggs.\n#### 1,234"
     ],
 )
 def test_gsm8k_strict_and_flexible(response, strict, flexible):
-    found = [evaluate.harness_answer(response, flexible=way) for way in (False, True)]
+    found = [verifiers.harness_answer(response, flexible=way) for way in (False, True)]
     assert found == [strict, flexible]
-    assert evaluate.harness_text(SOLUTION) == "1234"
+    assert verifiers.harness_text(SOLUTION) == "1234"
 
 
 @pytest.mark.parametrize(
@@ -199,48 +200,56 @@ def test_gsm8k_strict_and_flexible(response, strict, flexible):
         (" . ", None),
     ],
 )
-def test_answer_text(response, answer):
-    assert evaluate.answer_text(response) == answer
+def test_plain_answer(response, answer):
+    assert verifiers.plain_answer(response) == answer
 
 
 def test_answers_of_sources():
-    assert evaluate.read_answer("gsm8k", "#### 3 then #### $1,234.") == "1234"
-    assert evaluate.read_answer("gsm8k", "\\boxed{3}") is None
-    assert evaluate.read_answer("exact", " 1.0 ") == "1.0" and evaluate.read_answer("exact", " ") is None
-    assert evaluate.read_answer("file.py:score", "<answer>B</answer>") == "b"
+    assert verifiers.stated_answer("gsm8k", "#### 3 then #### $1,234.") == "1234"
+    assert verifiers.stated_answer("gsm8k", "#### $-3") == "-3"  # which the reward reads, too
+    assert verifiers.stated_answer("gsm8k", "\\boxed{3}") is None
+    assert verifiers.stated_answer("exact", " 1.0 ") == "1.0" and verifiers.stated_answer("exact", " ") is None
+    assert verifiers.stated_answer("file.py:score", "<answer>B</answer>") == "b"
 
 
 def test_equal_as_mathematics():
     texts = ["\\boxed{\\frac12}", "it is 0.5", "\\boxed{1/2}", "none", "\\boxed{2}", "", "so 2.0", "x \\boxed{x^2+x}",
              "\\boxed{x(x+1)}"]  # fmt: skip
-    found = evaluate.group_as_mathematics(texts)
+    found = verifiers.equal_answers(texts)
     assert [found[i] is None for i in range(9)] == [i in (3, 5) for i in range(9)]
     same = lambda *indices: len({found[i] for i in indices}) == 1
     assert same(0, 1, 2) and same(4, 6) and same(7, 8) and len(set(found)) == 4
 
 
-class Ticks:
-    count = 0
-
-    def update(self):
-        self.count += 1
-
-
-def test_a_vote_that_hangs_or_dies_is_taken_as_text():
-    voters, ticks = evaluate.Voters(timeout=20.0), Ticks()
-    voters.workers = [None]
+def test_a_vote_that_hangs_or_dies_has_no_answers(monkeypatch):
+    """Only on its own prompt: the process is replaced, and the next call is answered."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(os.cpu_count()))  # so that there is one process
+    workers = Workers(["math"], timeout=20.0)
     try:
+        workers.start()
         prompts = [["\\boxed{1/2}", "0.5"], ["7", "no"]]
-        expected = voters.vote(prompts, ticks)
-        assert expected[0][0] == expected[0][1] and expected[1] == ["7", None] and ticks.count == 2
-        for number, kind in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
-            voters.timeout = 0.3
-            os.kill(voters.workers[0].process.pid, kind)
-            assert voters.ask(0, prompts[0]) == ["1/2", "0.5"] and voters.failures == number
-            voters.timeout = 20.0
-            assert voters.ask(0, prompts[0]) == expected[0] and voters.failures == number
+        expected = [["\\frac{1}{2}"] * 2, ["7", None]]
+        assert workers.equal_answers(prompts) == expected
+        for kind in (signal.SIGSTOP, signal.SIGKILL):
+            workers.timeout = 0.3
+            os.kill(workers.processes[0].process.pid, kind)
+            assert workers.equal_answers(prompts[:1]) == [None]
+            workers.timeout = 20.0
+            assert workers.equal_answers(prompts) == expected
     finally:
-        voters.close()
+        workers.close()
+
+
+def test_a_vote_without_answers_is_taken_as_text(tmp_path, monkeypatch):
+    """As many as it takes too long for are warned of."""
+    monkeypatch.setattr(Workers, "equal_answers", lambda self, prompts: [None] * len(prompts))
+    values = {**TINY, "output_dir": str(tmp_path), "reward": "math", "num_prompts": 3, "samples": 2}
+    helpers.run_here(values, "evaluate")
+    results, samples = read(values)
+    assert results["votes_as_text"] == 3
+    for sample in samples:
+        stopped = sample["stop_reason"] == "stop"
+        assert sample["extracted/math"] == (verifiers.plain_answer(sample["response"]) if stopped else None)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -415,21 +424,25 @@ def test_a_reward_model_alone(tmp_path):
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
+OUT_OF_RANGE = [
+    dict(samples=-1), dict(samples=513), dict(temperature=-1), dict(temperature="nan"), dict(k=(0,)), dict(top_p=0),
+    dict(top_k=-1), dict(num_prompts=-1), dict(max_response_length=0), dict(generation_batch_size=0),
+    dict(reward_timeout=0), dict(micro_batch_tokens=0), dict(backend="nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", OUT_OF_RANGE, ids=str)
+def test_a_flag_out_of_range_is_named(changes, capsys):
+    with pytest.raises(SystemExit) as end:
+        flags.parse(evaluate.Args, helpers.words({**TINY, **changes}))
+    (name,) = changes
+    assert end.value.code == 2 and f"--{name}".replace("_", "-") in capsys.readouterr().err.replace("_", "-")
+
+
 ERRORS = [
-    (dict(samples=0), "--samples 0"),
-    (dict(samples=513), "--samples 513"),
     (dict(temperature=0), "--samples 6"),  # of which all would be the same
-    (dict(temperature=-1), "--temperature -1"),
-    (dict(temperature="nan"), "--temperature nan"),
     (dict(k=(1, 7)), "--k 1 7"),
-    (dict(k=(0,)), "--k 0"),
-    (dict(top_p=0), "--top_p 0"),
-    (dict(top_k=-1), "--top_k -1"),
-    (dict(num_prompts=-1), "--num_prompts -1"),
-    (dict(max_response_length=0), "--max_response_length 0"),
     (dict(min_response_length=49), "--min_response_length 49"),
-    (dict(generation_batch_size=0), "--generation_batch_size 0"),
-    (dict(reward_timeout=0), "--reward_timeout 0"),
     (dict(reward="nothing"), "--reward nothing"),
     (dict(reward=("math", "math")), "names a source twice"),
     (dict(dataset="nothing"), "--dataset nothing"),

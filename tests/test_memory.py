@@ -187,7 +187,7 @@ def test_peak_of_a_micro_batch(shape, precision, checkpointing):
 
     def work():
         with autocast(precision):
-            logprobs, _, _ = policy(ids, mask)
+            logprobs = policy(ids, mask)["logprobs"]
         logprobs.sum().backward()
 
     parts = estimate(model, precision=precision, gradient_checkpointing=checkpointing)
@@ -214,6 +214,34 @@ def test_peak_of_a_scalar_model(shape, precision):
     parts = estimate(model, precision=precision)
     expected = parts["while training"] - sum(parts[name] for name in STATES)
     assert not parts["logits"] and peak_bytes(work) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "shape, precision, rows, prompt, response",
+    [
+        ("words", "float32", 64, 8, 8),  # the distributions
+        ("words", "bf16", 64, 8, 8),
+        ("plain", "float32", 32, 32, 96),  # the cache
+        ("plain", "pure_bf16", 32, 32, 96),
+        ("tall", "float32", 32, 200, 8),  # the prompts
+        ("wide", "pure_bf16", 16, 200, 8),
+    ],
+)
+def test_peak_of_a_rollout(shape, precision, rows, prompt, response):
+    model = make(precision=precision, **SHAPES[shape]).eval()
+    args = flags(
+        max_prompt_length=prompt, max_response_length=response, generation_batch_size=rows, rollout_backend="hf",
+        precision=precision,
+    )  # fmt: skip
+    queries, uniforms = [[5] * (prompt - i % 4) for i in range(rows)], torch.rand(rows, response, dtype=torch.float64)
+
+    def work():
+        with autocast(precision):
+            grpo.generate(model, queries, uniforms, [], args, lambda: False)
+
+    policy = memory.Model(model.config, count(model), count(model), True)
+    expected = memory.sampling_bytes(args, policy, memory.Devices(1, math.inf, False))["sampler"]
+    assert peak_bytes(work) == pytest.approx(expected, rel=0.15)
 
 
 def test_layers_of_several_widths():

@@ -1,0 +1,71 @@
+"""scripts/benchmark.py: small runs of what it measures, and what it makes of the numbers."""
+
+import helpers  # isort: skip
+import benchmark  # helpers made scripts/ importable
+import pytest
+import torch
+
+import utils
+
+FLAGS = {
+    "model": benchmark.TINY, "max_response_length": 4, "rollout_batch_size": 1, "mini_batch_size": 8, "num_epochs": 2,
+    "total_episodes": 8 * 3, "rollout_backend": "hf",
+}  # fmt: skip
+
+
+def test_runs_in_turns():
+    """Seconds, tokens and memory of the steps of a run, and the line that says why another cannot be."""
+    kinds = {
+        "base": (benchmark.run_grpo, FLAGS, []),
+        "flash": (benchmark.run_grpo, FLAGS, ["--attention", "flash_attention_2"]),
+    }
+    results = benchmark.compare(kinds, 1)
+    (found,) = results["base"]
+    assert len(found["steps"]) == 3 and found["peak"] > 0
+    for step in found["steps"]:
+        parts = [step[name] for name in ("time/rollout", "time/logprobs", "time/training")]
+        assert all(seconds > 0 for seconds in parts) and sum(parts) < step["time/whole"]
+    assert results["flash"].startswith("--attention flash_attention_2: takes a GPU")
+    header, base, flash = benchmark.run_table("tiny", results, ("time/training", "time/logprobs"))
+    shown = dict(zip(header, base))
+    assert shown["updates, s"] == f"{found['steps'][2]['time/training']:,.4g}" and shown["sync, s"] == ""
+    assert base[-1] == "1.00 (1.00 to 1.00)" and flash[:2] == ["flash", results["flash"]] and len(flash) == len(header)
+
+
+def test_a_table_pairs_the_rounds():
+    """Medians over the runs of the median step, without the first two; ratios round by round."""
+    run = lambda *seconds: {"steps": [{"time/whole": x} for x in (90.0, 80.0, *seconds)], "peak": 2000.0, "load": 1.0}
+    results = {"a": [run(1.0, 2.0, 9.0), run(4.0)], "b": [run(1.0), run(8.0)]}
+    header, a, b = benchmark.run_table("title", results, ("time/whole",))
+    cells = dict(zip(header, b))
+    assert (
+        a[1] == "3" and cells["step, s"] == "4.5" and cells["peak, MiB"] == "2,000" and cells["first step, s"] == "90"
+    )
+    assert b[-1] == "1.25 (0.50 to 2.00)" and cells["tokens"] == ""
+
+
+def test_long_tail(tmp_path):
+    """Each token stops a response with probability 1/64."""
+    folder = benchmark.random_model("long tail", str(tmp_path))
+    model = benchmark.transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert model(torch.tensor([[5]])).logits.softmax(-1).tolist() == [[[pytest.approx(1 / 64)] * 64]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_wasted_tokens(ranks):
+    lengths = [10, 9, 5, 5, 3, 1]
+    share, count = benchmark.wasted(lengths, 20, ranks)
+    worlds = [utils.World(rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    cuts = [utils.micro_batches(lengths, 20, world) for world in worlds]
+    slowest = 0
+    for number in range(count):
+        slowest += max(len(cut[number]) * max(lengths[i] for i in cut[number]) if cut[number] else 0 for cut in cuts)
+    assert share == pytest.approx(1 - 33 / ranks / slowest) and 0 <= share < 1
+
+
+def test_padding_is_what_results_say(capsys):
+    """Nothing is timed, so that any machine gives the table of results/padding.md."""
+    benchmark.padding()
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    recorded = (helpers.ROOT / "results/padding.md").read_text()
+    assert len(table) == 6 and "\n".join(table) in recorded
