@@ -87,9 +87,10 @@ def test_many_shapes_take_few_graphs(load, family):
         assert names == set(plain.state_dict())
         with Counted() as counter:
             for rows in (range(8), range(2, 7), range(1, 4), [0, 2, 4, 6, 7], range(3, 8)):
-                ours, theirs = ((p(*batch.collate(list(rows)))[0], p) for p in (policy, plain))
-                assert torch.allclose(ours[0], theirs[0], atol=1e-6)
-                (ours[0].sum()).backward(), (theirs[0].sum()).backward()
+                ours, theirs = (p(*batch.collate(list(rows))) for p in (policy, plain))
+                assert ours.keys() == theirs.keys() == {"logprobs", "detached_entropies"}
+                assert all(torch.allclose(ours[name], theirs[name], atol=1e-6) for name in ours)
+                ours["logprobs"].sum().backward(), theirs["logprobs"].sum().backward()
                 assert relative(gradient_of(policy), gradient_of(plain)) < 1e-6
                 with torch.no_grad():
                     policy(*batch.collate(list(rows)))
@@ -107,7 +108,7 @@ def test_generate_runs_as_it_is(load):
     args = grpo.Args(max_response_length=5)
     with Counted() as counter:
         uniforms = torch.rand(2, 5, dtype=torch.float64)
-        responses, _ = grpo.generate(policy.model, [[3, 4, 5], [6]], uniforms, [1], 0, args, lambda: False)
+        responses, _ = grpo.generate(policy.model, [[3, 4, 5], [6]], uniforms, [1], args, lambda: False)
         assert responses and counter.frame_count == 0
         with torch.no_grad():
             policy(*random_batch().collate([0, 1]))
@@ -121,9 +122,9 @@ def test_half_precision(load):
     with Counted("aot_eager") as counter:
         for policy in both:
             with torch.autocast("cpu", torch.bfloat16):
-                logprobs, entropies, _ = policy(*batch.collate(list(range(8))))
-            logprobs.sum().backward()
-            found.append((logprobs.detach(), entropies.detach(), gradient_of(policy)))
+                outputs = policy(*batch.collate(list(range(8))))
+            outputs["logprobs"].sum().backward()
+            found.append((*(x.detach() for x in outputs.values()), gradient_of(policy)))
         assert counter.frame_count > 0
     assert all(ours.dtype == torch.float32 and relative(ours, theirs) < 0.005 for ours, theirs in zip(*found))
 
@@ -156,7 +157,7 @@ def test_causal_attention_without_a_mask(load, monkeypatch, family, groups):
     policy(*random_batch().collate(list(range(8))))
     policy.model.train()
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy(*random_batch().collate(list(range(8))))[0].sum().backward()
+    policy(*random_batch().collate(list(range(8))))["logprobs"].sum().backward()
     assert set(calls) == {(None, 0.0, True, groups, groups > 1)} and len(calls) == 6  # keys are not repeated
 
 
@@ -165,7 +166,7 @@ def test_attention_changes_the_way_only(load):
     for name in ("sdpa", "eager"):
         policy = grpo.Policy(load("gpt_neox", torch.float64), 1.0, 4)
         set_attention(policy.model, name)
-        logprobs = policy(*batch.collate(list(range(8))))[0]
+        logprobs = policy(*batch.collate(list(range(8))))["logprobs"]
         logprobs.sum().backward()
         found.append((logprobs.detach(), gradient_of(policy)))
     assert all(0 < relative(ours, theirs) < 1e-5 for ours, theirs in zip(*found))  # one has a softmax in float32
