@@ -243,6 +243,7 @@ def main(args: Args) -> None:
         engine = Engine(args, world, compute_dtype, load_format="auto")
     else:
         model = models.load_model("--model", args.model, param_dtype, world.device).requires_grad_(False).eval()
+        models.check_decodes(f"--model {args.model}", model, "--backend vllm")
     rewards.load_models(args.reward_model_scale, param_dtype, world.device, autocast, args.micro_batch_tokens)
 
     # ---- generate and score: this rank's prompts, the n responses to each next to each other ----

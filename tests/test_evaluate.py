@@ -460,6 +460,13 @@ def test_bad_input_ends_with_one_line(changes, message, tmp_path):
     assert not list(tmp_path.glob("**/*.json*"))
 
 
+def test_a_model_that_the_decode_loop_cannot_run(tmp_path):
+    model = helpers.tiny_model(tmp_path / "bloom", "bloom")
+    _, _, done = measure(tmp_path, 2, model=model)
+    (line,) = done.errors
+    assert line.startswith(f"error: --model {model}: BloomForCausalLM ") and line.endswith("; take --backend vllm")
+
+
 def test_no_folder_is_overwritten(tmp_path):
     (tmp_path / "run").mkdir()
     results, _, done = measure(tmp_path, 2)

@@ -6,6 +6,7 @@ import io
 import math
 import types
 
+import helpers
 import pytest
 import torch
 import transformers
@@ -399,6 +400,14 @@ def test_models_that_it_cannot_run_end_the_run(kind, changes, line, capsys):
         models.check_decodes("--model there", tiny(kind, **changes))
     assert end.value.code == 2
     assert capsys.readouterr().err == f"error: --model there: {line}; take --rollout_backend vllm\n"
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+def test_scripts_ask_whether_the_decode_loop_runs_the_model(tmp_path, script):
+    values = {**helpers.workspace(tmp_path), "model": helpers.tiny_model(tmp_path / "bloom", "bloom")}
+    (line,) = helpers.run(values, 2, script=script).errors
+    assert line.startswith(f"error: --model {values['model']}: BloomForCausalLM takes no position_ids")
+    assert not (tmp_path / "runs").exists()
 
 
 # ---- rollout ----------------------------------------------------------------------------------------------------
