@@ -83,6 +83,6 @@ def test_models_that_cannot(tmp_path, capsys, kind, changes):
 def test_ranks_that_make_no_groups(base, tmp_path):  # noqa: F811
     values = {**base["reward_model"], "output_dir": str(tmp_path), "run_name": "groups", "sequence_parallel": 2}
     assert "--sequence_parallel 2" in run(values, 2, script="reward_model").errors[0]
-    assert "above 0" in run({**values, "sequence_parallel": 0}, 2, script="reward_model").errors[0]
+    assert "has to be above 0, not 0" in run({**values, "sequence_parallel": 0}, 2, script="reward_model").err
     (line,) = run({**values, "attention": "eager"}, 2, script="reward_model").errors
     assert "--sequence_parallel 2: takes --attention sdpa" in line
