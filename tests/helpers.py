@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import socket
 import sys
@@ -260,6 +261,17 @@ class Running:
     def errors(self) -> list[str]:
         """The lines that say why a run ended. (A progress bar shares its line with what comes after it.)"""
         return [line for line in self.err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+
+
+def refusal(err: str) -> str:
+    """Return the one thing that a refused run says on stderr, beside warnings: our "error: ..." line, or tyro's box in
+    a line, with flags as they are written in Args."""
+    lines = [line for line in err.splitlines() if line and not line.startswith("warning:")]
+    if err.count("For full helptext") == 1:
+        text = " ".join(line.strip("│ ") for line in lines)
+        return re.sub(r"--[a-z][\w-]*", lambda flag: f"--{flag[0][2:].replace('-', '_')}", text)
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    return lines[0]
 
 
 _logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
