@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import ppo
 import utils
 from plumbing import data, models
-from ppo import explained_variance, filter_weights, gae, resample, token_rewards, update_moments, whiten
+from plumbing.rollout import pad_rows
+from ppo import explained_variance, filter_weights, gae, resample, token_rewards, whiten
 
 NAN, INF, F64 = math.nan, math.inf, torch.float64
 
@@ -109,14 +110,14 @@ def test_explained_variance():
     assert math.isnan(explained_variance(values, mask + 0.0, mask))  # all returns agree
 
 
-def test_update_moments_in_pieces_and_at_once():
+def test_update_statistics_in_pieces_and_at_once():
     """Near 1e6, where sums of squares would lose the variance; what is not finite does not count."""
     scores = [1e6 + x for x in (0.25, 0.5, -1.0, 3.0, 0.125, 2.0, -7.0)]
     pieces = [scores[:1], [NAN, INF], scores[1:4], [], [scores[4], -INF, scores[5]], scores[6:]]
-    moments = [0.0, 0.0, 0.0]
+    running = [0.0, 0.0, 0.0]
     for piece in pieces:
-        moments = update_moments(moments, double(*piece) if piece else torch.zeros(0))
-    for got in (moments, update_moments([0.0, 0.0, 0.0], double(*sum(pieces, [])))):
+        running = utils.update_statistics(running, double(*piece) if piece else torch.zeros(0))
+    for got in (running, utils.update_statistics([0.0, 0.0, 0.0], double(*sum(pieces, [])))):
         assert got[0] == 7 and got[1] == pytest.approx(statistics.fmean(scores), rel=1e-15)
         assert got[2] == pytest.approx(6 * statistics.variance(scores), rel=1e-9)
 
@@ -174,15 +175,15 @@ def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, f
     assert not new and torch.equal(scalar.model.score.weight.float(), weights_of(folder)["score.weight"])
     critic, batch, near = ppo.Critic(scalar).train(), random_batch(), EXACT.get(family, 1e-6)
     ids, mask = batch.collate(list(range(8)))
-    (flat,) = critic(ids, mask)
-    values = ppo.pad_rows(flat, batch.response_mask)
+    flat = critic(ids, mask)["values"]
+    values = pad_rows(flat, batch.response_mask)
     for i, (query, response) in enumerate(zip(batch.queries, batch.responses)):
         hidden = scalar.model.base_model(input_ids=torch.tensor([query + response])).last_hidden_state[0]
         expected = [scalar.model.score(hidden[len(query) + t - 1]).item() for t in range(len(response))]
         close(values[i, : len(response)].detach(), expected, near)
         ids[i, len(query) + len(response) :] = 9  # other padding
-    assert torch.equal(critic(ids, mask)[0], flat) and flat.std() > 0.1
-    empty = critic(*batch.collate([]))[0]  # a rank that has nothing to do
+    assert torch.equal(critic(ids, mask)["values"], flat) and flat.std() > 0.1
+    empty = critic(*batch.collate([]))["values"]  # a rank that has nothing to do
     empty.sum().backward()
     assert empty.shape == (0,) and all(p.grad.eq(0).all() for p in critic.parameters())
 
@@ -191,7 +192,7 @@ def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, f
 
 
 @pytest.mark.parametrize("budget, ranks", [(1, 1), (14, 1), (1000, 1), (1, 2), (1000, 2), (1000, 12)])
-def test_imitate_adds_the_gradient_of_the_cross_entropy(load, budget, ranks):
+def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, budget, ranks):
     """At temperature 1 under a policy of 0.6, on top of what is there, in any cut and on more ranks than rows."""
     policy, batch = ppo.Policy(load("gpt_neox", F64), 0.6, 3), random_batch()
     pairs = list(zip(batch.queries, batch.responses))
@@ -202,7 +203,7 @@ def test_imitate_adds_the_gradient_of_the_cross_entropy(load, budget, ranks):
     policy.model.get_output_embeddings().weight.grad = before = torch.ones(32, 16, dtype=F64)
     rows = [{"query": q, "response": r} for q, r in pairs]
     for rank in range(ranks):
-        got += ppo.imitate(policy, rows, 0.3, budget, utils.World(rank, ranks, CPU), contextlib.nullcontext).item()
+        got += ppo.ptx_loss(policy, rows, 0.3, budget, utils.World(rank, ranks, CPU), contextlib.nullcontext).item()
     before -= 1
     assert relative(gradient_of(policy) / ranks, gradient) < 1e-10 and got == pytest.approx(expected.item(), rel=1e-12)
 
@@ -314,7 +315,11 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     ((row,), (batch,)) = metrics_of(values), batches
     policy, reference = (models.load_model("", base[name], F64, CPU) for name in ("model", "ref_model"))
     critic = models.load_scalar_model("", values["value_model"], F64, CPU)[0].model
-    parts, in_loss, how = batch.parts[values["reward"]].tolist(), "kl_in" in changes, changes["kl_estimator"]
+    parts, in_loss, how = (
+        batch.reward_components[values["reward"]].tolist(),
+        "kl_in" in changes,
+        changes["kl_estimator"],
+    )
     scores = [s if stop else -0.5 for s, stop in zip(parts, batch.stopped.tolist())]
     trained = [i for i, s in enumerate(scores) if not math.isnan(s)]
     lengths = [len(response) for response in batch.responses]
@@ -409,8 +414,8 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     """In the first two steps the critic trains alone, from a head of zeros; the policy's schedule spans the rest."""
     values = {**base, "output_dir": str(tmp_path), "critic_warmup_steps": 2, "save_every": 1, "keep_checkpoints": 0}
     values |= dict(lr_schedule="linear", critic_lr_schedule="linear", ptx_coef=0.1, kl_coef=0.0, gae_lambda=1.0)
-    imitated, original = [], ppo.imitate
-    monkeypatch.setattr(ppo, "imitate", lambda *words: imitated.extend(words[1]) or original(*words))
+    imitated, original = [], ppo.ptx_loss
+    monkeypatch.setattr(ppo, "ptx_loss", lambda *words: imitated.extend(words[1]) or original(*words))
     changes = {"ptx_dataset": beside(base, "ptx.jsonl"), "ptx_batch_size": 4, "ref_model": ""}
     run_here({**values, **changes}, "ppo")
     assert len(imitated) == 8 * 4 and len({str(row) for row in imitated[:13]}) == 13  # each row once a pass
@@ -457,7 +462,7 @@ def test_a_reward_model_beside_a_verifier(base, batches, tmp_path, scale):
     """Its scores are the model's own output for query and response, one at a time; the verifier is only measured."""
     folder = scalar_folder(base["model"], tmp_path / "rm", score_mean=0.75, score_std=2.5)
     values = {**base, "output_dir": str(tmp_path), "total_episodes": 8, "save_every": 0, "reward_model_scale": scale}
-    values |= dict(reward=("exact",), reward_model=folder, reward_weights=(0.0, 2.0), micro_batch_tokens=30)
+    values |= dict(reward=("exact", folder), reward_weights=(0.0, 2.0), micro_batch_tokens=30)
     run_here(values, "ppo")
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     model.config.pad_token_id = 257  # no token that occurs: the model finds the end by it
@@ -512,7 +517,7 @@ REFUSED = {
     "ptx_coef": (dict(ptx_coef=0.1), "--ptx_coef 0.1", "--ptx_dataset"),
     "reward_weights": (dict(reward="exact @one", reward_weights=(0.0, 0.0)), "--reward_weights", "all 0"),
     "reward twice": (dict(reward="exact exact"), "--reward exact exact", "twice"),
-    "reward_model twice": (dict(reward="@one", reward_model="@one"), "--reward @one @one", "twice"),
+    "reward model twice": (dict(reward="@one @one"), "--reward @one @one", "twice"),
 }
 
 
