@@ -360,7 +360,7 @@ def test_the_rollout_runs_while_the_step_trains(base, tmp_path, monkeypatch):
         return call
 
     monkeypatch.setattr(vllm_engine.Engine, "generate", timed("rollout", vllm_engine.Engine.generate))
-    monkeypatch.setattr(grpo.Policy, "hidden", timed("training", grpo.Policy.hidden))
+    monkeypatch.setattr(grpo.Policy, "hidden_and_labels", timed("training", grpo.Policy.hidden_and_labels))
     run_here(variant(base, tmp_path, **ASYNC, micro_batch_tokens=8))
     assert [main for *_, main in spans["rollout"]] == [True, False, False, False, False]
     for begin, end, _ in spans["rollout"][1:]:
