@@ -133,6 +133,11 @@ def load_model(
     missing = report["missing_keys"] - set(new_weights)
     if missing:  # transformers would leave them at random values
         fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
+    if device.type == "cpu":
+        # The weights lie in memory as they do in the file, and matrix products round by the address of their operands:
+        # a run that is resumed from another file would not go on bit for bit.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
     return model.to(device)
 
 

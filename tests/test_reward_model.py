@@ -512,11 +512,15 @@ def test_resume_bit_for_bit(straight, tmp_path, place):
     assert (ours / "final/config.json").read_text() == (theirs / "final/config.json").read_text()
 
 
-@pytest.mark.parametrize("said", ["--resume", "bad.jsonl row 2", "--centre_coef -1"])
+@pytest.mark.parametrize("said", ["--resume", "bad.jsonl row 2", "--min_learning_rate 1.0"])
 def test_a_run_refuses_in_one_line(straight, tmp_path, said):
     """To overwrite; bad rows and flags, without a folder left behind."""
     bad = write_rows(tmp_path / "bad.jsonl", [*distinct(1), {"prompt": "1"}])
-    changes = {"--resume": {}, "bad.jsonl row 2": {"dataset": bad}, "--centre_coef -1": {"centre_coef": -1}}[said]
+    changes = {
+        "--resume": {},
+        "bad.jsonl row 2": {"dataset": bad},
+        "--min_learning_rate 1.0": {"min_learning_rate": 1.0},
+    }[said]
     values = {**straight, **({**changes, "output_dir": str(tmp_path / "runs")} if changes else {})}
     done = run(values, code=2, script="reward_model")
     assert len(done.errors) == 1 and said in done.errors[0] and "Traceback" not in done.err
