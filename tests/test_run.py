@@ -13,6 +13,7 @@ import types
 
 import helpers
 import pytest
+import safetensors.torch
 import torch
 from helpers import (
     ROOT,
@@ -32,7 +33,7 @@ from make_tiny_model import make_tokenizer
 
 import grpo
 import utils
-from plumbing import checkpoints, flags, run_log
+from plumbing import checkpoints, flags, models, run_log
 from plumbing.rewards import Rewards
 
 
@@ -265,6 +266,16 @@ def test_resume_with_fewer_episodes_ends(straight, tmp_path):
     before = metrics_of(values)
     running = helpers.start({**values, "resume": True, "total_episodes": 16}).wait(20)
     assert running.code in (0, 2) and metrics_of(values) == before
+
+
+@pytest.mark.parametrize("padding", [0, 8, 24])
+def test_loaded_weights_are_aligned(base, tmp_path, padding):
+    """However long the header of their file is: by the address of their operands some matrix products round."""
+    shutil.copytree(base["model"], tmp_path / "model")
+    metadata = {"format": "pt", "more": "x" * padding}
+    safetensors.torch.save_file(weights_of(base["model"]), tmp_path / "model" / "model.safetensors", metadata)
+    model = models.load_model("--model", str(tmp_path / "model"), torch.float32, torch.device("cpu"))
+    assert {parameter.data_ptr() % 64 for parameter in model.parameters()} == {0}
 
 
 # Four updates a step, ten tokens a generation: what is in the middle of step 3, and inside of the saving of step 4.
