@@ -4,7 +4,7 @@ import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: no test waits for a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
