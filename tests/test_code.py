@@ -242,14 +242,14 @@ for s in range(1, 64):
 @pytest.mark.parametrize(
     "code, seconds",
     [
-        ("while True: pass", 7), ("import time; time.sleep(1000)", 7), ("x = bytearray(10**10)", 2),
-        ("x = []\nwhile True: x.append(bytearray(10**7))", 3), ("while True: print('x' * 10**5)", 3),
-        ("f = open('f', 'wb')\nfor _ in range(10**4): f.write(bytes(10**6))", 3),
-        ("open('f', 'wb').truncate(10**10)", 2), ("import threading\nthreading.Event().wait()", 7),
-        (IGNORE_SIGNALS + "while True: pass", 7), ("import ctypes; ctypes.string_at(0)", 2),
-        ("x = '(' * 10**6; eval(x)", 3), ("import sys; sys.stdin.close(); input()", 2),
-        ("import os, resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", 2),
-        ("x = [open('/etc/passwd') for _ in range(99)]", 2),
+        ("while True: pass", 7), ("import time; time.sleep(1000)", 7), ("x = bytearray(10**10)", 5),
+        ("x = []\nwhile True: x.append(bytearray(10**7))", 7), ("while True: print('x' * 10**5)", 7),
+        ("f = open('f', 'wb')\nfor _ in range(10**4): f.write(bytes(10**6))", 7),
+        ("open('f', 'wb').truncate(10**10)", 5), ("import threading\nthreading.Event().wait()", 7),
+        (IGNORE_SIGNALS + "while True: pass", 7), ("import ctypes; ctypes.string_at(0)", 5),
+        ("x = '(' * 10**6; eval(x)", 7), ("import sys; sys.stdin.close(); input()", 5),
+        ("import os, resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", 5),
+        ("x = [open('/etc/passwd') for _ in range(99)]", 5),
         ("import threading as t\nt.stack_size(2**15)\nwhile True: t.Thread(target=t.Event().wait).start()", 7),
         ("import threading\nfor _ in range(2000): threading.Thread(target=threading.Event().wait).start()", 7),
         ("import os; os.chmod('.', 0); os.mkdir('x'); os.listdir('.')", 7),
@@ -257,7 +257,10 @@ for s in range(1, 64):
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip
 def test_limits(worker, code, seconds):
-    """Each costs its score and no more than its time, of which the worker here has 4 s (80 % of 5)."""
+    """Each costs its score and no more than its time, of which the worker here has 4 s (80 % of 5).
+
+    The bounds leave room for a second test beside this one, and for machines on which fresh memory is slow.
+    """
     start = time.monotonic()
     assert worker.score(code + "\nopen('x.', 'w')", STDIN) == 0
     assert time.monotonic() - start < seconds
