@@ -140,7 +140,7 @@ def test_sampler_frequencies_match_softmax():
 
 
 def test_sampler_takes_the_numbers_of_the_row_and_the_position():
-    numbers = torch.tensor([[0.1, 0.6, 0.3], [0.35, 0.8, 0.9], [0.6, 0.1, 0.9], [0.4, 0.1, 0.2]], dtype=F64)
+    numbers = torch.tensor([[0.1, 0.55, 0.3], [0.35, 0.8, 0.9], [0.6, 0.1, 0.9], [0.4, 0.1, 0.2]], dtype=F64)
     two = torch.log(torch.tensor([[0.2, 0.1, 0.3, 0.4]] * 2))
     args, queries = Args(max_response_length=3), [[0], [0, 0], [0], [0]]
     model = Fixed(torch.zeros(4, 4), two, two[:, [3, 2, 1, 0]])  # two of four rows draw a stop token at once
