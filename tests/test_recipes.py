@@ -216,19 +216,19 @@ def run(small: Path, recipe: str, folder: Path) -> int:
     if recipe == "train/grpo_async_two_nodes.sh":
         serving = start(small, recipe, folder, ["serve"], PORT=str(port), SERVERS="1")
         try:
-            return end(start(small, recipe, folder, WORDS[recipe][1], PORT=str(port), SERVERS="1"), 150)
+            return end(start(small, recipe, folder, WORDS[recipe][1], PORT=str(port), SERVERS="1"), 500)
         finally:
             serving.terminate()
             end(serving, 20)
     calls = WORDS.get(recipe, [[]])
     processes = [start(small, recipe, folder, w, ranks=RANKS.get(recipe, 1), PORT=str(port)) for w in calls]
-    return max([end(process, 150) for process in processes], key=abs)
+    return max([end(process, 500) for process in processes], key=abs)
 
 
 @pytest.fixture(scope="module")
 def runs(small, tmp_path_factory):
     """{recipe: (folder, future of its exit code)}: four at a time, as most of a small run is waiting."""
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(2) as pool:
         folders = {recipe: tmp_path_factory.mktemp("run") for recipe in RUN}
         wanted = [recipe for recipe in RUN if recipe not in SERVED or HAS_VLLM]
         yield {recipe: (folders[recipe], pool.submit(run, small, recipe, folders[recipe])) for recipe in wanted}
