@@ -227,7 +227,7 @@ def run(small: Path, recipe: str, folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def runs(small, tmp_path_factory):
-    """{recipe: (folder, future of its exit code)}: four at a time, as most of a small run is waiting."""
+    """{recipe: (folder, future of its exit code)}: two at a time, as most of a small run is waiting."""
     with ThreadPoolExecutor(2) as pool:
         folders = {recipe: tmp_path_factory.mktemp("run") for recipe in RUN}
         wanted = [recipe for recipe in RUN if recipe not in SERVED or HAS_VLLM]
