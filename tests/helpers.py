@@ -236,7 +236,7 @@ class Running:
         )
         self.process.start()
 
-    def wait(self, seconds: float = 90) -> "Running":
+    def wait(self, seconds: float = 240) -> "Running":
         self.process.join(seconds)
         if self.process.exitcode is None:
             os.kill(self.process.pid, signal.SIGUSR1)  # shows where it is

@@ -49,7 +49,7 @@ def test_compiling_changes_nothing(runs, name):
     """Metrics and weights of three updates or more, sharded and checkpointed ones, too; files have the same names."""
     script, values, compiled, processes = runs[name]
     for each in processes:
-        assert each.wait(300).code == 0, each.err[-4000:]
+        assert each.wait(900).code == 0, each.err[-4000:]
     compare(compiled, values)
     assert len(metrics_of(compiled)) == 3
 
