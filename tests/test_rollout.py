@@ -744,7 +744,7 @@ def test_disagreement_of_rollout_and_trainer_is_warned_of(difference, staleness,
     (True, True, {"rollout_backend": "hf"}, "hf"),
 ])  # fmt: skip
 def test_auto_takes_vllm_on_a_gpu_where_it_is_installed(installed, gpu, changes, expected, monkeypatch, capsys):
-    monkeypatch.setattr(utils.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(vllm_engine, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
     engine = engines.rollout_engine(Args(**changes), utils.World(0, 1, CPU), None)
