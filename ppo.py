@@ -520,9 +520,8 @@ def reference_name(args: Args) -> str:
 
 def held_models(args: Args) -> models.ModelNames:
     """Return the models that a run holds, by which its memory is planned."""
-    frozen = [("--reward", name) for name in args.reward if is_reward_model(name)]
-    if reference_name(args):
-        frozen.append(("--ref_model", reference_name(args)))
+    frozen = [("--ref_model", reference_name(args))] if reference_name(args) else []
+    frozen += [("--reward", name) for name in args.reward if is_reward_model(name)]
     critic = ("--value_model", args.value_model or args.model)
     return models.ModelNames(trained=[("--model", args.model)], scalar=[critic], frozen=frozen)
 
