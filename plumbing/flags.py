@@ -6,10 +6,13 @@ and SamplingArgs are what scripts/evaluate.py takes as well; the groups of train
 """
 
 import ast
+import contextlib
 import dataclasses
 import inspect
+import io
 import math
 import os
+import sys
 import textwrap
 from dataclasses import dataclass
 from typing import Annotated, Callable, Literal
@@ -230,9 +233,11 @@ def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
         groups.append((name, group, dataclasses.field(default_factory=group)))
     one_speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     about = inspect.getmodule(cls).__doc__
-    parsed = tyro.cli(
-        dataclasses.make_dataclass("Flags", groups), args=words, description=about, console_outputs=one_speaks
-    )
+    # tyro 1.0 shows a number out of its range whatever `console_outputs` says.
+    with contextlib.redirect_stderr(sys.stderr if one_speaks else io.StringIO()):
+        parsed = tyro.cli(
+            dataclasses.make_dataclass("Flags", groups), args=words, description=about, console_outputs=one_speaks
+        )
     return cls(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
