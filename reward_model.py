@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import utils
-from plumbing import data, flags, models
+from plumbing import data, flags, models, prompts
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.rows import arithmetic_pairs, read_rows
 from plumbing.run import Run
@@ -146,14 +146,14 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
     """
     if "response" in row and "sort" in row:  # PaddleNLP's form
         responses, sort = row["response"], row["sort"]
-        prompt, reference = data.conversation(where, row.get("src"), row.get("tgt"))
+        prompt, reference = prompts.conversation(where, row.get("src"), row.get("tgt"))
         if reference is not None or not all(isinstance(x, list) and len(x) == 2 for x in (responses, sort)):
             utils.fail(f"{where}: src takes one turn more than tgt, response and sort take two entries each")
         if not all(map(is_number, sort)) or sort[0] == sort[1]:
             utils.fail(f"{where}: sort takes two different numbers, the higher for the chosen response, not {sort}")
         sides = [[prompt, responses[i]] for i in ((0, 1) if sort[0] > sort[1] else (1, 0))]
     else:
-        prompt = next((row[column] for column in data.PROMPT_COLUMNS if row.get(column)), None)
+        prompt = next((row[column] for column in prompts.PROMPT_COLUMNS if row.get(column)), None)
         sides = [[prompt, row.get(side)] for side in ("chosen", "rejected")]
     for side, name in zip(sides, ("chosen", "rejected")):
         if isinstance(side[1], list):  # messages: the last turn is the response, the others belong to the prompt
@@ -191,8 +191,9 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         for side, (prompt, text) in zip(("chosen", "rejected"), read_pair(where, row)):
             query = []
             if prompt is not None:
-                pair["prompt"], query = data.encode_prompt(where, prompt, tokenizer, args.system_prompt)
-            ids = query + data.encode_text(where, text, tokenizer, special=prompt is None)
+                as_is = args.chat_template == "none"
+                pair["prompt"], query = prompts.encode_prompt(where, prompt, tokenizer, args.system_prompt, as_is)
+            ids = query + prompts.encode_text(where, text, tokenizer, special=prompt is None)
             pair |= {side: ids if ids[-1] in stop_ids else [*ids, stop_ids[0]], f"{side}_text": text}
         longest = max(len(pair["chosen"]), len(pair["rejected"]))
         if longest > args.max_length:
@@ -292,7 +293,7 @@ def main(args: Args) -> None:
     flags.check_training_args(args)
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = models.load_tokenizer(args.model, args.pad_token)
+    tokenizer = models.load_tokenizer(args.model, args.pad_token, args.chat_template)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = args.num_epochs * len(pairs) // args.batch_size

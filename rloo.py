@@ -123,8 +123,6 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
     ref_refresh_mix: Share = 1.0
     """Share of the policy's weights in a refresh."""
-    ptx_dataset: str = ""
-    """Rows of prompt and answer text for a supervised loss beside the rewards (PTX), named as --dataset."""
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the cross-entropy on --ptx_dataset."""
     ptx_batch_size: PositiveInt = 64
@@ -679,7 +677,7 @@ def main(args: Args) -> None:
     check_args(args)
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = models.load_tokenizer(args.model, args.pad_token)
+    tokenizer = models.load_tokenizer(args.model, args.pad_token, args.chat_template)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     prompts, eval_prompts = data.load_train_and_eval(args, tokenizer, needs_answer(args))
     ptx_rows = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []

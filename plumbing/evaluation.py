@@ -56,10 +56,25 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, list[dict]
         counts = correct.view(len(rows), k).sum(1).tolist()
         for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
             metrics[f"eval/pass@{n}"] = sum(pass_at_k(k, count, n) for count in counts) / len(counts)
+        metrics |= accuracy_of_data_sets(batch.rows, correct)
     for name, value in batch_metrics(batch).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
     return metrics, sample_rows(batch, 4, every=k), [len(response) for response in batch.responses]
+
+
+def accuracy_of_data_sets(rows: list[dict], correct: torch.Tensor) -> dict[str, float]:
+    """Return the accuracy on each data set, {"eval/accuracy/NAME": share of its samples}; {} if there is but one.
+
+    Args:
+        rows: the prompt of each sample. correct: (N,) bool.
+    """
+    names = [row.get("dataset") for row in rows]
+    different = list(dict.fromkeys(names))
+    samples_of = {name: [i for i, other in enumerate(names) if other == name] for name in different}
+    if len(different) == 1:
+        return {}
+    return {f"eval/accuracy/{name}": correct[own].double().mean().item() for name, own in samples_of.items()}
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:

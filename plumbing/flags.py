@@ -2,7 +2,8 @@
 
 A range stands at the flag, in its type. `parse` reads a command line, and shows one group a class in `--help`. What a
 paper's table of hyperparameters would list stands in the scripts. OutputArgs, PretrainedArgs, PromptArgs, ScoringArgs
-and SamplingArgs are what scripts/evaluate.py takes as well; the groups of training extend them. Imports utils alone.
+and SamplingArgs are what scripts/evaluate.py takes as well; the groups of training extend them. Imports utils and
+plumbing.config_file, which reads flags from a file.
 """
 
 import ast
@@ -20,6 +21,7 @@ from typing import Annotated, Callable, Literal
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from plumbing.config_file import config_words
 from utils import fail, warn
 
 
@@ -48,6 +50,13 @@ Share = in_range(float, lambda x: 0 <= x <= 1, "between 0 and 1")
 PositiveShare = in_range(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
 Decay = in_range(float, lambda x: 0 <= x < 1, "0 or more and below 1")
 ZeroOrAboveOne = in_range(float, lambda x: x == 0 or x > 1, "above 1, or 0 for none")
+
+
+@dataclass
+class ConfigArgs:
+    config: str = ""
+    """File with flags, .json or .yaml: {"learning_rate": 1e-6, ...}, or the args.json of a run. Flags of the command
+    line go over it."""
 
 
 @dataclass
@@ -85,7 +94,10 @@ class PretrainedArgs:
     stop_token: str = "eos"
     """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
     pad_token: str = ""
-    """Padding token for a tokenizer that has none; "eos" is safe, as masks come from lengths."""
+    """Padding token in place of the tokenizer's; default: its own or, if it has none, eos (masks come from lengths)."""
+    chat_template: str = ""
+    """File of a chat template (jinja) in place of the tokenizer's, as for a base model; none for prompts that hold a
+    template already: texts that stay as they are, without --system_prompt. Default: the tokenizer's."""
     precision: Literal["auto", "float32", "float64", "bf16", "fp16", "pure_bf16"] = "auto"
     """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
     has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
@@ -128,31 +140,39 @@ class ModelArgs(PretrainedArgs):
 class PromptArgs:
     dataset: str = "openai/gsm8k"
     """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json or .parquet file, a folder, owner/name or
-    owner/name:config on the hub, or a .json list of {"prob": weight, "filepath": any of these}."""
+    owner/name:config on the hub, or a .json list of {"prob": weight, "filepath": any of these, "split": optional}."""
     dataset_split: str = "train"
     """Split of --dataset to train on."""
     prompt_column: str = ""
-    """Column of the prompt, text or messages; default: the first of prompt, question, messages, problem, quiz,
-    src."""
+    """Column of the prompt, text or messages; a dot goes into an object. Default: the first that any row has something
+    in of prompt, question, messages, problem, quiz, src."""
     answer_column: str = ""
-    """Column of the reference answer; default: the first of answer, ground_truth, solution_text, solution,
-    tgt."""
+    """Column of the reference answer, likewise; default: the first of answer, ground_truth, reward_model.ground_truth,
+    solution_text, solution, tgt, completion, or else the turn of the assistant that messages end with."""
     system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
     """System turn put before each prompt that has none; "" for none."""
     max_prompt_length: PositiveInt = 512
-    """Most tokens of a prompt; a longer one ends the run at the start, naming its row."""
+    """Most tokens of a prompt."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """Leave prompts over --max_prompt_length out, and count them in a line, or end the run, naming the row."""
 
 
 @dataclass
 class DataArgs(PromptArgs):
     eval_dataset: str = ""
-    """Prompts to evaluate on; default: the --eval_split of --dataset, or for a single file nothing."""
+    """Prompts to evaluate on, named as those of --dataset; default: the --eval_split of --dataset, or for a single file
+    nothing. Of a list, each data set has an accuracy of its own, too."""
     eval_split: str = "test"
     """Split to evaluate on."""
     eval_prompts: NonNegativeInt = 256
-    """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
+    """Prompts of an evaluation, the first ones of the evaluation set, of a list in turns; 0 for all."""
     eval_samples: PositiveInt = 4
     """Sampled responses a prompt for accuracy and pass@k, beside the greedy one."""
+    ptx_dataset: str = ""
+    """Rows for a supervised loss beside the policy's (PPO-ptx, arXiv:2203.02155), named as those of --dataset: a
+    prompt, and the text to imitate in an answer column or in a last turn of the assistant."""
+    ptx_split: str = "train"
+    """Split of --ptx_dataset."""
 
 
 @dataclass
@@ -209,6 +229,8 @@ class RolloutArgs(SamplingArgs):
 def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
     """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each of its base classes.
 
+    --config FILE stands for the flags in that file, before all others.
+
     Args:
         words: the command line without the program's name; None for that of this process.
         title: of the group of the flags that `cls` itself declares.
@@ -231,13 +253,21 @@ def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
         group = dataclasses.make_dataclass("Group", members)
         name = title if owner is cls else owner.__name__.removesuffix("Args").lower() or "inherited"
         groups.append((name, group, dataclasses.field(default_factory=group)))
+    about_config = tyro.conf.arg(help=docstrings(ConfigArgs)["config"])
+    groups.append(("config", Annotated[str, about_config], dataclasses.field(default="")))
     one_speaks = os.environ.get("LOCAL_RANK", "0") == "0"
     about = inspect.getmodule(cls).__doc__
     # tyro 1.0 shows a number out of its range whatever `console_outputs` says.
     with contextlib.redirect_stderr(sys.stderr if one_speaks else io.StringIO()):
-        parsed = tyro.cli(
-            dataclasses.make_dataclass("Flags", groups), args=words, description=about, console_outputs=one_speaks
+        words = sys.argv[1:] if words is None else words
+        known, _ = tyro.cli(
+            ConfigArgs, args=words, return_unknown_args=True, add_help=False, console_outputs=one_speaks
         )
+        parsed = tyro.cli(
+            dataclasses.make_dataclass("Flags", groups), description=about, console_outputs=one_speaks,
+            args=[*(config_words(known.config, cls) if known.config else []), *words],
+        )  # fmt: skip
+    del parsed.config
     return cls(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 

@@ -65,16 +65,30 @@ def read_tokenizer(flag: str, name: str):
     return tokenizer
 
 
-def load_tokenizer(name: str, pad_token: str):
-    """Return the tokenizer of --model with a pad token; end the run if neither it nor --pad_token names one."""
+def load_tokenizer(name: str, pad_token: str, chat_template: str = ""):
+    """Return the tokenizer of --model, with a pad token (eos, where neither it nor the flag names one).
+
+    Args:
+        pad_token, chat_template: of the flags of these names. A template from a file replaces the tokenizer's own, and
+            is saved with the trained model.
+    """
     tokenizer = read_tokenizer("--model", name)
+    if chat_template not in ("", "none"):
+        try:
+            with open(chat_template) as file:
+                tokenizer.chat_template = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"--chat_template {chat_template}: takes none or a file that can be read ({first_line(error)})")
     if pad_token:
         pad_token = tokenizer.eos_token if pad_token == "eos" else pad_token
         if pad_token is None or tokenizer.convert_tokens_to_ids(pad_token) in (None, tokenizer.unk_token_id):
             fail(f"--pad_token {pad_token}: the tokenizer of --model {name} has no such token")
         tokenizer.pad_token = pad_token
     if tokenizer.pad_token_id is None:
-        fail(f"--model {name}: its tokenizer has no pad token; name one with --pad_token, such as eos (safe here)")
+        if tokenizer.eos_token is None:
+            fail(f"--model {name}: its tokenizer has neither a pad token nor an end token; name one with --pad_token")
+        warn(f"--model {name}: its tokenizer has no pad token, so it pads with {tokenizer.eos_token}, masked by length")
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
@@ -109,6 +123,13 @@ def load_config(flag: str, name: str):
         if is_dropout and isinstance(getattr(config, key), float):
             setattr(config, key, 0.0)
     return config
+
+
+def check_positions(name: str, length: int, what: str) -> None:
+    """End the run if --model `name` cannot read a sequence of `length` tokens; `what` says where it is from."""
+    most = getattr(load_config("--model", name).get_text_config(), "max_position_embeddings", None)
+    if most and length > most:
+        fail(f"{what}: makes {length} tokens, and --model {name} has {most} positions")
 
 
 def load_model(

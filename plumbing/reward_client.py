@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import urllib3
 from requests.utils import get_environ_proxies, select_proxy
 
-from plumbing.reward_worker import finite_or_nan
+from plumbing.reward_worker import columns_of, finite_or_nan
 from utils import first_line
 
 BATCH = 32  # responses in a request
@@ -94,10 +94,8 @@ def question(rows: list[dict], texts: list[str]) -> dict:
     content = {
         "src": [row["prompt"] for row in rows], "tgt": [as_text(row.get("answer")) for row in rows], "response": texts
     }  # fmt: skip
-    others = sorted({name for row in rows for name in row} - {"prompt", "query", "answer"})
-    if others:
-        content["columns"] = {name: [row.get(name) for row in rows] for name in others}
-    return content
+    columns = columns_of(rows)
+    return {**content, "columns": columns} if columns else content
 
 
 def as_text(answer) -> str:

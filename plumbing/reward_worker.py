@@ -163,6 +163,13 @@ def as_numbers(scores, count: int) -> list[float | None]:
     return [None if score is None else float(score) for score in scores]
 
 
+def columns_of(rows: list[dict]) -> dict[str, list]:
+    """Return the columns that prompts had in their files, a value a prompt; None where a row lacks one."""
+    tables = [row.get("columns", {}) for row in rows]
+    names = sorted({name for table in tables for name in table})
+    return {name: [table.get(name) for table in tables] for name in names}
+
+
 def finite_or_nan(score) -> float:
     """Return a score as a float, NaN for None and infinity."""
     score = math.nan if score is None else float(score)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from plumbing.models import check_can_read, load_scalar_model, scalar_config
-from plumbing.reward_worker import Worker, finite_or_nan
+from plumbing.reward_worker import Worker, columns_of, finite_or_nan
 from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
 from utils import World, fail, micro_batches, warn
 
@@ -117,7 +117,7 @@ class Rewards:
         """Return each source's scores of the responses, NaN where there is none: {name: [float] * N}.
 
         Args:
-            rows: of the data set, with "prompt" and "query", its token ids. texts: the responses as text. responses:
+            rows: as `plumbing.data.load_prompts` makes them. texts: the responses as text. responses:
                 the same as token ids.
         """
         return {name: source.score(rows, texts, responses) for name, source in self.sources.items()}
@@ -237,8 +237,7 @@ class WorkerSource:
         return scores
 
     def _request(self, rows: list[dict], texts: list[str]) -> dict:
-        names = sorted({name for row in rows for name in row} - {"prompt", "query"})
-        columns = {name: [row.get(name) for row in rows] for name in names}
+        columns = columns_of(rows) | {"answer": [row["answer"] for row in rows]}
         return {
             "reward": self.name, "prompts": [row["prompt"] for row in rows], "responses": texts, "columns": columns
         }  # fmt: skip

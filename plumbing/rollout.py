@@ -25,7 +25,7 @@ class Batch:
     Every rank holds all of them, so that advantages, mini-batches and counts are those of the whole batch.
     """
 
-    rows: list[dict]  # of the data, for each response: "prompt", the text, "query", its token ids, and other columns
+    rows: list[dict]  # of the data, for each response: "prompt", the text, "query", its token ids, "answer", "columns"
     responses: list[list[int]]  # token ids up to and including the stop token
     texts: list[str]
     stopped: Tensor  # (N,) bool, whether a stop token was sampled

@@ -122,6 +122,42 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
     return rows
 
 
+def read_parts(flag: str, name: str, split: str) -> list[tuple[str, list[dict], float]]:
+    """Return the data sets that a list of them names, as (name, rows, weight); any other data set alone.
+
+    A list is a .json file of {"prob": weight, "filepath": a data set, relative to the list's own folder}. An entry may
+    have a "split", in place of the one that is given here.
+
+    Args:
+        flag, name, split: as in `read_rows`.
+    """
+    rows = read_rows(flag, name, split)
+    if not is_list_of_data_sets(name, rows):
+        return [(name, rows, 1.0)]
+    parts = []
+    for number, entry in enumerate(rows, 1):
+        at, weight, path = f"{flag} {name} entry {number}", entry.get("prob"), entry.get("filepath")
+        for key in entry.keys() - {"prob", "filepath", "split"}:
+            fail(f"{at}: has {key!r}, but takes prob, filepath and split")
+        named, numeric = isinstance(path, str) and path.strip(), isinstance(weight, (int, float))
+        if not named or not numeric or not 0 < weight < 1e300:
+            fail(f"{at}: takes a prob above 0 and a filepath, not {str(entry)[:60]}")
+        if not isinstance(entry.get("split", ""), str):
+            fail(f"{at}: split takes a name, not {entry['split']!r}")
+        in_folder = os.path.join(os.path.dirname(name), path)
+        source = in_folder if os.path.exists(in_folder) else path
+        part = read_rows(flag, source, entry.get("split", split))
+        if is_list_of_data_sets(source, part):  # itself, perhaps
+            fail(f"{flag} {source}: is a list of data sets and stands in another, {name}")
+        parts.append((f"{path}:{entry['split']}" if "split" in entry else path, part, float(weight)))
+    return parts
+
+
+def is_list_of_data_sets(name: str, rows: list[dict]) -> bool:
+    """Return whether what was read are the entries of a list of data sets, right or wrong, and not rows."""
+    return name.endswith(".json") and all("filepath" in row or "prob" in row for row in rows)
+
+
 def read_file(flag: str, name: str) -> list[dict]:
     """Return the rows of a .jsonl, .json (a list of rows) or .parquet file.
 
@@ -166,7 +202,10 @@ def read_data_set(flag: str, name: str, split: str) -> list[dict]:
     try:
         if any(os.path.exists(os.path.join(path, file)) for file in ("dataset_dict.json", "state.json")):
             data = datasets.load_from_disk(path)  # written by save_to_disk
-            data = data[split] if isinstance(data, datasets.DatasetDict) else data
+            data = data if isinstance(data, datasets.DatasetDict) else {str(data.split or "train"): data}
+            if split not in data:
+                raise ValueError(f'Unknown split "{split}". Should be one of {list(data)}.')  # as load_dataset says
+            data = data[split]
         else:
             if not config and not os.path.isdir(path):
                 configs = datasets.get_dataset_config_names(path)

@@ -53,7 +53,9 @@ class Args(flags.OutputArgs, flags.PretrainedArgs, flags.PromptArgs, flags.Scori
     dataset_split: str = "test"
     """Split of --dataset to evaluate on."""
     num_prompts: flags.NonNegativeInt = 0
-    """Prompts to take, the first ones of the data set; 0 for all."""
+    """Prompts to take, the first ones of the data set, of a list in turns; 0 for all."""
+    overlong_prompts: Literal["drop", "error"] = "error"
+    """End for a prompt over --max_prompt_length, or leave such prompts out, and count them in a line."""
     samples: flags.in_range(int, lambda x: 0 <= x <= 512, "between 0 and 512") = 0
     """Responses a prompt (n); 0: 8, or 1 if --temperature is 0."""
     k: tuple[flags.PositiveInt, ...] = ()
@@ -218,6 +220,8 @@ def show(args: Args, results: dict) -> None:
     print(f"{args.model} on {args.dataset}: {results['prompts']} prompts x {results['samples']} responses")
     lines = [(name, measure, x) for name, scores in results["scores"].items() for measure, x in scores.items()]
     lines += [(name, "mean reward", x) for name, x in results["rewards"].items()]
+    for part, scores in results["datasets"].items():
+        lines += [(f"{part} {name}", measure, x) for name, own in scores.items() for measure, x in own.items()]
     for name, measure, x in lines:
         interval = "  95% interval {:.4g} to {:.4g}".format(*x["ci95"]) if x["ci95"] else ""
         print(f"  {name:<16} {measure:<12} {x['value']:<8.4g}{interval}")
@@ -228,10 +232,11 @@ def main(args: Args) -> None:
     # ---- set up: data, rewards, model ----
     folder, n, ks = check_args(args)
     world = utils.setup_processes()
-    tokenizer = models.load_tokenizer(args.model, args.pad_token)
+    tokenizer = models.load_tokenizer(args.model, args.pad_token, args.chat_template)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     prompts = data.load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, needs_answer(args))
-    prompts = prompts[: args.num_prompts or None]
+    prompts = data.first_prompts(prompts, args.num_prompts)
+    data.check_lengths(args, prompts)
     if world.any(len(prompts) < world.size):  # asked together, so that no rank is gone before the others have joined
         utils.fail(f"--dataset {args.dataset}: has {len(prompts)} prompts for {world.size} processes")
     rewards = Rewards(args.reward, args.reward_timeout, tokenizer)
@@ -284,7 +289,7 @@ def main(args: Args) -> None:
     samples = [
         {
             "index": place, "sample": number, "prompt": row["prompt"], "answer": row["answer"], "response": texts[i],
-            "tokens": len(responses[i]), "stop_reason": "stop" if stopped[i] else "length",
+            "dataset": row["dataset"], "tokens": len(responses[i]), "stop_reason": "stop" if stopped[i] else "length",
             **{f"reward/{name}": column[i] for name, column in scores.items()},
             **{f"correct/{name}": column[i] for name, column in correct.items()},
             **{f"extracted/{name}": column[i] for name, column in answers.items()},
@@ -297,9 +302,18 @@ def main(args: Args) -> None:
         utils.warn(f"the answers to {votes_as_text} prompts were compared as text: --reward_timeout passed, or a crash")
 
     # ---- results ----
-    column = lambda name: by_prompt([sample[name] for sample in samples])  # P lists of n
+    # P lists of n, over all prompts or those of one data set.
+    column = lambda name, part="": by_prompt([s[name] for s in samples if part in ("", s["dataset"])])
     voted = {name: column(f"extracted/{name}") for name in answers if name not in NO_ANSWERS}
-    measured = {name: measures(column(f"correct/{name}"), voted.get(name), ks) for name in correct}
+
+    def scores_of(part: str) -> dict:
+        found = {}
+        for name in correct:
+            said = column(f"extracted/{name}", part) if name in voted else None
+            found[name] = measures(column(f"correct/{name}", part), said, ks)
+        return found
+
+    datasets = list(dict.fromkeys(sample["dataset"] for sample in samples))
     mean_rewards = {}
     for name in args.reward:
         scored = [[x for x in row if not math.isnan(x)] for row in column(f"reward/{name}")]
@@ -312,7 +326,8 @@ def main(args: Args) -> None:
         mean_rewards[name] = {**estimate([sum(row) / len(row) for row in scored if row]), "missing": missing}
     lengths = [sample["tokens"] for sample in samples]
     results = {
-        "scores": measured,
+        "scores": scores_of(""),
+        "datasets": {part: scores_of(part) for part in datasets} if len(datasets) > 1 else {},
         "rewards": mean_rewards,
         "prompts": len(prompts),
         "samples": n,

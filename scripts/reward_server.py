@@ -42,7 +42,7 @@ from starlette.requests import ClientDisconnect
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import data, models
+from plumbing import models, prompts
 from plumbing.flags import Float, PositiveFloat, PositiveInt
 from plumbing.rewards import Rewards, check_name, check_sources, is_reward_model, reward_weights
 from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
@@ -136,10 +136,10 @@ class Scorer:
             return [], []
         if isinstance(prompt, str):  # a template has written the special tokens, if there is one
             special = self.tokenizer.chat_template is None
-            query = data.encode_text(f"{where} of src", prompt, self.tokenizer, special)
+            query = prompts.encode_text(f"{where} of src", prompt, self.tokenizer, special)
         else:
-            _, query = data.encode_prompt(f"{where} of src", prompt, self.tokenizer, "")
-        ids = data.encode_text(f"{where} of response", response, self.tokenizer, special=False)
+            _, query = prompts.encode_prompt(f"{where} of src", prompt, self.tokenizer, "")
+        ids = prompts.encode_text(f"{where} of response", response, self.tokenizer, special=False)
         ids = ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_ids[0]]
         length = len(query) + len(ids)
         if length > self.max_length:
@@ -154,7 +154,7 @@ class Scorer:
             for i, (prompt, reference, text) in enumerate(zip(batch.src, batch.tgt, batch.response)):
                 query, response = self._encode(f"entry {i}", prompt, text)
                 others = {name: column[i] for name, column in batch.columns.items()}
-                rows.append({**others, "prompt": prompt, "query": query, "answer": reference})
+                rows.append({"prompt": prompt, "query": query, "answer": reference, "columns": others})
                 responses.append(response)
         # A verifier would take a reference that is missing for one that is empty, or is called None.
         needs = next((name for name in counted if name in ANSWER_REWARDS), "")

@@ -92,7 +92,7 @@ ROW_FAULTS = {
 def test_rows(refuses, tmp_path, fault):
     rows, *named = ROW_FAULTS[fault]
     file = write_rows(tmp_path / "data.jsonl", rows)
-    refuses(("--dataset", file, *named), dataset=file, max_prompt_length=20)
+    refuses(("--dataset", file, *named), dataset=file, max_prompt_length=20, overlong_prompts="error")
 
 
 def test_the_same_fault_in_the_evaluation_set(refuses, tmp_path):
@@ -172,11 +172,19 @@ def test_reference_model(refuses, models):
     refuses(("--ref_model", models["gone"]), ref_model=models["gone"])
 
 
-def test_pad_token(refuses, models, base, tmp_path):
-    refuses(("--model", models["no pad"], "--pad_token"), model=models["no pad"])
+def test_pad_token(refuses, models, base, tmp_path, capsys):
     refuses(("--pad_token <none>",), model=models["no pad"], pad_token="<none>")
-    run_here({**base, "output_dir": str(tmp_path / "mended"), "model": models["no pad"], "pad_token": "eos"})
-    assert (tmp_path / "mended" / "run" / "final").exists()
+    run_here({**base, "output_dir": str(tmp_path / "eos"), "model": models["no pad"]})
+    assert "its tokenizer has no pad token, so it pads with <eos>" in capsys.readouterr().err
+    assert (tmp_path / "eos" / "run" / "final").exists()
+
+
+def test_responses_longer_than_the_model_can_read(refuses, tmp_path):
+    """The tiny model has 256 positions; its longest prompt has 5 tokens or so."""
+    refuses(("--max_response_length 255", "makes 2", "256 positions"), max_response_length=255)
+    file = write_rows(tmp_path / "ptx.jsonl", [{"prompt": "1" * 200, "answer": "1" * 60}])
+    ptx = dict(ptx_dataset=file, ptx_coef=1.0, max_response_length=100)
+    refuses(("--ptx_dataset", "its longest row", "makes 261 tokens", "256 positions"), **ptx)
 
 
 def test_stop_token(refuses):

@@ -523,15 +523,25 @@ def test_vllm(tmp_path):
 
 
 def test_columns_named_as_those_of_the_samples(tmp_path):
-    """Rows may have columns of the names that samples.jsonl uses: a reward function gets its own."""
+    """Rows may have columns of the names that samples.jsonl uses: a reward function gets its own. Of a list of data
+    sets, which take turns, each has results of its own, too."""
     rows = [
         {"prompt": f"{a}+{a}=", "answer": str(2 * a), "index": 100 + a} for a in random.Random(0).sample(range(9), 5)
     ]
     (tmp_path / "r.py").write_text(
         "def score(prompts, responses, index, answer, **columns):\n"
-        "    return [float(2 * (i - 100) == int(a)) for i, a in zip(index, answer)]\n"
+        "    return [float(str(2 * (i - 100)) == a) for i, a in zip(index, answer)]\n"
     )
-    data = helpers.write_rows(tmp_path / "rows.jsonl", rows)
+    helpers.write_rows(tmp_path / "rows.jsonl", rows)
     name = f"{tmp_path / 'r.py'}:score"
-    results, samples, _ = measure(tmp_path, dataset=data, reward=name, num_prompts=0, samples=2)
-    assert results["rewards"][name]["value"] == 1 and [s["index"] for s in samples[::2]] == list(range(5))
+    helpers.write_rows(tmp_path / "zero.jsonl", [{"prompt": f"{a}+0=", "answer": "?", "index": 100} for a in range(3)])
+    entries = [{"prob": weight, "filepath": path} for weight, path in ((2, "rows.jsonl"), (1, "zero.jsonl"))]
+    (tmp_path / "mix.json").write_text(json.dumps(entries))
+    results, samples, _ = measure(tmp_path, dataset=str(tmp_path / "mix.json"), reward=name, num_prompts=6, samples=2)
+    assert results["rewards"][name]["value"] == pytest.approx(2 / 3)
+    assert [s["index"] for s in samples[::2]] == list(range(6))
+    assert Counter(s["dataset"] for s in samples) == {"rows.jsonl": 8, "zero.jsonl": 4}
+    avg = {part: scores[name]["avg@2"]["value"] for part, scores in results["datasets"].items()}
+    for part, value in avg.items():
+        assert value == statistics.fmean(s[f"correct/{name}"] for s in samples if s["dataset"] == part)
+    assert avg.keys() == {"rows.jsonl", "zero.jsonl"} and avg["zero.jsonl"] == 0

@@ -213,7 +213,10 @@ def supervised(tmp_path, rows, chat=False):
     if chat:
         tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
     path = helpers.write_rows(tmp_path / "ptx.jsonl", rows)
-    args = ppo.Args(ptx_dataset=path, system_prompt="", max_prompt_length=40, max_response_length=6)
+    args = ppo.Args(
+        model=str(helpers.ROOT / "assets" / "tiny"), ptx_dataset=path, system_prompt="", max_prompt_length=40,
+        max_response_length=6, overlong_prompts="error",
+    )  # fmt: skip
     return data.load_supervised(args, tokenizer, [tokenizer.eos_token_id, 7]), tokenizer
 
 

@@ -244,7 +244,8 @@ def test_knights_any_text_has_a_score(text, words):
 
 def scores(names, rows, texts, timeout=20.0):
     rewards = Rewards(names, timeout, make_tokenizer())
-    found = rewards.score([{"prompt": "p", "query": [1], **row} for row in rows], texts, [[]] * len(rows))
+    rows = [{"prompt": "p", "query": [1], "answer": row.get("answer"), "columns": row} for row in rows]
+    found = rewards.score(rows, texts, [[]] * len(rows))
     rewards.close()
     as_lists = {name: [None if math.isnan(score) else score for score in part] for name, part in found.items()}
     return as_lists, {name: source.failure for name, source in rewards.sources.items()}

@@ -125,10 +125,10 @@ def fails(times: int, status: int, **headers):
     )
 
 
-def ask(url: str, count: int = 1, timeout: float = 5.0, rewards=None, **columns) -> tuple[list[float], str]:
+def ask(url: str, count: int = 1, timeout: float = 5.0, rewards=None, **changes) -> tuple[list[float], str]:
     """Scores of so many rows, and what is said of those that are missing."""
     rewards = rewards or Rewards((url,), timeout, None)
-    rows = [{"prompt": f"prompt {i}", "query": [i], "answer": f"answer {i}", **columns} for i in range(count)]
+    rows = [{"prompt": f"prompt {i}", "query": [i], "answer": f"answer {i}", **changes} for i in range(count)]
     scores = rewards.score(rows, [f"response {i}" for i in range(count)], [[i] for i in range(count)])
     assert scores.keys() == {url} and len(scores[url]) == count and all(type(x) is float for x in scores[url])
     return scores[url], rewards.sources[url].failure
@@ -176,9 +176,8 @@ def test_reference_answers(serve, answer, tgt):
 def test_other_columns(serve):
     """What reasoning_gym and functions from files read of a row."""
     server = serve(lambda question, count: right(question))
-    assert (
-        ask(server.url, 2, reasoning_gym=["chain_sum", 10, 0, 3], level=None, day=types.SimpleNamespace(x=1))[1] == ""
-    )
+    columns = {"reasoning_gym": ["chain_sum", 10, 0, 3], "level": None, "day": types.SimpleNamespace(x=1)}
+    assert ask(server.url, 2, columns=columns)[1] == ""
     sent = server.asked[0]["columns"]
     assert sent.keys() == {"reasoning_gym", "level", "day"}
     assert sent["reasoning_gym"] == [["chain_sum", 10, 0, 3]] * 2 and sent["level"] == [None] * 2

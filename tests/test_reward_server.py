@@ -25,7 +25,7 @@ from tokenizers.processors import TemplateProcessing
 
 import reward_model
 import utils
-from plumbing import data, models
+from plumbing import models, prompts
 from plumbing.rewards import Rewards
 from plumbing.verifiers import VERIFIERS
 
@@ -250,7 +250,7 @@ def test_function_and_columns(servers):
 
 def test_columns_come_from_a_run(servers):
     url = servers["judge"].url
-    rows = [{"prompt": "abc", "query": [], "answer": None, "bonus": bonus} for bonus in range(40)]
+    rows = [{"prompt": "abc", "query": [], "answer": None, "columns": {"bonus": bonus}} for bonus in range(40)]
     scores = Rewards((url,), 30.0, None).score(rows, ["xy"] * 40, [[]] * 40)[url]
     assert scores == pytest.approx([3.02 + bonus for bonus in range(40)])
 
@@ -280,14 +280,14 @@ PAIRS = [("2+2=", "4"), ("10+7=", "17"), ("1+1=", "a longer response of forty ch
 
 
 def test_reward_model_scores(servers, direct):
-    prompts, responses = zip(*PAIRS)
+    questions, responses = zip(*PAIRS)
     expected = [direct(p + r) for p, r in PAIRS]
     assert max(expected) - min(expected) > 0.1
-    together = servers["model"].scores(list(prompts), [None] * 5, list(responses))
+    together = servers["model"].scores(list(questions), [None] * 5, list(responses))
     assert together == pytest.approx(expected, rel=1e-10, abs=1e-12)
     for i, (prompt, response) in enumerate(PAIRS):  # nor does it matter what stands beside it
         assert servers["model"].scores([prompt], [""], [response]) == pytest.approx([together[i]], rel=1e-10)
-    backwards = servers["model"].scores(list(prompts[::-1]), [None] * 5, list(responses[::-1]))
+    backwards = servers["model"].scores(list(questions[::-1]), [None] * 5, list(responses[::-1]))
     assert backwards[::-1] == pytest.approx(together, rel=1e-10)
 
 
@@ -324,7 +324,7 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, folder, n
     rewards.load_models("raw", torch.float64, CPU, contextlib.nullcontext, 1000)
     rows, texts, ids = [], [], []
     for question, text in PAIRS:
-        prompt, query = data.encode_prompt("", question, tokenizer, system_prompt)
+        prompt, query = prompts.encode_prompt("", question, tokenizer, system_prompt)
         assert query.count(tokenizer.eos_token_id) == (name == "bos")
         rows.append({"prompt": prompt, "query": query, "answer": None})
         texts.append(text)

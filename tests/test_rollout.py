@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import utils
 from grpo import Args, Policy, generate, truncate_at_stop
-from plumbing import data, engines, models, vllm_engine
+from plumbing import engines, models, prompts, vllm_engine
 from plumbing.rollout import Batch, Experience, join, pad_rows, rollout
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
@@ -689,7 +689,7 @@ def bos_tokenizer(adds_bos: bool, chat_template: str | None = None):
 def test_text_gets_the_beginning_token_at_most_once(adds_bos, text, system_prompt):
     tokenizer = bos_tokenizer(adds_bos)
     assert (tokenizer.encode("a")[0] == 2) == adds_bos
-    _, ids = data.encode_prompt("here", text, tokenizer, system_prompt)
+    _, ids = prompts.encode_prompt("here", text, tokenizer, system_prompt)
     assert ids.count(2) == int(adds_bos or text.startswith("<s>"))
     words = (f"{system_prompt}\n" if system_prompt else "") + "two and two"
     assert [i for i in ids if i != 2] == tokenizer.encode(words, add_special_tokens=False)
@@ -707,7 +707,7 @@ def test_a_chat_gets_exactly_what_its_template_says(adds_bos, system_prompt):
     before = [system] if system_prompt else []
     cases = [("two and two", [*before, user]), ([user], [*before, user]), (said, before + said), (own, own)]
     for prompt, messages in cases:
-        text, ids = data.encode_prompt("here", prompt, tokenizer, system_prompt)
+        text, ids = prompts.encode_prompt("here", prompt, tokenizer, system_prompt)
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         assert ids == expected and ids.count(2) == 1 and ids[0] == 2
         assert text == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -722,7 +722,7 @@ def test_a_chat_gets_exactly_what_its_template_says(adds_bos, system_prompt):
 )  # fmt: skip
 def test_a_prompt_that_cannot_be_encoded_ends_the_run(prompt, template, capsys):
     with pytest.raises(SystemExit) as end:
-        data.encode_prompt("--dataset d.jsonl row 4", prompt, bos_tokenizer(True, template), "")
+        prompts.encode_prompt("--dataset d.jsonl row 4", prompt, bos_tokenizer(True, template), "")
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line.startswith("error: --dataset d.jsonl row 4: ") and line.count("\n") == 1

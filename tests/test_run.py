@@ -532,7 +532,7 @@ def test_a_failing_reward_on_two_ranks(base, tmp_path, failing):
 
 
 def row(answer: str, **columns) -> dict:
-    return {"prompt": "p", "query": [1], "answer": answer, **columns}
+    return {"prompt": "p", "query": [1], "answer": answer, "columns": columns}
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of Qwen2.5-7B on one node of eight 80 GB GPUs: six train while a vLLM server on the other two samples the next
-# step. No result to compare with: the recipe has not been run.
+# step. Numbers: the sizes are from no source that reports any; this has not been run here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 model=Qwen/Qwen2.5-7B port=${PORT:-8000}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of Qwen2.5-7B on two nodes of eight 80 GB GPUs: the first trains while four vLLM servers on the second sample the
-# next step. No result to compare with: the recipe has not been run.
+# next step. Numbers: the sizes are from no source that reports any; this has not been run here.
 #   bash scripts/train/grpo_async_two_nodes.sh serve           on the second node, which trusts its network
 #   bash scripts/train/grpo_async_two_nodes.sh train HOST      on the first node, HOST the second one's address
 set -euo pipefail

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # PPO of Qwen2.5-0.5B-Instruct on GSM8K, 15 passes, on one 80 GB GPU. Batch sizes, learning rates and KL are verl's.
-# Expected: 36.4 before (Qwen's blog) and 56.7 after, by verl v0.2's table in examples/ppo_trainer; not yet run here.
+# Numbers: verl v0.2's table in examples/ppo_trainer reports 36.4 before (from Qwen's blog) and 56.7 after; not
+# reproduced here, as this has not been run.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --reward gsm8k \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # PPO of Llama-3.1-8B (Tulu 3 after DPO) on GSM8K, on two nodes of eight 80 GB GPUs: vLLM samples the next step while
 # this one trains, and a response without a stop token scores -10. Learning rate, KL, lengths, rewards (10 for a right
-# answer) and the critic's start as in open-instruct's ppo_8b.sh for Tulu 3, which has MATH and IF problems, too, and
-# gives no result beside it. Not yet run here.
+# answer) and the critic's start as in open-instruct's ppo_8b.sh for Tulu 3, which has MATH and IF problems, too.
+# Numbers: open-instruct reports none beside that script; this has not been run here.
 #   bash scripts/train/ppo_llama3.1_8b_2nodes.sh 0 HOST        on the first node, HOST its address
 #   bash scripts/train/ppo_llama3.1_8b_2nodes.sh 1 HOST        on the second; both need the same --output_dir
 set -euo pipefail

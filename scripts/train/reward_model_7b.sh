@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Reward model from Qwen2.5-7B-Instruct on UltraFeedback's pairs, one pass, on one node of eight 80 GB GPUs.
-# No result to compare with: the recipe has not been run.
+# Numbers: the sizes are from no source that reports any; this has not been run here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 torchrun --nproc_per_node 8 reward_model.py --model Qwen/Qwen2.5-7B-Instruct --shard fsdp --gradient_checkpointing \

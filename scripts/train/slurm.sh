@@ -2,7 +2,8 @@
 # GRPO of Qwen2.5-7B on nodes of eight 80 GB GPUs under Slurm, started in the repository's folder, which they share:
 #   sbatch scripts/train/slurm.sh --learning_rate 2e-6          sbatch -N 4 scripts/train/slurm.sh
 # Ten minutes before the time limit the trainers get SIGTERM, save and end; the job goes back into the queue, and its
-# next start resumes the run. No result to compare with: it has only run with stand-ins for srun and scontrol.
+# next start resumes the run. Numbers: the sizes are from no source that reports any; this has only run with stand-ins
+# for srun and scontrol.
 #SBATCH --job-name=grpo
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
