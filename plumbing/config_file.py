@@ -27,7 +27,7 @@ def config_words(path: str, cls: type) -> list[str]:
         if isinstance(default, bool):
             if not isinstance(value, bool):
                 fail(f"--config {path}: {name} takes true or false, not {value!r}")
-            words.append(f"--{name}" if value else f"--no-{name}")
+            words.append(f"--{'' if value else 'no-'}{name}")
         elif isinstance(value, list) and isinstance(default, tuple):
             words += [f"--{name}", *map(str, value)]
         elif value is not None:

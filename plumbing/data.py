@@ -76,16 +76,17 @@ def encode_rows(where: str, name: str, rows: list[dict], tokenizer, args, answer
     prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows, required=True)
     answer_column = find_column(where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows, required=False)
     prompts, too_long, wrapped = [], [], []
-    marks, as_is = template_tokens(tokenizer), args.chat_template == "none"
+    as_is = args.chat_template == "none"
+    marks = [] if as_is else template_tokens(tokenizer)
     for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
         at = f"{where} row {number}"
         for column in {"prompts", "responses"} & row.keys():
             fail(f"{at}: has a column {column!r}, which is a name that reward functions get something else by")
         prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
         if answer_for and not is_filled(answer):
-            column = f" in {answer_column!r}" if answer_column else ""
+            missing = f"has no answer in {answer_column!r}" if answer_column else "has no answer"
             there = f"name a column with --answer_column, there are {', '.join(row)}"
-            fail(f"{at}: has no answer{column}, which {answer_for} needs; {there}")
+            fail(f"{at}: {missing}, which {answer_for} needs; {there}")
         text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is)
         if isinstance(prompt, str):
             wrapped += [mark for mark in marks if mark in prompt][:1]
@@ -94,7 +95,7 @@ def encode_rows(where: str, name: str, rows: list[dict], tokenizer, args, answer
         else:
             prompts.append({"prompt": text, "query": query, "answer": answer, "dataset": name, "columns": row})
     warn_of_overlong(where, too_long, len(rows))
-    if wrapped and not as_is:
+    if wrapped:
         warn(
             f"{where}: {len(wrapped)} of {len(rows)} prompts hold {wrapped[0]}, and the chat template puts it around "
             "them once more; --chat_template none takes prompts as they are"
@@ -182,10 +183,10 @@ class Mixture(list):
         self.parts, self.counts = parts, [0] * len(parts)
         self.turns: list[tuple[int, int]] = []  # (part, position in it) of the positions that were asked for so far
 
-    def next_part(self, counts: list[int], parts: list[int]) -> int:
-        """Return which of some parts lags most behind its share, after `counts` turns of each part."""
-        total, turn = sum(weight for _, weight in self.parts), sum(counts) + 1
-        return max(parts, key=lambda part: self.parts[part][1] / total * turn - counts[part])
+    def next_part(self, counts: list[int], among: list[int]) -> int:
+        """Return which of some parts lags most behind its share of their turns, after `counts` turns of each part."""
+        total, turn = sum(self.parts[part][1] for part in among), sum(counts[part] for part in among) + 1
+        return max(among, key=lambda part: self.parts[part][1] / total * turn - counts[part])
 
     def turn(self, position: int) -> tuple[int, int]:
         """Return the part, and the position in it, of a position of the mixture's endless stream.
@@ -206,7 +207,8 @@ def first_prompts(prompts: list[dict], count: int) -> list[dict]:
         return prompts[:count]
     taken, counts = [], [0] * len(prompts.parts)
     while len(taken) < count:
-        part = prompts.next_part(counts, [i for i, (rows, _) in enumerate(prompts.parts) if counts[i] < len(rows)])
+        left = [i for i, (rows, _) in enumerate(prompts.parts) if counts[i] < len(rows)]
+        part = prompts.next_part(counts, left)
         taken.append(prompts.parts[part][0][counts[part]])
         counts[part] += 1
     return taken

@@ -168,10 +168,9 @@ def template_tokens(tokenizer) -> list[str]:
     """Return the special tokens that the chat template puts around a turn; none where there is no template."""
     if tokenizer.chat_template is None:
         return []
+    turn = {"role": "user", "content": "x"}
     try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": ""}], tokenize=False, add_generation_prompt=True
-        )
-    except Exception:  # a template may refuse an empty turn; what it does with the rows is said there
+        text = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+    except Exception:  # which is said of the first row
         return []
-    return [token for token in tokenizer.get_added_vocab() if token in text]
+    return [token for token in tokenizer.get_added_vocab() if token in text and token.strip()]  # some are white space

@@ -311,7 +311,7 @@ def flags_of(name: str) -> set[str]:
     source = (ROOT / name).read_text()
     known = {word.replace("-", "_") for word in re.findall(r'add_argument\(\s*"--([\w-]+)"', source)} | {"help"}
     if "tyro.cli" in source or "flags.parse" in source:
-        known |= sync_shared.fields(ROOT / name)
+        known |= sync_shared.fields(ROOT / name) | sync_shared.fields(ROOT / "plumbing" / "flags.py", "ConfigArgs")
     return known | {f"no_{name}" for name in known}
 
 
