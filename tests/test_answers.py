@@ -697,7 +697,9 @@ def read_bytes(path, content: bytes) -> list | str:
 
 
 def prompts_or_error(path, tokenizer=TINY, **changes) -> list | str:
-    args = grpo.Args(**{"system_prompt": "", "max_prompt_length": 40, "reward": ("exact",), **changes})
+    args = grpo.Args(
+        **{"system_prompt": "", "max_prompt_length": 40, "overlong_prompts": "error", "reward": ("exact",), **changes}
+    )
     rows = rows_or_error(path, data.load_prompts, tokenizer, args, needs_answer(args))
     for row in rows if isinstance(rows, list) else []:
         assert isinstance(row["prompt"], str) and 0 < len(row["query"]) <= 40
