@@ -1,9 +1,9 @@
 """The tests of the reward `code`: what they look like, and whether the program of a response passes them.
 
-The program is the last ```python, ```py or bare ``` block of a response, or the whole response without one. The tests
-of a row are one of
+The program is the last ```python, ```py or bare ``` block of a response after its last </think>, or all that follows it
+if there is none. The tests of a row are one of
   - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a list of texts, also
-    as JSON: run after the program, in the same interpreter;
+    as JSON: run after the program, in the same interpreter, with __name__ == "__main__". Not unittest's;
   - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program reads and has to print,
     each a text or a list of lines. Compared line by line, spaces at the ends aside; a number that the expected output
     writes with a point may differ by 1e-6;
@@ -14,15 +14,17 @@ Expected outputs never enter the program's process, so they cannot be forged. As
 not pass them, but a program that looks for the token in the frames above it can forge the report, and an object that is
 equal to everything passes an assert. For programs that are trained hard against their tests, prefer outputs.
 
-Programs run in plumbing/sandbox.py.
+Programs run in plumbing/sandbox.py's server.
 """
 
 import ast
+import itertools
 import json
 import math
 import re
 import textwrap
 import time
+from typing import Iterator
 
 from plumbing import sandbox
 
@@ -40,18 +42,33 @@ def passes(response: str, answer, seconds: float) -> bool:
     inputs, outputs, function = tests
     if not function:
         return all(same_output(run(stdin=text), expected) for text, expected in zip(inputs, outputs))
-    try:
-        values = json.loads(run(function=function, calls=inputs)["report"] or "[]")
-    except (ValueError, RecursionError):  # a value that only its own interpreter can write
+    report = run(function=function, calls=inputs)["report"] or "[]"
+    if len(report) > 32 * len(json.dumps(outputs)):  # more than any way to write these numbers takes
         return False
-    return len(values) == len(outputs) and all(v == out or [v] == out for v, out in zip(values, outputs))
+    try:
+        values = json.loads(report)
+        return len(values) == len(outputs) and all(
+            same_value(value, expected) or same_value([value], expected) for value, expected in zip(values, outputs)
+        )
+    except (ValueError, OverflowError, RecursionError):  # a value that only its own interpreter can write
+        return False
 
 
 def code_of(response: str) -> str:
-    """Return the last block of Python in a response, else the whole response."""
-    blocks = re.findall(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", response, re.DOTALL | re.MULTILINE)
-    blocks = [body for language, body in blocks if language.lower() in ("python", "python3", "py", "")]
-    return textwrap.dedent(blocks[-1]) if blocks else response
+    """Return the last block of Python after the last </think>, else all that follows it."""
+    answer = response.rpartition("</think>")[2]
+    program, language, lines = answer, None, []
+    for line in answer.splitlines(keepends=True):
+        if language is None:  # outside of a block
+            if opening := re.match(r"[ \t]*```[ \t]*(\w*)", line):
+                language, lines = opening[1].lower(), []
+        elif line.strip() != "```":
+            lines.append(line)
+        else:
+            if language in ("python", "python3", "py", ""):
+                program = textwrap.dedent("".join(lines))
+            language = None
+    return program
 
 
 def read_tests(answer) -> str | tuple[list, list, str | None]:
@@ -88,31 +105,51 @@ def read_inputs_and_outputs(tests: dict) -> tuple[list, list, str | None]:
 
 
 def check_asserts(tests: str) -> None:
-    """Raise ValueError for tests that are not Python or that every program passes."""
+    """Raise ValueError for tests that are not Python, that every program passes, or that are unittest's."""
     try:
-        statements = ast.parse(tests).body
+        tree = ast.parse(tests)
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"tests are not Python: {error}") from error
+    defined = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    if any(ast.unparse(base).endswith("TestCase") for node in defined for base in getattr(node, "bases", ())):
+        raise ValueError("tests are asserts that run as they stand, not classes of unittest")
     # A check(candidate) that nothing calls would pass every program.
-    definitions = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
-    runs = ast.Module([statement for statement in statements if not isinstance(statement, definitions)], [])
-    asserts = any(isinstance(node, ast.Assert) for node in ast.walk(ast.Module(statements, [])))
-    if not asserts or not any(isinstance(node, (ast.Assert, ast.Call)) for node in ast.walk(runs)):
+    runs = [node for statement in tree.body if statement not in defined for node in ast.walk(statement)]
+    uses = {node.id for node in runs if isinstance(node, ast.Name)} & {node.name for node in defined}
+    asserts = any(isinstance(node, ast.Assert) for node in (ast.walk(tree) if uses else runs))
+    if not asserts:
         raise ValueError("tests assert nothing (or define a function that nothing calls)")
 
 
 def same_output(result: dict, expected: str) -> bool:
     """Return whether a program ended well and printed what is expected."""
-    printed, wanted = ([line.split() for line in text.strip().splitlines()] for text in (result["stdout"], expected))
-    if result["status"] or [len(line) for line in printed] != [len(line) for line in wanted]:
-        return False
-    return all(same_word(*words) for line, other in zip(printed, wanted) for words in zip(line, other))
+    words = itertools.zip_longest(split(result["stdout"]), split(expected), fillvalue="")
+    return not result["status"] and all(same_word(word, other) for word, other in words)
+
+
+def split(text: str) -> Iterator[str]:
+    """Yield the words and line ends of a text, one by one: far more may be printed than is expected."""
+    return (word[0] for word in re.finditer(r"\S+|\n", text.strip()))
+
+
+def same_value(value, expected) -> bool:
+    """Return whether a value is the expected one, its floats about the same."""
+    if isinstance(expected, float) and isinstance(value, (int, float)):
+        return close(value, expected)
+    if isinstance(expected, list) and isinstance(value, list):
+        return len(value) == len(expected) and all(map(same_value, value, expected))
+    if isinstance(expected, dict) and isinstance(value, dict):
+        return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in expected)
+    return value == expected
 
 
 def same_word(word: str, expected: str) -> bool:
     """Return whether a printed word is the expected one, or about the same number."""
     try:
-        close = "." in expected and math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6)
+        return word == expected or ("." in expected and close(float(word), float(expected)))
     except ValueError:
-        close = False
-    return word == expected or close
+        return False
+
+
+def close(number: float, expected: float) -> bool:
+    return math.isclose(number, expected, rel_tol=1e-6, abs_tol=1e-6)

@@ -127,6 +127,7 @@ def load_verifier(name: str, timeout: float) -> Callable:
 def sandbox_warning() -> dict[str, str]:
     from plumbing import sandbox
 
+    sandbox.hide_this_process()
     warning = sandbox.programs().warning
     return {"warning": warning} if warning else {}
 

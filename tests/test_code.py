@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import pytest
 from conftest import ROOT, make_tokenizer
@@ -79,7 +80,7 @@ class Worker:
         found = []
         for process in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline") as arguments:
-                found += [int(process)] if f"sandbox.py\0{self.mark}\0" in arguments.read() else []
+                found += [int(process)] if f"{ROOT}\0{self.mark}\0" in arguments.read() else []
         return found
 
     def servers(self) -> int:
@@ -137,6 +138,57 @@ def test_right_and_wrong(worker, right, tests):
     assert worker.score("", tests) == 0
 
 
+@pytest.mark.parametrize(
+    "code, tests",
+    [
+        (READ + "exit()", STDIN), (READ + "quit(0)", STDIN), (ADD + "exit()", CALLS), (ADD + "exit()", ASSERTS),
+        ("a, b = map(int, open('/dev/stdin').read().split())\nprint(a + b)", STDIN),
+        ("import os\nprint('log', file=open(os.devnull, 'w'))\n" + READ, STDIN),
+        ("import tempfile\nwith tempfile.TemporaryFile() as f: f.write(b'1')\n" + READ, STDIN),
+        ("import tempfile\nwith tempfile.TemporaryDirectory() as f: open(f + '/x', 'w')\n" + READ, STDIN),
+        ("import time, zoneinfo\ntime.localtime(), zoneinfo.available_timezones()\n" + READ, STDIN),
+        ("import numpy\n" + READ, STDIN),
+        ("def add(a, b): return [a + b, {'x': (a, 1)}]", CALLS | {"inputs": [[0.1, 0.2]] * 2,
+                                                            "outputs": [[0.3, {"x": [0.1, 1]}]] * 2}),
+        ("def max(a): return a\n" + ADD.replace("a +", "max(a) +"), ASSERTS.replace("== 3", "== max(3, 1)")),
+        ("def sum(a, b): return 6", "assert sum(10, 15) == 6"),
+        ("count = 0\ndef add():\n    global count\n    count += 1", "add()\nassert count == 1"),
+        ("import sys, io\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\ndef add(): print(1)\n",
+         "import sys\nadd()\nassert True"),
+        (ADD, "import math, os.path\nfrom typing import *\ndef main():\n    assert math.isclose(add(1, 2), 3)\n"
+         "if __name__ == '__main__':\n    main()"),
+    ],
+)  # fmt: skip
+def test_right_programs_pass(worker, code, tests):
+    assert worker.score(code, tests) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import builtins\nbuiltins.exec = lambda *a: None",
+        "abs = lambda x: 0",
+        "def set(*a): return 1",
+        "import builtins\nbuiltins.abs = lambda x: 0\nbuiltins.set = lambda x: 0",
+        "import math\nmath.isclose = lambda *a, **k: True",
+        "import sys, types\nsys.modules['math'] = types.SimpleNamespace(isclose=lambda *a: True)",
+        "import builtins, types\nbuiltins.__import__ = lambda *a: types.SimpleNamespace(isclose=lambda *a: True)",
+        "import builtins\ndef f(x):\n    builtins.abs = builtins.set = lambda x: 0\n    return {9}",
+    ],
+)
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "assert f([1]) and True\nassert set(f([1])) == set([1])",
+        "assert f([0]) is 1 or abs(len(f([0])) - 5) < 1e-6",
+        "import math\nassert math.isclose(len(f([0])), 5)",
+        "if __name__ == '__main__':\n    assert sorted(f([1])) == [1]",
+    ],
+)
+def test_asserts_are_not_altered(worker, code, tests):
+    assert worker.score("def f(x):\n    return {9}\n" + code, tests) == 0
+
+
 def test_all_tests_have_to_pass(worker):
     assert worker.score("def add(a, b): return 3", ASSERTS) == 0
     assert worker.score("def add(a, b): return 3", CALLS | {"outputs": [3, 4]}) == 0
@@ -152,18 +204,50 @@ def test_all_tests_have_to_pass(worker):
     [
         ("1 2 \n3\n\n", "1 2\n3", 1), ("1\n2 3", "1 2\n3", 0), ("1 2\n3 4", "1 2\n3", 0),
         ("0.3333333", "0.33333333", 1), ("0.334", "0.333", 0), ("1000000001", "1000000002", 0),
-        ("3", "3.0", 1), ("nan", "0.5", 0), ("x", "0.5", 0),
-        ("", "", 1), ("a", "", 0),
+        ("3", "3.0", 1), ("nan", "0.5", 0), ("x", "0.5", 0), ("1 \r\n2\r\n", "1\n2", 1), ("1\n2\n3", "1\n2", 0),
+        ("", "", 1), ("a", "", 0), ("", "a", 0), ("1\n\n2", "1\n2", 0),
     ],
 )  # fmt: skip
 def test_outputs_are_compared(printed, expected, same):
     assert code_tests.same_output({"status": 0, "stdout": printed}, expected) == same
 
 
+def test_a_long_output_costs_no_memory():
+    printed = "1 2\n" * (4 << 20)
+    tracemalloc.start()
+    assert not code_tests.same_output({"status": 0, "stdout": printed}, "1 2\n1 3")
+    assert not code_tests.same_output({"status": 0, "stdout": printed}, "1 2\n" * 1000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 << 20  # the text, 16 MiB, is copied once
+
+
+@pytest.mark.parametrize(
+    "value, expected, same",
+    [
+        (0.1 + 0.2, 0.3, 1), (3, 3.0, 1), (0.31, 0.3, 0), (3.0000000001, 3, 0), (math.inf, math.inf, 1),
+        ([1, [0.1 + 0.2]], [1, [0.3]], 1), ([1], [1, 2], 0), ({"a": 0.1 + 0.2}, {"a": 0.3}, 1), ({"b": 1}, {"a": 1}, 0),
+        ("0.30000001", "0.3", 0), (None, 0.3, 0), ("3", 3, 0), ([], {}, 0),
+    ],
+)  # fmt: skip
+def test_values_are_compared(value, expected, same):
+    assert code_tests.same_value(value, expected) == same
+
+
+def test_finding_the_program_takes_linear_time():
+    start = time.monotonic()
+    for fence in ("```text\n", "```\n", "```python\n    a = 1\n"):
+        code_tests.code_of(fence * 50_000)
+    assert time.monotonic() - start < 2
+
+
 @pytest.mark.parametrize(
     "response, code",
     [
         ("a = 1", "a = 1"),
+        ("<think>\n```python\na = 1\n```\n</think>\nI do not know.", "\nI do not know."),
+        ("<think>\n```python\na = 1\n```\n</think>\n```python\na = 2\n```", "a = 2\n"),
+        ("```python\na = 1\n```\n```python\na = 2", "a = 1\n"),
         ("Say:\n```python\na = 1\n```\nDone.", "a = 1\n"),
         ("```py\na = 1\n```\nor\n```\na = 2\n```", "a = 2\n"),
         ("```python\na = 1\n```\nprints\n```text\n1\n```", "a = 1\n"),
@@ -180,6 +264,8 @@ def test_code_of_a_response(response, code):
     [
         None, 7, "", "assert", "what is it?", "[1, 2", "{}", [], [1], "x = 1", "print(add(1, 2))", {"inputs": []},
         "def check(candidate):\n    assert candidate(1) == 2", "import unittest\nunittest.main()",
+        "def check(candidate):\n    assert candidate(1) == 2\nprint('done')",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        assert f(1) == 2\nunittest.main()",
         {"inputs": [], "outputs": []}, {"inputs": [["1", 2]], "outputs": ["2"]},
         {"inputs": ["1"], "outputs": ["1", "2"]}, {"inputs": "12", "outputs": "12"}, {"inputs": [1], "outputs": [2]},
         {"inputs": [1], "outputs": [2], "fn_name": "f"}, {"inputs": [[1]], "outputs": ["2"]},
@@ -249,7 +335,7 @@ for s in range(1, 64):
         (IGNORE_SIGNALS + "while True: pass", 7), ("import ctypes; ctypes.string_at(0)", 5),
         ("x = '(' * 10**6; eval(x)", 7), ("import sys; sys.stdin.close(); input()", 5),
         ("import os, resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", 5),
-        ("x = [open('/etc/passwd') for _ in range(99)]", 5),
+        ("x = [open('/etc/localtime') for _ in range(99)]", 5),
         ("import threading as t\nt.stack_size(2**15)\nwhile True: t.Thread(target=t.Event().wait).start()", 7),
         ("import threading\nfor _ in range(2000): threading.Thread(target=threading.Event().wait).start()", 7),
         ("import os; os.chmod('.', 0); os.mkdir('x'); os.listdir('.')", 7),
@@ -272,9 +358,6 @@ def test_limits_are_in_force(worker):
     shown = f"import resource as r\nfor x in ({names}): print(*r.getrlimit(getattr(r, 'RLIMIT_' + x)))"
     mega = 2**20
     assert worker.prints(shown, f"4 4\n{1024 * mega} {1024 * mega}\n{16 * mega} {16 * mega}\n64 64\n0 0")
-    assert worker.prints(
-        "import os\nprint(*(os.path.exists(f'/dev/fd/{i}') for i in range(9)))", " ".join(["False"] * 9)
-    ) or (not worker.private)
     if worker.private:
         assert worker.prints("import resource\nprint(resource.getrlimit(resource.RLIMIT_NPROC))", "(256, 256)")
     alive = "import os\nfor i in range(1024):\n try: os.fstat(i); print(i)\n except OSError: pass"
@@ -391,7 +474,7 @@ for process in %s:
     assert worker.prints(code % "(os.getppid(), 'self')", "")
     assert worker.prints(code % f"({worker.process.pid}, *range(70000))", "")
     if worker.private:
-        assert worker.prints("import os; print(os.listdir('/proc'))", "[]")
+        assert worker.prints("import os; print(os.listdir('/proc/self'))", "['fd']")
 
 
 def test_no_capabilities(worker):
@@ -408,7 +491,8 @@ import ctypes, os
 for act in (
     lambda: open({str(tmp_path / "new")!r}, "w"), lambda: open({str(tmp_path / "old")!r}, "w"),
     lambda: os.remove({str(tmp_path / "old")!r}), lambda: os.chmod({str(tmp_path / "old")!r}, 0),
-    lambda: open("/var/new-file", "w"), lambda: open("/dev/null", "w"), lambda: os.mknod("null", 0o020666, 259),
+    lambda: open("/var/new-file", "w"), lambda: open("/usr/lib/new", "w"), lambda: os.mknod("null", 0o020666, 259),
+    lambda: open("/dev/full", "w"),
 ):
     try: act(); print("did it")
     except OSError: pass
@@ -429,13 +513,65 @@ print(open("a/b/g").read())
     assert worker.prints(full.replace("100", "50") + "\nprint(3)", "3")
 
 
+def test_no_read_outside(worker, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("the expected output")
+    path = str(tmp_path / "rows.jsonl")
+    code = f"""
+import os
+def link(): os.symlink({path!r}, "link"); open("link")
+def hard_link(): os.link({path!r}, "hard"); open("hard")
+def move(): os.rename({path!r}, "moved")
+def root(): open("/proc/self/root" + {path!r})
+def relative(): os.chdir({str(tmp_path)!r}); open("rows.jsonl")
+def worker(): open("/proc/{worker.process.pid}/environ")
+def code_tests(): open({sandbox.__file__!r})
+acts = (lambda: open({path!r}), lambda: os.listdir({str(tmp_path)!r}), lambda: os.listdir("/"),
+        lambda: open("/etc/passwd"), lambda: os.execv("/bin/cat", ["cat", {path!r}]))
+for act in (*acts, link, hard_link, move, root, worker, code_tests, relative):
+    try: act(); print("did", act)
+    except OSError: pass
+print("done")
+"""
+    assert worker.prints(code, "done")
+
+
+def test_denied_system_calls(worker, tmp_path):
+    """What changes files that are only read, reaches other processes, outlives the program, is memory without limit."""
+    (tmp_path / "old").write_text("kept")
+    path = str(tmp_path / "old")
+    code = f"""
+import fcntl, ctypes, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *arguments):
+    if getattr(libc, name)(*arguments) < 0: raise OSError(ctypes.get_errno(), name)
+pipe, pair = os.pipe()[0], socket.socketpair()[0]
+for act in (
+    lambda: os.utime({path!r}), lambda: os.setxattr({path!r}, "user.a", b"1"), lambda: os.chown({path!r}, 0, 0),
+    lambda: os.chown(0, os.getuid(), -1), lambda: os.removexattr({path!r}, "user.a"),
+    lambda: os.setpriority(os.PRIO_PROCESS, 0, 5), lambda: os.nice(1), lambda: os.sched_setaffinity(0, [0]),
+    lambda: os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)),
+    lambda: call("semget", 0, 1, 0o1600), lambda: call("shmget", 0, 1, 0o1600), lambda: call("msgget", 0, 0o1600),
+    lambda: os.memfd_create("x"), lambda: fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getppid()),
+    lambda: fcntl.ioctl(pair, 0x8901, os.getppid().to_bytes(4, "little")),
+    lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM),
+    lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_RAW),
+    lambda: os.execv("/bin/true", ["true"]),
+):
+    try: act(); print("did", act.__code__.co_firstlineno, act.__code__.co_names)
+    except PermissionError: pass
+print("done")
+"""
+    assert worker.prints(code, "done")
+    assert os.listxattr(path) == []
+
+
 def test_nothing_stays_in_the_folder(worker):
     deep = "import os\nfor i in range(3000): os.mkdir('d'); os.chdir('d')\nprint(1)"
     assert worker.prints(deep, "1")
     assert worker.prints("import os\nos.mkdir('x', 0)\nos.umask(0o777)\nos.makedirs('y')\nprint(1)", "1")
     for _ in range(2):
         assert worker.prints("import os\nprint(os.listdir())\nos.makedirs('a/b')\nopen('a/b/c', 'w').write('x')", "[]")
-    assert os.listdir(worker.temporary) == []
+    wait_for(lambda: os.listdir(worker.temporary) == [], 60)  # without namespaces, deep folders go in the background
 
 
 def test_without_namespaces_and_landlock(tmp_path):
@@ -445,7 +581,11 @@ def test_without_namespaces_and_landlock(tmp_path):
     except subprocess.SubprocessError:
         pytest.skip("this kernel does not allow the namespace in which to forbid namespaces")
     assert "can write wherever this user can" in worker.loaded["warning"]
+    assert "can read every file of this user" in worker.loaded["warning"]
     assert worker.prints(f"open({str(tmp_path / 'new')!r}, 'w'); print(1)", "1") and (tmp_path / "new").exists()
+    hidden = "for name in ('environ', 'mem', 'fd/0'):\n try: open(f'/proc/{}/{{name}}'); print(name)\n"
+    hidden += " except PermissionError: print(1)"
+    assert worker.prints(hidden.format(worker.process.pid), "1\n1\n1")  # what knows the expected outputs
     for tests, right in ((ASSERTS, ADD), (STDIN, READ), (CALLS, ADD)):
         assert worker.score(right, tests) == 1 and worker.score("while True: pass", tests) == 0
     refused = "import os, socket\nfor f in {}: \n try: f(); print(0)\n except PermissionError: print(1)"
@@ -528,7 +668,7 @@ def test_scores_reach_the_trainer():
 def test_a_stuck_server_costs_the_time_limit(monkeypatch, tmp_path):
     """A server that answers no more: its worker is killed at the limit, and a new worker with a new server goes on."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "mark-packages"))
-    mark = f"sandbox.py\0{tmp_path / 'mark-packages'}\0"
+    mark = f"{ROOT}\0{tmp_path / 'mark-packages'}\0"
     rewards = Rewards(("code",), 2.0, make_tokenizer())
     stopped = []
     for process in filter(str.isdigit, os.listdir("/proc")):
