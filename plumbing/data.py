@@ -33,8 +33,10 @@ def load_train_and_eval(args, tokenizer, answer_for: str) -> tuple[list[dict], l
     """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on."""
     train, held_out = load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, answer_for), []
     if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
-        name = args.eval_dataset or args.dataset
-        held_out = load_prompts("--eval_dataset", name, args.eval_split, tokenizer, args, answer_for)
+        flag, name = "--eval_dataset", args.eval_dataset
+        if not name:
+            flag, name = "--eval_split of --dataset", args.dataset
+        held_out = load_prompts(flag, name, args.eval_split, tokenizer, args, answer_for)
         held_out = first_prompts(held_out, args.eval_prompts)
     kept = without(train, {row["prompt"] for row in held_out})
     if len(kept) < len(train):

@@ -155,7 +155,8 @@ def read_parts(flag: str, name: str, split: str) -> list[tuple[str, list[dict], 
 
 def is_list_of_data_sets(name: str, rows: list[dict]) -> bool:
     """Return whether what was read are the entries of a list of data sets, right or wrong, and not rows."""
-    return name.endswith(".json") and all("filepath" in row or "prob" in row for row in rows)
+    entries = [row for row in rows if "filepath" in row]
+    return name.endswith(".json") and bool(entries) and all("filepath" in row or "prob" in row for row in rows)
 
 
 def read_file(flag: str, name: str) -> list[dict]:

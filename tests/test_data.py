@@ -311,7 +311,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_folder_without_the_split(saved, tmp_path, capsys):
+def test_a_folder_without_the_split(saved, tokenizers, tmp_path, capsys):
     """Its only split is not taken for another one."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
@@ -323,10 +323,11 @@ def test_a_folder_without_the_split(saved, tmp_path, capsys):
         rows.save_to_disk(tmp_path / "saved")
         name = str(tmp_path / "saved")
     assert read_rows("--dataset", name, "train") == helpers.ROWS
+    capsys.readouterr()
     with pytest.raises(SystemExit):
-        read_rows("--eval_dataset", name, "test")
+        data.load_train_and_eval(args_of(dataset=name), tokenizers[False, None], "")
     err = capsys.readouterr().err
-    assert err.startswith(f"error: --eval_dataset {name}: ") and "'test'" in err and "['train']" in err
+    assert err.startswith(f"error: --eval_split of --dataset {name}: ") and "'test'" in err and "['train']" in err
 
 
 # ---- mixtures ---------------------------------------------------------------------------------------------------
