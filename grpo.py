@@ -640,7 +640,7 @@ def main(args: Args) -> None:
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     prompts, eval_prompts = data.load_train_and_eval(args, tokenizer, needs_answer(args))
     ptx_rows = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
-    rewards = Rewards(args.reward, args.reward_timeout, tokenizer)
+    rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts + eval_prompts)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N

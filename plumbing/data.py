@@ -1,7 +1,7 @@
 """The data sets of a run: their prompts, mixtures of several, and the order in which a run takes them.
 
-Imports plumbing.rows (reads the rows), plumbing.prompts (makes prompts of them) and plumbing.models (how much the model
-can read).
+Imports plumbing.rows (reads the rows), plumbing.prompts (makes prompts of them), plumbing.rewards (what scores them)
+and plumbing.models (how much the model can read).
 """
 
 import functools
@@ -14,6 +14,7 @@ from plumbing.models import check_positions
 from plumbing.prompts import (
     ANSWER_COLUMNS,
     PROMPT_COLUMNS,
+    as_messages,
     encode_prompt,
     encode_text,
     find_column,
@@ -23,6 +24,7 @@ from plumbing.prompts import (
     template_tokens,
     value_at,
 )
+from plumbing.rewards import named_sources, needs_answer
 from plumbing.rows import read_parts
 from utils import fail, generator, warn
 
@@ -65,9 +67,10 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args, answer_for: 
             --overlong_prompts.
         answer_for: the flag that needs an answer in every row, such as "--reward math"; "" if none does.
     Returns:
-        Rows {"prompt": the text that the model sees, "query": its token ids, "answer": the reference or None,
-        "dataset": the name of its data set, "columns": the row as it was read}; a Mixture for a list of data sets. Ends
-        the run, naming the row, on whatever is missing or empty.
+        Rows {"prompt": the text that the model sees, "query": its token ids, "messages": the same as messages, None
+        with --chat_template none, "answer": the reference or None, "dataset": the name of its data set, "sources": what
+        `named_sources` gives, "columns": the row as it was read}; a Mixture for a list of data sets. Ends the run,
+        naming the row, on whatever is missing or empty.
     """
     encode = lambda part, rows: encode_rows(f"{flag} {part}", part, rows, tokenizer, args, answer_for)
     return load_parts(flag, name, split, encode)
@@ -85,7 +88,8 @@ def encode_rows(where: str, name: str, rows: list[dict], tokenizer, args, answer
         for column in {"prompts", "responses"} & row.keys():
             fail(f"{at}: has a column {column!r}, which is a name that reward functions get something else by")
         prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
-        if answer_for and not is_filled(answer):
+        sources = named_sources(at, row, args)
+        if answer_for and not is_filled(answer) and needs_answer(args, sources):
             missing = f"has no answer in {answer_column!r}" if answer_column else "has no answer"
             there = f"name a column with --answer_column, there are {', '.join(row)}"
             fail(f"{at}: {missing}, which {answer_for} needs; {there}")
@@ -95,7 +99,9 @@ def encode_rows(where: str, name: str, rows: list[dict], tokenizer, args, answer
         if reason := over_limit(args, where, number, query):
             too_long.append(reason)
         else:
-            prompts.append({"prompt": text, "query": query, "answer": answer, "dataset": name, "columns": row})
+            messages = None if as_is else as_messages(at, prompt, args.system_prompt)
+            own = {"prompt": text, "query": query, "messages": messages, "answer": answer}
+            prompts.append({**own, "dataset": name, "sources": sources, "columns": row})
     warn_of_overlong(where, too_long, len(rows))
     if wrapped:
         warn(

@@ -8,9 +8,9 @@ from typing import Callable
 
 import torch
 
-from plumbing.rewards import Rewards, is_reward_model, reward_weights
+from plumbing.rewards import Rewards, is_scored_by, reward_weights
 from plumbing.rollout import Batch
-from utils import Sums
+from utils import Sums, warn
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
@@ -18,44 +18,61 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
+def counted(batch: Batch, name: str) -> torch.Tensor:
+    """Return (N,) bool: the responses that a source scores, which are all unless rows name other sources."""
+    return torch.tensor([is_scored_by(row, name) for row in batch.rows], device=batch.stopped.device)
+
+
 def unscored(batch: Batch, rewards: Rewards, args) -> str:
-    """Return the first reward source that counts and gave no response a score, and why; "" if there is none."""
+    """Return the first reward source that has a weight and gave no response a score, and why; "" if there is none."""
     for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
-        if weight and scores.isnan().all():
+        own = scores[counted(batch, name)]
+        if weight and len(own) and own.isnan().all():
             return rewards.why_missing({name: scores})
     return ""
 
 
 def correct_responses(batch: Batch) -> torch.Tensor | None:
-    """Return (N,) bool: the first source that is no reward model gave 1 or more, and the response stopped.
+    """Return (N,): 1 if the first source that tells right from wrong gave 1 or more and the response stopped, else 0.
 
-    A missing score is not correct. None if all sources are reward models, none of which tells right from wrong.
+    Of a row that names its sources, it is the first of these. NaN where it gave no score: a failed reward says nothing
+    of a response, so means leave it out. None if no source tells right from wrong, as reward models do not.
     """
-    verifier = next((name for name in batch.reward_components if not is_reward_model(name)), None)
-    return None if verifier is None else (batch.reward_components[verifier] >= 1) & batch.stopped
+    correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
+    for name in reversed(batch.verifiers):
+        scores = batch.reward_components[name]
+        right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
+        correct = torch.where(counted(batch, name), right, correct)
+    return correct if batch.verifiers else None
 
 
 def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, list[dict], list[int]] | None:
-    """Measure greedy and sampled accuracy, with the same random numbers at every call.
+    """Measure greedy and sampled accuracy, with the same random numbers at every call; warn of missing scores.
 
     Args:
         sample: `plumbing.rollout.rollout` with all but its first three arguments. rows: held-out prompts.
     Returns:
-        Metrics (eval/accuracy is the mean over all samples, which is pass@1), four samples as `sample_rows` gives
-        them, and the lengths of all responses in tokens; None if the run is interrupted.
+        Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no score), four samples
+        as `sample_rows` gives them, and the lengths of all responses in tokens; None if the run is interrupted.
     """
     metrics, k = {}, args.eval_samples
     for name, samples in (("greedy_", 0), ("", k)):
         batch = sample(rows, samples, ("evaluation", args.seed))
         if batch is None:
             return None
+        for source, scores in batch.reward_components.items():
+            if missing := int(scores.isnan().sum()):
+                what = f"{missing} of {len(scores)} {'greedy' if name else 'sampled'} responses"
+                warn(f"--reward {source}: gave {what} of the evaluation no score; means leave them out, null if all")
         correct = correct_responses(batch)
         if correct is not None:
-            metrics[f"eval/{name}accuracy"] = correct.double().mean().item()
+            metrics[f"eval/{name}accuracy"] = correct.nanmean().item()
     if correct is not None:
-        counts = correct.view(len(rows), k).sum(1).tolist()
+        grouped = correct.view(len(rows), k)
+        counts = list(zip(grouped.isfinite().sum(1).tolist(), grouped.nansum(1).int().tolist()))
         for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
-            metrics[f"eval/pass@{n}"] = sum(pass_at_k(k, count, n) for count in counts) / len(counts)
+            passed = [pass_at_k(scored, right, n) for scored, right in counts if scored >= n]
+            metrics[f"eval/pass@{n}"] = sum(passed) / len(passed) if passed else math.nan
         metrics |= accuracy_of_data_sets(batch.rows, correct)
     for name, value in batch_metrics(batch).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
@@ -67,30 +84,33 @@ def accuracy_of_data_sets(rows: list[dict], correct: torch.Tensor) -> dict[str, 
     """Return the accuracy on each data set, {"eval/accuracy/NAME": share of its samples}; {} if there is but one.
 
     Args:
-        rows: the prompt of each sample. correct: (N,) bool.
+        rows: the prompt of each sample. correct: (N,), as `correct_responses` gives it.
     """
     names = [row.get("dataset") for row in rows]
     different = list(dict.fromkeys(names))
     samples_of = {name: [i for i, other in enumerate(names) if other == name] for name in different}
     if len(different) == 1:
         return {}
-    return {f"eval/accuracy/{name}": correct[own].double().mean().item() for name, own in samples_of.items()}
+    return {f"eval/accuracy/{name}": correct[own].nanmean().item() for name, own in samples_of.items()}
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """Return lengths, stops and correctness of a batch, and mean and spread of each reward component."""
+    """Return lengths, stops and correctness of a batch, and mean and spread of each reward component.
+
+    Responses without a score, and those that a source does not score, are left out of what is measured of its scores.
+    """
     correct, components = correct_responses(batch), batch.reward_components
-    scored = {name: scores[scores.isfinite()] for name, scores in components.items()}
+    scored = {name: scores[scores.isfinite() & counted(batch, name)] for name, scores in components.items()}
     missing = sum(scores.isnan() for scores in components.values()).count_nonzero()
-    verified = {name: scores for name, scores in components.items() if not is_reward_model(name)}
+    verified = {name: scored[name] for name in batch.verifiers}
     return {
-        "objective/verifiable_correct_rate": math.nan if correct is None else correct.double().mean().item(),
+        "objective/verifiable_correct_rate": math.nan if correct is None else correct.nanmean().item(),
         "val/sequence_lengths": sum(map(len, batch.responses)) / len(batch.responses),
         "val/num_stop_token_ids": int(batch.stopped.sum()),
         "val/missing_scores": int(missing),
-        **{f"reward/{name}": scores.nanmean().item() for name, scores in components.items()},
+        **{f"reward/{name}": scores.mean().item() for name, scores in scored.items()},
         **{f"reward_std/{name}": x.std().item() if len(x) > 1 else math.nan for name, x in scored.items()},
-        **{f"reward_correct/{name}": (scores >= 1).double().mean().item() for name, scores in verified.items()},
+        **{f"reward_correct/{name}": (x >= 1).double().mean().item() for name, x in verified.items()},
     }
 
 
@@ -98,7 +118,8 @@ def sample_rows(batch: Batch, count: int, advantages: torch.Tensor | None = None
     """Return `count` responses, one in `every`, for samples.jsonl and the console; advantages: (N,)."""
     rows = []
     for i in range(0, len(batch.texts), every)[:count]:
-        scores = {name: component[i].item() for name, component in batch.reward_components.items()}
+        row, components = batch.rows[i], batch.reward_components
+        scores = {name: x[i].item() if is_scored_by(row, name) else math.nan for name, x in components.items()}
         if advantages is not None:
             scores["advantage"] = advantages[i].item()
         stop = "stop" if batch.stopped[i] else "length"

@@ -211,13 +211,25 @@ def scalar_config(flag: str, name: str) -> tuple:
 
 def check_can_read(flag: str, name: str, tokenizer) -> None:
     """End the run unless a model's tokenizer gives every token the id that the policy's `tokenizer` gives it."""
-    ours, theirs = tokenizer.get_vocab(), read_tokenizer(flag, name).get_vocab()
-    about = f"{flag} {name}: cannot read what --model writes: its vocabulary"
-    if len(ours) != len(theirs):
-        fail(f"{about} has {len(theirs)} tokens, that of --model {len(ours)}")
-    different = sorted(token for token, index in ours.items() if theirs.get(token) != index)
-    if different:
-        fail(f"{about} gives other ids to {len(different)} of the {len(ours)} tokens, such as {different[0]!r}")
+    if difference := vocabulary_difference(tokenizer, read_tokenizer(flag, name)):
+        fail(f"{flag} {name}: cannot read what --model writes: its vocabulary {difference}")
+
+
+def vocabulary_difference(ours, theirs) -> str:
+    """Return how the vocabulary of a tokenizer, `theirs`, differs from that of --model; "" if it does not.
+
+    A pad token that only one of the two has is no difference: padding is masked by length.
+    """
+    mine, other = ours.get_vocab(), theirs.get_vocab()
+    for pad in {ours.pad_token, theirs.pad_token}:
+        if (pad in mine) != (pad in other):
+            mine.pop(pad, None), other.pop(pad, None)
+    if len(mine) != len(other):
+        return f"has {len(other)} tokens, that of --model {len(mine)}"
+    different = sorted(token for token, index in mine.items() if other.get(token) != index)
+    return (
+        f"gives other ids to {len(different)} of the {len(mine)} tokens, such as {different[0]!r}" if different else ""
+    )
 
 
 def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:

@@ -66,6 +66,8 @@ def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_c
         if not prompt:
             fail(f"{where}: has a turn of the assistant and nothing before it")
         answer = answer if is_filled(answer) else said
+    if answer is None and is_filled(row.get("instruction_id_list")):  # IFEval's rows, for the reward ifeval
+        answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
     if is_turn_of_assistant(answer):  # TRL's completions are messages, too
         answer = text_of(where, answer[-1])
     return prompt, answer
@@ -115,15 +117,8 @@ def conversation(where: str, src, tgt) -> tuple:
 # ---- token ids -------------------------------------------------------------------------------------------------------
 
 
-def encode_prompt(where: str, prompt, tokenizer, system_prompt: str, as_is: bool = False) -> tuple[str, list[int]]:
-    """Return a prompt as the text and as the token ids that the model sees; end the run if it is not valid.
-
-    Args:
-        prompt: text, which becomes one user turn; or messages, a list of {"role", "content"}. A tokenizer without a
-            chat template takes text only.
-        system_prompt: stands before a prompt that has no system turn; "" for none.
-        as_is: take a text without chat template and system prompt, for one that holds both already.
-    """
+def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
+    """Return a prompt, text or messages, as messages with a system turn in front; end the run if it is not valid."""
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
         if not prompt.strip():
@@ -133,6 +128,21 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str, as_is: bool
         if not (isinstance(prompt, list) and prompt and all(map(is_turn, prompt))):
             fail(f"{where}: a prompt is text or a list of messages with role and content, not {str(prompt)[:60]!r}")
         messages = [{**turn, "content": text_of(where, turn)} for turn in prompt]
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return messages
+
+
+def encode_prompt(where: str, prompt, tokenizer, system_prompt: str, as_is: bool = False) -> tuple[str, list[int]]:
+    """Return a prompt as the text and as the token ids that the model sees; end the run if it is not valid.
+
+    Args:
+        prompt: text, which becomes one user turn; or messages, a list of {"role", "content"}. A tokenizer without a
+            chat template takes text only.
+        system_prompt: stands before a prompt that has no system turn; "" for none.
+        as_is: take a text without chat template and system prompt, for one that holds both already.
+    """
+    messages = as_messages(where, prompt, system_prompt)
     if as_is or tokenizer.chat_template is None:
         if not isinstance(prompt, str):
             without = "--chat_template none takes text" if as_is else "the tokenizer of --model has no chat template"
@@ -142,8 +152,6 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str, as_is: bool
         text = bos + text if prompt.startswith(bos) else text
         ids = encode_text(where, text, tokenizer)
     else:
-        if system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system_prompt}, *messages]
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs of their own and raise whatever they like

@@ -14,7 +14,7 @@ import urllib3
 from requests.utils import get_environ_proxies, select_proxy
 
 from plumbing.reward_worker import columns_of, finite_or_nan
-from utils import first_line
+from utils import first_line, warn
 
 BATCH = 32  # responses in a request
 CONNECTIONS = 8  # requests at the same time
@@ -54,6 +54,21 @@ class ServerSource:
         self.connections = urllib3.ProxyManager(proxy, **options) if proxy else urllib3.PoolManager(**options)
         user = unquote(urllib3.util.parse_url(url).auth or "")  # of http://user:password@host
         self.headers = {"Content-Type": "application/json", **urllib3.make_headers(basic_auth=user or None)}
+
+    @property
+    def verifies(self) -> bool:
+        """Whether its scores tell right from wrong, as GET /health says; a server without that page is taken to."""
+        try:
+            answer = self.connections.request("GET", f"{self.url.rstrip('/')}/health", headers=self.headers, retries=0)
+            return bool(json.loads(answer.data)["verifies"])
+        except Exception:  # an address may answer anything
+            warn(f"--reward {self.url}: has no /health, so a score of 1 or more is taken for a correct response")
+            return True
+
+    def try_out(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> str:
+        """Return why there is no answer to a trial request, "" if there is one."""
+        self.score(rows, texts, responses)
+        return self.failure
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
         self.failure, scores = "", []

@@ -3,13 +3,13 @@
 A line of JSON goes in, lines of JSON come out. The first line in is {"load": [reward names], "timeout": seconds}. It is
 answered with {"loaded": true}, with "warning": text if there is one, or with {"reward": name, "error": why}. Each later
 line in is a call:
-    {"reward": name, "prompts": [...], "responses": [...], "columns": {"answer": [...], ...}}
+    {"reward": name, "prompts": [...], "responses": [...], "ids": [[token ids], ...], "columns": {"answer": [...], ...}}
 A built-in reward answers {"scores": [x]} or {"error": why} for each response, so that the caller can tell which one is
-stuck. A function from a file is called with all responses and answers once. {"equal_answers": [responses]}, for a vote
-among them, is answered with {"answers": [...]}: see `equal_answers` in plumbing/verifiers.py.
+stuck. A function from a file gets all responses and answers once. {"equal_answers": [responses]}, for a vote among
+them, is answered with {"answers": [...]}: see `equal_answers` in plumbing/verifiers.py.
 
-This module imports plumbing/verifiers.py only (and plumbing/sandbox.py for the reward `code`), so a worker starts in a
-tenth of a second and without torch.
+This module imports plumbing/verifiers.py and plumbing/reward_functions.py only (and plumbing/sandbox.py for the reward
+`code`), so a worker starts in a tenth of a second and without torch.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ import threading
 import traceback
 from typing import Callable
 
+from plumbing.reward_functions import load_function, score_by
 from plumbing.verifiers import VERIFIERS, equal_answers
 
 # Not from utils, which imports torch.
@@ -132,18 +133,6 @@ def sandbox_warning() -> dict[str, str]:
     return {"warning": warning} if warning else {}
 
 
-def load_function(name: str) -> Callable:
-    """Return the function of "path/to/file.py:function"."""
-    path, _, function = name.rpartition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    spec = importlib.util.spec_from_file_location("reward_function", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, function, None)):
-        raise AttributeError(f"{path} has no function {function!r}")
-    return getattr(module, function)
-
-
 def calls(request: dict, functions: dict[str, Callable]) -> list[Callable[[], dict]]:
     """Return the calls that answer a request: one for each response to a built-in reward, else one for all of them."""
     if "equal_answers" in request:
@@ -151,17 +140,9 @@ def calls(request: dict, functions: dict[str, Callable]) -> list[Callable[[], di
     name, responses, columns = request["reward"], request["responses"], request["columns"]
     function = functions[name]
     if name not in VERIFIERS:
-        return [lambda: {"scores": as_numbers(function(request["prompts"], responses, **columns), len(responses))}]
+        return [lambda: {"scores": score_by(function, request["prompts"], responses, request["ids"], columns)}]
     values = columns.get(VERIFIERS[name].column, [None] * len(responses))
     return [lambda response=r, value=v: {"scores": [function(response, value)]} for r, v in zip(responses, values)]
-
-
-def as_numbers(scores, count: int) -> list[float | None]:
-    """Return what a reward function returned, as `count` floats or Nones."""
-    scores = list(scores)
-    if len(scores) != count:
-        raise ValueError(f"returned {len(scores)} scores for {count} responses")
-    return [None if score is None else float(score) for score in scores]
 
 
 def columns_of(rows: list[dict]) -> dict[str, list]:

@@ -4,8 +4,11 @@ Each kind is a class with `score(rows, texts, responses) -> [float] * N`, NaN fo
 `failure`, the last reason for that ("" for none). A source that raises, takes over --reward_timeout, or returns None,
 NaN or infinity gives no score: never a silent zero.
 
+Where rows name their sources, as in open-instruct's mixtures, the others do not count for them: see `named_sources`.
+
 Rooms: plumbing/reward_worker.py (the processes), plumbing/verifiers.py (names of the built-in sources),
-plumbing/models.py (reward models), and plumbing/reward_client.py where a reward server is named.
+plumbing/prompts.py (whether a column is filled), plumbing/reward_models.py, and plumbing/reward_client.py where a
+reward server is named.
 """
 
 import atexit
@@ -16,10 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from plumbing.models import check_can_read, load_scalar_model, scalar_config
+from plumbing.prompts import is_filled
+from plumbing.reward_models import ModelSource
 from plumbing.reward_worker import Worker, columns_of, finite_or_nan
 from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
-from utils import World, fail, micro_batches, warn
+from utils import fail, warn
 
 
 def reward_weights(args) -> tuple[float, ...]:
@@ -27,9 +31,14 @@ def reward_weights(args) -> tuple[float, ...]:
     return args.reward_weights or (1.0,) * len(args.reward)
 
 
-def needs_answer(args) -> str:
-    """Return "--reward NAME" of the first source that compares responses with the row's answer; "" if none does."""
-    return next((f"--reward {name}" for name in args.reward if name in ANSWER_REWARDS), "")
+def needs_answer(args, sources: list[str] | None = None) -> str:
+    """Return "--reward NAME" of the first source that compares responses with the row's answer; "" if none does.
+
+    Args:
+        sources: those of --reward that score the row; None for all.
+    """
+    names = args.reward if sources is None else sources
+    return next((f"--reward {name}" for name in names if name in ANSWER_REWARDS), "")
 
 
 def is_server(name: str) -> bool:
@@ -66,6 +75,32 @@ def check_name(name: str) -> None:
         fail(f"--reward {name}: no such reward; take {', '.join(VERIFIERS)}, {others}")
 
 
+def named_sources(where: str, row: dict, args) -> list[str] | None:
+    """Return the sources of --reward that a row of a data set names; None if all of them score it.
+
+    Args:
+        args: --reward and --verifier_column. Names are compared without case: open-instruct writes MATH.
+    """
+    column = args.verifier_column
+    if not column:
+        column = "verifier" if "verifier" in row else "dataset" if "ground_truth" in row else None
+    value = row.get(column)
+    if column == "none" or not is_filled(value):
+        return None
+    known = {name.lower(): name for name in args.reward}
+    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
+    for name in names:
+        if name not in known:
+            without = "--verifier_column none has every source score every row"
+            fail(f"{where}: {column} is {value!r}, which is not in --reward {' '.join(args.reward)}; {without}")
+    return [known[name] for name in names]
+
+
+def is_scored_by(row: dict, name: str) -> bool:
+    """Return whether a source scores a row: all of them do, unless the row names its own."""
+    return row.get("sources") is None or name in row["sources"]
+
+
 def worker_count() -> int:
     """Return how many worker processes a rank has."""
     return max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -84,11 +119,12 @@ def one_score(sequences: list[list[int]], scores: list[float]) -> list[float]:
 class Rewards:
     """The reward sources of a run, by the names given to --reward."""
 
-    def __init__(self, names: tuple[str, ...], timeout: float, tokenizer):
+    def __init__(self, names: tuple[str, ...], timeout: float, tokenizer, rows: list[dict] = ()):
         """Check all names and start the worker processes; reward models are loaded by `load_models`.
 
         Args:
-            timeout: seconds that a call of a source may take. tokenizer: of the policy; a reward model has to share it.
+            timeout: seconds that a call of a source may take. tokenizer: of the policy. rows: prompts of the run, of
+                which each source gets two in a call that has to succeed; none for no such call.
         """
         self.workers = Workers([name for name in names if name in VERIFIERS or is_function(name)], timeout)
         self.names = names
@@ -99,12 +135,31 @@ class Rewards:
 
                 self.sources[name] = ServerSource(name, timeout)
             elif is_reward_model(name):
+                check_name(name)
                 self.sources[name] = ModelSource(name, tokenizer)
             else:
                 self.sources[name] = WorkerSource(name, self.workers)
         self.models = {name: source for name, source in self.sources.items() if isinstance(source, ModelSource)}
         atexit.register(self.close)
-        self.workers.start()
+        self.workers.start(spare=bool(rows) and any(map(is_function, names)))
+        if rows:
+            self._try_out(rows, tokenizer)
+        # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
+        self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
+
+    def _try_out(self, rows: list[dict], tokenizer) -> None:
+        """End the run if a source fails in a call with two prompts, answered by their reference answers or "42"."""
+        for name, source in self.sources.items():
+            own = [row for row in rows if is_scored_by(row, name)]
+            if not own:
+                warn(f"--reward {name}: scores no row, as all of them name other sources; see --verifier_column")
+                continue
+            two = [own[0], own[-1]]
+            texts = ["42" if row["answer"] is None else str(row["answer"]) for row in two]
+            responses = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            if failure := source.try_out(two, texts, responses):
+                fail(f"--reward {name}: a trial call with two responses failed: {failure}")
+        self.workers.end_spare()
 
     def load_models(
         self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int, sharding=None
@@ -116,11 +171,19 @@ class Rewards:
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> dict[str, list[float]]:
         """Return each source's scores of the responses, NaN where there is none: {name: [float] * N}.
 
+        A source that does not count for a row has 0 there, which adds nothing to the weighted sum.
+
         Args:
             rows: as `plumbing.data.load_prompts` makes them. texts: the responses as text. responses:
                 the same as token ids.
         """
-        return {name: source.score(rows, texts, responses) for name, source in self.sources.items()}
+        scores = {name: [0.0] * len(rows) for name in self.sources}
+        for name, source in self.sources.items():
+            own = [i for i, row in enumerate(rows) if is_scored_by(row, name)]
+            found = source.score(*([column[i] for i in own] for column in (rows, texts, responses)))
+            for i, score in zip(own, found):
+                scores[name][i] = score
+        return scores
 
     def why_missing(self, components: dict[str, torch.Tensor]) -> str:
         """Return what is known of the scores that are missing in `components`, source by source."""
@@ -141,13 +204,19 @@ class Workers:
     def __init__(self, names: list[str], timeout: float):
         self.names, self.timeout = names, timeout
         self.processes: list[Worker] = []
+        self.spare: list[Worker] = []  # one for trial calls, so that they leave no trace in the others; or none
 
-    def start(self) -> None:
+    def start(self, spare: bool = False) -> None:
         """Start the processes side by side and wait until all of them are ready."""
         for _ in range(worker_count() if self.names else 0):
             self.processes.append(self._start_one())
-        for warning in {self._wait_until_ready(worker) for worker in self.processes} - {None}:
+        self.spare = [self._start_one()] if spare else []
+        for warning in {self._wait_until_ready(worker) for worker in self.processes + self.spare} - {None}:
             warn(f"--reward: {warning}")
+
+    def end_spare(self) -> None:
+        while self.spare:
+            self.spare.pop().kill()
 
     def replace(self, index: int) -> None:
         """Start a process in place of one that has died."""
@@ -188,7 +257,7 @@ class Workers:
             return list(pool.map(ask, prompts))
 
     def close(self) -> None:
-        for worker in self.processes:
+        for worker in self.processes + self.spare:
             worker.kill()
 
 
@@ -196,8 +265,10 @@ class WorkerSource:
     """A built-in verifier, or a function from a file.
 
     A verifier scores response by response, spread over the processes. A function gets all responses of a rank in one
-    call: (prompts, responses, **columns of the rows) -> a float or None for each.
+    request; see plumbing/reward_functions.py for how it is called.
     """
+
+    verifies = True
 
     def __init__(self, name: str, workers: Workers):
         self.name, self.workers, self.failure = name, workers, ""
@@ -209,22 +280,32 @@ class WorkerSource:
         if not os.path.isfile(path):
             fail(f"--reward {name}: there is no file {path}")
 
+    def try_out(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> str:
+        """Return why a function fails in a trial call; "" if it does not. (Of the built-in sources none is called.)"""
+        if self.name in VERIFIERS:
+            return ""
+        (worker,) = self.workers.spare
+        worker.send(self._request(rows, texts, responses))
+        return worker.receive(self.workers.timeout).get("error", "")
+
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
         if self.name not in VERIFIERS:
-            return self._score_by(0, rows, texts)
+            return self._score_by(0, rows, texts, responses)
         scores, count = [math.nan] * len(texts), len(self.workers.processes)
         with ThreadPoolExecutor(count) as pool:
-            shares = pool.map(lambda i: self._score_by(i, rows[i::count], texts[i::count]), range(count))
+            shares = pool.map(
+                lambda i: self._score_by(i, rows[i::count], texts[i::count], responses[i::count]), range(count)
+            )
         for i, share in enumerate(shares):
             scores[i::count] = share
         return scores
 
-    def _score_by(self, index: int, rows: list[dict], texts: list[str]) -> list[float]:
+    def _score_by(self, index: int, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
         """Return the scores by process `index`. If it gets stuck or dies, a new one goes on after that response."""
         scores: list[float] = []
         while len(scores) < len(texts):
             rest, worker = slice(len(scores), None), self.workers.processes[index]
-            worker.send(self._request(rows[rest], texts[rest]))
+            worker.send(self._request(rows[rest], texts[rest], responses[rest]))
             answered_at_once = 1 if self.name in VERIFIERS else len(texts[rest])
             while len(scores) < len(texts):
                 answer = worker.receive(self.workers.timeout)
@@ -236,66 +317,9 @@ class WorkerSource:
                     break
         return scores
 
-    def _request(self, rows: list[dict], texts: list[str]) -> dict:
+    def _request(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> dict:
         columns = columns_of(rows) | {"answer": [row["answer"] for row in rows]}
-        return {
-            "reward": self.name, "prompts": [row["prompt"] for row in rows], "responses": texts, "columns": columns
-        }  # fmt: skip
-
-
-# ---- reward models ---------------------------------------------------------------------------------------------------
-
-
-class ModelSource:
-    """A reward model, from a folder or the hub, which scores the token ids of prompt and response in this process."""
-
-    def __init__(self, name: str, tokenizer):
-        """End the run if `name` is no reward model or does not share the tokenizer."""
-        self.name, self.failure = name, ""
-        check_name(name)
-        if not scalar_config("--reward", name)[1]:
-            fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
-        check_can_read("--reward", name, tokenizer)
-
-    def load(self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int, sharding) -> None:
-        """Load the model.
-
-        Args:
-            scale: "raw" scores, "centred" by the mean that the model's config carries, or "standardized" by its mean
-                and standard deviation.
-            autocast: a function that returns the context to compute in. token_budget: of a forward pass.
-            sharding: a plumbing.sharding.Sharding; None for a model that is kept in one piece.
-        """
-        self.device, self.autocast, self.token_budget = device, autocast, token_budget
-        sharded = sharding is not None and sharding.shards_reward_models
-        self.world = sharding.world if sharded else World(0, 1, device)  # of the ranks that pass forward together
-        self.model, _ = load_scalar_model("--reward", self.name, dtype, sharding.load_device if sharded else device)
-        mean, std = (getattr(self.model.model.config, key, None) for key in ("score_mean", "score_std"))
-        self.shift, self.divisor = {"raw": (0.0, 1.0), "centred": (mean, 1.0), "standardized": (mean, std)}[scale]
-        if self.shift is None or not self.divisor:
-            fail(f"--reward_model_scale {scale}: the config of {self.name} has no score_mean or no score_std above 0")
-        self.model.requires_grad_(False)
-        if sharding is not None:
-            sharding.shard(self.model, reward_model=True)
-
-    @torch.no_grad()
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
-        sequences = [row["query"] + response for row, response in zip(rows, responses)]
-        scores = [math.nan] * len(sequences)
-        batches = micro_batches([len(sequence) for sequence in sequences], self.token_budget, World(0, 1, self.device))
-        # Each rank has cut its own sequences; a rank with fewer batches takes part in the others' passes.
-        most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
-        for batch in batches + [[]] * (most - len(batches)):
-            for i, score in zip(batch, self._forward([sequences[i] for i in batch] or [[0, 0]])):
-                scores[i] = (score - self.shift) / self.divisor if math.isfinite(score) else math.nan
-        if any(map(math.isnan, scores)):
-            self.failure = "its score is not finite"
-        return scores
-
-    def _forward(self, sequences: list[list[int]]) -> list[float]:
-        """Return the model's output at the last token of each sequence."""
-        rows = [torch.tensor(sequence, device=self.device) for sequence in sequences]
-        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (n, L)
-        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
-        with self.autocast():
-            return self.model(input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None]).tolist()
+        request = {"reward": self.name, "responses": texts, "columns": columns}
+        if self.name not in VERIFIERS:
+            request |= {"prompts": [row["prompt"] for row in rows], "ids": responses}
+        return request

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import logits_process
 
 import utils
-from plumbing.rewards import Rewards, one_score
+from plumbing.rewards import Rewards, is_scored_by, one_score
 from plumbing.sharding import model_device, unsharded
 
 
@@ -32,6 +32,7 @@ class Batch:
     reward_components: dict[str, Tensor]  # reward source: (N,) scores, NaN where it gave none
     tokens: dict[str, Tensor]  # (N, T) each, 0 after a response's end; "response_mask" (bool) is set on response tokens
     scores: Tensor | None = None  # (N,), what a response is trained with; NaN for one that is left out
+    verifiers: tuple[str, ...] = ()  # the reward sources that tell right from wrong
 
     @property
     def response_mask(self) -> Tensor:
@@ -53,7 +54,7 @@ class Batch:
             pick(self.rows), pick(self.responses), pick(self.texts), self.stopped[chosen],
             {name: x[chosen] for name, x in self.reward_components.items()},
             {name: x[chosen] for name, x in self.tokens.items()},
-            self.scores[chosen],
+            self.scores[chosen], self.verifiers,
         )  # fmt: skip
 
     def collate(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
@@ -85,6 +86,7 @@ def join(batches: list[Batch]) -> Batch:
         torch.cat([batch.stopped for batch in batches]),
         {name: torch.cat([x.reward_components[name] for x in batches]) for name in batches[0].reward_components},
         {name: pad_sequence(rows(name), batch_first=True) for name in batches[0].tokens},
+        verifiers=batches[0].verifiers,
     )  # fmt: skip
 
 
@@ -189,7 +191,7 @@ def rollout(
     responses, texts, values, *columns = map(list, zip(*gathered))
     scores = dict(zip(scores, columns))
     for name in rewards.models:
-        sequences = [row["query"] + response for row, response in zip(rows, responses)]
+        sequences = [[is_scored_by(row, name), *row["query"], *response] for row, response in zip(rows, responses)]
         scores[name] = one_score(sequences, scores[name])
     padded = lambda name: pad_sequence([torch.tensor(value[name]) for value in values], batch_first=True).to(device)
     mask = pad_sequence([torch.ones(len(response), dtype=torch.bool) for response in responses], batch_first=True)
@@ -198,7 +200,7 @@ def rollout(
         utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
     stopped = torch.tensor([response[-1] in stop_ids for response in responses], device=device)
     components = {name: torch.tensor(column, device=device) for name, column in scores.items()}
-    return Batch(rows, responses, texts, stopped, components, tokens)
+    return Batch(rows, responses, texts, stopped, components, tokens, verifiers=rewards.verifiers)
 
 
 @dataclass

@@ -10,6 +10,8 @@ import functools
 import re
 from typing import Callable, NamedTuple
 
+from plumbing.constraints import ifeval
+
 
 def gold_answer(answer) -> str:
     """Return the reference answer of a row: what follows the last "####" of a GSM8K solution, else the text itself."""
@@ -267,6 +269,7 @@ VERIFIERS = {
     "code": Verifier(code, "answer"),
     "knights": Verifier(knights, "answer"),
     "format": Verifier(format, ""),
+    "ifeval": Verifier(ifeval, "answer", "if-verifiable"),
     "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning-gym"),
 }
 ANSWER_REWARDS = tuple(name for name, verifier in VERIFIERS.items() if verifier.column == "answer")

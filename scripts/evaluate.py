@@ -14,7 +14,7 @@ P prompts, every number is a mean over prompts:
    expectation over draws and ties. Each response votes for its final answer; one without any, or cut off under
    --require_stop, does not vote, and where no one votes, the vote is wrong. An answer that got different scores is
    correct to the share of its votes that is. Answers are equal as mathematics with --reward math, else as text
-   (`stated_answer` in plumbing/verifiers.py); format and code have no answers.
+   (`stated_answer` in plumbing/verifiers.py); format, code and ifeval have none.
 4. 95% confidence intervals take the prompts, not the responses, as the independent draws (arXiv:2411.00640, section
    2.2): "se" is the standard deviation over prompts / sqrt(P), "ci95" an interval from it, see `estimate`.
 5. Where every answer of the data set has a "####" (GSM8K), gsm8k_strict and gsm8k_flexible are lm-evaluation-harness's
@@ -42,10 +42,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
 from plumbing import checkpoints, data, evaluation, flags, models, run_log
-from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answer
+from plumbing.rewards import Rewards, check_sources, is_scored_by, needs_answer
 from plumbing.verifiers import harness_answer, harness_text, plain_answer, stated_answer
 
-NO_ANSWERS = ("format", "code")  # sources whose responses have nothing to vote for
+NO_ANSWERS = ("format", "code", "ifeval")  # sources whose responses have nothing to vote for
 
 
 @dataclass
@@ -239,7 +239,7 @@ def main(args: Args) -> None:
     data.check_lengths(args, prompts)
     if world.any(len(prompts) < world.size):  # asked together, so that no rank is gone before the others have joined
         utils.fail(f"--dataset {args.dataset}: has {len(prompts)} prompts for {world.size} processes")
-    rewards = Rewards(args.reward, args.reward_timeout, tokenizer)
+    rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts)
     param_dtype, _, compute_dtype, autocast = models.precision(args.precision, world.device)
     model = engine = None
     if args.backend == "vllm":
@@ -269,8 +269,9 @@ def main(args: Args) -> None:
     stopped = [response[-1] in stop_ids for response in responses]
     by_prompt = lambda items: [items[i : i + n] for i in range(0, len(items), n)]
     correct, answers, votes_as_text = {}, {}, 0  # {how it is scored: [of each response]}, twice; a number of prompts
-    for judge in [name for name in args.reward if not is_reward_model(name)][:1]:
-        counts = [stop or not args.require_stop for stop in stopped]
+    judge_of = lambda row: next((name for name in rewards.verifiers if is_scored_by(row, name)), None)
+    for judge in dict.fromkeys(filter(None, map(judge_of, prompts))):  # one, unless rows name their sources
+        counts = [judge_of(row) == judge and (stop or not args.require_stop) for row, stop in zip(rows, stopped)]
         correct[judge] = [count and score >= 1 for count, score in zip(counts, scores[judge])]
         counted = [text if count else "" for text, count in zip(texts, counts)]  # "" does not vote
         if judge == "math":
@@ -286,13 +287,15 @@ def main(args: Args) -> None:
         for name, flexible in (("gsm8k_strict", False), ("gsm8k_flexible", True)):
             answers[name] = [harness_answer(text, flexible) for text in texts]
             correct[name] = [answer == reference for answer, reference in zip(answers[name], references)]
+    own_scores = lambda row: {name: column for name, column in scores.items() if is_scored_by(row, name)}
+    judges = lambda row: [name for name in correct if name not in scores or name == judge_of(row)]
     samples = [
         {
             "index": place, "sample": number, "prompt": row["prompt"], "answer": row["answer"], "response": texts[i],
             "dataset": row["dataset"], "tokens": len(responses[i]), "stop_reason": "stop" if stopped[i] else "length",
-            **{f"reward/{name}": column[i] for name, column in scores.items()},
-            **{f"correct/{name}": column[i] for name, column in correct.items()},
-            **{f"extracted/{name}": column[i] for name, column in answers.items()},
+            **{f"reward/{name}": column[i] for name, column in own_scores(row).items()},
+            **{f"correct/{name}": correct[name][i] for name in judges(row)},
+            **{f"extracted/{name}": answers[name][i] for name in judges(row)},
         }
         for i, (place, row, number) in enumerate(mine)
     ]  # fmt: skip
@@ -302,27 +305,31 @@ def main(args: Args) -> None:
         utils.warn(f"the answers to {votes_as_text} prompts were compared as text: --reward_timeout passed, or a crash")
 
     # ---- results ----
-    # P lists of n, over all prompts or those of one data set.
-    column = lambda name, part="": by_prompt([s[name] for s in samples if part in ("", s["dataset"])])
+    # P lists of n, over all prompts or those of one data set, without prompts whose rows name other sources.
+    column = lambda name, part="": by_prompt([s[name] for s in samples if name in s and part in ("", s["dataset"])])
     voted = {name: column(f"extracted/{name}") for name in answers if name not in NO_ANSWERS}
 
     def scores_of(part: str) -> dict:
         found = {}
         for name in correct:
-            said = column(f"extracted/{name}", part) if name in voted else None
-            found[name] = measures(column(f"correct/{name}", part), said, ks)
+            said, right = (column(f"{what}/{name}", part) for what in ("extracted", "correct"))
+            if right:
+                found[name] = measures(right, said if name in voted else None, ks)
         return found
 
     datasets = list(dict.fromkeys(sample["dataset"] for sample in samples))
     mean_rewards = {}
     for name in args.reward:
-        scored = [[x for x in row if not math.isnan(x)] for row in column(f"reward/{name}")]
-        missing = len(samples) - sum(map(len, scored))
+        asked = column(f"reward/{name}")
+        if not asked:
+            continue
+        scored = [[x for x in row if not math.isnan(x)] for row in asked]
+        missing = len(asked) * n - sum(map(len, scored))
         why = next(filter(None, world.all_gather([rewards.sources[name].failure])), "it returned None, NaN or infinity")
-        if missing == len(samples):
+        if missing == len(asked) * n:
             utils.fail(f"--reward {name}: no response got a score ({why})")
         if missing:
-            utils.warn(f"--reward {name}: {missing} of {len(samples)} responses got no score ({why})")
+            utils.warn(f"--reward {name}: {missing} of {len(asked) * n} responses got no score ({why})")
         mean_rewards[name] = {**estimate([sum(row) / len(row) for row in scored if row]), "missing": missing}
     lengths = [sample["tokens"] for sample in samples]
     results = {
@@ -332,7 +339,7 @@ def main(args: Args) -> None:
         "prompts": len(prompts),
         "samples": n,
         "stopped": sum(sample["stop_reason"] == "stop" for sample in samples) / len(samples),
-        "without_answer": {name: sum(row.count(None) for row in rows) / len(samples) for name, rows in voted.items()},
+        "without_answer": {name: sum(row.count(None) for row in rows) / len(rows) / n for name, rows in voted.items()},
         "response_tokens": {"mean": sum(lengths) / len(lengths), "max": max(lengths)},
         "votes_as_text": votes_as_text,
         "generation": {"seconds": seconds, "tokens_per_second": sum(lengths) / seconds, "ranks": world.size},

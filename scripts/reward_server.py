@@ -9,11 +9,12 @@ POST / takes prompts, reference answers ("" or null where there is none) and res
 {"error_code": 0, "error_msg": "Success", "score": [...]}: the weighted sum of the sources for each response, null where
 one of them has no score. "columns": {name: [...]}, which PaddleNLP does not have, brings what else a source reads from
 a row, as reasoning_gym and functions from files do. A request that cannot be read gets status and error_code 400, a
-source that failed as a whole 500; no error carries scores. GET /health answers once everything is loaded.
+source that failed as a whole 500; no error carries scores. GET /health answers once everything is loaded; its
+"verifies" says whether 1 or more is a right response, as by a single verifier of weight 1.
 
 A prompt that is text is what the policy saw, its chat template included (so PaddleNLP and this repository send it), and
-a reward model reads it as it is; a list of messages goes through the reward model's template. Each response gets one
-stop token, also where a run has cut it short.
+a reward model reads it as it is, so it has to know the policy's template; a list of messages goes through the reward
+model's template. Each response gets one stop token, also where a run has cut it short.
 
 The server has no password: --host 0.0.0.0 is for networks on which every machine may ask.
 """
@@ -44,8 +45,18 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 from plumbing import models, prompts
 from plumbing.flags import Float, PositiveFloat, PositiveInt
-from plumbing.rewards import Rewards, check_name, check_sources, is_reward_model, reward_weights
-from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
+from plumbing.prompts import is_filled
+from plumbing.rewards import (
+    Rewards,
+    check_name,
+    check_sources,
+    is_reward_model,
+    is_scored_by,
+    named_sources,
+    needs_answer,
+    reward_weights,
+)
+from plumbing.verifiers import VERIFIERS
 
 GRACE = 3  # seconds that requests have to end in after SIGTERM
 
@@ -53,10 +64,13 @@ GRACE = 3  # seconds that requests have to end in after SIGTERM
 @dataclass
 class Args:
     reward: tuple[str, ...]
-    """Sources of the score: math, gsm8k, exact, code, knights, format, reasoning_gym, path/to/file.py:function, or a
-    reward model's folder or hub name."""
+    """Sources of the score: math, gsm8k, exact, code, knights, format, ifeval, reasoning_gym,
+    path/to/file.py:function, or a reward model's folder or hub name."""
     reward_weights: tuple[Float, ...] = ()
     """Weight of each source, in the order of --reward; default: 1 each."""
+    verifier_column: str = ""
+    """Column of a request with the sources of --reward, a name or a list, that alone score a row. Default: verifier, or
+    dataset in rows with ground_truth; none: every source scores every row."""
     reward_timeout: PositiveFloat = 10.0
     """Seconds that one call of a reward source may take before it is killed and its sample left out. Shorter than that
     of the runs which ask: theirs is for all of a request, the wait for its turn included."""
@@ -116,19 +130,21 @@ class Scorer:
     """The reward sources of the server. One thread at a time may use it."""
 
     def __init__(self, args: Args, world: utils.World):
-        self.tokenizer = None
+        self.args, self.tokenizer = args, None
         self.weights = dict(zip(args.reward, reward_weights(args)))
         for model in filter(is_reward_model, args.reward):
             check_name(model)
             self.tokenizer = models.read_tokenizer("--reward", model)
             self.stop_ids = models.stop_token_ids(self.tokenizer, model, args.stop_token)
-            break  # Rewards checks that all models share the first one's tokenizer
+            break  # further models read the first one's token ids or, of another vocabulary, messages only
         self.rewards = Rewards(args.reward, args.reward_timeout, self.tokenizer)
         stored, _, _, autocast = models.precision(args.precision, world.device)
         self.rewards.load_models(args.reward_model_scale, stored, world.device, autocast, args.micro_batch_tokens)
         configs = [source.model.model.config for source in self.rewards.models.values()]
         lengths = [getattr(config, "max_position_embeddings", None) or math.inf for config in configs]
         self.max_length = min(lengths, default=math.inf)
+        counted = {name: weight for name, weight in self.weights.items() if weight}
+        self.verifies = list(counted.values()) == [1] and set(counted) <= set(self.rewards.verifiers)
 
     def _encode(self, where: str, prompt, response: str) -> tuple[list[int], list[int]]:
         """Return the token ids of prompt and response as reward_model.py makes them; none without a reward model."""
@@ -153,13 +169,16 @@ class Scorer:
         with failing_with(400):
             for i, (prompt, reference, text) in enumerate(zip(batch.src, batch.tgt, batch.response)):
                 query, response = self._encode(f"entry {i}", prompt, text)
+                messages = None if isinstance(prompt, str) else prompt
                 others = {name: column[i] for name, column in batch.columns.items()}
-                rows.append({"prompt": prompt, "query": query, "answer": reference, "columns": others})
+                sources = named_sources(f"entry {i} of columns", others, self.args)
+                own = {"prompt": prompt, "query": query, "messages": messages, "answer": reference}
+                rows.append({**own, "sources": sources, "columns": others})
                 responses.append(response)
         # A verifier would take a reference that is missing for one that is empty, or is called None.
-        needs = next((name for name in counted if name in ANSWER_REWARDS), "")
-        used = [i for i, row in enumerate(rows) if not needs or str(row["answer"] or "").strip() or row["answer"] == 0]
-        why = [f"{needs}: has no reference answer"] if len(used) < len(rows) else []
+        needs = [needs_answer(self.args, [name for name in counted if is_scored_by(row, name)]) for row in rows]
+        used = [i for i, row in enumerate(rows) if not needs[i] or is_filled(row["answer"])]
+        why = [f"{needs[i]}: there is no reference answer" for i in range(len(rows)) if i not in used][:1]
         scores: list[float | None] = [None] * len(rows)
         if not used:
             return scores, "; ".join(why)
@@ -219,7 +238,8 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict:
-        return {"status": "ok", "reward": args.reward, "model": next(iter(scorer.rewards.models), None)}
+        model = next(iter(scorer.rewards.models), None)
+        return {"status": "ok", "reward": args.reward, "model": model, "verifies": scorer.verifies}
 
     @app.exception_handler(HTTPException)
     async def no_such_page(request: Request, error: HTTPException) -> Response:

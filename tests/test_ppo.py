@@ -512,7 +512,6 @@ def test_check_can_read(tmp_path, capsys):
 REFUSED = {
     "value_model of another vocabulary": (dict(value_model="@longer"), "--value_model @longer", "vocabulary"),
     "value_model of two labels": (dict(value_model="@two"), "--value_model @two", "2 labels"),
-    "reward of another vocabulary": (dict(reward="@longer"), "--reward @longer", "vocabulary"),
     "reward of two labels": (dict(reward="@two"), "--reward @two", "2 labels"),
     "reward without a head": (dict(reward="@model"), "--reward @model", "no head"),
     "reward_model_scale": (dict(reward="@one", reward_model_scale="centred"), "--reward_model_scale", "score_mean"),

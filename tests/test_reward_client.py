@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import urllib3
-from conftest import ROOT
+from conftest import ROOT, make_tokenizer
 
 from plumbing import reward_client
 from plumbing.rewards import Rewards
@@ -273,6 +273,31 @@ def test_an_earlier_failure_is_not_told_again(serve):
     rewards = Rewards((server.url,), 5.0, None)
     assert "404" in ask(server.url, rewards=rewards)[1]
     assert ask(server.url, rewards=rewards)[1] == ""
+
+
+# ---- at the start of a run ------------------------------------------------------------------------------------------
+
+
+def row(number: int) -> dict:
+    return {"prompt": f"prompt {number}", "query": [number], "answer": "4", "sources": None, "columns": {}}
+
+
+def test_a_trial_request(serve, capsys):
+    """Two rows are sent; a server without /health counts as one that tells right from wrong, which is said."""
+    server = serve(lambda question, count: right(question))
+    rewards = Rewards((server.url,), 5.0, make_tokenizer(), [row(0), row(1)])
+    assert [question["response"] for question in server.asked] == [["4", "4"]] and rewards.verifiers == (server.url,)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: --reward {server.url}: has no /health")
+
+
+def test_a_trial_request_that_fails(serve, naps, capsys):
+    server = serve(says([1.0]))
+    with pytest.raises(SystemExit):
+        Rewards((server.url,), 5.0, make_tokenizer(), [row(0), row(1)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --reward {server.url}: a trial call with two responses failed: gave up after ")
+    assert "gave 1 scores for 2 responses" in line
 
 
 # ---- trying again ---------------------------------------------------------------------------------------------------

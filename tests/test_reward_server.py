@@ -167,6 +167,7 @@ def servers(folder):
         "math": Server(reward="math", reward_timeout=5),
         "judge": Server(reward=judge, reward_timeout=2),
         "mix": Server(reward=("exact", judge, "format"), reward_weights=(2, 0.5, 0)),
+        "by row": Server(reward=("exact", "format"), reward_weights=(2, 1)),
         "model": Server(reward=model, **exact),
         "model mix": Server(
             reward=("exact", str(folder / "plain"), model),
@@ -209,9 +210,27 @@ def direct(folder):
 
 
 def test_health_says_what_is_served(servers, folder):
-    assert servers["gsm8k"].health() == {"status": "ok", "reward": ["gsm8k"], "model": None}
+    assert servers["gsm8k"].health() == {"status": "ok", "reward": ["gsm8k"], "model": None, "verifies": True}
     model = str(folder / "model")
-    assert servers["model"].health() == {"status": "ok", "reward": [model], "model": model}
+    assert servers["model"].health() == {"status": "ok", "reward": [model], "model": model, "verifies": False}
+    assert not servers["mix"].health()["verifies"]  # 1 or more may be the sum of wrong answers in the right form
+
+
+@pytest.mark.parametrize("name, verifies", [("gsm8k", True), ("model", False), ("model mix", False)])
+def test_a_run_asks_what_is_served(servers, name, verifies):
+    """A reward model's scores say nothing of right and wrong, also by way of a server."""
+    assert Rewards((servers[name].url,), 30.0, None).verifiers == ((servers[name].url,) if verifies else ())
+
+
+def test_rows_that_name_their_source(servers):
+    """A column of the request says which one scores a row; case does not matter."""
+    rows = [["q"] * 3, ["1", "1", ""], ["1", "<think></think><answer>2</answer>", "<think></think><answer>3</answer>"]]
+    scores = servers["by row"].scores(*rows, columns={"verifier": ["Exact", ["format"], "format"]})
+    assert scores == [2, 1, 1]
+    status, answer = servers["by row"].post(
+        dict(zip(("src", "tgt", "response"), rows), columns={"verifier": ["x"] * 3})
+    )
+    assert status == 400 and "verifier is 'x', which is not in --reward exact format" in answer["error_msg"]
 
 
 def test_gsm8k(servers):

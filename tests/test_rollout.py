@@ -416,7 +416,7 @@ def test_scripts_ask_whether_the_decode_loop_runs_the_model(tmp_path, script):
 class Scores:
     """A reward source that knows which text belongs to which row."""
 
-    models = {}
+    models, verifiers = {}, ("length",)
 
     def __init__(self):
         self.seen = []

@@ -41,7 +41,7 @@ class Sampler:
         stopped = torch.tensor([len(response) < samples for response in responses])
         texts = [f"{row['i']}: {len(r)}" for row, r in zip(rows, responses)]
         tokens = {"response_mask": mask, "rollout_logprobs": mask * -0.5}
-        return Batch(rows, responses, texts, stopped, {"exact": torch.tensor(scores)}, tokens)
+        return Batch(rows, responses, texts, stopped, {"exact": torch.tensor(scores)}, tokens, None, ("exact",))
 
 
 REWARDS = types.SimpleNamespace(why_missing=lambda components: f"{', '.join(components)}: it returned None")

@@ -1,0 +1,168 @@
+"""Functions from users' files: the forms in which they are called, and what they may return."""
+
+import fractions
+import math
+
+import numpy as np
+import pytest
+
+from plumbing.reward_functions import as_numbers, load_function, score_by
+
+MESSAGES = [{"role": "user", "content": "1+1="}]
+COLUMNS = {"prompt": ["1+1=", MESSAGES], "answer": ["2", "2"], "level": [1, None]}
+CALL = (["<1+1=>", "<1+1=>"], ["two", "2"], [[7, 8, 9], [5]], COLUMNS)
+
+
+def ours(prompts, responses, **columns):
+    assert prompts == ["<1+1=>", "<1+1=>"] and columns == COLUMNS
+    return [len(r) for r in responses]
+
+
+def ours_by_other_names(prompt, texts, answer, level):
+    assert prompt == ["<1+1=>", "<1+1=>"] and (answer, level) == (["2", "2"], [1, None])
+    return [len(t) for t in texts]
+
+
+def without_columns(prompts, responses):
+    return [len(r) for r in responses]
+
+
+async def asynchronous(prompts, responses, **columns):
+    return [len(r) for r in responses]
+
+
+class Callable:
+    def __call__(self, prompts, responses, **columns):
+        return [len(r) for r in responses]
+
+
+def trl(completions, answer, **kwargs):
+    assert set(kwargs) - {"completion_ids"} == {"prompts", "level"} and kwargs["prompts"] == COLUMNS["prompt"]
+    assert completions[1] == [{"role": "assistant", "content": "2"}] and answer == ["2", "2"]
+    return [len(completions[0]), len(completions[1][0]["content"])]
+
+
+def trl_ids(completion_ids, **kwargs):
+    return [len(ids) for ids in completion_ids]
+
+
+def trl_positional_names(prompts, completions):
+    assert prompts[0] == "1+1="
+    return [3, 1]
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, ground_truth, extra_info) == (None, "2", {})
+    return len(solution_str)
+
+
+def verl_dict(solution_str, ground_truth, **kwargs):
+    return {"score": len(solution_str), "acc": solution_str == ground_truth}
+
+
+FORMS = [
+    ours, ours_by_other_names, without_columns, asynchronous, Callable(), trl, trl_ids, trl_positional_names, verl,
+    verl_dict,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FORMS, ids=lambda f: getattr(f, "__name__", "Callable"))
+def test_forms(function):
+    assert score_by(function, *CALL) == [3.0, 1.0]
+
+
+def test_verl_gets_the_columns_of_its_rows():
+    seen = []
+    columns = {"data_source": ["a", "b"], "extra_info": [{"index": 1}, None], "answer": [5, 6]}
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        seen.append((data_source, solution_str, ground_truth, extra_info))
+        return 1
+
+    score_by(compute_score, *CALL[:3], columns)
+    assert seen == [("a", "two", 5, {"index": 1}), ("b", "2", 6, {})]
+
+
+@pytest.mark.parametrize(
+    "function, says",
+    [
+        (
+            lambda prompts, responses, grade: [],
+            "prompts, responses, prompt, answer, level: missing a required argument",
+        ),
+        (lambda responses: [], "too many positional arguments"),
+        (lambda completions, trainer_state: [], "missing a required argument: 'trainer_state'"),
+        (lambda solution_str, index: 1, "data_source, solution_str, ground_truth, extra_info: missing"),
+    ],
+)
+def test_a_signature_that_does_not_fit(function, says):
+    with pytest.raises(TypeError, match="^cannot be called with ") as error:
+        score_by(function, *CALL)
+    assert says in str(error.value)
+
+
+def test_token_ids_that_are_not_there():
+    """On a reward server without a tokenizer: an error, not lengths of 0."""
+    assert score_by(trl, CALL[0], CALL[1], [[], []], COLUMNS) == [3, 1]
+    with pytest.raises(TypeError, match="missing a required argument: 'completion_ids'"):
+        score_by(trl_ids, CALL[0], CALL[1], [[], []], COLUMNS)
+
+
+def test_an_error_within_a_function_is_its_own():
+    def wrong(prompts, responses, **columns):
+        return len(1)
+
+    with pytest.raises(TypeError, match="has no len"):
+        score_by(wrong, *CALL)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        (1, 0.5, None), [True, 0, np.float32(2)], np.array([1.0, 2.0, math.nan]), (x for x in (1, 2, 3)),
+        [fractions.Fraction(1, 2), np.int64(3), math.inf],
+    ],
+)  # fmt: skip
+def test_numbers(scores):
+    found = as_numbers(scores, 3)
+    assert len(found) == 3 and all(x is None or type(x) is float for x in found)
+
+
+@pytest.mark.parametrize(
+    "scores, says",
+    [
+        ("111", "returned str '111', not a list of numbers"),
+        ({"a": 1, "b": 2, "c": 3}, "returned dict"),
+        ({1, 2, 3}, "returned set"),
+        (b"111", "returned bytes"),
+        (1.0, "returned float '1.0', not a list of numbers"),
+        (None, "returned NoneType"),
+        ([1.0, 2.0], "returned 2 scores for 3 responses"),
+        ([1.0] * 4, "returned 4 scores for 3 responses"),
+        (["1", "1", "1"], "gave a response str '1', not a number"),
+        ([[1.0], [1.0], [1.0]], "gave a response list '[1.0]', not a number"),
+        ([1.0, 1j, 1.0], "gave a response complex"),
+    ],
+)
+def test_what_is_no_list_of_numbers(scores, says):
+    with pytest.raises((TypeError, ValueError)) as error:
+        as_numbers(scores, 3)
+    assert says in str(error.value)
+
+
+def test_a_file_with_postponed_annotations_and_a_dataclass(tmp_path):
+    """dataclasses looks the file's names up in sys.modules. Two functions of a file share what it holds."""
+    path = tmp_path / "judge.py"
+    path.write_text(
+        "from __future__ import annotations\n"
+        "import dataclasses, typing\n"
+        "@dataclasses.dataclass\n"
+        "class Limits:\n    most: typing.ClassVar[int] = 3\n    seen: int = 0\n"
+        "limits = Limits()\n"
+        "def score(prompts, responses):\n    limits.seen += 1\n    return [limits.most] * len(responses)\n"
+        "def calls(prompts, responses):\n    return [limits.seen] * len(responses)\n"
+    )
+    assert score_by(load_function(f"{path}:score"), *CALL) == [3, 3]
+    assert score_by(load_function(f"{path}:calls"), *CALL) == [1, 1]
+    with pytest.raises(AttributeError, match="has no function 'grade'"):
+        load_function(f"{path}:grade")

@@ -1,0 +1,160 @@
+"""Reward models as sources: token ids where they share the policy's vocabulary, else text by their own template."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import transformers
+from conftest import CPU, make_tokenizer
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as cores
+from tokenizers.pre_tokenizers import ByteLevel
+
+from plumbing import models, prompts
+from plumbing.rewards import Rewards
+
+POLICY_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
+GEMMA_LIKE = (  # writes a BOS, knows no system turn, and calls the assistant model
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}{{ '<turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] }}"
+    "{{ '<end>\n' }}{% endfor %}"
+)
+
+
+def other_tokenizer(template: str | None):
+    """A byte a token as well, in another order, with tokens of its own."""
+    tokens = ["<bos>", "<turn>", "<end>", "<pad>", *sorted(ByteLevel.alphabet(), reverse=True)]
+    core = Tokenizer(cores.BPE({token: i for i, token in enumerate(tokens)}, []))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<bos>", eos_token="<end>", pad_token="<pad>", chat_template=template,
+        extra_special_tokens={"turn_token": "<turn>"},
+    )  # fmt: skip
+
+
+def save(folder, tokenizer) -> str:
+    """A tiny random reward model, far from uniform, that has a tokenizer."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_labels=1, max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def rows_of(texts: list, tokenizer, system_prompt: str) -> list[dict]:
+    rows = []
+    for text in texts:
+        prompt, query = prompts.encode_prompt("row", text, tokenizer, system_prompt)
+        messages = prompts.as_messages("row", text, system_prompt)
+        own = {"prompt": prompt, "query": query, "messages": messages, "answer": "4"}
+        rows.append({**own, "sources": None, "columns": {}})
+    return rows
+
+
+def score(name: str, policy, rows: list[dict], texts: list[str]) -> tuple[list[float], str]:
+    rewards = Rewards((name,), 5.0, policy, rows)
+    rewards.load_models("raw", torch.float64, CPU, contextlib.nullcontext, 100)
+    ids = [[*policy.encode(text), policy.eos_token_id] for text in texts]
+    return rewards.score(rows, texts, ids)[name], rewards.sources[name].failure
+
+
+@torch.no_grad()
+def direct(name: str, ids: list[int]) -> float:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(name, dtype=torch.float64)
+    return model(torch.tensor([ids])).logits.item()
+
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes?"},
+    {"role": "user", "content": "1+1="},
+]
+
+
+def test_another_vocabulary_reads_text_by_its_own_template(tmp_path, capsys):
+    """The system prompt stands in the first turn of a template that has none for it; a BOS stands there once."""
+    policy, theirs = make_tokenizer(), other_tokenizer(GEMMA_LIKE)
+    policy.chat_template = POLICY_TEMPLATE
+    name = save(tmp_path / "rm", theirs)
+    rows, texts = rows_of(["2+2=", CHAT], policy, "Add."), ["four", "It is 2."]
+    found, failure = score(name, policy, rows, texts)
+    seen = [
+        "<bos><turn>user\nAdd.\n\n2+2=<end>\n<turn>model\nfour<end>\n",
+        "<bos><turn>user\nAdd.\n\nhi<end>\n<turn>model\nyes?<end>\n<turn>user\n1+1=<end>\n<turn>model\nIt is 2.<end>\n",
+    ]
+    expected = [direct(name, theirs.encode(text, add_special_tokens=False)) for text in seen]
+    assert found == pytest.approx(expected, rel=1e-9) and abs(expected[0] - expected[1]) > 1e-3 and not failure
+    said = capsys.readouterr()
+    assert said.out == (
+        f"--reward {name}: reads text, by its own chat template, as its vocabulary has {len(theirs)} tokens, that of "
+        f"--model {len(policy)}\n"
+    )
+    assert not said.err
+
+
+def test_another_vocabulary_without_templates(tmp_path, capsys):
+    """Prompt and response as they are, and an end token, as reward_model.py trains on them."""
+    policy, theirs = make_tokenizer(), other_tokenizer(None)
+    name = save(tmp_path / "rm", theirs)
+    found, _ = score(name, policy, rows_of(["2+2=", "é"], policy, ""), ["4", "ü"])
+    expected = [direct(name, [*theirs.encode(text), theirs.eos_token_id]) for text in ("2+2=4", "éü")]
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert "reads text, by its own tokenizer" in capsys.readouterr().out
+
+
+def test_the_same_vocabulary_reads_the_token_ids(tmp_path, capsys):
+    """Also where one of the two has a pad token more: a sampled one of the policy's is left out."""
+    policy, theirs = make_tokenizer(), make_tokenizer()
+    name = save(tmp_path / "rm", theirs)
+    policy.add_special_tokens({"pad_token": "[PAD]"})
+    assert policy.pad_token_id == len(theirs)
+    rows = rows_of(["2+2=", "1+1="], policy, "")
+    rewards = Rewards((name,), 5.0, policy, rows)
+    rewards.load_models("raw", torch.float64, CPU, contextlib.nullcontext, 100)
+    found = rewards.score(rows, ["4", "2"], [[*policy.encode("4"), 1], [policy.pad_token_id, *policy.encode("2"), 1]])
+    expected = [direct(name, [*theirs.encode(text), 1]) for text in ("2+2=4", "1+1=2")]
+    assert found[name] == pytest.approx(expected, rel=1e-9)
+    assert capsys.readouterr().out == f"--reward {name}: reads the token ids that --model samples\n"
+
+
+def test_vocabulary_difference():
+    ours, theirs = make_tokenizer(), make_tokenizer()
+    for padded in (ours, theirs):  # one of them, then both
+        padded.add_special_tokens({"pad_token": "[PAD]"})
+        assert models.vocabulary_difference(ours, theirs) == models.vocabulary_difference(theirs, ours) == ""
+    theirs.add_tokens(["<more>"])
+    assert models.vocabulary_difference(ours, theirs) == f"has {len(theirs)} tokens, that of --model {len(ours)}"
+    ours.add_tokens(["<less>"])
+    assert "gives other ids to 1 of the" in models.vocabulary_difference(ours, theirs)
+
+
+@pytest.mark.parametrize("case", ["no template", "prompts that hold a template"])
+def test_what_another_vocabulary_cannot_read(tmp_path, capsys, case):
+    policy = make_tokenizer()
+    policy.chat_template = POLICY_TEMPLATE
+    name = save(tmp_path / "rm", other_tokenizer(None if case == "no template" else GEMMA_LIKE))
+    rows = rows_of(["2+2="], policy, "")
+    with pytest.raises(SystemExit):
+        Rewards((name,), 5.0, policy, [{**row, "messages": None} for row in rows])
+    (line,) = capsys.readouterr().err.splitlines()
+    says = {"no template": "no chat template to read text by", "prompts that hold a template": "--chat_template none"}
+    assert line.startswith(f"error: --reward {name}: ") and says[case] in line
+
+
+def test_a_conversation_that_the_template_refuses_costs_its_own_score(tmp_path):
+    refuses = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('refused') }}{% endif %}" + GEMMA_LIKE
+    policy = make_tokenizer()
+    policy.chat_template = POLICY_TEMPLATE
+    name = save(tmp_path / "rm", other_tokenizer(refuses))
+    rows = rows_of(["good", "bad", "good"], policy, "")
+    found, failure = score(name, policy, rows, ["a", "a", "a"])
+    assert [math.isnan(x) for x in found] == [False, True, False] and found[0] == pytest.approx(found[2])
+    assert "refused" in failure
