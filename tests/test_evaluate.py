@@ -522,6 +522,22 @@ def test_vllm(tmp_path):
     assert abs(score(ours)["value"] - score(one[0])["value"]) < 4 * spread
 
 
+def test_rows_that_name_their_sources(tmp_path):
+    """Each prompt is judged by its own source; what is said of a source is said of its prompts."""
+    rows = [{**row, "verifier": "gsm8k" if i < 3 else ["format"]} for i, row in enumerate(arithmetic_rows("test", 5))]
+    data = helpers.write_rows(tmp_path / "rows.jsonl", rows)
+    results, samples, _ = measure(tmp_path, dataset=data, reward=("gsm8k", "format"), num_prompts=0, samples=2)
+    assert list(results["scores"]) == ["gsm8k", "format"] and results["prompts"] == 5
+    for sample in samples:
+        judges = [key for key in sample if key.startswith(("reward/", "correct/"))]
+        own = "gsm8k" if sample["index"] < 3 else "format"
+        assert judges == [f"reward/{own}", f"correct/{own}"]
+    right = [s["correct/gsm8k"] for s in samples[:6]]
+    assert results["scores"]["gsm8k"]["avg@2"]["value"] == pytest.approx(sum(right) / 6)
+    assert results["rewards"]["format"] == {**results["rewards"]["format"], "value": 0, "missing": 0}
+    assert results["scores"]["format"]["avg@2"]["value"] == 0 and "maj@2" not in results["scores"]["format"]
+
+
 def test_columns_named_as_those_of_the_samples(tmp_path):
     """Rows may have columns of the names that samples.jsonl uses: a reward function gets its own. Of a list of data
     sets, which take turns, each has results of its own, too."""

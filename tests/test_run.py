@@ -485,6 +485,23 @@ def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name):
     assert finite_or_null([row])
 
 
+def test_rows_that_name_their_sources(base, tmp_path):
+    """Each response is scored and trained on by the source of its row alone; the other one's score is null."""
+    sources = ("exact", base["reward"])
+    rows = [{**row, "verifier": sources[i % 2]} for i, row in enumerate(helpers.ROWS)]
+    path = helpers.write_rows(tmp_path / "rows.jsonl", rows)
+    values = variant(base, tmp_path, dataset=path, eval_dataset="", reward=sources, total_episodes=16, eval_every=0)
+    run_here(values)
+    named = {row["prompt"]: row["verifier"] for row in rows}
+    samples = read_lines(folder_of(values) / "samples.jsonl")
+    assert {named[sample["prompt"]] for sample in samples} == set(sources)
+    for sample in samples:
+        assert [sample[name] is None for name in sources] == [named[sample["prompt"]] != name for name in sources]
+    for row in metrics_of(values):
+        own = [max(sample[name] or 0 for name in sources) for sample in samples if sample["step"] == row["step"]]
+        assert row["objective/scores"] == pytest.approx(sum(own) / 8, rel=1e-5) and row["val/missing_scores"] == 0
+
+
 def test_missing_scores_of_an_evaluation_are_counted(base, tmp_path, failing):
     values = variant(base, tmp_path, reward=f"{failing}:some_none", total_episodes=8, eval_every=1)
     done = run(values)
