@@ -3,6 +3,7 @@ r"""The functions that check an answer: each takes a response and a column of it
 They run in the worker processes of plumbing/reward_worker.py, which are killed when a check hangs or crashes. A check
 that raises an exception gives no score, a wrong answer gives 0. Packages, and plumbing/code_tests.py for the reward
 `code`, are imported by the check that needs them: the trainer imports this module too, for the names in VERIFIERS.
+Imports plumbing/constraints.py.
 """
 
 import contextlib
