@@ -62,6 +62,18 @@ def random_model(family: str, seed: int = 0, **changes):
     return model.eval()
 
 
+SLOWEST = (  # files that take a minute or more
+    "test_vllm", "test_recipes", "test_shard", "test_reward_model", "test_invariance", "test_vllm_server", "test_run",
+    "test_compile", "test_scripts", "test_evaluate", "test_failing_ranks", "test_sequence_parallel",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the slowest files: what processes that share the files finish with is short, so they end together."""
+    place = {name: i for i, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory):
     """A function (family, seed, **config changes) -> folder of that random model, which is made once."""

@@ -207,19 +207,40 @@ def _main(script: str, command_line: list[str], log: str, environment: dict, pla
         os._exit(code)
 
 
+PRELOADED = ["helpers", "grpo"]
+VLLM = [  # what an engine's start imports, which takes eight seconds
+    "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2", "vllm.v1.attention.backends.cpu_attn",
+]  # fmt: skip
+
+
 @functools.cache
 def _server():
     """The process that has imported everything and forks the runs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers", "grpo"])
-    before = os.environ.get("PYTHONPATH")
+    context.set_forkserver_preload(PRELOADED)
+    before = {name: os.environ.get(name) for name in ("PYTHONPATH", "VLLM_LOGGING_LEVEL")}
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))  # Python 3.11's server does not take over sys.path
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # as the engine sets it, before vLLM is imported
     multiprocessing.forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
     return context
+
+
+@contextlib.contextmanager
+def vllm_preloaded():
+    """Fork the runs from a server that has imported vLLM, too. Other runs get another: it changes torch.compile."""
+    PRELOADED.extend(VLLM)
+    restart_server()
+    yield
+    PRELOADED[:] = PRELOADED[: -len(VLLM)]
+    restart_server()
+
+
+def restart_server() -> None:
+    multiprocessing.forkserver._forkserver._stop()
+    _server.cache_clear()
 
 
 class Running:

@@ -30,6 +30,12 @@ STOPS = [1, 7, 8]
 KEPT = []  # engines: one that is shut down takes the others' process group along
 
 
+@pytest.fixture(scope="module", autouse=True)
+def preloaded():
+    with helpers.vllm_preloaded():
+        yield
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("vllm")
