@@ -116,7 +116,7 @@ class ModelArgs(PretrainedArgs):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     micro_batch_tokens: NonNegativeInt = 0
-    """Tokens, padding included, of a forward pass on one device. Memory and speed only: never changes a result. 0:
+    """Tokens, padding included, of a forward pass on one device. Memory and speed; results change by rounding only. 0:
     16,384, or fewer where the estimate of scripts/memory.py is over 80 % of a GPU."""
     lora_rank: NonNegativeInt = 0
     """Train LoRA adapters of this rank instead of the weights, with peft; the reference is then the model without them.

@@ -85,7 +85,7 @@ class Args:
     precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
     """What a reward model computes in; auto is bf16 on GPUs and float32 elsewhere."""
     micro_batch_tokens: PositiveInt = 16_384
-    """Tokens, padding included, of a reward model's forward pass. Memory and speed only: never changes a result."""
+    """Tokens, padding included, of a reward model's forward pass. Memory and speed; results change by rounding only."""
 
 
 class Batch(BaseModel):
