@@ -1,6 +1,6 @@
 """The caller's end of the process in which programs of a model run: one server a reward worker, started once.
 
-    reward worker -> server (plumbing/sandbox_server.py) -> a process for each program
+    reward worker -> server (plumbing/sandbox_server.py) -> a process for each line -> the program's
 
 The server knows no expected output: it gets programs, what they read, and asserts. What holds a program: see there.
 """

@@ -1,7 +1,7 @@
 """The server of programs of a model, which plumbing/sandbox.py starts: each runs in a process under limits.
 
 The server lives as long as the reward worker, a program at most as long as the server. What holds a program:
-  - A new process, forked from the server, which holds nothing but earlier programs: no secret, an empty environment.
+  - A new process, forked from the server, which holds nothing: no secret, no other program, an empty environment.
   - Limits of CPU time, address space, file size and open files; a wall clock, after which it is killed.
   - A seccomp filter: no process (so a limit holds for all that it does; RLIMIT_NPROC would not hold a fork bomb of
     root), no other program, no socket but a pair of its own, no signal, tracing, mount or namespace, no memory that
@@ -59,14 +59,29 @@ def serve(packages: list[str]) -> None:
                 "restricts ptrace, write into them; run this in a container"
             )
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: programs of the same user cannot look in here
-    requests, replies = open(0, "rb", closefd=False), open(1, "w", closefd=False)
-    print(json.dumps({"warning": "; ".join(filter(None, warnings)) or None}), file=replies, flush=True)
-    for line in requests:
-        result = run_in_process(libc, json.loads(line), readable, private)
-        try:
-            print(json.dumps(result), file=replies, flush=True)
-        except BrokenPipeError:  # the worker has gone
-            os._exit(0)
+    print(json.dumps({"warning": "; ".join(filter(None, warnings)) or None}), flush=True)
+    # Each line is read in a process of its own: no program finds another's text or output in the memory it comes from.
+    ended = False
+    while not ended:
+        select.select([0], [], [])
+        handler = os.fork()
+        if not handler:
+            check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG: dies with the server
+            os._exit(answer_line(libc, readable, private))
+        ended = os.waitpid(handler, 0)[1] != 0
+
+
+def answer_line(libc, readable: list[str], private: bool) -> int:
+    """Answer a line of stdin; return 0, or 1 if the worker has gone."""
+    line, replies = open(0, "rb", closefd=False).readline(), open(1, "w", closefd=False)
+    if not line:
+        return 1
+    result = run_in_process(libc, json.loads(line), readable, private)
+    try:
+        print(json.dumps(result), file=replies, flush=True)
+    except BrokenPipeError:
+        return 1
+    return 0
 
 
 def enter_namespaces(libc) -> str | None:
