@@ -435,7 +435,7 @@ for process in ({worker.process.pid}, {victim.pid}, os.getppid()):
         try: call(); print("reached", process)
         except OSError: pass
         except ZeroDivisionError:
-            if {worker.private} and process != 1: print("seen", process)
+            if {worker.private} and process != os.getppid(): print("seen", process)
     if libc.ptrace(16, process, 0, 0) != -1: print("traced", process)
     if libc.prlimit(process, 0, None, ctypes.create_string_buffer(16)) != -1: print("limits of", process)
     try: open(f"/proc/{{process}}/mem", "r+b"); print("memory of", process)
