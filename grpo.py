@@ -101,15 +101,15 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     advantage_scale: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the group's scores, of the step's, or by nothing; default: the
     variant's."""
-    clip_low: NonNegativeFloat | None = None
+    clip_low: Share | None = None
     """The ratio is clipped below at 1 - this; default: the variant's."""
     clip_high: NonNegativeFloat | None = None
     """The ratio is clipped above at 1 + this; default: the variant's."""
     dual_clip: ZeroOrAboveOne = 0.0
     """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
-    sapo_tau_positive: flags.Float = 1.0
+    sapo_tau_positive: PositiveFloat = 1.0
     """SAPO's temperature where the advantage is positive."""
-    sapo_tau_negative: flags.Float = 1.05
+    sapo_tau_negative: PositiveFloat = 1.05
     """SAPO's temperature where it is not."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""

@@ -112,7 +112,7 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] = "token"
     """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
     of sequence sums, or sum / (sequences * max_response_length)."""
-    clip_low: NonNegativeFloat = 0.2
+    clip_low: Share = 0.2
     """The ratio is clipped below at 1 - this."""
     clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped above at 1 + this."""

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import Callable, NoReturn
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ set_num_threads = torch.set_num_threads  # vLLM's CPU build puts a function that
 ROOT = os.path.dirname(os.path.abspath(__file__))
 progress_bars: list[tqdm] = []  # that are on the terminal
 EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
-EXIT_INTERRUPTED = 75  # SIGTERM or SIGINT: a checkpoint was saved, `--resume` goes on from it
+EXIT_INTERRUPTED = 75  # SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
 
 
 def fail(message: str, local: bool = False) -> NoReturn:
@@ -128,6 +128,19 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.group)
 
+    def on_main(self, act: Callable):
+        """Return on all ranks what `act()` returns on rank 0; where it ends the run there, all ranks end."""
+        result = code = None
+        if self.main:
+            try:
+                result = act()
+            except SystemExit as end:
+                code = end.code
+        result, code = self.all_gather([(result, code)])[0]
+        if code is not None:
+            sys.exit(code)
+        return result
+
 
 def setup_processes() -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, be the only process."""
@@ -165,7 +178,7 @@ def generator(*key) -> np.random.Generator:
 
 
 class Interrupt:
-    """SIGTERM and SIGINT ask the run to save and end; a second SIGINT ends it at once.
+    """SIGTERM and SIGINT ask the run to save and end; a second SIGINT ends it at once, as does any before `can_save`.
 
     `requested` is this process's flag and is polled where ranks run on their own (generation). `agreed` is collective
     and is asked where ranks meet, so that all of them leave at the same place.
@@ -173,12 +186,23 @@ class Interrupt:
 
     def __init__(self, world: World):
         self.world, self.requested = world, False
+        self.can_save = False  # set once the run polls: before that, it may wait for a server or load for minutes
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, signum, frame) -> None:
+        name = signal.Signals(signum).name
+        if not self.can_save:
+            self._say(f"{name}: ends before the first step; nothing is lost")
+            os._exit(EXIT_INTERRUPTED)  # an exception could be caught, or wait for threads, wherever it is raised
+        self._say(f"{name}: the run ends as soon as it can save a checkpoint; SIGINT (Ctrl-C) ends it at once")
         self.requested = True
-        signal.signal(signal.SIGINT, lambda *_: sys.exit(128 + signal.SIGINT))
+        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+
+    @staticmethod
+    def _say(line: str) -> None:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # not by print, which the signal may have interrupted
+            os.write(2, f"\n{line}\n".encode())
 
     def agreed(self) -> bool:
         return self.world.any(self.requested)

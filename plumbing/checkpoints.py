@@ -1,14 +1,14 @@
-"""The run folder, atomic saves, resuming, and the final model. Imports utils and models."""
+"""Checkpoints, the final model, and what is loaded of a checkpoint.
+
+Imports plumbing.files (folders that are whole) and plumbing.models.
+"""
 
 import contextlib
 import glob
-import json
 import os
 import pickle
 import random
-import shutil
 import warnings
-from typing import Callable
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from plumbing.files import remove_folder, save_folder
 from plumbing.models import base_weights, load_config, merged
 from utils import Optimizer, World, fail, first_line
 
@@ -29,70 +30,11 @@ GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensor by
 ALLOW_MISSING = StateDictOptions(strict=False)  # a parameter that has had no gradient has no state
 
 
-def run_folder(args, script: str) -> tuple[str, str | None]:
-    """Return the run's folder and, with --resume, its newest complete checkpoint if it has one. Creates nothing.
-
-    The default name is made of the names of script, model and data set and the seed.
-    """
-    parts = [os.path.basename(part.rstrip("/")) for part in (script.removesuffix(".py"), args.model, args.dataset)]
-    name = args.run_name or "__".join([*parts, str(args.seed)])
-    folder = os.path.join(args.output_dir, name)
-    if os.path.exists(folder) and not args.resume:
-        fail(f"--run_name {name}: {folder} exists; go on from its last checkpoint with --resume, or take another name")
-    parent = os.path.abspath(args.output_dir)
-    while not os.path.exists(parent):
-        parent = os.path.dirname(parent)
-    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
-        fail(f"--output_dir {args.output_dir}: {parent} is no folder that can be written to")
-    checkpoints = checkpoint_folders(folder)
-    if not checkpoints:
-        return folder, None
-    with open(os.path.join(folder, "args.json")) as file:
-        saved = json.load(file)
-    if saved.get("script", os.path.basename(script)) != os.path.basename(script):
-        fail(f"--resume: {folder} is a run of {saved['script']}")
-    for flag in ("lora_rank", "lora_alpha"):
-        before, now = (values.get(flag) for values in (saved["args"], vars(args)))
-        if None not in (before, now) and before != now:
-            fail(f"--{flag} {now}: the run to resume has {before}")
-    return folder, checkpoints[-1]
-
-
 def checkpoint_folders(folder: str) -> list[str]:
     """Return the complete checkpoints of a run, oldest first. A folder has its name only once all of it is on disk."""
     found = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "step_*"))
     found = [path for path in found if path.rsplit("_", 1)[1].isdigit()]
     return sorted(found, key=lambda path: int(path.rsplit("_", 1)[1]))
-
-
-def fsync(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None:
-    """Let all ranks `write` into a folder that appears complete or not at all: a temporary one, fsynced and renamed."""
-    parent, name = os.path.split(folder)
-    temporary = os.path.join(parent, f".{name}.tmp")
-    if world.main:
-        shutil.rmtree(temporary, ignore_errors=True)
-        os.makedirs(temporary)
-    world.barrier()
-    write(temporary)
-    world.barrier()
-    if world.main:
-        for path, folders, files in os.walk(temporary):
-            for item in (*files, *folders):
-                fsync(os.path.join(path, item))
-        fsync(temporary)
-        replaced = os.path.join(parent, f".{name}.old")
-        if os.path.exists(folder):
-            os.rename(folder, replaced)
-        os.rename(temporary, folder)
-        fsync(parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-    world.barrier()
 
 
 def save_checkpoint(
@@ -124,10 +66,10 @@ def save_checkpoint(
     path = os.path.join(folder, "checkpoints", f"step_{state['step']}")
     # There is one already where a run is interrupted again after the same step.
     if not world.any(world.main and os.path.exists(path)):
-        save_folder(path, world, write)
+        save_folder(path, world, write, with_checksums=True)
     if world.main and keep:
         for old in checkpoint_folders(folder)[:-keep]:
-            shutil.rmtree(old)
+            remove_folder(old)
 
 
 def save_final(folder: str, world: World, model, tokenizer, source: str) -> None:

@@ -144,6 +144,9 @@ def policy_metrics(
         total: sums over the tokens of all updates; those of kl, surprisal and weights over the first epoch only.
         updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta of the step.
     """
+    if not responses:
+        why = "--mask_truncated leaves out all that --max_response_length cut off" if args.mask_truncated else ""
+        warn(f"no response of this step trains; {why or 'its groups were filtered out or have no scores'}")
     tokens, updates, responses = total["tokens"], max(1, updates), max(1, responses)
     kl = total["kl"] / responses if args.kl_coef else math.nan
     return {

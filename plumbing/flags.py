@@ -72,9 +72,11 @@ class OutputArgs:
 @dataclass
 class RunArgs(OutputArgs):
     resume: bool = False
-    """Go on from the run's newest complete checkpoint, if it has one."""
+    """Go on from the run's newest whole checkpoint; begin anew if it was killed before its first step."""
+    resume_with_changes: bool = False
+    """Go on even if flags have changed that make another run of it, such as --seed, --dataset or --loss."""
     save_every: NonNegativeInt = 50
-    """Steps between checkpoints; 0: only when the run is interrupted."""
+    """Steps between checkpoints; there is one of the last step in any case. 0: only then, or when interrupted."""
     keep_checkpoints: NonNegativeInt = 2
     """Newest checkpoints that stay; 0 for all."""
     eval_every: NonNegativeInt = 20
@@ -229,6 +231,22 @@ class RolloutArgs(SamplingArgs):
     to 4,096 where that still fits into 80 % of a GPU."""
 
 
+# Flags that may change when a run is resumed; any other makes another run of it (--resume_with_changes).
+MAY_CHANGE = set(
+    # where it is, and what is saved, logged and evaluated
+    "run_name output_dir resume resume_with_changes save_every keep_checkpoints eval_every eval_samples log_samples "
+    "track wandb_project "
+    # how long and how fast it learns
+    "total_episodes num_epochs learning_rate lr_schedule warmup_ratio min_learning_rate weight_decay max_grad_norm "
+    "critic_learning_rate critic_lr_schedule critic_warmup_ratio critic_min_learning_rate critic_weight_decay "
+    "critic_max_grad_norm max_skipped_updates "
+    # memory, speed, machines
+    "attention compile gradient_checkpointing micro_batch_tokens logits_chunk_tokens generation_batch_size shard "
+    "shard_group_size cpu_offload sequence_parallel kv_cache_gb rollout_backend rollout_servers vllm_tensor_parallel "
+    "reward_timeout".split()
+)
+
+
 def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
     """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each of its base classes.
 
@@ -316,6 +334,9 @@ def check_rl_args(args) -> None:
         fail(f"--ptx_coef {args.ptx_coef}: takes supervised rows, named by --ptx_dataset")
     if args.ptx_dataset and not args.ptx_coef:
         fail(f"--ptx_dataset {args.ptx_dataset}: has no effect without a --ptx_coef above 0")
+    for name in ("clip_high", "value_clip"):
+        if (getattr(args, name, None) or 0) > 10:
+            warn(f"--{name} {getattr(args, name)}: so large a clip hardly ever acts")
     if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":
         warn("--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is no penalty; take k2, k3 or full")
     if args.ref_refresh_every and args.lora_rank:

@@ -1,15 +1,17 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop.
 
-Imports plumbing.checkpoints (what a run leaves on disk) and plumbing.run_log (what it shows).
+Imports plumbing.resume (where it begins), plumbing.checkpoints (what it leaves on disk) and plumbing.run_log (what it
+shows).
 """
 
+import math
 import os
 import sys
 from typing import Callable, Iterator, NoReturn
 
 import utils
-from plumbing import checkpoints
-from plumbing.run_log import RunLog
+from plumbing import checkpoints, resume
+from plumbing.run_log import RunLog, check_tracking
 
 SHOWN = {  # what stands in the progress bar, as far as a run has it
     "objective/scores": "score",
@@ -22,12 +24,19 @@ SHOWN = {  # what stands in the progress bar, as far as a run has it
 
 class Run:
     """The life of a run. `state` is what the next step depends on, beside weights and optimizers, and is saved with
-    them: the step and what the script adds in `start` and `finish_step`."""
+    them: the step and what the script adds in `start` and `finish_step`.
+
+    A checkpoint is saved before its step's row of metrics.jsonl is written, and holds that row, so that a kill at any
+    instant leaves neither a row without its step nor a step without its row.
+    """
 
     def __init__(self, args, script: str, world: utils.World):
-        """Find the run's folder and its newest checkpoint (`checkpoint`, None for a new run); create nothing yet."""
+        """Find the run's folder and the checkpoint to go on from (`checkpoint`, None for a new run); create nothing."""
         self.args, self.script, self.world, self.interrupt = args, script, world, utils.Interrupt(world)
-        self.folder, self.checkpoint = checkpoints.run_folder(args, script)
+        self.origin = world.on_main(lambda: resume.find(args, script))
+        self.folder, self.checkpoint = self.origin.folder, self.origin.checkpoint
+        if args.track:
+            world.on_main(check_tracking)
 
     def start(
         self, total_steps: int, tokenizer, models: dict, optimizers: dict[str, utils.Optimizer], lengths: dict,
@@ -44,30 +53,36 @@ class Run:
         """
         self.total_steps, self.tokenizer, self.episodes_a_step = total_steps, tokenizer, episodes_a_step
         self.models, self.optimizers = models, optimizers
-        self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "logged": False, **state}
+        # metrics: of the step. results: of its evaluation. evaluated: whether that is done, or none was due.
+        self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "results": {}, "evaluated": False, **state}
         if self.checkpoint:
             self.state |= checkpoints.load_state(self.checkpoint, self.world)
             for name, optimizer in optimizers.items():
                 checkpoints.load_optimizer(self.checkpoint, name, models[name], optimizer)
-        resumed = self.state if self.checkpoint else None
-        self.log = RunLog(self.folder, self.args, self.script, self.world, total_steps, resumed, lengths)
+        self.world.on_main(lambda: resume.open_folder(self.origin, self.script, self.world.size, self.state["step"]))
+        self.log = RunLog(self.origin, self.args, self.world, total_steps, self.state["step"], lengths)
         self.clock = utils.Clock(self.world.device, self.state["seconds"], engine)
 
     def steps(self, evaluate: Callable | None) -> Iterator[int]:
         """Yield the number of each step that is still to take, from 1 on.
 
-        Between two steps: evaluate, log, save when it is due, and leave on a signal. An interrupted run goes on here.
+        Between two steps: evaluate, save when it is due, log, and leave on a signal. An interrupted run goes on here.
 
         Args:
             evaluate: returns metrics, sample rows and lengths in tokens, or None if it was interrupted; None for a run
                 that has nothing to evaluate on.
         """
+        self.interrupt.can_save = True
+        # An evaluation in which nothing could be measured, as the reward failed, is repeated where the run goes on.
+        if not all(map(math.isfinite, self.state["results"].values())):
+            self.state.update(results={}, evaluated=False)
         while True:
-            step = self.state["step"]
-            if not self.state["logged"]:
-                self._evaluate_and_log(step, evaluate)
-                if step and self.args.save_every and step % self.args.save_every == 0:
+            step, every = self.state["step"], self.args.save_every
+            if not self.state["evaluated"]:
+                self._evaluate(step, evaluate)
+                if step and every and step % every == 0:
                     self.save()
+            self._log_row(step)
             if step >= self.total_steps:
                 break
             if self.interrupt.agreed():
@@ -76,24 +91,27 @@ class Run:
             yield step + 1
 
     def finish(self) -> None:
-        """Save the trained model in final/ and end the run."""
+        """Save the last checkpoint, and the trained model in final/, and end the run."""
+        self.save()
         checkpoints.save_final(self.folder, self.world, self.models[""], self.tokenizer, self.args.model)
         self.log.close(f"model: {os.path.join(self.folder, 'final')}")
 
-    def _evaluate_and_log(self, step: int, evaluate: Callable | None) -> None:
-        metrics, every = self.state["metrics"], self.args.eval_every
+    def _evaluate(self, step: int, evaluate: Callable | None) -> None:
+        results, every = {}, self.args.eval_every
         if evaluate and every and (step % every == 0 or step >= self.total_steps):
             self.log.phase("evaluate")
             found = evaluate()
             if found is None:
                 self.leave()
             results, rows, lengths = found
-            metrics = {**metrics, **results}
             self.log.table(step, rows, lengths)
+        self.state.update(results=results, evaluated=True)
+
+    def _log_row(self, step: int) -> None:
+        metrics = {**self.state["metrics"], **self.state["results"]}
         if metrics:
             counts = {"step": step} | ({"episode": step * self.episodes_a_step} if self.episodes_a_step else {})
             self.log.log({**counts, **metrics}, {SHOWN[key]: key for key in metrics if key in SHOWN})
-        self.state.update(metrics={}, logged=True)
 
     def phase(self, name: str) -> None:
         """Begin a phase of a step: the progress bar shows it, and time/{name} is what it takes."""
@@ -113,7 +131,7 @@ class Run:
             phase = "prefetch" if self.args.async_steps else "rollout"
             self.clock.flops[phase] += 2 * utils.parameter_count(self.models[""]) * tokens / self.world.size
         metrics = {**metrics, **self.clock.metrics(tokens)}
-        self.state.update(step=self.state["step"] + 1, metrics=metrics, logged=False, **state)
+        self.state.update(step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state)
         self.log.samples(self.state["step"], samples)
 
     def save(self) -> None:

@@ -1,12 +1,10 @@
-"""What a run shows and leaves: progress, args.json, metrics.jsonl, samples.jsonl, curves.png, Weights & Biases.
+"""What a run shows and logs: progress, metrics.jsonl, samples.jsonl, curves.png, Weights & Biases.
 
-Imports utils only.
+Imports plumbing.files (how a file is written and read).
 """
 
 import contextlib
 import faulthandler
-import glob
-import json
 import math
 import os
 import shutil
@@ -18,72 +16,41 @@ from dataclasses import asdict
 import numpy as np
 from tqdm import tqdm
 
+from plumbing.files import append, read_jsonl, writing
 from utils import ROOT, World, fail, first_line, progress_bars
 
 
 class RunLog:
-    """The run's folder and its console output.
+    """The console output of a run, and its metrics.jsonl, samples.jsonl and curves.png.
 
     Every rank makes one and makes the same calls; rank 0 writes.
     """
 
     STUCK_AFTER = 600.0  # seconds in one phase after which a rank prints where it is, again and again
 
-    def __init__(
-        self, folder: str, args, script: str, world: World, total_steps: int, resumed: dict | None, data: dict
-    ):
+    def __init__(self, origin, args, world: World, total_steps: int, step: int, data: dict):
         """
         Args:
-            script: the file that runs.
-            resumed: the state of the checkpoint that the run resumes from, if it does.
+            origin: a plumbing.resume Origin, whose folder is there.
+            step: that the run goes on after; 0 for a new one.
             data: lengths in tokens of what the run reads: {name: [int]}.
         """
-        self.folder, self.world, self.args, self.wandb, self.progress = folder, world, args, None, None
+        self.folder, self.world, self.args, self.wandb, self.progress = origin.folder, world, args, None, None
         self.shown: dict[str, str] = {}  # the values in the progress bar
-        self._make_folder()
+        resumed = origin.checkpoint is not None
+        if args.track:
+            world.on_main(lambda: self._start_wandb(resumed))
         if world.main:
-            step = resumed["step"] if resumed else 0
-            self._drop_later_steps(resumed)
-            self._write_args(script)
-            if args.track:
-                self._start_wandb(resumed)
-            print(f"run: {folder}" + (f" (goes on after step {step})" if resumed else ""), flush=True)
+            print(f"run: {self.folder}" + (f" (goes on after step {step})" if resumed else ""), flush=True)
+            for name, (before, now) in origin.changes.items():
+                print(f"changed since: --{name} {before} -> {now}", flush=True)
             self._describe(data, resumed)
             self.progress = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
             progress_bars.append(self.progress)
         self.phase("start")
 
-    def _make_folder(self) -> None:
-        reason = ""
-        if self.world.main:
-            try:
-                os.makedirs(self.folder, exist_ok=self.args.resume)
-            except OSError as error:  # another run may have made it since `checkpoints.run_folder` looked
-                reason = f"--output_dir {self.args.output_dir}: cannot make {self.folder} ({first_line(error)})"
-        reason = self.world.all_gather([reason])[0]
-        if reason:  # on all ranks, so that none waits for one that has ended
-            fail(reason)
-
-    def _drop_later_steps(self, resumed: dict | None) -> None:
-        """Remove what a killed run left of steps that its checkpoint does not have: they are run again."""
-        for unfinished in glob.glob(os.path.join(glob.escape(self.folder), "checkpoints", ".step_*")):
-            shutil.rmtree(unfinished)
-        step = resumed["step"] if resumed else -1
-        logged = step if resumed and resumed["logged"] else step - 1
-        for name, last in (("metrics.jsonl", logged), ("samples.jsonl", step)):
-            path = os.path.join(self.folder, name)
-            kept = [row for row in read_jsonl(path) if row["step"] <= last]
-            with open(f"{path}.tmp", "w") as file:
-                file.writelines(json.dumps(row) + "\n" for row in kept)
-            os.replace(f"{path}.tmp", path)
-
-    def _write_args(self, script: str) -> None:
-        about = {"versions": versions(), "git_commit": git_commit(), "ranks": self.world.size}
-        with open(os.path.join(self.folder, "args.json"), "w") as file:
-            json.dump({"args": asdict(self.args), "script": os.path.basename(script), **about}, file, indent=2)
-
-    def _start_wandb(self, resumed: dict | None) -> None:
-        """Start tracking, under the id that the run had before if it is resumed."""
+    def _start_wandb(self, resumed: bool) -> None:
+        """Start tracking, under the id that the run had before if it is resumed; leave no new folder if that fails."""
         import wandb
 
         id_file = os.path.join(self.folder, "wandb_run_id.txt")
@@ -92,12 +59,17 @@ class RunLog:
                 file.write(uuid.uuid4().hex)
         with open(id_file) as file:
             run_id = file.read()
-        self.wandb = wandb.init(
-            project=self.args.wandb_project, name=os.path.basename(self.folder), id=run_id, resume="allow",
-            dir=self.folder, config=asdict(self.args), settings=wandb.Settings(silent=True),
-        )  # fmt: skip
+        try:
+            self.wandb = wandb.init(
+                project=self.args.wandb_project, name=os.path.basename(self.folder), id=run_id, resume="allow",
+                dir=self.folder, config=asdict(self.args), settings=wandb.Settings(silent=True),
+            )  # fmt: skip
+        except wandb.Error as error:
+            if not resumed:
+                shutil.rmtree(self.folder)
+            fail(f"--track: Weights & Biases does not start ({first_line(error)})")
 
-    def _describe(self, data: dict, resumed: dict | None) -> None:
+    def _describe(self, data: dict, resumed: bool) -> None:
         """Print the lengths of the data; send them to wandb as histograms, once a run."""
         for name, lengths in data.items():
             print(f"{name}: {length_statistics(lengths)}", flush=True)
@@ -129,8 +101,7 @@ class RunLog:
         if not self.world.main:
             return
         row = finite(metrics)
-        with open(os.path.join(self.folder, "metrics.jsonl"), "a") as file:
-            file.write(json.dumps(row) + "\n")
+        append(os.path.join(self.folder, "metrics.jsonl"), [row])
         if self.wandb:
             self.wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
         self.shown.update({name: f"{row[key]:.3g}" for name, key in shown.items() if row.get(key) is not None})
@@ -140,8 +111,7 @@ class RunLog:
     def samples(self, step: int, rows: list[dict]) -> None:
         """Append rows to samples.jsonl."""
         if self.world.main:
-            with open(os.path.join(self.folder, "samples.jsonl"), "a") as file:
-                file.writelines(json.dumps({"step": step, **finite(row)}) + "\n" for row in rows)
+            append(os.path.join(self.folder, "samples.jsonl"), [{"step": step, **finite(row)} for row in rows])
 
     def table(self, step: int, rows: list[dict], lengths: list[int]) -> None:
         """Print held-out samples as a table.
@@ -178,7 +148,8 @@ class RunLog:
         self.progress.close()
         print(message, flush=True)  # before the picture, which takes a moment and may be interrupted
         curves = os.path.join(self.folder, "curves.png")
-        plot_curves([self.folder], curves)
+        with writing(curves):
+            plot_curves([self.folder], curves)
         rows = read_jsonl(os.path.join(self.folder, "metrics.jsonl"))
         for name, key in SUMMARY.items():
             values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
@@ -211,14 +182,20 @@ CURVES = {  # what curves.png shows, as far as a run has it
 }
 
 
-def plot_curves(folders: list[str], path: str) -> None:
-    """Draw the CURVES of one or several run folders into a picture; write nothing if they have none of them."""
+def plot_curves(folders: list[str], path: str) -> bool:
+    """Draw the CURVES of one or several run folders into a picture; return whether they have any of them.
+
+    A run is called by the part of its path that the others do not share.
+    """
     from matplotlib.figure import Figure
 
-    runs = {os.path.basename(os.path.normpath(f)): read_jsonl(os.path.join(f, "metrics.jsonl")) for f in folders}
+    paths = [os.path.abspath(folder) for folder in folders]
+    shared = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
+    names = [os.path.relpath(path, shared) for path in paths]
+    runs = {name: read_jsonl(os.path.join(path, "metrics.jsonl")) for name, path in zip(names, paths)}
     keys = [k for k in CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
     if not keys:
-        return
+        return False
     width = min(3, len(keys))
     height = math.ceil(len(keys) / width)
     figure = Figure((4.2 * width, 2.9 * height), layout="tight")  # not pyplot, which would want a display
@@ -236,6 +213,7 @@ def plot_curves(folders: list[str], path: str) -> None:
     if len(runs) > 1:
         figure.axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=130)
+    return True
 
 
 def length_statistics(lengths: list[int]) -> str:
@@ -255,12 +233,16 @@ def finite(row: dict) -> dict:
     return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
 
 
-def read_jsonl(path: str) -> list[dict]:
-    """Return the rows of a file that a run wrote, [] if there is none, without a last line that a kill cut short."""
-    if not os.path.exists(path):
-        return []
-    with open(path) as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
+def check_tracking() -> None:
+    """End the run if Weights & Biases is not installed or has no login (which it needs unless WANDB_MODE says so)."""
+    try:
+        import wandb
+    except ImportError:
+        fail("--track: the package wandb is not installed (pip install wandb)")
+    try:
+        wandb.login()
+    except wandb.Error as error:
+        fail(f"--track: {first_line(error)} WANDB_MODE=offline needs no login")
 
 
 def versions() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Draw the curves of several runs into one picture.
 
-    python scripts/plot.py runs/a runs/b runs/c --output curves.png
+python scripts/plot.py runs/a runs/b runs/c --output curves.png
 """
 
 import os
@@ -16,17 +16,25 @@ from plumbing import run_log
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[tuple[str, ...]]
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()
     """Run folders, each with a metrics.jsonl."""
     output: str = "curves.png"
-    """The picture to write."""
+    """The picture to write: .png, .pdf or .svg."""
 
 
 def main(args: Args) -> None:
-    for folder in args.runs:
+    if not args.runs:
+        utils.fail("names no run folder; python scripts/plot.py runs/a runs/b --output curves.png")
+    folders = list(dict.fromkeys(os.path.normpath(folder) for folder in args.runs))
+    for folder in folders:
         if not run_log.read_jsonl(os.path.join(folder, "metrics.jsonl")):
             utils.fail(f"{folder}: has no metrics.jsonl with a whole line")
-    run_log.plot_curves(list(args.runs), args.output)
+    try:
+        drawn = run_log.plot_curves(folders, args.output)
+    except (OSError, ValueError) as error:  # no folder, no right to write, a format that matplotlib does not have
+        utils.fail(f"--output {args.output}: cannot be written ({utils.first_line(error)})")
+    if not drawn:
+        utils.fail(f"{' '.join(folders)}: has none of the metrics that are drawn ({', '.join(run_log.CURVES)})")
     print(args.output)
 
 

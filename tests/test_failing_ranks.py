@@ -15,7 +15,7 @@ import pytest
 
 import grpo
 import utils
-from plumbing import run_log
+from plumbing import resume, run_log
 
 # Rank 1 kills itself, or raises, before a call of a function.
 FAILING = """
@@ -116,7 +116,7 @@ def a_rank(rank: int, port: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
     run_log.RunLog.STUCK_AFTER = 2.0
-    log = run_log.RunLog(f"{folder}/run", grpo.Args(), "grpo.py", world, 1, None, {"prompts": [1]})
+    log = run_log.RunLog(resume.Origin(folder, {}), grpo.Args(), world, 1, 0, {"prompts": [1]})
     log.phase("rollout")
     if rank == 1:
         slow_reward()

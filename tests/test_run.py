@@ -70,7 +70,7 @@ def test_what_a_run_leaves(base, tmp_path):
     assert not re.search(r"\b(nan|inf)\b", done.stdout + done.stderr, re.IGNORECASE)
     folder = tmp_path / "here" / "run"
     assert sorted(path.name for path in folder.iterdir()) == [
-        "args.json", "checkpoints", "curves.png", "final", "metrics.jsonl", "samples.jsonl",
+        ".lock", "args.json", "checkpoints", "curves.png", "final", "metrics.jsonl", "samples.jsonl",
     ]  # fmt: skip
 
     facts = json.loads((folder / "args.json").read_text())
@@ -250,15 +250,6 @@ def test_resume_of_a_finished_run_changes_nothing(straight, tmp_path):
     resume(values, straight, after=4)
 
 
-def test_resume_without_a_checkpoint_starts_anew(straight, tmp_path):
-    values = {**straight, "output_dir": str(tmp_path)}
-    folder_of(values).mkdir()
-    (folder_of(values) / "metrics.jsonl").write_text('{"step": 1}\n{"st')
-    done = run({**values, "resume": True})
-    assert "goes on" not in done.out
-    assert metrics_of(values) == metrics_of(straight)
-
-
 def test_resume_with_fewer_episodes_ends(straight, tmp_path):
     """A run that is already past --total_episodes must not train on for ever."""
     values = {**straight, "output_dir": str(tmp_path)}
@@ -283,7 +274,8 @@ KILLS = {
     "update": ("utils.Optimizer.step:10", 2),
     "rollout": ("grpo.generate:7", 2),
     "samples": ("run_log.RunLog.samples:3", 2),
-    "log": ("run_log.RunLog.log:5", 2),
+    "log": ("run_log.RunLog.log:4", 2),
+    "log, after the save": ("run_log.RunLog.log:5", 4),
     "save, before writing": ("checkpoints.save_folder:2", 2),
     "save, before the second model": ("checkpoints.save_model:4", 2),
     "save, before the optimizer": ("torch.distributed.checkpoint.save:2", 2),
@@ -323,7 +315,7 @@ def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path, number):
     """The lines of steps that the checkpoint does not know go, and those of earlier steps stay, at whatever instant."""
     values = {**straight, "output_dir": str(tmp_path)}
     run(values, code=-9, place="utils.Optimizer.step:13:SIGKILL")  # in step 4: step 3 is logged, step 2 saved
-    run({**values, "resume": True}, code=-9, place=f"run_log.RunLog.__init__>json.dumps:{number}:SIGKILL")
+    run({**values, "resume": True}, code=-9, place=f"resume.open_folder>json.dumps:{number}:SIGKILL")
     resume(values, straight, after=2)
 
 
@@ -415,10 +407,7 @@ def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
     values = variant(base, tmp_path, total_episodes=88, save_every=1, keep_checkpoints=2, eval_every=0, num_epochs=1)
     run_here(values)
     assert steps_of(values) == ["step_10", "step_11"]
-    _, newest = checkpoints.run_folder(
-        grpo.Args(run_name="run", output_dir=values["output_dir"], resume=True), grpo.__file__
-    )
-    assert newest.endswith("step_11")
+    assert checkpoints.checkpoint_folders(str(folder_of(values)))[-1].endswith("step_11")
 
 
 def test_keep_all_checkpoints(base, tmp_path):
@@ -456,6 +445,11 @@ def third_call(prompts, responses, **columns):
     if calls >= 3 and os.path.exists(__file__ + ".broken"):
         raise RuntimeError("the judge is away")
     return good(prompts, responses)
+
+def whenever(prompts, responses, **columns):
+    if os.path.exists(__file__ + ".broken") and len(responses) > 2:  # not in the trial call
+        raise RuntimeError("the judge is away")
+    return [float(len(r) % 2) for r in responses]
 
 def printing(prompts, responses, **columns):
     print('{"scores": [9, 9, 9, 9, 9, 9, 9, 9]}')
@@ -505,8 +499,31 @@ def test_rows_that_name_their_sources(base, tmp_path):
 def test_missing_scores_of_an_evaluation_are_counted(base, tmp_path, failing):
     values = variant(base, tmp_path, reward=f"{failing}:some_none", total_episodes=8, eval_every=1)
     done = run(values)
-    assert [row["eval/missing_scores"] for row in metrics_of(values)] == [2, 2]  # of 3 prompts x 2 samples
+    rows = metrics_of(values)
+    assert [row["eval/missing_scores"] for row in rows] == [2, 2]  # of 3 prompts x 2 samples
+    # 0 and 4 of the 6 have no score; of 4, and of the one prompt with two scores, there are means.
+    assert all(row["eval/accuracy"] in (0, 0.25, 0.5, 0.75, 1) and row["eval/pass@2"] in (0, 1) for row in rows)
     assert not re.search(r"\bnan\b", done.out)
+
+
+def test_an_evaluation_without_scores(base, tmp_path, failing):
+    """Is null and not 0, with a warning, and is repeated where the run goes on once the reward works again."""
+    values = variant(base, tmp_path, reward=f"{failing}:whenever", total_episodes=8, eval_every=1)
+    broken = failing + ".broken"
+    open(broken, "w").close()
+    try:
+        done = run(values, code=2)
+    finally:
+        os.remove(broken)
+    (row,) = metrics_of(values)
+    measured = ["eval/greedy_accuracy", "eval/accuracy", "eval/pass@2", f"eval/reward/{values['reward']}"]
+    assert [row[name] for name in measured] == [None] * 4 and row["eval/missing_scores"] == 6
+    warnings = [line for line in done.err.replace("\r", "\n").split("\n") if line.startswith("warning:")]
+    assert len(warnings) == 2 and all(values["reward"] in line and "no score" in line for line in warnings)
+    run({**values, "resume": True})
+    whole = {**values, "run_name": "whole"}
+    run(whole)
+    assert metrics_of(values) == metrics_of(whole) and metrics_of(whole)[0]["eval/accuracy"] is not None
 
 
 @pytest.mark.parametrize("name", ["all_none", "all_nan"])

@@ -352,7 +352,7 @@ NUMBERS = [
     for field in dataclasses.fields(module.Args)
     for found in ranges(field.type)
 ]
-NEGATIVE = {"penalty_reward_value", "sapo_tau_positive", "sapo_tau_negative", "reward_weights"}
+NEGATIVE = {"penalty_reward_value", "reward_weights"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -392,10 +392,21 @@ OWN_METRICS = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
+def test_every_metric_of_a_run_is_in_the_table(straight, script):
+    """Of docs/metrics.md, where SOURCE and the like stand for a part of a name."""
+    table = re.findall(r"^\| (`.*?`) \|", (helpers.ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE)
+    names = [name for cell in table for name in re.findall(r"`(.*?)`", cell)]
+    names += [name.replace("eval/", "train/") for name in names]
+    pattern = "|".join(re.sub("SOURCE|SUBSET|PHASE|K$", ".*", name) for name in names)
+    rows = read_lines(folder_of(straight[script]) / "metrics.jsonl")
+    assert not [key for row in rows for key in row if not re.fullmatch(pattern, key)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_what_a_run_leaves(straight, script):
     values = straight[script]
     folder = folder_of(values)
-    names = ["args.json", "checkpoints", "curves.png", "final", "metrics.jsonl", "samples.jsonl"]
+    names = [".lock", "args.json", "checkpoints", "curves.png", "final", "metrics.jsonl", "samples.jsonl"]
     assert sorted(path.name for path in folder.iterdir()) == names
     facts = json.loads((folder / "args.json").read_text())["args"]
     assert facts.keys() == {field.name for field in dataclasses.fields(SCRIPTS[script].Args)}

@@ -1,0 +1,147 @@
+"""Files that a run leaves: each whole or not there at all, with checksums, and one line where one cannot be used.
+
+Imports utils only.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Callable
+
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+
+from utils import World, fail, first_line
+
+CHECKSUMS = "checksums.json"  # of the files of a folder, in it: {path: CRC-32}
+
+
+@contextlib.contextmanager
+def writing(path: str):
+    """End the run with one line if what this context writes to `path` cannot be written, as on a full disk."""
+    try:
+        yield
+    except CheckpointException as failed:  # on all ranks
+        fail(f"{path}: cannot be written ({first_line(next(iter(failed.failures.values()))[0])})")
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # the file that torch.save is in
+            raise
+        reason = error.strerror if isinstance(error, OSError) else None
+        fail(f"{path}: cannot be written ({reason or first_line(error)})", local=True)
+
+
+def replace_file(path: str, text: str) -> None:
+    """Write a file that has its old or its new content, whatever happens meanwhile."""
+    with writing(path):
+        with open(f"{path}.tmp", "w") as file:
+            file.write(text)
+        os.replace(f"{path}.tmp", path)
+
+
+def append(path: str, rows: list[dict]) -> None:
+    """Append rows to a .jsonl file."""
+    with writing(path), open(path, "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read_jsonl(path: str) -> list[dict]:
+    """Return the rows of a file that a run wrote, [] if there is none, without a last line that a kill cut short.
+
+    A line that is no JSON ends the run.
+    """
+    if not os.path.exists(path):
+        return []
+    rows = []
+    with open(path, errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith("\n"):
+                try:
+                    rows.append(json.loads(line))
+                except ValueError as error:
+                    fail(f"{path} line {number}: is no JSON ({error}); mend or remove this line")
+    return rows
+
+
+def fsync(path: str) -> None:
+    """Wait until a file, or the list of files of a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def save_folder(folder: str, world: World, write: Callable[[str], None], with_checksums: bool = False) -> None:
+    """Let all ranks `write` into a folder that appears complete or not at all: a temporary one, fsynced and renamed.
+
+    If it cannot be written, the run ends with one line, and nothing of it is left.
+    """
+    parent, name = os.path.split(folder)
+    temporary, replaced = os.path.join(parent, f".{name}.tmp"), os.path.join(parent, f".{name}.old")
+    try:
+        with writing(folder):
+            if world.main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                os.makedirs(temporary)
+            world.barrier()
+            write(temporary)
+            world.barrier()
+            if world.main:
+                if with_checksums:
+                    with open(os.path.join(temporary, CHECKSUMS), "w") as file:
+                        json.dump(checksums(temporary), file, indent=1)
+                for path, folders, files in os.walk(temporary):
+                    for item in (*files, *folders):
+                        fsync(os.path.join(path, item))
+                fsync(temporary)
+                if os.path.exists(folder):
+                    shutil.rmtree(replaced, ignore_errors=True)  # left by a kill
+                    os.rename(folder, replaced)
+                os.rename(temporary, folder)
+                fsync(parent)
+                shutil.rmtree(replaced, ignore_errors=True)
+    except SystemExit:  # leave room on a full disk
+        if world.main:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    world.barrier()
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder that is gone for its readers before any file in it is."""
+    parent, name = os.path.split(folder)
+    removed = os.path.join(parent, f".{name}.old")
+    shutil.rmtree(removed, ignore_errors=True)
+    os.rename(folder, removed)
+    shutil.rmtree(removed)
+
+
+def checksums(folder: str) -> dict[str, int]:
+    """Return the CRC-32 of every file in and below a folder, CHECKSUMS itself aside."""
+    paths = [os.path.join(path, name) for path, _, names in os.walk(folder) for name in names if name != CHECKSUMS]
+    with ThreadPoolExecutor() as pool:
+        return {os.path.relpath(path, folder): x for path, x in zip(paths, pool.map(checksum, paths))}
+
+
+def checksum(path: str) -> int:
+    total = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            total = zlib.crc32(block, total)
+    return total
+
+
+def damage(folder: str) -> str:
+    """Return which file of a folder that was saved with checksums is missing or not as it was saved; "" if none is."""
+    listed = os.path.join(folder, CHECKSUMS)
+    try:
+        with open(listed) as file:
+            expected = dict(json.load(file))
+        found = checksums(folder)
+    except (OSError, ValueError, TypeError) as error:
+        return f"{listed} cannot be read ({first_line(error)})"
+    for name, value in expected.items():
+        if found.get(name) != value:
+            return f"{os.path.join(folder, name)} is {'damaged' if name in found else 'missing'}"
+    return ""
