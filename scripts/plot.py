@@ -25,6 +25,8 @@ class Args:
 def main(args: Args) -> None:
     if not args.runs:
         utils.fail("names no run folder; python scripts/plot.py runs/a runs/b --output curves.png")
+    if not os.path.splitext(args.output)[1]:
+        utils.fail(f"--output {args.output}: has to end with .png, .pdf or .svg")
     folders = list(dict.fromkeys(os.path.normpath(folder) for folder in args.runs))
     for folder in folders:
         if not run_log.read_jsonl(os.path.join(folder, "metrics.jsonl")):

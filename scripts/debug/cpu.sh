@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A few steps of the bundled tiny model on a CPU, in less than a minute: all phases of a run, to debug a fork with.
 #   bash scripts/debug/cpu.sh           bash scripts/debug/cpu.sh ppo --precision float64
-#   bash scripts/debug/cpu.sh my_grpo.py
+#   bash scripts/debug/cpu.sh path/to/fork.py
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 script=grpo.py own=(--rollout_batch_size 8 --group_size 4 --mini_batch_size 16 --total_episodes 160)
