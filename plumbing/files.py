@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from utils import World, fail, first_line
 
 CHECKSUMS = "checksums.json"  # of the files of a folder, in it: {path: CRC-32}
+TORCH_WRITER = "inline_container.cc"  # the file of torch that writes what torch.save saves
 
 
 @contextlib.contextmanager
@@ -25,12 +26,18 @@ def writing(path: str):
     try:
         yield
     except CheckpointException as failed:  # on all ranks
-        fail(f"{path}: cannot be written ({first_line(next(iter(failed.failures.values()))[0])})")
+        fail(f"{path}: cannot be written ({why_not_written(next(iter(failed.failures.values()))[0])})")
     except (OSError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # the file that torch.save is in
+        if isinstance(error, RuntimeError) and TORCH_WRITER not in str(error):
             raise
-        reason = error.strerror if isinstance(error, OSError) else None
-        fail(f"{path}: cannot be written ({reason or first_line(error)})", local=True)
+        fail(f"{path}: cannot be written ({why_not_written(error)})", local=True)
+
+
+def why_not_written(error: BaseException) -> str:
+    """Return what an error says of a file that could not be written; torch's own says nothing to a user."""
+    if TORCH_WRITER in str(error):
+        return "not all of it; is the disk full?"
+    return getattr(error, "strerror", None) or first_line(error)
 
 
 def replace_file(path: str, text: str) -> None:

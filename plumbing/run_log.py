@@ -39,7 +39,7 @@ class RunLog:
         self.shown: dict[str, str] = {}  # the values in the progress bar
         resumed = origin.checkpoint is not None
         if args.track:
-            world.on_main(lambda: self._start_wandb(resumed))
+            world.on_main(lambda: self._start_wandb(origin))
         if world.main:
             print(f"run: {self.folder}" + (f" (goes on after step {step})" if resumed else ""), flush=True)
             for name, (before, now) in origin.changes.items():
@@ -49,12 +49,12 @@ class RunLog:
             progress_bars.append(self.progress)
         self.phase("start")
 
-    def _start_wandb(self, resumed: bool) -> None:
+    def _start_wandb(self, origin) -> None:
         """Start tracking, under the id that the run had before if it is resumed; leave no new folder if that fails."""
         import wandb
 
         id_file = os.path.join(self.folder, "wandb_run_id.txt")
-        if not resumed or not os.path.exists(id_file):
+        if not origin.checkpoint or not os.path.exists(id_file):
             with open(id_file, "w") as file:
                 file.write(uuid.uuid4().hex)
         with open(id_file) as file:
@@ -65,7 +65,7 @@ class RunLog:
                 dir=self.folder, config=asdict(self.args), settings=wandb.Settings(silent=True),
             )  # fmt: skip
         except wandb.Error as error:
-            if not resumed:
+            if not origin.exists:
                 shutil.rmtree(self.folder)
             fail(f"--track: Weights & Biases does not start ({first_line(error)})")
 

@@ -131,7 +131,7 @@ def run_grpo(folder: str, flags: dict, more: list[str]) -> dict:
         start(*inputs)
         memory.begin()
 
-    ends = mock.patch.object(checkpoints, "save_final", lambda *_: memory.end())
+    ends = mock.patch.multiple(checkpoints, save_checkpoint=lambda *_: memory.end(), save_final=lambda *_: None)
     with ends, mock.patch.object(run.Run, "start", training_begins):
         grpo.main(args)
     steps, ended = run_log.read_jsonl(os.path.join(folder, args.run_name, "metrics.jsonl")), 0.0

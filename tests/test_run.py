@@ -350,6 +350,7 @@ def test_signals(straight, tmp_path, phase, number):
         assert phases[-2] == shown, phases
     assert shown in phases and "Traceback" not in done.err
     assert steps_of(values) == [f"step_{step}"] and f"step {step} is saved" in done.out
+    assert f"{number}: the run ends as soon as it can save a checkpoint" in done.err
     assert not (folder_of(values) / "final").exists()
     resume(values, straight, after=step)
 
