@@ -231,22 +231,6 @@ class RolloutArgs(SamplingArgs):
     to 4,096 where that still fits into 80 % of a GPU."""
 
 
-# Flags that may change when a run is resumed; any other makes another run of it (--resume_with_changes).
-MAY_CHANGE = set(
-    # where it is, and what is saved, logged and evaluated
-    "run_name output_dir resume resume_with_changes save_every keep_checkpoints eval_every eval_samples log_samples "
-    "track wandb_project "
-    # how long and how fast it learns
-    "total_episodes num_epochs learning_rate lr_schedule warmup_ratio min_learning_rate weight_decay max_grad_norm "
-    "critic_learning_rate critic_lr_schedule critic_warmup_ratio critic_min_learning_rate critic_weight_decay "
-    "critic_max_grad_norm max_skipped_updates "
-    # memory, speed, machines
-    "attention compile gradient_checkpointing micro_batch_tokens logits_chunk_tokens generation_batch_size shard "
-    "shard_group_size cpu_offload sequence_parallel kv_cache_gb rollout_backend rollout_servers vllm_tensor_parallel "
-    "reward_timeout".split()
-)
-
-
 def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
     """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each of its base classes.
 

@@ -1,7 +1,6 @@
 """Where a run begins or goes on: its folder, the lock on it, its newest whole checkpoint, and which flags have changed.
 
-Imports plumbing.checkpoints and plumbing.files (what a run leaves on disk), plumbing.flags (which flags may change) and
-plumbing.run_log (versions).
+Imports plumbing.checkpoints and plumbing.files (what a run leaves on disk) and plumbing.run_log (versions).
 """
 
 import fcntl
@@ -14,9 +13,23 @@ from dataclasses import asdict, dataclass, field
 
 from plumbing.checkpoints import checkpoint_folders
 from plumbing.files import damage, read_jsonl, replace_file, writing
-from plumbing.flags import MAY_CHANGE
 from plumbing.run_log import git_commit, versions
 from utils import fail, first_line, warn
+
+# Flags that may change when a run is resumed; any other makes another run of it (--resume_with_changes).
+MAY_CHANGE = set(
+    # where it is, and what is saved, logged and evaluated
+    "run_name output_dir resume resume_with_changes save_every keep_checkpoints eval_every eval_samples log_samples "
+    "track wandb_project "
+    # how long and how fast it learns
+    "total_episodes num_epochs learning_rate lr_schedule warmup_ratio min_learning_rate weight_decay max_grad_norm "
+    "critic_learning_rate critic_lr_schedule critic_warmup_ratio critic_min_learning_rate critic_weight_decay "
+    "critic_max_grad_norm max_skipped_updates "
+    # memory, speed, machines
+    "attention compile gradient_checkpointing micro_batch_tokens logits_chunk_tokens generation_batch_size shard "
+    "shard_group_size cpu_offload sequence_parallel kv_cache_gb rollout_backend rollout_servers vllm_tensor_parallel "
+    "reward_timeout".split()
+)
 
 LOCK = ".lock"
 locks = []  # open files; closing one would give up its lock
