@@ -19,7 +19,8 @@ def batch_of(scores: list[float], stopped: list[bool] | None = None) -> Batch:
     components = {"exact": torch.tensor(scores), "f.py:f": torch.ones(n)}
     tokens = {"response_mask": torch.ones(n, 1, dtype=torch.bool)}
     rows = [{"prompt": "p", "query": [1]}] * n
-    return Batch(rows, [[7]] * n, ["7"] * n, torch.tensor(stopped or [True] * n), components, tokens)
+    stops = torch.tensor(stopped or [True] * n)
+    return Batch(rows, [[7]] * n, ["7"] * n, stops, components, tokens, verifiers=("exact", "f.py:f"))
 
 
 def evaluated(greedy: list[float], sampled: list[float]) -> dict:
