@@ -24,11 +24,14 @@ class ModelSource:
     def __init__(self, name: str, tokenizer):
         """End the run if `name` is no reward model, or has no way to read what the policy of `tokenizer` writes."""
         self.name, self.failure, self.tokenizer = name, "", read_tokenizer("--reward", name)
-        if not scalar_config("--reward", name)[1]:
+        config, trained = scalar_config("--reward", name)
+        if not trained:
             fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
+        self.positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
         self.difference = vocabulary_difference(tokenizer, self.tokenizer)
         known = set(self.tokenizer.get_vocab().values())
-        self.unknown = set(tokenizer.get_vocab().values()) - known  # the policy's pad token, if it alone has one
+        ours = set() if self.difference else set(tokenizer.get_vocab().values())
+        self.unknown = ours - known  # the policy's pad token, if it alone has one
         self.stop_id = stop_token_ids(self.tokenizer, name, "eos")[0] if self.difference else None
         if self.difference and tokenizer.chat_template and not self.tokenizer.chat_template:
             fail(f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by")
@@ -67,8 +70,8 @@ class ModelSource:
     @torch.no_grad()
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
         self.failure, scores = "", [math.nan] * len(rows)
-        sequences = {i: self._sequence(rows[i], texts[i], responses[i]) for i in range(len(rows))}
-        readable = [i for i, sequence in sequences.items() if sequence]
+        sequences = list(map(self._sequence, rows, texts, responses))
+        readable = [i for i, sequence in enumerate(sequences) if sequence]
         batches = micro_batches([len(sequences[i]) for i in readable], self.token_budget, World(0, 1, self.device))
         # Each rank has cut its own sequences; a rank with fewer batches takes part in the others' passes.
         most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
@@ -82,18 +85,25 @@ class ModelSource:
 
     def _sequence(self, row: dict, text: str, response: list[int]) -> list[int]:
         """Return prompt and response as token ids of the reward model; [] and `failure` if it cannot read them."""
-        if not self.difference:
-            return [token for token in row["query"] + response if token not in self.unknown]
         try:
-            if self.tokenizer.chat_template is None:
-                return [*encode_text("the prompt", row["prompt"] + text, self.tokenizer), self.stop_id]
-            if row["messages"] is None:
-                raise ValueError("its text may hold a chat template already, as with --chat_template none")
-            shown = conversation_text(self.tokenizer, [*row["messages"], {"role": "assistant", "content": text}])
-            return encode_text("the prompt", shown, self.tokenizer, special=False)  # the template has written them
+            ids = self._read_text(row, text) if self.difference else row["query"] + response
+            if len(ids) > self.positions:
+                raise ValueError(
+                    f"it makes {len(ids)} tokens with its response, and the model has {self.positions} positions"
+                )
         except Exception as error:  # templates are programs of their own and raise whatever they like
             self.failure = f"cannot read a prompt: {first_line(error)}"
             return []
+        return [token for token in ids if token not in self.unknown]
+
+    def _read_text(self, row: dict, text: str) -> list[int]:
+        """Return prompt and response as token ids by the reward model's own template, or as they are without one."""
+        if self.tokenizer.chat_template is None:
+            return [*encode_text("the prompt", row["prompt"] + text, self.tokenizer), self.stop_id]
+        if row["messages"] is None:
+            raise ValueError("its text may hold a chat template already, as with --chat_template none")
+        shown = conversation_text(self.tokenizer, [*row["messages"], {"role": "assistant", "content": text}])
+        return encode_text("the prompt", shown, self.tokenizer, special=False)  # the template has written them
 
     def _forward(self, sequences: list[list[int]]) -> list[float]:
         """Return the model's output at the last token of each sequence."""

@@ -149,6 +149,16 @@ def test_what_another_vocabulary_cannot_read(tmp_path, capsys, case):
     assert line.startswith(f"error: --reward {name}: ") and says[case] in line
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_response_that_is_too_long_for_the_model_costs_its_own_score(tmp_path, same):
+    """Of 256 positions."""
+    policy = make_tokenizer()
+    name = save(tmp_path / "rm", make_tokenizer() if same else other_tokenizer(None))
+    found, failure = score(name, policy, rows_of(["2+2="] * 2, policy, ""), ["4" * 251, "4" * 252])
+    assert [math.isnan(x) for x in found] == [False, True]
+    assert failure == "cannot read a prompt: it makes 257 tokens with its response, and the model has 256 positions"
+
+
 def test_a_conversation_that_the_template_refuses_costs_its_own_score(tmp_path):
     refuses = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('refused') }}{% endif %}" + GEMMA_LIKE
     policy = make_tokenizer()
