@@ -185,8 +185,8 @@ class ScoringArgs:
     name, or a reward server's http:// address. A response counts as correct if the first source that is no model gives
     it 1 or more."""
     verifier_column: str = ""
-    """Column with the sources of --reward, a name or a list, that alone score a row. Default: verifier, or dataset in
-    rows with ground_truth, as open-instruct's; none: every source scores every row."""
+    """Column with the sources of --reward, a name or a list, that alone score a row. Default: verifier or, with several
+    sources, dataset in rows with ground_truth (open-instruct's); none: every source scores every row."""
     reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
     """Take a reward model's score as it is, minus the mean that its config carries, or divided by its deviation too."""
     reward_timeout: PositiveFloat = 30.0

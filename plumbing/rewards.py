@@ -83,7 +83,8 @@ def named_sources(where: str, row: dict, args) -> list[str] | None:
     """
     column = args.verifier_column
     if not column:
-        column = "verifier" if "verifier" in row else "dataset" if "ground_truth" in row else None
+        is_choice = "ground_truth" in row and len(args.reward) > 1
+        column = "verifier" if "verifier" in row else "dataset" if is_choice else None
     value = row.get(column)
     if column == "none" or not is_filled(value):
         return None

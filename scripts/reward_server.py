@@ -69,8 +69,8 @@ class Args:
     reward_weights: tuple[Float, ...] = ()
     """Weight of each source, in the order of --reward; default: 1 each."""
     verifier_column: str = ""
-    """Column of a request with the sources of --reward, a name or a list, that alone score a row. Default: verifier, or
-    dataset in rows with ground_truth; none: every source scores every row."""
+    """Column of a request with the sources of --reward, a name or a list, that alone score a row. Default: verifier or,
+    with several sources, dataset in rows with ground_truth; none: every source scores every row."""
     reward_timeout: PositiveFloat = 10.0
     """Seconds that one call of a reward source may take before it is killed and its sample left out. Shorter than that
     of the runs which ask: theirs is for all of a request, the wait for its turn included."""

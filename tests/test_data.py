@@ -19,7 +19,7 @@ ARGS = dict(
     prompt_column="", answer_column="", system_prompt="", max_prompt_length=512, reward=("math",), eval_every=20,
     eval_prompts=256, dataset_split="train", eval_split="test", eval_dataset="", max_response_length=64,
     model=str(helpers.ROOT / "assets" / "tiny"), chat_template="", overlong_prompts="drop", ptx_dataset="",
-    ptx_split="train",
+    ptx_split="train", verifier_column="",
 )  # fmt: skip
 
 # The templates of Llama (which begins with the BOS) and of Qwen (which has none), as far as they matter here.

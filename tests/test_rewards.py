@@ -123,6 +123,11 @@ def test_named_sources(columns, flag, expected):
     assert named_sources("rows.jsonl row 1", columns, args) == expected
 
 
+def test_open_instructs_column_is_no_choice_among_one():
+    row = {"dataset": "gsm8k", "ground_truth": "1"}
+    assert named_sources("row", row, types.SimpleNamespace(reward=("math",), verifier_column="")) is None
+
+
 def test_a_source_that_reward_does_not_have(capsys):
     args = types.SimpleNamespace(reward=MIX, verifier_column="")
     with pytest.raises(SystemExit):
