@@ -1,7 +1,7 @@
 """The data sets of a run: their prompts, mixtures of several, and the order in which a run takes them.
 
-Imports plumbing.rows (reads the rows), plumbing.prompts (makes prompts of them), plumbing.rewards (what scores them)
-and plumbing.models (how much the model can read).
+Imports plumbing.rows (reads the rows), plumbing.prompts (makes prompts of them), plumbing.rewards and
+plumbing.verifiers (what scores them, and which answers it can use) and plumbing.models (how much the model can read).
 """
 
 import functools
@@ -24,8 +24,9 @@ from plumbing.prompts import (
     template_tokens,
     value_at,
 )
-from plumbing.rewards import named_sources, needs_answer
+from plumbing.rewards import is_scored_by, named_sources, needs_answer
 from plumbing.rows import read_parts
+from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
 from utils import fail, generator, warn
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def encode_rows(where: str, name: str, rows: list[dict], tokenizer, args, answer
     """Turn the rows of one data set into prompts; see `load_prompts`. `where` names it in messages."""
     prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows, required=True)
     answer_column = find_column(where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows, required=False)
-    prompts, too_long, wrapped = [], [], []
+    prompts, numbered, too_long, wrapped = [], {}, [], []
     as_is = args.chat_template == "none"
     marks = [] if as_is else template_tokens(tokenizer)
     for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
@@ -102,13 +103,37 @@ def encode_rows(where: str, name: str, rows: list[dict], tokenizer, args, answer
             messages = None if as_is else as_messages(at, prompt, args.system_prompt)
             own = {"prompt": text, "query": query, "messages": messages, "answer": answer}
             prompts.append({**own, "dataset": name, "sources": sources, "columns": row})
+            numbered[number] = prompts[-1]
     warn_of_overlong(where, too_long, len(rows))
+    if answer_for:
+        check_references(where, args.reward, numbered)
     if wrapped:
         warn(
             f"{where}: {len(wrapped)} of {len(rows)} prompts hold {wrapped[0]}, and the chat template puts it around "
             "them once more; --chat_template none takes prompts as they are"
         )
     return prompts
+
+
+def check_references(where: str, names: tuple[str, ...], rows: dict[int, dict]) -> None:
+    """Warn of the rows whose answer a verifier can do nothing with; end the run if it is all that it scores.
+
+    Args:
+        names: of --reward. rows: {number in the data set: prompt}.
+    """
+    for name in [name for name in names if name in ANSWER_REWARDS]:
+        unread, scored = {}, [number for number, row in rows.items() if is_scored_by(row, name)]
+        for number in scored:
+            try:
+                VERIFIERS[name].reference(rows[number]["answer"])
+            except ValueError as error:
+                unread[number] = error
+        first = "; ".join(f"row {number}: {error}" for number, error in list(unread.items())[:3])
+        count = f"the answers of {len(unread)} of {len(scored)} rows"
+        if unread and len(unread) == len(scored):
+            fail(f"{where}: --reward {name} cannot use {count} ({first})")
+        if unread:
+            warn(f"{where}: --reward {name} cannot use {count}, whose responses get no score ({first})")
 
 
 def over_limit(args, where: str, number: int, query: list[int], response: list[int] = ()) -> str:

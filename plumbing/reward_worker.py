@@ -6,9 +6,9 @@ line in is a call:
     {"reward": name, "prompts": [...], "responses": [...], "ids": [[token ids], ...], "columns": {"answer": [...], ...}}
 A built-in reward answers {"scores": [x]} or {"error": why} for each response, so that the caller can tell which one is
 stuck. A function from a file gets all responses and answers once. {"equal_answers": [responses]}, for a vote among
-them, is answered with {"answers": [...]}: see `equal_answers` in plumbing/verifiers.py.
+them, is answered with {"answers": [...]}: see `equal_answers` in plumbing/math_verifier.py.
 
-This module imports plumbing/verifiers.py and plumbing/reward_functions.py only (and plumbing/sandbox.py for the reward
+This module imports plumbing/verifiers.py, math_verifier.py and reward_functions.py only (and sandbox.py for the reward
 `code`), so a worker starts in a tenth of a second and without torch.
 """
 
@@ -28,8 +28,9 @@ import threading
 import traceback
 from typing import Callable
 
+from plumbing.math_verifier import equal_answers
 from plumbing.reward_functions import load_function, score_by
-from plumbing.verifiers import VERIFIERS, equal_answers
+from plumbing.verifiers import VERIFIERS
 
 # Not from utils, which imports torch.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -115,7 +116,7 @@ def main() -> None:
 
 def load_verifier(name: str, timeout: float) -> Callable:
     """Return the function of a built-in reward; import its package now, as that can take longer than a call may."""
-    check, _, package = VERIFIERS[name]
+    check, package = VERIFIERS[name].check, VERIFIERS[name].package
     if package:
         module = package.replace("-", "_")
         if importlib.util.find_spec(module) is None:

@@ -273,6 +273,8 @@ class WorkerSource:
 
     def __init__(self, name: str, workers: Workers):
         self.name, self.workers, self.failure = name, workers, ""
+        own_limit = VERIFIERS[name].limit if name in VERIFIERS else math.inf
+        self.limit, self.blames_response = min(workers.timeout, own_limit), own_limit < math.inf
         path, _, function = name.rpartition(":")
         if name in VERIFIERS:
             return
@@ -309,14 +311,26 @@ class WorkerSource:
             worker.send(self._request(rows[rest], texts[rest], responses[rest]))
             answered_at_once = 1 if self.name in VERIFIERS else len(texts[rest])
             while len(scores) < len(texts):
-                answer = worker.receive(self.workers.timeout)
+                answer = worker.receive(self.limit)
+                if "dead" in answer:
+                    self.workers.replace(index)
+                    if self.blames_response:
+                        answer = self._score_reference(index, rows[len(scores)])
                 if "error" in answer:
                     self.failure = answer["error"]
                 scores += map(finite_or_nan, answer.get("scores", [None] * answered_at_once))
-                if "dead" in answer:
-                    self.workers.replace(index)
+                if worker is not self.workers.processes[index]:
                     break
         return scores
+
+    def _score_reference(self, index: int, row: dict) -> dict:
+        """Return the answer to an empty response: 0, unless the reference hangs the verifier, too."""
+        self.workers.processes[index].send(self._request([row], [""], [[]]))
+        answer = self.workers.processes[index].receive(self.limit)
+        if "dead" in answer:
+            self.workers.replace(index)
+            return {"error": f"the reference {row.get('answer')!r:.60} alone takes over {self.limit:g} s, or a crash"}
+        return answer
 
     def _request(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> dict:
         columns = columns_of(rows) | {"answer": [row["answer"] for row in rows]}

@@ -14,7 +14,7 @@ P prompts, every number is a mean over prompts:
    expectation over draws and ties. Each response votes for its final answer; one without any, or cut off under
    --require_stop, does not vote, and where no one votes, the vote is wrong. An answer that got different scores is
    correct to the share of its votes that is. Answers are equal as mathematics with --reward math, else as text
-   (`stated_answer` in plumbing/verifiers.py); format, code and ifeval have none.
+   (`voted_answer` in plumbing/answers.py); format, code and ifeval have none.
 4. 95% confidence intervals take the prompts, not the responses, as the independent draws (arXiv:2411.00640, section
    2.2): "se" is the standard deviation over prompts / sqrt(P), "ci95" an interval from it, see `estimate`.
 5. Where every answer of the data set has a "####" (GSM8K), gsm8k_strict and gsm8k_flexible are lm-evaluation-harness's
@@ -42,8 +42,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
 from plumbing import checkpoints, data, evaluation, flags, models, run_log
+from plumbing.answers import harness_answer, harness_text, plain_answer, voted_answer
 from plumbing.rewards import Rewards, check_sources, is_scored_by, needs_answer
-from plumbing.verifiers import harness_answer, harness_text, plain_answer, stated_answer
 
 NO_ANSWERS = ("format", "code", "ifeval")  # sources whose responses have nothing to vote for
 
@@ -281,7 +281,7 @@ def main(args: Args) -> None:
                     answers[judge] += map(plain_answer, group) if found is None else found
                     votes_as_text += found is None
         else:
-            answers[judge] = [None if judge in NO_ANSWERS else stated_answer(judge, text) for text in counted]
+            answers[judge] = [None if judge in NO_ANSWERS else voted_answer(judge, text) for text in counted]
     if all("#### " in str(row["answer"]) for row in prompts):
         references = [harness_text(str(row["answer"])) for row in rows]
         for name, flexible in (("gsm8k_strict", False), ("gsm8k_flexible", True)):

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing import evaluation, flags, verifiers
+from plumbing import answers, evaluation, flags, math_verifier
 from plumbing.rewards import Workers
 from plumbing.rows import arithmetic_rows
 
@@ -179,9 +179,9 @@ SOLUTION = "She has 1,000 + 234 = <<1000+234=1234>>1,234 eggs.\n#### 1,234"
     ],
 )
 def test_gsm8k_strict_and_flexible(response, strict, flexible):
-    found = [verifiers.harness_answer(response, flexible=way) for way in (False, True)]
+    found = [answers.harness_answer(response, flexible=way) for way in (False, True)]
     assert found == [strict, flexible]
-    assert verifiers.harness_text(SOLUTION) == "1234"
+    assert answers.harness_text(SOLUTION) == "1234"
 
 
 @pytest.mark.parametrize(
@@ -201,24 +201,25 @@ def test_gsm8k_strict_and_flexible(response, strict, flexible):
     ],
 )
 def test_plain_answer(response, answer):
-    assert verifiers.plain_answer(response) == answer
+    assert answers.plain_answer(response) == answer
 
 
 def test_answers_of_sources():
-    assert verifiers.stated_answer("gsm8k", "#### 3 then #### $1,234.") == "1234"
-    assert verifiers.stated_answer("gsm8k", "#### $-3") == "-3"  # which the reward reads, too
-    assert verifiers.stated_answer("gsm8k", "\\boxed{3}") is None
-    assert verifiers.stated_answer("exact", " 1.0 ") == "1.0" and verifiers.stated_answer("exact", " ") is None
-    assert verifiers.stated_answer("file.py:score", "<answer>B</answer>") == "b"
+    assert answers.voted_answer("gsm8k", "#### 3 then #### $1,234.") == "1234"
+    assert answers.voted_answer("gsm8k", "#### $-3") == "-3"  # which the reward reads, too
+    assert answers.voted_answer("gsm8k", "\\boxed{3}") is None
+    assert answers.voted_answer("exact", " 1.0 ") == "1.0" and answers.voted_answer("exact", " ") is None
+    assert answers.voted_answer("file.py:score", "<answer>B</answer>") == "b"
 
 
 def test_equal_as_mathematics():
     texts = ["\\boxed{\\frac12}", "it is 0.5", "\\boxed{1/2}", "none", "\\boxed{2}", "", "so 2.0", "x \\boxed{x^2+x}",
              "\\boxed{x(x+1)}"]  # fmt: skip
-    found = verifiers.equal_answers(texts)
-    assert [found[i] is None for i in range(9)] == [i in (3, 5) for i in range(9)]
+    found = math_verifier.equal_answers(texts)
+    assert found[3] == "none" and found[5] is None
     same = lambda *indices: len({found[i] for i in indices}) == 1
-    assert same(0, 1, 2) and same(4, 6) and same(7, 8) and len(set(found)) == 4
+    assert same(0, 1, 2) and same(4, 6) and same(7, 8) and len(set(found)) == 5
+    assert math_verifier.equal_answers(["The answer is Yes.", "\\boxed{\\text{yes}}", "No"]) == ["Yes", "Yes", "No"]
 
 
 def test_a_vote_that_hangs_or_dies_has_no_answers(monkeypatch):
@@ -228,7 +229,7 @@ def test_a_vote_that_hangs_or_dies_has_no_answers(monkeypatch):
     try:
         workers.start()
         prompts = [["\\boxed{1/2}", "0.5"], ["7", "no"]]
-        expected = [["\\frac{1}{2}"] * 2, ["7", None]]
+        expected = [["\\frac{1}{2}"] * 2, ["7", "no"]]
         assert workers.equal_answers(prompts) == expected
         for kind in (signal.SIGSTOP, signal.SIGKILL):
             workers.timeout = 0.3
@@ -249,7 +250,7 @@ def test_a_vote_without_answers_is_taken_as_text(tmp_path, monkeypatch):
     assert results["votes_as_text"] == 3
     for sample in samples:
         stopped = sample["stop_reason"] == "stop"
-        assert sample["extracted/math"] == (verifiers.plain_answer(sample["response"]) if stopped else None)
+        assert sample["extracted/math"] == (answers.plain_answer(sample["response"]) if stopped else None)
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from conftest import ROOT, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plumbing import answers
 from plumbing import verifiers as verifier
 from plumbing.rewards import Rewards
 from plumbing.rows import reasoning_gym_rows
@@ -31,15 +32,15 @@ from plumbing.rows import reasoning_gym_rows
     ],
 )  # fmt: skip
 def test_final_answer(response, answer):
-    assert verifier.final_answer(response) == answer
+    assert answers.final_answer(response) == answer
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["<answer>", "</answer>", "<think>", "5", " ", "\n", "a b", "{", "}"])).map("".join))
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "5", " ", "\n", "a b", "{", "}"])).map("".join))
 def test_the_tag_is_read_as_reasoning_gym_reads_it(response):
     reasoning_gym = pytest.importorskip("reasoning_gym")
     expected = reasoning_gym.utils.extract_answer(response)
-    assert verifier.final_answer(response) == expected
+    assert answers.final_answer(response) == expected
 
 
 @settings(max_examples=300, deadline=None)
@@ -47,15 +48,15 @@ def test_the_tag_is_read_as_reasoning_gym_reads_it(response):
 def test_what_stands_in_a_box_is_found(text):
     balanced = all(text[:i].count("{") >= text[:i].count("}") for i in range(len(text) + 1))
     if balanced and text.count("{") == text.count("}"):
-        assert verifier.final_answer(f"So \\boxed{{{text}}} it is.") == text.strip()
-    verifier.final_answer(text)
+        assert answers.final_answer(f"So \\boxed{{{text}}} it is.") == text.strip()
+    answers.final_answer(text)
 
 
 def test_escaped_braces_in_a_box_are_text():
-    assert verifier.final_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
-    assert verifier.final_answer(r"\boxed{1} and \boxed{[2, \infty\}}") == r"[2, \infty\}"
-    assert verifier.final_answer(r"\boxed{a \\} b}") == r"a \\"  # a line end, then the brace
-    assert verifier.final_answer(r"\boxed{1") is None
+    assert answers.final_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert answers.final_answer(r"\boxed{1} and \boxed{[2, \infty\}}") == r"[2, \infty\}"
+    assert answers.final_answer(r"\boxed{a \\} b}") == r"a \\"  # a line end, then the brace
+    assert answers.final_answer(r"\boxed{1") is None
 
 
 # ---- reasoning_gym ---------------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ def test_knights_forms(form):
         ("<answer>Zoey is a knight</answer>\nCONCLUSION: " + TWO, 0),
         ("\\boxed{" + TWO + "} Conclusion: Zoey: knight", 1), (TWO + "\n\nI hope that this helps.", 0),
         ("Conclusion: Zoey is a knight.\n\nConclusion: " + TWO, 1),
-        ("Conclusion: " + TWO + "\n\nConclusion: Zoey is a knight.", 0), ("<answer>" + TWO, 1), ("<think>" + TWO, 1),
+        ("Conclusion: " + TWO + "\n\nConclusion: Zoey is a knight.", 0), ("<answer>" + TWO, 1), ("<think>" + TWO, 0),
         ("Zoey is a knight.\n" + TWO, 0), ("Suppose that Zoey is a knight.\n\n" + TWO, 1), (TWO + "</think>", 0),
         ("<answer>Zoey is a knave</answer><answer>Oliver is a knight</answer>", 0), ("Conclusion: </think>" + TWO, 1),
     ],

@@ -597,14 +597,6 @@ def test_math_from_a_thread(rewards):
     assert found == [[1.0, 1.0, 0.0, 0.0, 0.0]]
 
 
-def test_math_that_hangs_costs_one_score(rewards):
-    math_rewards = rewards("math", timeout=2.0)
-    texts = ["\\boxed{4}", "\\boxed{9^{9^{9^{9}}}}", "\\boxed{5}", "\\boxed{4}", "\\boxed{4}"]
-    scores = math_rewards.score([row("4")] * 5, texts, [[]] * 5)["math"]
-    assert [None if math.isnan(score) else score for score in scores] == [1.0, None, 0.0, 1.0, 1.0]
-    assert "--reward_timeout 2" in math_rewards.sources["math"].failure
-
-
 def test_a_process_that_died_is_replaced(rewards, failing):
     source = rewards(f"{failing}:ends", f"{failing}:hangs", f"{failing}:good", timeout=1.0)
     for _ in range(2):
