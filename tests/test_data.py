@@ -285,6 +285,16 @@ def test_first_rows_without_an_answer(tokenizers, tmp_path, capsys):
     assert "row 1: has no answer in 'answer', which --reward math needs" in capsys.readouterr().err
 
 
+def test_answers_that_a_reward_cannot_use(tokenizers, tmp_path, capsys):
+    """They are named by their number in the file, and not asked of a reward that does not score the row."""
+    rows = [{"prompt": "a" * 600, "answer": "1"}, {"prompt": "a", "answer": ["966"]}, {"prompt": "b", "answer": [1, 2]}]
+    rows.append({"prompt": "c", "answer": [1, 2], "verifier": "format"})
+    changes = {"overlong_prompts": "drop", "reward": ("math", "format")}
+    assert len(load(rows, tmp_path, tokenizers[False, None], **changes)) == 3
+    said = capsys.readouterr().err
+    assert "--reward math cannot use the answers of 1 of 2 rows" in said and "(row 3: [1, 2] is a list" in said
+
+
 def test_columns_with_dots(tokenizers, tmp_path, capsys):
     row = {"in": {"text": "6*7?"}, "out": {"a": {"b": 42}}, "out.a": "exactly so called"}
     names = dict(prompt_column="in.text", answer_column="out.a.b")
