@@ -473,6 +473,6 @@ def test_a_run_on_a_mixture(tmp_path):
 
 def test_accuracy_of_each_data_set():
     rows = [{"dataset": name} for name in "aabab"]
-    found = evaluation.accuracy_of_data_sets(rows, torch.tensor([True, False, True, True, True]))
+    found = evaluation.accuracy_of_data_sets(rows, torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]))
     assert found == {"eval/accuracy/a": pytest.approx(2 / 3), "eval/accuracy/b": 1.0}
-    assert evaluation.accuracy_of_data_sets(rows[:2], torch.tensor([True, False])) == {}
+    assert evaluation.accuracy_of_data_sets(rows[:2], torch.tensor([1.0, 0.0])) == {}
