@@ -1,7 +1,7 @@
 """The tests of the reward `code`: what they look like, and whether the program of a response passes them.
 
-The program is the last ```python, ```py or bare ``` block of a response after its last </think>, or all that follows it
-if there is none. The tests of a row are one of
+The program is the last ```python, ```py or bare ``` block of what counts of a response (`final_text` in
+plumbing/answers.py), or all of that if there is none. The tests of a row are one of
   - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a list of texts, also
     as JSON: run after the program, in the same interpreter, with __name__ == "__main__". Not unittest's;
   - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program reads and has to print,
@@ -27,6 +27,7 @@ import time
 from typing import Iterator
 
 from plumbing import sandbox
+from plumbing.answers import final_text
 
 
 def passes(response: str, answer, seconds: float) -> bool:
@@ -55,10 +56,10 @@ def passes(response: str, answer, seconds: float) -> bool:
 
 
 def code_of(response: str) -> str:
-    """Return the last block of Python after the last </think>, else all that follows it."""
-    answer = response.rpartition("</think>")[2]
-    program, language, lines = answer, None, []
-    for line in answer.splitlines(keepends=True):
+    """Return the last block of Python in the `final_text` of a response, else all of it."""
+    text = final_text(response)
+    program, language, lines = text, None, []
+    for line in text.splitlines(keepends=True):
         if language is None:  # outside of a block
             if opening := re.match(r"[ \t]*```[ \t]*(\w*)", line):
                 language, lines = opening[1].lower(), []

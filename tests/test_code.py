@@ -249,7 +249,9 @@ def test_finding_the_program_takes_linear_time():
     "response, code",
     [
         ("a = 1", "a = 1"),
-        ("<think>\n```python\na = 1\n```\n</think>\nI do not know.", "\nI do not know."),
+        ("<think>\n```python\na = 1\n```\n</think>\nI do not know.", "I do not know."),
+        ("<think>hm</think>\n<answer>\na = 1\n</answer>", "a = 1"),
+        ("<think>hm</think> <answer>```python\na = 1\n```</answer> as\n```\na = 2\n```", "a = 1\n"),
         ("<think>\n```python\na = 1\n```\n</think>\n```python\na = 2\n```", "a = 2\n"),
         ("```python\na = 1\n```\n```python\na = 2", "a = 1\n"),
         ("Say:\n```python\na = 1\n```\nDone.", "a = 1\n"),
