@@ -1,6 +1,6 @@
 """Accuracy on held-out prompts, and what a batch says of itself.
 
-Imports plumbing.rewards for the kinds of sources and plumbing.rollout for the batch.
+Imports plumbing.rewards for the kinds of sources, plumbing.rollout for the batch and plumbing.measures.
 """
 
 import math
@@ -8,14 +8,10 @@ from typing import Callable
 
 import torch
 
+from plumbing.measures import pass_at_k
 from plumbing.rewards import Rewards, is_scored_by, reward_weights
 from plumbing.rollout import Batch
 from utils import Sums, warn
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
-    return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def counted(batch: Batch, name: str) -> torch.Tensor:

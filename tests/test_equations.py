@@ -27,7 +27,7 @@ from grpo import (
     policy_loss,
     weighted_sum,
 )
-from plumbing import data, evaluation
+from plumbing import data, measures
 
 NAN, INF = math.nan, math.inf
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -515,7 +515,7 @@ def test_pass_at_k_by_enumeration():
             outcomes = [True] * correct + [False] * (n - correct)
             for k in range(1, n + 1):
                 subsets = list(itertools.combinations(outcomes, k))
-                assert evaluation.pass_at_k(n, correct, k) == pytest.approx(
+                assert measures.pass_at_k(n, correct, k) == pytest.approx(
                     sum(map(any, subsets)) / len(subsets), abs=1e-12
                 )
 

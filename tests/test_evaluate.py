@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing import answers, evaluation, flags, math_verifier
+from plumbing import answers, flags, math_verifier, measures
 from plumbing.rewards import Workers
 from plumbing.rows import arithmetic_rows
 
@@ -54,7 +54,7 @@ def test_pass_and_majority_are_those_of_all_subsets(drawn):
     answers = [None if answer == "-" else answer for answer, _ in drawn]
     correct = [right and answer is not None for (_, right), answer in zip(drawn, answers)]
     n = len(drawn)
-    found = evaluate.measures([correct], [answers], tuple(range(1, n + 1)))
+    found = measures.measures([correct], [answers], tuple(range(1, n + 1)))
     for k in range(1, n + 1):
         draws = list(itertools.combinations(correct, k))
         assert found[f"pass@{k}"]["value"] == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-12)
@@ -80,14 +80,14 @@ def test_pass_and_majority_are_those_of_all_subsets(drawn):
 )
 def test_majority_by_hand(answers, correct, k, expected):
     answers = [None if answer == "-" else answer for answer in answers]
-    groups = evaluate.count_votes([c == "1" for c in correct], answers)
-    assert evaluate.majority_at_k(groups, len(answers), (k,)) == [pytest.approx(expected)]
+    groups = measures.count_votes([c == "1" for c in correct], answers)
+    assert measures.majority_at_k(groups, len(answers), (k,)) == [pytest.approx(expected)]
 
 
 def test_majority_of_many_responses():
     """With two answers and an odd k it is the upper half of a hypergeometric distribution, here in exact numbers."""
     for n, right, ks in ((200, 90, (1, 3, 99, 199)), (512, 300, (1, 255, 511))):
-        found = evaluate.majority_at_k(((right, right), (n - right, 0)), n, ks)
+        found = measures.majority_at_k(((right, right), (n - right, 0)), n, ks)
         for k, value in zip(ks, found):
             ways = sum(math.comb(right, j) * math.comb(n - right, k - j) for j in range(k // 2 + 1, k + 1))
             assert value == pytest.approx(float(Fraction(ways, math.comb(n, k))), rel=1e-10)
@@ -99,7 +99,7 @@ def test_majority_of_many_responses():
 def test_interval_of_single_responses_is_wilsons():
     """Its ends are where |p - q| = 1.96 sqrt(q (1 - q) / P), at P independent responses."""
     values = [1.0] * 13 + [0.0] * 27
-    found = evaluate.estimate(values, 1)
+    found = measures.estimate(values, 1)
     assert found["value"] == 13 / 40
     assert found["se"] == pytest.approx(statistics.stdev(values) / math.sqrt(40))
     for q in found["ci95"]:
@@ -108,34 +108,34 @@ def test_interval_of_single_responses_is_wilsons():
 
 def test_interval_is_clustered_by_prompt():
     """Responses to the same prompt that always agree are worth one; those that differ at will are worth n."""
-    once = evaluate.measures([[True]] * 13 + [[False]] * 27, None, (1,))
-    often = evaluate.measures([[True] * 16] * 13 + [[False] * 16] * 27, None, (1,))
+    once = measures.measures([[True]] * 13 + [[False]] * 27, None, (1,))
+    often = measures.measures([[True] * 16] * 13 + [[False] * 16] * 27, None, (1,))
     assert once["avg@1"] == often["avg@16"] == often["pass@1"]
     width = lambda found: found["ci95"][1] - found["ci95"][0]
-    mixed = evaluate.measures([[True] * 8 + [False] * 8] * 40, None, (1, 16))
+    mixed = measures.measures([[True] * 8 + [False] * 8] * 40, None, (1, 16))
     assert mixed["avg@16"]["se"] == 0
-    wilson = width(evaluate.estimate([0.5 + 0.5 * (-1) ** i for i in range(40)], 1))
+    wilson = width(measures.estimate([0.5 + 0.5 * (-1) ** i for i in range(40)], 1))
     assert width(mixed["avg@16"]) == pytest.approx(wilson)  # no spread to go by, so as if of one response each
     numbers = np.random.default_rng(0)
     coins = (numbers.random((4000, 16)) < 0.5).tolist()
     independent = 2 * 1.96 * math.sqrt(0.25 / 64000)
-    assert width(evaluate.measures(coins, None, (1,))["avg@16"]) == pytest.approx(independent, rel=0.05)
+    assert width(measures.measures(coins, None, (1,))["avg@16"]) == pytest.approx(independent, rel=0.05)
 
 
 def test_interval_at_the_ends():
     for value in (0.0, 1.0):
-        found = evaluate.estimate([value] * 100, 8)
+        found = measures.estimate([value] * 100, 8)
         assert found["value"] == value and found["se"] == 0 and 0 <= found["ci95"][0] < found["ci95"][1] <= 1
         assert found["ci95"][1] - found["ci95"][0] == pytest.approx(1.959964**2 / (100 + 1.959964**2))
-    thirds = evaluate.estimate([1 / 3] * 7, 8)  # whose mean is not 1 / 3, but for rounding
-    assert thirds["ci95"] == pytest.approx(evaluate.estimate([0.25] * 7, 8)["ci95"], abs=0.1)
-    assert evaluate.estimate([1.0], 8) == {"value": 1.0, "se": None, "ci95": None}
-    assert evaluate.estimate([math.nan], 8) == {"value": None, "se": None, "ci95": None}
+    thirds = measures.estimate([1 / 3] * 7, 8)  # whose mean is not 1 / 3, but for rounding
+    assert thirds["ci95"] == pytest.approx(measures.estimate([0.25] * 7, 8)["ci95"], abs=0.1)
+    assert measures.estimate([1.0], 8) == {"value": 1.0, "se": None, "ci95": None}
+    assert measures.estimate([math.nan], 8) == {"value": None, "se": None, "ci95": None}
 
 
 def test_interval_of_other_numbers():
     values = [3.0, -1.0, math.nan, 2.5, 7.0]
-    found, kept = evaluate.estimate(values), [3.0, -1.0, 2.5, 7.0]
+    found, kept = measures.estimate(values), [3.0, -1.0, 2.5, 7.0]
     se = statistics.stdev(kept) / 2
     assert found["value"] == pytest.approx(2.875) and found["se"] == pytest.approx(se)
     assert found["ci95"] == pytest.approx([2.875 - 1.959964 * se, 2.875 + 1.959964 * se])
@@ -148,7 +148,7 @@ def test_intervals_cover(k):
     truth = (1 - (1 - rates(400_000)) ** k).mean()
     for _ in range(600):
         counts = numbers.binomial(8, rates(30))
-        low, high = evaluate.estimate([evaluation.pass_at_k(8, count, k) for count in counts.tolist()], 8 / k)["ci95"]
+        low, high = measures.estimate([measures.pass_at_k(8, count, k) for count in counts.tolist()], 8 / k)["ci95"]
         hits += low <= truth <= high
     assert 0.91 < hits / 600 < 0.99
 
