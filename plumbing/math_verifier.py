@@ -24,7 +24,7 @@ from plumbing.answers import BOX, final_text, gold_answer, last_box
 LIMIT = 5.0  # seconds
 LONGEST = 500  # characters of an answer that is read as a formula
 LONGEST_WORDS = 200  # characters of a reference in words
-SEARCHED = 4000  # characters, at the end of a response, that math-verify searches: its time grows with their square
+SEARCHED = 2000  # characters, at the end of a response, that math-verify searches: its time grows with their square
 
 
 class Answer(NamedTuple):
@@ -77,7 +77,7 @@ def read_response(response: str) -> Answer | None:
     if not text or BOX.search(text):  # nothing, or cut off within a box
         return None
     stated = announced(text)
-    stated = tidy(stated) if "\n" not in stated else ""
+    stated = tidy(stated) if len(stated) <= LONGEST and "\n" not in stated else ""
     if is_formula(stated):
         return read_answer(stated)
     answer = Answer(stated, search(text), "")
@@ -89,9 +89,8 @@ ANNOUNCED = re.compile(r"(?i:answer)(?:[^.\n]{0,80}?\bis\b|\W{0,8}?[:=])[\s:*}]*
 
 def announced(text: str) -> str:
     """Return the rest of the sentence behind the last "answer is", "answer:" or "####" of a text, else the text."""
-    text = text[-SEARCHED:].strip()
     start = max((match.end() for match in ANNOUNCED.finditer(text)), default=None)
-    return text if start is None else re.split(r"\n|\.(?=\s)", text[start:].strip())[0]
+    return text.strip() if start is None else re.split(r"\n|\.(?=\s)", text[start:].strip(), maxsplit=1)[0]
 
 
 def search(text: str) -> list:

@@ -142,6 +142,7 @@ MATH = {
         (r"Answer: \dfrac{1}{3}", r"\frac{1}{2}", 0),
         (r"The final answer to the problem is \sqrt{8}.", r"2\sqrt{2}", 1),
         ("Answer:\n\n2x+1", "2x + 1", 1),
+        ("The answer is 42." + "\nI checked this, line by line." * 200, "42", 1),
         (r"**Final Answer**: \(x = 7\)", "7", 1),
         ("+7", "7", 1),
         (r"\boxed{+7}", "7", 1),
