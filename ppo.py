@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 import utils
-from plumbing import data, engines, evaluation, flags, models
+from plumbing import data, engines, evaluation, flags, lora, models
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
 from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
 from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
@@ -416,26 +416,30 @@ class Policy(nn.Module):
             entropy: whether to compute the entropies.
         Returns:
             Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "kl" with a
-            reference; "entropies", or "detached_entropies" (no gradient, for the log) unless they are trained.
+            reference; "entropies", or "detached_entropies" (no gradient, for the log) unless they are trained;
+            "router_losses" of a mixture of experts whose configuration asks for them.
         """
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
-        hidden, labels = self.hidden_and_labels(input_ids, predicts)  # (tokens, H), (tokens,)
+        hidden, labels, router_losses = self.hidden_and_labels(input_ids, predicts)
         ref_hidden = hidden.detach()
         if reference is not None:
-            with torch.no_grad(), models.without_lora(reference.model):
-                ref_hidden, _ = reference.hidden_and_labels(input_ids, predicts)
+            with torch.no_grad(), lora.without_lora(reference.model):
+                ref_hidden, *_ = reference.hidden_and_labels(input_ids, predicts)
         recompute = torch.is_grad_enabled() and len(labels) > self.chunk_tokens
         parts = zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden)))
         options = (self.temperature if temperature is None else temperature, reference, entropy)
         chunks = [self.chunk(recompute, *part, *options) for part in parts]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        if router_losses is not None:
+            outputs["router_losses"] = router_losses
         return {name: models.gather_positions(self.model, x, predicts) for name, x in outputs.items()}
 
-    def hidden_and_labels(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what predicts each response token (tokens, H), and these tokens (tokens,)."""
+    def hidden_and_labels(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what predicts each response token (tokens, H), these tokens (tokens,), and their router losses."""
         labels = nn.functional.pad(input_ids[:, 1:], (0, 1))
         input_ids, labels, predicts = models.local_positions(self.model, input_ids, labels, predicts)
-        return models.last_hidden_states(self.model, input_ids)[predicts], labels[predicts]
+        hidden, router_losses = models.last_hidden_states(self.model, input_ids, predicts)
+        return hidden, labels[predicts], router_losses
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the model's own head: (..., H) -> (..., V), float32 or better, not divided by the temperature."""
@@ -489,7 +493,7 @@ def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Po
     """Load the policy of --model, or of the checkpoint folder `saved`."""
     model = models.load_model("--model", args.model if args.lora_rank else saved or args.model, dtype, device)
     if args.lora_rank:
-        models.add_lora(model, args)
+        lora.add_lora(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
@@ -505,7 +509,7 @@ def load_critic(args: Args, saved: str | None, dtype: torch.dtype, device) -> Cr
     if new_head:
         nn.init.zeros_(scalar.model.score.weight)
     if args.lora_rank:
-        models.add_lora(scalar.model, args)
+        lora.add_lora(scalar.model, args)
     if args.gradient_checkpointing:
         scalar.model.gradient_checkpointing_enable({"use_reentrant": False})
     return Critic(scalar)
@@ -819,7 +823,7 @@ def main(args: Args) -> None:
         old_from_engine = args.async_steps > 0 and args.rollout_correction == "none"
         needs_old = updates_a_step > 1 and not old_from_engine
         if reference is not None and not exact_kl_args:
-            with models.without_lora(reference.model):
+            with lora.without_lora(reference.model):
                 batch.tokens["ref_logprobs"] = forward_all(reference, batch, entropy=False)["logprobs"]
         if needs_old or kl_in_reward or args.pf_ppo != "none":
             old = forward_all(policy, batch, entropy=False, **exact_kl_args)
@@ -895,6 +899,8 @@ def main(args: Args) -> None:
                         else:
                             token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
+                    if "router_losses" in out:
+                        loss = loss + reduce_loss(out["router_losses"], m)
                     # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     if policy_trains:
                         (loss * dp.size * optimizer.loss_scale).backward()

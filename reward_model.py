@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import utils
-from plumbing import data, flags, models, prompts
+from plumbing import data, flags, lora, models, prompts
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.rows import arithmetic_pairs, read_rows
 from plumbing.run import Run
@@ -269,7 +269,7 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
     )
     config, head = scorer.model.config, scorer.model.score.weight.data
     if args.lora_rank:
-        models.add_lora(scorer.model, args)
+        lora.add_lora(scorer.model, args)
     if args.gradient_checkpointing:
         scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
     # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.

@@ -1,6 +1,6 @@
 """Checkpoints, the final model, and what is loaded of a checkpoint.
 
-Imports plumbing.files (folders that are whole) and plumbing.models.
+Imports plumbing.files (folders that are whole), plumbing.lora and plumbing.models.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from plumbing.files import remove_folder, save_folder
-from plumbing.models import base_weights, load_config, merged
+from plumbing.lora import base_weights, merged
+from plumbing.models import load_config
 from utils import Optimizer, World, fail, first_line
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # dcp's, where `no_dist` asks for just that

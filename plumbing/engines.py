@@ -5,9 +5,11 @@ An engine is a plumbing/vllm_engine.py Engine or plumbing/vllm_servers.py Server
     generate(queries, seeds, stop_ids, args, interrupted)    a response to each of this rank's queries
         queries: token ids. seeds: below 2**63, one a response, which alone decides what it draws; None: greedy.
         interrupted: a function that is asked again and again; once it is true, the result is None.
+            It is None after a failure, too.
         Returns the responses' token ids, each up to and including a stop token, and the log-probability of each token
         at the temperature and under the limits (top_p, ...) at which it was drawn.
     sync(model)    takes the weights of the trained model; all ranks call it, and nothing samples meanwhile
+    failure        the line that says why it works no more, "" while it works; Run.leave saves and ends the run with it
     sleep()        frees the engine's memory until the next sync, where it can
     metrics()      what it says in a line of metrics.jsonl
     about          what the run says at its start

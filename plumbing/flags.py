@@ -111,7 +111,8 @@ class ModelArgs(PretrainedArgs):
     attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
     ] = "auto"
-    """Attention kernel, by transformers' names; auto is sdpa (torch's own) where the model has it."""
+    """Attention kernel, by transformers' names; auto is sdpa (torch's own) where the model has it, and eager for one
+    that caps the scores of attention (Gemma 2), which sdpa would leave out."""
     compile: bool = False
     """Compile the decoder blocks of all models, and the statistics of the logits, by torch.compile; rollouts run
     uncompiled."""

@@ -1,6 +1,8 @@
-"""Tokenizers, configurations, loading of models, number formats, scalar heads, LoRA adapters. Imports utils."""
+"""Tokenizers, configurations, loading of models, number formats, scalar heads.
 
-import contextlib
+Imports plumbing.experts (what mixtures of experts need).
+"""
+
 import functools
 import inspect
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from transformers import (
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from utils import fail, first_line, full_tensor, generator, warn
+from plumbing.experts import asks_for_balance, balance_losses, decode_without_balance
+from utils import fail, first_line, warn
 
 
 @dataclass(frozen=True)
@@ -144,9 +147,15 @@ def load_model(
         new_weights: may be missing in the files; the caller sets them.
     """
     config = config or load_config(flag, name)
+    if caps_scores(config):
+        if dtype == torch.float64:  # see sharding.check_attention
+            fail(f"--precision float64: not for {flag} {name}, as it caps the scores of attention")
+        config._attn_implementation = "eager"
     if device.type == "meta":
         with device:
-            return auto_class.from_config(config, dtype=dtype).eval()
+            model = auto_class.from_config(config, dtype=dtype).eval()
+        decode_without_balance(model)
+        return model
     try:
         model, report = auto_class.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -159,7 +168,13 @@ def load_model(
         # a run that is resumed from another file would not go on bit for bit.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
+    decode_without_balance(model)
     return model.to(device)
+
+
+def caps_scores(config) -> bool:
+    """Return whether a model caps the scores of its attention, as Gemma 2 does: transformers' sdpa leaves that out."""
+    return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
 class ScalarModel(torch.nn.Module):
@@ -177,7 +192,7 @@ class ScalarModel(torch.nn.Module):
             mask: (N, L) bool, made from lengths and not from token ids.
         """
         local_ids, local_mask = local_positions(self.model, input_ids, mask)
-        hidden = last_hidden_states(self.model, local_ids)[local_mask]
+        hidden, _ = last_hidden_states(self.model, local_ids, local_mask)
         dtype = torch.promote_types(self.model.score.weight.dtype, torch.float32)
         weight, bias = (x if x is None else x.to(dtype) for x in (self.model.score.weight, self.model.score.bias))
         with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
@@ -192,6 +207,9 @@ def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.de
         The model, and whether its head is new; a new head has random values, which the caller has to replace.
     """
     config, trained = scalar_config(flag, name)
+    if asks_for_balance(config):
+        config.output_router_logits = False
+        warn(f"{flag} {name}: its configuration asks for its routers' balance loss, which only a policy trains with")
     new_weights = () if trained else ("score.weight",)
     model = load_model(flag, name, dtype, device, AutoModelForSequenceClassification, config, new_weights)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
@@ -278,75 +296,26 @@ def local_positions(model: torch.nn.Module, *tensors: torch.Tensor) -> list[torc
     return list(tensors) if parallel is None else parallel.local_positions(*tensors)
 
 
-def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
-    """Return a language model's last hidden states (N, l, H) for the tokens (N, l) that `local_positions` gave."""
+def last_hidden_states(
+    model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a language model's last hidden states at the set positions of a mask, row by row.
+
+    Args:
+        input_ids, mask: (N, l), as `local_positions` gave them.
+    Returns:
+        (tokens, H), and `balance_losses` (tokens,) of a mixture of experts whose configuration asks for them.
+    """
     parallel = getattr(model, "sequence_parallel", None)
-    if parallel is None:
-        return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    return parallel.last_hidden_states(model, input_ids)
+    if parallel is not None:
+        return parallel.last_hidden_states(model, input_ids)[mask], None
+    outputs = model.base_model(input_ids=input_ids, use_cache=False)
+    router_logits = getattr(outputs, "router_logits", None)
+    losses = balance_losses(model.config, router_logits, mask) if router_logits else None
+    return outputs.last_hidden_state[mask], losses
 
 
 def gather_positions(model: torch.nn.Module, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the values at all set positions of a mask (N, L), row by row, from those at this rank's positions."""
     parallel = getattr(model, "sequence_parallel", None)
     return values if parallel is None else parallel.gather_positions(values, mask)
-
-
-def add_lora(model: torch.nn.Module, args) -> None:
-    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by peft.
-
-    A new adapter changes nothing; `checkpoints.load_optimizer` loads the one of a run that is resumed.
-    """
-    from peft import LoraConfig
-
-    head = ["score"] if hasattr(model, "score") else None  # of a reward model: all of it trains
-    layers = {"target_modules": "all-linear", "exclude_modules": head}
-    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **layers))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".lora_" in name or name == "score.weight")
-        if ".lora_A." in name:  # peft's distribution, from numbers that are the same on all ranks
-            bound = parameter.shape[1] ** -0.5
-            draw = generator("lora", args.seed, name).uniform(-bound, bound, tuple(parameter.shape))
-            parameter.data.copy_(torch.from_numpy(draw))
-
-
-@contextlib.contextmanager
-def without_lora(model: torch.nn.Module):
-    """Compute without a model's adapter in this context; a model that has none computes as always."""
-    adapted = bool(getattr(model, "peft_config", None))
-    if adapted:
-        model.disable_adapters()
-    try:
-        yield
-    finally:
-        if adapted:
-            model.enable_adapters()
-
-
-def base_weights(model: torch.nn.Module) -> list[tuple]:
-    """Return the weights of a model without its adapter, under the names that they have in a model without one.
-
-    Returns:
-        (name, tensor, LoRA layer of the tensor or None), to be passed to `merged`. Tied weights are there twice.
-    """
-    if not getattr(model, "peft_config", None):
-        return [(name, tensor, None) for name, tensor in model.state_dict().items()]
-    from peft.tuners.lora import LoraLayer
-
-    layers = {f"{name}.base_layer.weight": x for name, x in model.named_modules() if isinstance(x, LoraLayer)}
-    weights = ((name, tensor) for name, tensor in model.state_dict().items() if ".lora_" not in name)
-    return [(name.replace(".base_layer.", "."), tensor, layers.get(name)) for name, tensor in weights]
-
-
-@torch.no_grad()
-def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
-    """Return one of `base_weights` as a full tensor, plus the product of its adapter; a collective if it is sharded.
-
-    (peft would merge in place, and all weights at once.)
-    """
-    tensor = full_tensor(tensor)
-    if layer is None:
-        return tensor
-    a, b = (full_tensor(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
-    change = layer.scaling["default"] * (b @ a)
-    return tensor + (change.T if layer.fan_in_fan_out else change)

@@ -49,10 +49,10 @@ class Run:
             optimizers: those of the models of the same names.
             lengths: tokens of what the run reads, {name: [int]}, to be shown.
             state: the script's own entries of `state`, as they are before the first step.
-            engine: the rollout engine, for the memory that it frees while it sleeps.
+            engine: the rollout engine, for the memory that it frees while it sleeps, and for its failure.
         """
         self.total_steps, self.tokenizer, self.episodes_a_step = total_steps, tokenizer, episodes_a_step
-        self.models, self.optimizers = models, optimizers
+        self.models, self.optimizers, self.engine = models, optimizers, engine
         # metrics: of the step. results: of its evaluation. evaluated: whether that is done, or none was due.
         self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "results": {}, "evaluated": False, **state}
         if self.checkpoint:
@@ -144,7 +144,10 @@ class Run:
         )  # fmt: skip
 
     def leave(self) -> NoReturn:
-        """Save a checkpoint and end an interrupted run, exit code 75."""
+        """Save a checkpoint and end the run: exit code 75 if it was interrupted, 2 if the rollout engine has failed."""
+        failures = list(filter(None, self.world.all_gather([self.engine.failure] if self.engine else [])))
+        if failures:
+            self.fail(f"--rollout_backend {self.args.rollout_backend}: {failures[0]}")
         self.save()
         self.log.close(f"interrupted: step {self.state['step']} is saved, go on with --resume")
         sys.exit(utils.EXIT_INTERRUPTED)

@@ -1,7 +1,8 @@
 """Ulysses sequence parallelism: neighbouring ranks share each sequence (DeepSpeed Ulysses, arXiv:2309.14509).
 
 Each rank computes one slice of the positions. Attention exchanges slices for heads: there each rank computes some of
-the heads at all positions. transformers has this only for its own Trainer and DeepSpeed. Imports utils.
+the heads at all positions. transformers has this only for its own Trainer and DeepSpeed. Imports
+plumbing.experts (whether a model needs whole sequences).
 """
 
 import math
@@ -12,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from plumbing.experts import asks_for_balance
 from utils import fail
 
 
@@ -27,6 +29,8 @@ def enable_sequence_parallel(model: torch.nn.Module, group) -> None:
         fail(f"--sequence_parallel {size}: takes a model of full causal attention, unlike {type(model).__name__}")
     if config.num_attention_heads % size:
         fail(f"--sequence_parallel {size}: has to divide the {config.num_attention_heads} heads of attention")
+    if asks_for_balance(config):
+        fail(f"--sequence_parallel {size}: not with routers' balance loss (output_router_logits in the configuration)")
     model.sequence_parallel = SequenceParallel(group)
     model.set_attn_implementation("ulysses")
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from plumbing.models import ModelNames, Precision
+from plumbing.models import ModelNames, Precision, caps_scores
 from utils import World, fail, first_line, full_tensor, parameter_count
 
 
@@ -212,7 +212,7 @@ def set_attention(model: torch.nn.Module, name: str) -> None:
         model.set_attn_implementation(name)
     except (ImportError, ValueError, OSError, RuntimeError) as error:
         fail(f"--attention {name}: {first_line(error)}")
-    if model.config._attn_implementation != name:
+    if model.config._attn_implementation != name or (name == "sdpa" and caps_scores(model.config)):
         fail(f"--attention {name}: {type(model).__name__} does not know it")
 
 

@@ -1,6 +1,6 @@
 """vLLM in the training process (--rollout_backend vllm); plumbing/engines.py says what an engine offers.
 
-Imports plumbing.checkpoints (states of the random generators) and plumbing.models (weights by name).
+Imports plumbing.checkpoints (states of the random generators) and plumbing.lora (weights by name).
 """
 
 import contextlib
@@ -10,8 +10,10 @@ from typing import Callable
 import torch
 
 from plumbing.checkpoints import random_state, set_random_state
-from plumbing.models import base_weights, merged
-from utils import World, fail, set_num_threads
+from plumbing.lora import base_weights, merged
+from utils import World, fail, first_line, set_num_threads
+
+PREFILL_TOKENS = 65_536  # of prompts at once, on a CPU; at least one whole prompt has to fit
 
 
 class Engine:
@@ -22,7 +24,7 @@ class Engine:
 
     Attributes:
         asleep: whether its GPU memory is freed at the moment. freed_gb: GB that the last `sleep` freed.
-        synced: bytes of weights that the last `sync` gave to it.
+        synced: bytes of weights that the last `sync` gave to it. failure: see plumbing/engines.py.
     """
 
     def __init__(self, args, world: World, compute_dtype: torch.dtype | None, load_format: str = "dummy"):
@@ -38,10 +40,13 @@ class Engine:
         self.on_cpu = not torch.cuda.is_available()
         # A prefetched rollout samples while the step trains, when a synchronous engine would sleep.
         self.can_sleep = current_platform.is_sleep_mode_available() and not args.async_steps
-        self.asleep, self.freed_gb, self.synced = False, 0.0, 0
+        self.asleep, self.freed_gb, self.synced, self.failure = False, 0.0, 0, ""
         cache_gb = args.kv_cache_gb or (1.0 if self.on_cpu else torch.cuda.mem_get_info()[1] / 4e9)
         # Where kv_cache_memory_bytes is given, gpu_memory_utilization is only what has to be free at the start.
-        settings = {"enforce_eager": True} if self.on_cpu else {"gpu_memory_utilization": 0.1}
+        settings, length = {"gpu_memory_utilization": 0.1}, args.max_prompt_length + args.max_response_length
+        if self.on_cpu:  # a prefill in chunks would turn a seeded request's generator back, which a CPU's cannot do
+            settings = {"enforce_eager": True, "enable_chunked_prefill": False}
+            settings["max_num_batched_tokens"] = max(PREFILL_TOKENS, length)
         if self.can_sleep:
             settings["enable_sleep_mode"] = True
         if "RANK" in os.environ:
@@ -53,7 +58,7 @@ class Engine:
             with self._on_stream():  # vLLM goes on with the stream that is current here
                 self.llm = vllm.LLM(
                     args.model, dtype=compute_dtype or torch.float32, load_format=load_format, generation_config="vllm",
-                    max_model_len=args.max_prompt_length + args.max_response_length, seed=args.seed,
+                    max_model_len=length, seed=args.seed,
                     max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache_gb * 1e9),
                     logprobs_mode="processed_logprobs", disable_log_stats=True,
                     tensor_parallel_size=args.vllm_tensor_parallel, **settings,
@@ -88,35 +93,44 @@ class Engine:
         """Return a context without torch.compile on a CPU, where vLLM would compile for 20 s and gain nothing."""
         return torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def _errors_as_failure(self):
+        """Keep the line of what vLLM raises in `failure`."""
+        try:
+            yield
+        except Exception as error:  # of any type
+            self.failure = f"vLLM failed ({type(error).__name__}: {first_line(error)})"
+
     def generate(
         self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
     ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """Return a response to each query and the log-probabilities of its tokens.
+        """Return a response to each query and the log-probabilities of its tokens; None if interrupted or failed.
 
         Ranks that share an engine do not ask `interrupted`: all of them have to make every step.
         """
         from vllm import SamplingParams
 
+        if self.failure:
+            return None
         draws = [{"temperature": 0.0}] * len(queries)
         if seeds is not None:
             draws = [{"temperature": args.temperature, "seed": seed} for seed in seeds]
         engine, outputs = self.llm.llm_engine, {}  # its own steps: LLM.generate cannot be interrupted
-        with self._eager_on_cpu(), self._on_stream():
-            try:
-                for i, (query, draw) in enumerate(zip(queries, draws)):
-                    settings = SamplingParams(
-                        **draw, top_p=args.top_p, top_k=args.top_k, repetition_penalty=args.repetition_penalty,
-                        min_tokens=args.min_response_length, max_tokens=args.max_response_length,
-                        stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False,
-                    )  # fmt: skip
-                    engine.add_request(str(i), {"prompt_token_ids": query}, settings)
-                while engine.has_unfinished_requests():
-                    if args.vllm_tensor_parallel == 1 and interrupted():
-                        return None
-                    outputs |= {done.request_id: done.outputs[0] for done in engine.step() if done.finished}
-            finally:  # a request that is left would run in the next rollout
-                if engine.has_unfinished_requests():
-                    engine.abort_request([str(i) for i in range(len(queries))])
+        with self._errors_as_failure(), self._eager_on_cpu(), self._on_stream():
+            for i, (query, draw) in enumerate(zip(queries, draws)):
+                settings = SamplingParams(
+                    **draw, top_p=args.top_p, top_k=args.top_k, repetition_penalty=args.repetition_penalty,
+                    min_tokens=args.min_response_length, max_tokens=args.max_response_length,
+                    stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False,
+                )  # fmt: skip
+                engine.add_request(str(i), {"prompt_token_ids": query}, settings)
+            while engine.has_unfinished_requests():
+                if args.vllm_tensor_parallel == 1 and interrupted():
+                    engine.abort_request([str(i) for i in range(len(queries))])  # or they would run in the next rollout
+                    return None
+                outputs |= {done.request_id: done.outputs[0] for done in engine.step() if done.finished}
+        if self.failure:
+            return None
         found = [outputs[str(i)] for i in range(len(queries))]
         logprobs = [[each[token].logprob for each, token in zip(x.logprobs, x.token_ids)] for x in found]
         return [list(x.token_ids) for x in found], logprobs
@@ -124,17 +138,20 @@ class Engine:
     def sync(self, model: torch.nn.Module) -> None:
         """Give the engine the weights of `model`, and wake it."""
         weights = base_weights(model)
-        if self.asleep:
-            self.llm.wake_up(["weights"])
         # A generator, so that of a sharded model one tensor at a time is gathered.
         full_tensors = ((name, merged(tensor, layer)) for name, tensor, layer in weights)
-        with self._on_stream():
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
-        if self.asleep:
-            self.llm.wake_up(["kv_cache"])
-        self.asleep = False
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not drop its prefix cache, which is of the old weights")
+        with self._errors_as_failure():
+            if self.asleep:
+                self.llm.wake_up(["weights"])
+            with self._on_stream():
+                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
+            if self.asleep:
+                self.llm.wake_up(["kv_cache"])
+            self.asleep = False
+            if not self.llm.reset_prefix_cache():
+                raise RuntimeError("it did not drop its prefix cache, which is of the old weights")
+        for _ in full_tensors:  # what is left after an error, as the other ranks gather it, too
+            pass
         self.synced = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in weights)
 
     def sleep(self) -> None:

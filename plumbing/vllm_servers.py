@@ -1,8 +1,8 @@
 """vLLM on other GPUs or machines (--rollout_backend server), which scripts/vllm_server.py starts.
 
 The servers sample over HTTP, and rank 0 sends them the weights by vLLM's own weight transfer: by NCCL from a GPU, by
-gloo from a CPU (the receiving end is plumbing/vllm_worker.py). plumbing/engines.py says what an engine offers.
-Imports plumbing.models (weights by name).
+gloo from a CPU. A key in the variable VLLM_API_KEY goes with every request. plumbing/engines.py says what an engine
+offers. Imports plumbing.lora (weights by name) and plumbing.vllm_weights (how they are sent).
 """
 
 import asyncio
@@ -10,35 +10,29 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import socket
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable
 from urllib.parse import urlsplit
 
 import aiohttp
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from plumbing.models import base_weights, merged
+from plumbing.lora import base_weights
+from plumbing.vllm_weights import TRANSFER_TIMEOUT, GlooSender, ServerError, Weights
 from utils import World, fail, first_line, warn
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
 SERVER_ANSWER = 1500.0  # seconds that a response may take: less than the half hour that other ranks wait
 SERVER_REQUESTS = 256  # requests under way, for each rank and server
-TRANSFER_TIMEOUT = timedelta(minutes=10)  # of one tensor
 SHAPE = (  # what the configs of the trained and the served model have to agree in
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "head_dim", "num_key_value_heads", "tie_word_embeddings",
 )  # fmt: skip
-
-
-class ServerError(Exception):
-    """What went wrong with a server, in one line that begins with its address."""
 
 
 class Servers:
@@ -62,7 +56,9 @@ class Servers:
         self.run = world.all_gather([uuid.uuid4().hex[:8]])[0]
         self.transfer = "nccl" if torch.cuda.is_available() else "gloo"
         self.version = ""  # name of the weights that the servers should have: run and number of the sync
-        self.syncs, self.retries = 0, 0
+        self.syncs, self.retries, self.failure = 0, 0, ""
+        key = os.environ.get("VLLM_API_KEY")
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.about = f"vLLM at {', '.join(self.urls)}"
         if world.main:
             with self._errors_end_the_run():
@@ -79,10 +75,11 @@ class Servers:
         """
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
         method, begin, wait = "GET" if body is None else "POST", time.monotonic(), 0.5
+        options = {"json": body, "timeout": limits, "headers": self.headers}
         while True:
             transient = True
             try:
-                async with aiohttp.request(method, url + path, json=body, timeout=limits) as answer:
+                async with aiohttp.request(method, url + path, **options) as answer:
                     text = await answer.text()
                 if answer.ok:
                     return json.loads(text) if text else {}  # /health answers without words
@@ -131,8 +128,8 @@ class Servers:
             await self._request(url, "/health", timeout=10.0, patience=SERVER_START)
         try:
             (served, *_) = (await self._request(url, "/collective_rpc", {"method": "served"}))["results"]
-        except ServerError:
-            raise ServerError(f"{url}: was not started by scripts/vllm_server.py") from None
+        except ServerError as error:
+            raise ServerError(f"{error}; scripts/vllm_server.py starts servers that a run can use") from None
         length = args.max_prompt_length + args.max_response_length
         if served["max_length"] < length:
             raise ServerError(f"{url}: takes {served['max_length']} tokens, prompts and responses have up to {length}")
@@ -201,15 +198,19 @@ class Servers:
         self.syncs += 1
         self.version = f"{self.run}-{self.syncs}"
         self.weights.entries = base_weights(model)
+        self.synced = sum(meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata())
+        sharded = any(isinstance(weight, DTensor) for _, weight, _ in self.weights.entries)
         if self.world.main:
             with self._errors_end_the_run():
                 if self.syncs == 1:
                     self._check_shapes(model.config)
+            try:
                 self.sender.send_weights()
-        elif any(isinstance(weight, DTensor) for _, weight, _ in self.weights.entries):
-            for _ in self.weights:  # rank 0 gathers each tensor from all ranks
+            except (ServerError, RuntimeError) as error:  # vLLM's and torch's own, of NCCL, too
+                self.failure = first_line(error)
+        if sharded:
+            for _ in self.weights:  # rank 0 gathers each tensor from all ranks, those that it could not send, too
                 pass
-        self.synced = sum(meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata())
         self.weights.entries = []
         self.world.barrier()
 
@@ -225,7 +226,10 @@ class Servers:
     def generate(
         self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
     ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """Return a response to each query and the log-probabilities of its tokens; ask `interrupted` every 0.1 s."""
+        """Return a response to each query and the log-probabilities of its tokens; None if interrupted or failed.
+
+        Asks `interrupted` every 0.1 s.
+        """
         sampling = {
             "max_tokens": args.max_response_length, "min_tokens": args.min_response_length, "logprobs": 0,
             "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": 0.0,
@@ -236,8 +240,10 @@ class Servers:
             sampling |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
         draws = [{}] * len(queries) if seeds is None else [{"seed": seed} for seed in seeds]
         bodies = [{"token_ids": q, "sampling_params": sampling | draw} for q, draw in zip(queries, draws)]
-        with self._errors_end_the_run():
-            responses = asyncio.run(self._sample_all(bodies, interrupted))
+        try:
+            responses = None if self.failure else asyncio.run(self._sample_all(bodies, interrupted))
+        except ServerError as error:
+            self.failure, responses = str(error), None
         if responses is None:
             return None
         return [ids for ids, _ in responses], [logprobs for _, logprobs in responses]
@@ -289,61 +295,3 @@ class Servers:
     def metrics(self) -> dict[str, float]:
         """Return the GB of the last sync, and how many of this rank's requests were sent again since the start."""
         return {"rollout/sync_gb": self.synced / 1e9, "rollout/retries": self.retries}
-
-
-class WeightMeta(NamedTuple):
-    """What a server is told about a tensor before it arrives: vLLM's ParamMeta."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class Weights:
-    """A model's weights as they are sent: vLLM's WeightSource, whose own reads parameters() and lacks a tied head."""
-
-    def __init__(self, dtype: torch.dtype):
-        self.dtype, self.entries = dtype, []  # of `base_weights`
-
-    def metadata(self) -> list[WeightMeta]:
-        sent_as = lambda weight: self.dtype if weight.is_floating_point() else weight.dtype
-        return [WeightMeta(name, sent_as(weight), tuple(weight.shape)) for name, weight, _ in self.entries]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for meta, (_, weight, layer) in zip(self.metadata(), self.entries):
-            yield meta.name, merged(weight.detach(), layer).to(meta.dtype).contiguous()
-
-
-class GlooSender:
-    """Sends weights from a CPU, for which vLLM has nothing, as its NCCLTrainerWeightTransferEngine does from a GPU."""
-
-    def __init__(self, client: Servers, source: Weights, host: str, world_size: int):
-        self.client, self.source = client, source
-        store = dist.TCPStore(host, 0, world_size, is_master=True, wait_for_workers=False)
-        info = {"master_address": host, "master_port": store.port, "world_size": world_size}
-        connect = lambda: dist.ProcessGroupGloo(store, 0, world_size, TRANSFER_TIMEOUT)
-        self.group = self._while_servers(lambda: client.init_weight_transfer_engine(info), connect)
-
-    def send_weights(self) -> None:
-        names, dtypes, shapes = zip(*self.source.metadata())
-        info = {"names": names, "dtype_names": [str(d).removeprefix("torch.") for d in dtypes], "shapes": shapes}
-        self.client.start_weight_update()
-        self._while_servers(lambda: self.client.update_weights(info), self._broadcast)
-        self.client.finish_weight_update()
-
-    def _broadcast(self) -> None:
-        for _, tensor in self.source:
-            self.group.broadcast(tensor, 0).wait()
-
-    def _while_servers(self, ask: Callable, act: Callable):
-        """Return act(), which meets the servers in a collective that they enter in ask()."""
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask)
-            try:
-                result = act()
-            except RuntimeError as error:
-                asked.result()  # raises the servers' own error, which says more
-                urls = " ".join(self.client.urls)
-                raise ServerError(f"{urls}: weight transfer failed ({first_line(error)})") from None
-            asked.result()
-            return result

@@ -1,21 +1,42 @@
-"""What scripts/vllm_server.py adds to vLLM's workers, which import this file.
+"""What scripts/vllm_server.py adds to vLLM, whose server and workers import this file.
 
-`Worker` tells a run what the server is, and `Gloo` takes weights from a CPU, as vLLM's own "nccl" does from a GPU;
-plumbing/vllm_servers.py is the other end. Imports no other module of plumbing.
+`CheckKey` lets in who has the key, `Worker` tells a run what the server is, and `Gloo` takes weights from a CPU, as
+vLLM's own "nccl" does from a GPU; plumbing/vllm_servers.py is the other end. Imports no other module of plumbing.
 """
 
+import os
+import secrets
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from starlette.responses import JSONResponse
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 TRANSFER_TIMEOUT = timedelta(minutes=10)  # of one tensor
 NAME = uuid.uuid4().hex  # of this process, whatever its address
+
+
+class CheckKey:
+    """Refuses a request without the key in VLLM_API_KEY, on every path but /health: ASGI middleware.
+
+    vLLM's own check of this key leaves out the paths that change weights and run code.
+    """
+
+    def __init__(self, app):
+        self.app, self.expected = app, f"Bearer {os.environ['VLLM_API_KEY']}".encode()
+
+    async def __call__(self, scope: dict, receive, send) -> None:
+        answer = self.app
+        if scope["type"] != "lifespan" and scope["path"] != "/health":  # lifespan: of the process, no request
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, self.expected):
+                answer = JSONResponse({"error": {"message": "VLLM_API_KEY is not the one of the server"}}, 401)
+        await answer(scope, receive, send)
 
 
 class Worker:

@@ -112,7 +112,8 @@ def generate(rows: list[dict], keys: list[tuple], model, engine, stop_ids, autoc
     queries, draws, never = [row["query"] for row in rows], [utils.generator(*key) for key in keys], lambda: False
     if engine is not None:
         seeds = [int(draw.integers(2**62)) for draw in draws] if args.temperature else None
-        return engine.generate(queries, seeds, stop_ids, args, never)[0]
+        sampled = engine.generate(queries, seeds, stop_ids, args, never)
+        return sampled[0] if sampled else utils.fail(f"--backend vllm: {engine.failure}", True)
     uniforms = None
     if args.temperature:
         uniforms = torch.from_numpy(np.stack([draw.random(args.max_response_length) for draw in draws]))  # (N, T)

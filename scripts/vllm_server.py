@@ -1,17 +1,22 @@
 """Serve a model with vLLM to runs on other GPUs or machines, which push their weights into it after each step.
 
-    python scripts/vllm_server.py --model Qwen/Qwen2.5-7B --port 8000 --tensor_parallel 2 --host 0.0.0.0
+    export VLLM_API_KEY=...                             # of your choice, the same for the server and the run
+    python scripts/vllm_server.py --model Qwen/Qwen2.5-7B --port 8000 --tensor_parallel 2 --host 10.0.0.2
     python grpo.py --model Qwen/Qwen2.5-7B --rollout_backend server --rollout_servers http://10.0.0.2:8000
 
 This process becomes vLLM's own OpenAI-compatible server, started with what a run needs: log-probabilities of the
 distribution that is sampled, the end points that take and return token ids, and weight transfer, by NCCL between GPUs
 and by gloo between CPUs (plumbing/vllm_worker.py). What follows `--` goes to vLLM as it is: `-- --max-num-seqs 512`.
 
-The server asks for no password, and whoever reaches it can change its weights: --host 0.0.0.0 is for networks on which
-every machine may.
+Whoever gets an answer from this server can run code on its machine: vLLM's /collective_rpc calls functions by name, and
+its weight transfer connects to the address that it is told. So with a key in VLLM_API_KEY, every path but /health takes
+it (vLLM's own --api-key leaves those two open), and an address other than this machine's loopback is listened on with a
+key only. The key and the weights travel unencrypted, and the connections of the weights take no key: let --host be an
+address in a private network, such as the cluster's. On a loopback without a key, every user of the machine gets in.
 """
 
 import importlib.util
+import ipaddress
 import json
 import os
 import socket
@@ -28,6 +33,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 from plumbing import models
 from plumbing.flags import NonNegativeFloat, NonNegativeInt, PositiveInt
+from plumbing.vllm_engine import PREFILL_TOKENS
 
 
 @dataclass
@@ -35,7 +41,7 @@ class Args:
     model: str
     """Folder or hub name of the model that the run trains, or of one of the same shapes: the run sends all weights."""
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for all of the machine's."""
+    """Address to listen on; one that other machines reach takes a key in the variable VLLM_API_KEY."""
     port: NonNegativeInt = 8000
     """Port to listen on; 0 for a free one, which is named in the line that says `serving`."""
     tensor_parallel: PositiveInt = 1
@@ -48,8 +54,12 @@ class Args:
     """GB of key-value cache on each device; 0: what --gpu-memory-utilization (0.9) of a GPU leaves, on a CPU 1."""
 
 
-def vllm_arguments(args: Args, port: int, gpu: bool) -> list[str]:
-    """Return the command line of vLLM's server."""
+def vllm_arguments(args: Args, port: int, gpu: bool, positions: int) -> list[str]:
+    """Return the command line of vLLM's server.
+
+    Args:
+        positions: of the model; 0 if its configuration does not say.
+    """
     precision = ("bf16" if gpu else "float32") if args.precision == "auto" else args.precision
     options = {
         "model": args.model,
@@ -67,8 +77,13 @@ def vllm_arguments(args: Args, port: int, gpu: bool) -> list[str]:
         options["max-model-len"] = args.max_length
     if args.kv_cache_gb or not gpu:  # vLLM's default on a CPU is nearly all of the memory
         options["kv-cache-memory-bytes"] = int((args.kv_cache_gb or 1) * 2**30)
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return [*words, "--enable-scale-out", *([] if gpu else ["--enforce-eager"])]
+    if os.environ.get("VLLM_API_KEY"):
+        options["middleware"] = "plumbing.vllm_worker.CheckKey"
+    switches = ["--enable-scale-out"]
+    if not gpu:  # a prefill in chunks would turn a seeded request's generator back, which a CPU's cannot do
+        options["max-num-batched-tokens"] = max(PREFILL_TOKENS, args.max_length or positions)
+        switches += ["--enforce-eager", "--no-enable-chunked-prefill"]
+    return [*(word for name, value in options.items() for word in (f"--{name}", str(value))), *switches]
 
 
 def vllm_environment(gpu: bool) -> dict[str, str]:
@@ -102,20 +117,31 @@ def main(args: Args, others: list[str]) -> None:
     gpu = torch.cuda.is_available()
     if gpu and args.tensor_parallel > torch.cuda.device_count():
         utils.fail(f"--tensor_parallel {args.tensor_parallel}: there are {torch.cuda.device_count()} GPUs")
-    most = getattr(models.load_config("--model", args.model), "max_position_embeddings", None)
+    most = getattr(models.load_config("--model", args.model), "max_position_embeddings", None) or 0
     if most and args.max_length > most:
         utils.fail(f"--max_length {args.max_length}: --model {args.model} reads {most} tokens at most")
     try:
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         with socket.create_server((args.host, args.port), family=family) as listener:
-            port = listener.getsockname()[1]
+            address, port, *_ = listener.getsockname()
     except (OSError, OverflowError) as error:
         utils.fail(f"--host {args.host} --port {args.port}: cannot listen there ({utils.first_line(error)})")
+    if not ipaddress.ip_address(address).is_loopback and not os.environ.get("VLLM_API_KEY"):
+        utils.fail(
+            f"--host {args.host}: who reaches this address could run code here; set the variable VLLM_API_KEY to a key "
+            "of your choice, for the server and for the run"
+        )
     server = os.getpid()
     if os.fork() == 0:
         announce(args, port, server)
         os._exit(0)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *vllm_arguments(args, port, gpu), *others]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *vllm_arguments(args, port, gpu, most),
+        *others,
+    ]
     os.execve(sys.executable, command, vllm_environment(gpu))  # signals and the exit code are vLLM's from here on
 
 

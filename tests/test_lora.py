@@ -10,7 +10,7 @@ from helpers import folder_of, metrics_of, run, run_here, run_ranks, weights_of
 from transformers import AutoModelForCausalLM
 
 import grpo
-from plumbing import flags, models
+from plumbing import flags, lora, models
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])
@@ -71,17 +71,17 @@ def test_a_critic_of_adapters(base, tmp_path):
     """PPO's critic starts at 0, learns by its adapters and its head, and its base stays as it was."""
     values = variant(base, tmp_path, critic_learning_rate=1e-2, non_stop_penalty=False)
     seen = {}
-    watched, original = models.add_lora, models.add_lora
+    watched, original = lora.add_lora, lora.add_lora
 
     def add_lora(model, *more):
         watched(model, *more)
         seen["value" if hasattr(model, "score") else "policy"] = model
 
-    models.add_lora = add_lora
+    lora.add_lora = add_lora
     try:
         run_here(values, "ppo")
     finally:
-        models.add_lora = original
+        lora.add_lora = original
     start = dict(AutoModelForCausalLM.from_pretrained(base["model"], dtype=torch.float64).base_model.named_parameters())
     critic = {name.replace(".base_layer", ""): x for name, x in seen["value"].base_model.named_parameters()}
     assert all(torch.equal(critic[name], x) for name, x in start.items())
@@ -111,8 +111,8 @@ def test_merged_weights(tmp_path, kind):
     """Linear layers and GPT-2's transposed ones; a model without adapters comes through as it is."""
     model = AutoModelForCausalLM.from_pretrained(helpers.tiny_model(tmp_path / "model", kind), dtype=torch.float64)
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert all(torch.equal(models.merged(t, layer), plain[name]) for name, t, layer in models.base_weights(model))
-    models.add_lora(model, grpo.Args(lora_rank=2, lora_alpha=6.0))
+    assert all(torch.equal(lora.merged(t, layer), plain[name]) for name, t, layer in lora.base_weights(model))
+    lora.add_lora(model, grpo.Args(lora_rank=2, lora_alpha=6.0))
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits)  # a new adapter changes nothing
@@ -120,7 +120,7 @@ def test_merged_weights(tmp_path, kind):
             assert parameter.requires_grad == (".lora_" in name)
             if ".lora_B." in name:
                 parameter.normal_()
-        weights = {name: models.merged(tensor, layer) for name, tensor, layer in models.base_weights(model)}
+        weights = {name: lora.merged(tensor, layer) for name, tensor, layer in lora.base_weights(model)}
         assert weights.keys() == plain.keys() and (model(IDS).logits - other(IDS).logits).abs().max() > 0.1
         other.load_state_dict(weights)
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits)

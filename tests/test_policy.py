@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 import utils
 from grpo import Policy, aggregate, group_advantages, policy_loss
-from plumbing import models
+from plumbing import lora, models
 from plumbing.rollout import Batch, forward_batch, forward_tokens, pad_rows
 
 HERE = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
@@ -222,7 +222,7 @@ def test_the_reference_may_be_the_policy_without_its_adapter(load):
     batch, both = random_batch(), []
     for alone in (True, False):
         model = load("gpt_neox", F64)
-        models.add_lora(model, types.SimpleNamespace(lora_rank=2, lora_alpha=8.0, seed=1))
+        lora.add_lora(model, types.SimpleNamespace(lora_rank=2, lora_alpha=8.0, seed=1))
         torch.manual_seed(0)
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:  # 0 in a new adapter, which changes nothing

@@ -30,7 +30,7 @@ RECIPES = sorted(str(path.relative_to(ROOT / "scripts")) for path in ROOT.glob("
 SERVED = ("train/grpo_async_6_plus_2.sh", "train/grpo_async_two_nodes.sh")  # by scripts/vllm_server.py
 WORDS = {  # what a recipe wants to be called with; several: on several nodes
     "train/ppo_llama3.1_8b_2nodes.sh": [["0", "127.0.0.1"], ["1", "127.0.0.1"]],
-    "train/grpo_async_two_nodes.sh": [["serve"], ["train", "127.0.0.1"]],
+    "train/grpo_async_two_nodes.sh": [["serve", "127.0.0.1"], ["train", "127.0.0.1"]],
 }
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -146,6 +146,7 @@ def start(small: Path, recipe: str, folder: Path, words=(), run=True, ranks=1, s
     environment = {
         **os.environ, "PATH": f"{small / 'bin'}:{os.environ['PATH']}", "RECIPE": json.dumps(setting),
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PORT": str(free_port()),
+        "VLLM_API_KEY": "a key" if "two_nodes" in recipe else "",
         **environment,
     }  # fmt: skip
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -180,7 +181,7 @@ def test_flags(recipe, small, tmp_path):
     slurm = dict(SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]")
     for words in WORDS.get(recipe, [[]]):
         process = start(
-            small, recipe, tmp_path, [*words, "--seed", "5"] if words != ["serve"] else words, False, **slurm
+            small, recipe, tmp_path, [*words, "--seed", "5"] if "serve" not in words else words, False, **slurm
         )
         assert end(process, 20) == 0, said(tmp_path)
     calls = [call for call in read_lines(tmp_path / "log.jsonl") if "script" in call]
@@ -214,7 +215,7 @@ def run(small: Path, recipe: str, folder: Path) -> int:
     """A recipe, small and for real, on all of its nodes; the last one's exit code."""
     port = free_port()
     if recipe == "train/grpo_async_two_nodes.sh":
-        serving = start(small, recipe, folder, ["serve"], PORT=str(port), SERVERS="1")
+        serving = start(small, recipe, folder, WORDS[recipe][0], PORT=str(port), SERVERS="1")
         try:
             return end(start(small, recipe, folder, WORDS[recipe][1], PORT=str(port), SERVERS="1"), 500)
         finally:

@@ -55,10 +55,10 @@ def test_each_rank_has_its_part():
     ids = torch.arange(14).view(2, 7)
     assert models.local_positions(model, ids)[0] is ids
     model.sequence_parallel, seen = sequence_parallel.SequenceParallel(group), []
-    model.base_model = lambda **inputs: seen.append(inputs) or SimpleNamespace(last_hidden_state=None)
+    model.base_model = lambda **inputs: seen.append(inputs) or SimpleNamespace(last_hidden_state=inputs["input_ids"])
     (local,) = models.local_positions(model, ids)
     assert local.tolist() == [[6, 0, 0], [13, 0, 0]]
-    models.last_hidden_states(model, local)
+    assert models.last_hidden_states(model, local, local > 0)[0].tolist() == [6, 13]
     assert seen[0]["position_ids"].tolist() == [[6, 7, 8]] and seen[0]["sequence_parallel_group"] is group
 
 
@@ -70,6 +70,7 @@ def test_each_rank_has_its_part():
         ("bloom", {}),  # has an attention of its own
         ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
         ("qwen2", {"num_attention_heads": 3, "hidden_size": 24}),
+        ("qwen2_moe", {"output_router_logits": True}),  # needs whole sequences
     ],
 )
 def test_models_that_cannot(tmp_path, capsys, kind, changes):

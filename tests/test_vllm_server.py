@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import queue
 import re
@@ -36,6 +37,7 @@ ARGS = SimpleNamespace(
 WORLD = utils.World(0, 1, torch.device("cpu"))
 STOP = [1]
 SHAPE = {"hidden_size": 64}  # heads of 32: vLLM has no attention over heads of 16 on CPUs
+KEY = {"Authorization": "Bearer one that is long"}
 MODELS = {"tied": {"tie_word_embeddings": True, **SHAPE}, "first": SHAPE, "second": SHAPE}
 
 
@@ -68,13 +70,15 @@ def ready(started) -> str:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    """{name: (process, address, model)} of three servers."""
+    """{name: (process, address, model)} of three servers, which take a key."""
+    os.environ["VLLM_API_KEY"] = "one that is long"
     folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     models = {name: tiny_model(folder / "model", **MODELS[name]) for name, folder in folders.items()}
     started = {name: start(folders[name], models[name]) for name in MODELS}
     try:
         yield {name: (started[name][0], ready(started[name]), models[name]) for name in MODELS}
     finally:
+        del os.environ["VLLM_API_KEY"]
         for process, _ in started.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -208,18 +212,35 @@ def test_what_another_client_aborts_is_asked_for_again(engines, running):
         again = pool.submit(sample, servers, queries, seeds, **long)
         time.sleep(0.2)
         for name in ("first", "second"):
-            requests.post(f"{running[name][1]}/abort_requests", json={}, timeout=10)
+            requests.post(f"{running[name][1]}/abort_requests", json={}, headers=KEY, timeout=10)
         assert again.result(30) == whole
 
 
-def test_weights_of_another_run_end_this_one(engines, running, capsys):
+def test_weights_of_another_run_are_a_failure(engines, running):
     servers, model = engines["tied"]
     url = running["tied"][1]
-    requests.post(f"{url}/update_weight_version", json={"new_version": "other"}, timeout=10)
-    said = one_line_end(capsys, lambda: sample(servers, prompts(4), [0, 1, 2, 3]))
-    assert url in said and "other weights" in said
+    requests.post(f"{url}/update_weight_version", json={"new_version": "other"}, headers=KEY, timeout=10)
+    assert sample(servers, prompts(4), [0, 1, 2, 3]) is None
+    assert url in servers.failure and "other weights" in servers.failure
+    servers.failure = ""
     servers.sync(model)
     assert sample(servers, prompts(4), [0, 1, 2, 3])
+
+
+def test_every_path_but_health_takes_the_key(running, capsys, monkeypatch):
+    url = running["tied"][1]
+    paths = requests.get(f"{url}/openapi.json", headers=KEY, timeout=10).json()["paths"]
+    assert {"/collective_rpc", "/init_weight_transfer_engine", "/update_weights", "/v1/completions"} < {*paths}
+    wrong = {"Authorization": "Bearer another"}
+    for path, method, headers in itertools.product([*paths, "/docs", "/metrics", "/"], ("GET", "POST"), ({}, wrong)):
+        if path != "/health":
+            answer = requests.request(method, url + path, headers=headers, timeout=10)
+            assert answer.status_code == 401 and "VLLM_API_KEY" in answer.text, path
+    assert requests.get(f"{url}/health", timeout=10).ok
+    for key in ("another", ""):
+        monkeypatch.setenv("VLLM_API_KEY", key)
+        said = one_line_end(capsys, lambda: Servers(changed(rollout_servers=(url,)), WORLD, None))
+        assert "/collective_rpc failed (VLLM_API_KEY is not the one of the server)" in said
 
 
 def test_a_new_run_takes_a_server_over(engines, running):
@@ -271,16 +292,31 @@ def test_bad_addresses_and_servers(running, capsys, monkeypatch, tmp_path):
     assert "intermediate_size is 64 there, 80 here" in said
 
 
-def test_a_prompt_that_does_not_fit_ends_with_the_servers_words(engines, capsys):
+def test_a_prompt_that_does_not_fit_is_a_failure_with_the_servers_words(engines):
     servers, _ = engines["two"]
-    said = one_line_end(capsys, lambda: sample(servers, prompts(3, length=300), [0, 1, 2]))
-    assert "300" in said and "/inference/v1/generate failed" in said
+    assert sample(servers, prompts(3, length=300), [0, 1, 2]) is None
+    assert "300" in servers.failure and "/inference/v1/generate failed" in servers.failure
+    servers.failure = ""
+
+
+def test_prompts_that_do_not_fit_together(engines):
+    """More tokens than vLLM takes at a time by default, each request with a seed."""
+    servers, model = engines["tied"]
+    queries = prompts(60, length=220)
+    responses, logprobs = sample(servers, queries, list(range(60)))
+    assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
 
 
 @pytest.mark.parametrize(
-    "words, said", [(["--max_length", "999"], "256 tokens"), (["--host", "300.1.1.1"], "cannot listen")]
+    "words, said",
+    [
+        (["--max_length", "999"], "256 tokens"),
+        (["--host", "300.1.1.1"], "cannot listen"),
+        (["--host", "0.0.0.0"], "VLLM_API_KEY"),
+    ],
 )
 def test_bad_flags_of_the_server_are_one_line(running, capsys, monkeypatch, words, said):
+    monkeypatch.delenv("VLLM_API_KEY")
     for name in ("fork", "execve"):
         monkeypatch.setattr(os, name, lambda *_: pytest.fail("the server starts"))
     args = tyro.cli(vllm_server.Args, args=["--model", running["tied"][2], "--port", "0", *words])
@@ -290,15 +326,19 @@ def test_bad_flags_of_the_server_are_one_line(running, capsys, monkeypatch, word
 # The two that end servers.
 
 
-def test_a_server_that_is_killed_in_the_middle_ends_the_run(engines, running, capsys, monkeypatch):
+def test_a_server_that_is_killed_in_the_middle_is_a_failure(engines, running, monkeypatch):
     monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 3.0)
-    servers, _ = engines["two"]
+    servers, model = engines["two"]
     process, url, _ = running["second"]
     threading.Timer(0.5, os.killpg, (process.pid, signal.SIGKILL)).start()
     long = {"max_response_length": 200, "min_response_length": 200}
     begin = time.monotonic()
-    said = one_line_end(capsys, lambda: sample(servers, prompts(2000), list(range(2000)), **long))
-    assert url in said and re.search(r"failed for [3-9] s", said) and time.monotonic() - begin < 20
+    assert sample(servers, prompts(2000), list(range(2000)), **long) is None
+    assert url in servers.failure and re.search(r"failed for [3-9] s", servers.failure)
+    assert time.monotonic() - begin < 20
+    servers.failure = ""
+    servers.sync(model)  # which ends as well
+    assert f"{url}: /start_weight_update failed" in servers.failure
 
 
 def test_sigterm_ends_all_of_a_server(running):

@@ -1,24 +1,25 @@
 #!/usr/bin/env bash
 # GRPO of Qwen2.5-7B on two nodes of eight 80 GB GPUs: the first trains while four vLLM servers on the second sample the
 # next step. Numbers: the sizes are from no source that reports any; this has not been run here.
-#   bash scripts/train/grpo_async_two_nodes.sh serve           on the second node, which trusts its network
-#   bash scripts/train/grpo_async_two_nodes.sh train HOST      on the first node, HOST the second one's address
+# VLLM_API_KEY is a key of your choice, exported on both nodes: who has it can run code on the second one.
+#   bash scripts/train/grpo_async_two_nodes.sh serve HOST      on the second node, HOST its address in the cluster
+#   bash scripts/train/grpo_async_two_nodes.sh train HOST      on the first node
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-model=Qwen/Qwen2.5-7B role=${1:?serve or train} port=${PORT:-8000} servers=()
-shift
+role=${1:?serve or train} host=${2:?address of the node that serves}
+export VLLM_API_KEY=${VLLM_API_KEY:?a key, the same on both nodes}
+model=Qwen/Qwen2.5-7B port=${PORT:-8000} servers=()
+shift 2
 case "$role" in
 serve)
     trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
     for ((number = 0; number < ${SERVERS:-4}; number++)); do
         CUDA_VISIBLE_DEVICES=$((2 * number)),$((2 * number + 1)) python scripts/vllm_server.py --model "$model" \
-            --host 0.0.0.0 --port $((port + number)) --tensor_parallel 2 --max_length 4096 "$@" &
+            --host "$host" --port $((port + number)) --tensor_parallel 2 --max_length 4096 "$@" &
     done
     wait
     ;;
 train)
-    host=${1:?address of the node that serves}
-    shift
     for ((number = 0; number < ${SERVERS:-4}; number++)); do
         servers+=("http://$host:$((port + number))")
         until curl --silent --fail --output /dev/null "${servers[number]}/health"; do sleep 1; done

@@ -1,0 +1,70 @@
+"""LoRA adapters, and a model's weights without or with its adapter, under the names of a model that has none.
+
+Imports no other module of plumbing.
+"""
+
+import contextlib
+
+import torch
+
+from utils import full_tensor, generator
+
+
+def add_lora(model: torch.nn.Module, args) -> None:
+    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by peft.
+
+    A new adapter changes nothing; `checkpoints.load_optimizer` loads the one of a run that is resumed.
+    """
+    from peft import LoraConfig
+
+    head = ["score"] if hasattr(model, "score") else None  # of a reward model: all of it trains
+    layers = {"target_modules": "all-linear", "exclude_modules": head}
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **layers))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name or name == "score.weight")
+        if ".lora_A." in name:  # peft's distribution, from numbers that are the same on all ranks
+            bound = parameter.shape[1] ** -0.5
+            draw = generator("lora", args.seed, name).uniform(-bound, bound, tuple(parameter.shape))
+            parameter.data.copy_(torch.from_numpy(draw))
+
+
+@contextlib.contextmanager
+def without_lora(model: torch.nn.Module):
+    """Compute without a model's adapter in this context; a model that has none computes as always."""
+    adapted = bool(getattr(model, "peft_config", None))
+    if adapted:
+        model.disable_adapters()
+    try:
+        yield
+    finally:
+        if adapted:
+            model.enable_adapters()
+
+
+def base_weights(model: torch.nn.Module) -> list[tuple]:
+    """Return the weights of a model without its adapter, under the names that they have in a model without one.
+
+    Returns:
+        (name, tensor, LoRA layer of the tensor or None), to be passed to `merged`. Tied weights are there twice.
+    """
+    if not getattr(model, "peft_config", None):
+        return [(name, tensor, None) for name, tensor in model.state_dict().items()]
+    from peft.tuners.lora import LoraLayer
+
+    layers = {f"{name}.base_layer.weight": x for name, x in model.named_modules() if isinstance(x, LoraLayer)}
+    weights = ((name, tensor) for name, tensor in model.state_dict().items() if ".lora_" not in name)
+    return [(name.replace(".base_layer.", "."), tensor, layers.get(name)) for name, tensor in weights]
+
+
+@torch.no_grad()
+def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
+    """Return one of `base_weights` as a full tensor, plus the product of its adapter; a collective if it is sharded.
+
+    (peft would merge in place, and all weights at once.)
+    """
+    tensor = full_tensor(tensor)
+    if layer is None:
+        return tensor
+    a, b = (full_tensor(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+    change = layer.scaling["default"] * (b @ a)
+    return tensor + (change.T if layer.fan_in_fan_out else change)

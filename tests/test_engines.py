@@ -1,0 +1,66 @@
+"""What a run does with an engine that works no more, whatever the engine: the step is saved, and one line says why."""
+
+import types
+
+import evaluate
+import helpers
+import pytest
+from helpers import metrics_of, run_here, steps_of
+
+from plumbing import engines
+
+
+class StandIn:
+    """Responses of two tokens by their seeds; fails at the call of a number."""
+
+    about = "a stand-in"
+
+    def __init__(self, fails_at: int = 0):
+        self.fails_at, self.calls, self.failure = fails_at, 0, ""
+
+    def generate(self, queries, seeds, stop_ids, args, interrupted):
+        self.calls += 1
+        if self.calls == self.fails_at:
+            self.failure = "vLLM failed (RuntimeError: it broke)"
+        if self.failure:
+            return None
+        responses = [[3 + seed % 90, stop_ids[0]] for seed in seeds or [0] * len(queries)]
+        return responses, [[-4.5, -4.5]] * len(responses)
+
+    def sync(self, model):
+        pass
+
+    sleep, metrics = lambda self: None, lambda self: {}
+
+
+@pytest.mark.parametrize("async_steps", [0, 1])
+def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsys, async_steps):
+    """In a rollout, also in one that runs while a step trains, and in an evaluation; then the run can go on."""
+    values = {**helpers.workspace(tmp_path), "rollout_backend": "vllm", "async_steps": async_steps, "save_every": 0}
+    use = lambda engine: monkeypatch.setattr(engines, "rollout_engine", lambda *_: engine)
+    straight = {**values, "run_name": "straight"}
+    use(StandIn())
+    run_here(straight)
+    # Calls: 2 of the evaluation at step 0, the rollouts of steps 1 and 2, 2 at step 2, and so on.
+    for call, step in ((4, 1), (5, 2)) if not async_steps else ((4, 1), (6, 2)):
+        stopped = {**values, "run_name": f"stopped-{call}"}
+        use(StandIn(fails_at=call))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            run_here(stopped)
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert end.value.code == 2 and steps_of(stopped) == [f"step_{step}"]
+        assert lines == ["error: --rollout_backend vllm: vLLM failed (RuntimeError: it broke)"]
+        use(StandIn())
+        run_here({**stopped, "resume": True})
+        if async_steps:  # the rollout that failed is made anew, by the policy of its step
+            assert len(metrics_of(stopped)) == len(metrics_of(straight))
+        else:
+            assert metrics_of(stopped) == metrics_of(straight)
+
+
+def test_a_failure_ends_an_evaluation(capsys):
+    engine, args = StandIn(fails_at=1), types.SimpleNamespace(temperature=1.0)
+    with pytest.raises(SystemExit):
+        evaluate.generate([{"query": [5]}], [("a key",)], None, engine, [1], None, args)
+    assert capsys.readouterr().err == "error: --backend vllm: vLLM failed (RuntimeError: it broke)\n"
