@@ -132,6 +132,20 @@ def test_no_such_task(name, words, tokenizers, capsys):
     assert err.startswith("error: --dataset reasoning_gym:") and words in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag, expected", [("", ["exact"]), ("kind", ["math"]), ("none", None), ("kid", None)])
+def test_rows_that_name_their_sources(tokenizers, tmp_path, capsys, flag, expected):
+    """An answer is needed where a named source reads it; a column that is nowhere is warned of."""
+    rows = [{"prompt": "1+1?", "answer": "2", "verifier": "exact", "kind": "math"}]
+    reward = ("math", "exact", "format")
+    (got,) = load(rows, tmp_path, tokenizers[False, None], reward=reward, verifier_column=flag)
+    assert got["sources"] == expected
+    warned = capsys.readouterr().err.count("has no column 'kid', which --verifier_column names")
+    assert warned == (flag == "kid")
+    without = [*rows, {"prompt": "2+2?", "verifier": "format"}]
+    if not flag:
+        assert [row["answer"] for row in load(without, tmp_path, tokenizers[False, None], reward=reward)] == ["2", None]
+
+
 # ---- src and tgt ------------------------------------------------------------------------------------------------
 
 turns = st.lists(st.text("ab \n", min_size=1).filter(str.strip), min_size=1, max_size=5)
