@@ -105,14 +105,11 @@ def encode_rows(where: str, name: str, rows: list[dict], tokenizer, args, answer
             prompts.append({**own, "dataset": name, "sources": sources, "columns": row})
             numbered[number] = prompts[-1]
     warn_of_overlong(where, too_long, len(rows))
-<<<<<<< HEAD
     if answer_for:
         check_references(where, args.reward, numbered)
-=======
     column = args.verifier_column
     if column not in ("", "none") and not any(column in row for row in rows):
         warn(f"{where}: has no column {column!r}, which --verifier_column names, so every source scores its rows")
->>>>>>> fe97516 (A --verifier_column that no row has is warned of)
     if wrapped:
         warn(
             f"{where}: {len(wrapped)} of {len(rows)} prompts hold {wrapped[0]}, and the chat template puts it around "

@@ -13,7 +13,7 @@ import re
 from typing import Callable, NamedTuple
 
 from plumbing.answers import after_thought, final_answer, gold_answer, gold_number, marked_number, stated_text
-from plumbing.constraints import ifeval
+from plumbing.constraints import constraints_of, ifeval
 from plumbing.math_verifier import LIMIT, math, reference_text
 
 # ---- numbers and text ------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ VERIFIERS = {
     "code": Verifier(code, "answer"),
     "knights": Verifier(knights, "answer", reference=roles_of),
     "format": Verifier(format, ""),
-    "ifeval": Verifier(ifeval, "answer", "if-verifiable"),
+    "ifeval": Verifier(ifeval, "answer", "if-verifiable", reference=constraints_of),
     "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning-gym"),
 }
 ANSWER_REWARDS = tuple(name for name, verifier in VERIFIERS.items() if verifier.column == "answer")
