@@ -38,15 +38,16 @@ from transformers import DynamicCache
 
 import utils
 from plumbing import data, engines, evaluation, flags, lora, models
+from plumbing.critic import CriticArgs, check_critic_args, critic_schedule, explained_variance, load_critic
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
 from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
-from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
+from plumbing.rollout import Batch, Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
 
 
 @dataclass
-class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs):
+class Args(CriticArgs, flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs):
     total_episodes: PositiveInt = 180_000
     """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
     rollout_batch_size: PositiveInt = 512
@@ -78,28 +79,15 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     max_grad_norm: PositiveFloat = 1.0
     """Clip the norm of the gradient to this."""
 
-    value_model: str = ""
-    """Where the critic starts: a reward model with its head, or a language model with a head of zeros; default:
-    --model."""
-    critic_learning_rate: PositiveFloat = 1e-5
-    """Peak learning rate of the critic's AdamW."""
-    critic_lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the critic's learning rate after its warm-up."""
-    critic_warmup_ratio: Share = 0.03
-    """Fraction of the critic's updates over which its learning rate rises."""
-    critic_min_learning_rate: NonNegativeFloat = 0.0
-    """The critic's learning rate at the end of a linear or cosine schedule."""
-    critic_weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of the critic's matrices."""
-    critic_max_grad_norm: PositiveFloat = 1.0
-    """Clip the norm of the critic's gradient to this."""
-    critic_warmup_steps: NonNegativeInt = 0
-    """First steps, in which the critic trains and the policy does not."""
-
     gamma: Share = 1.0
     """Discount a token, where each has a reward of its own (GAE, reinforce++)."""
     gae_lambda: Share = 0.95
     """GAE's lambda: 1 for the reward-to-go minus the value, 0 for the one-step difference."""
+    critic_gae_lambda: Share | None = None
+    """Lambda of the returns to which the critic is trained (VC-PPO, arXiv:2503.01491: 1); default: --gae_lambda."""
+    length_adaptive_lambda: NonNegativeFloat = 0.0
+    """Alpha of the advantages' lambda 1 - 1 / (alpha * response length) in place of --gae_lambda (VAPO,
+    arXiv:2504.05118: 0.05); 0 for none."""
     whiten_advantages: bool = True
     """Whiten the advantages over all response tokens of the step."""
     whiten_rewards: bool = False
@@ -259,14 +247,22 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: floa
     return rewards if kl is None else torch.where(mask, rewards - kl_coef * kl, 0.0)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
+    """Return each response's lambda, 1 - 1 / (alpha * length), at least 0 (VAPO, arXiv:2504.05118): (N, T) -> (N,).
+
+    1 / (1 - lambda), over which GAE looks ahead, is then a share alpha of the response, whatever its length.
+    """
+    return (1 - 1 / (alpha * mask.sum(1, dtype=torch.float64))).clamp(min=0)
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return advantages and returns by generalized advantage estimation (GAE, arXiv:1506.02438, eq. 16).
 
     delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}. Positions outside of the mask pass on
     what follows them; after the last token, value and advantage are 0.
 
     Args:
-        rewards, values: (N, T). mask: (N, T) bool.
+        rewards, values: (N, T). mask: (N, T) bool. lam: of all, or of each response (N,).
     Returns:
         Advantages (N, T) and returns A + V (N, T), 0 outside of the mask.
     """
@@ -292,14 +288,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
         return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
     clipped = (values.clamp(old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(plain, clipped), clipped > plain
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return 1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one; NaN for equal R."""
-    error, target = (returns - values)[mask].double(), returns[mask].double()
-    # By more than float32 rounds.
-    differ = len(target) > 1 and target.var() > 1e-10 * target.square().mean()
-    return (1 - error.var() / target.var()).item() if differ else math.nan
 
 
 def filter_weights(grouped: Tensor, kind: str, power: float) -> Tensor:
@@ -371,6 +359,18 @@ def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, 
         return masked_mean(x, mask, 1).sum() / sequences
     divisor = {"sequence_sum": sequences, "constant": sequences * max_length}.get(how, tokens)
     return masked_sum(x, mask) / divisor
+
+
+def loss_reduction(mask: Tensor, mini: list[int], drawn: list[int], passes: float, args: Args) -> Callable:
+    """Return `aggregate` for the update on the responses `mini` of those that were drawn, each in `passes` updates.
+
+    With "step_token" the mean over updates of their losses is the mean over the step's tokens.
+    """
+    rows, passes = (drawn, passes) if args.loss_aggregation == "step_token" else (mini, 1)
+    return functools.partial(
+        aggregate, how=args.loss_aggregation, tokens=mask[rows].sum().item() * passes, sequences=len(mini),
+        max_length=args.max_response_length,
+    )  # fmt: skip
 
 
 def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -473,22 +473,6 @@ class Policy(nn.Module):
         return outputs
 
 
-class Critic(nn.Module):
-    """The value of every response token: what is to come when the tokens before it are known."""
-
-    def __init__(self, scalar: models.ScalarModel):
-        super().__init__()
-        self.scalar = scalar
-
-    def forward(self, input_ids: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-        """Return "values" (tokens,), each read one position before its token, the set entries of the mask row by row.
-
-        Args:
-            input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response tokens.
-        """
-        return {"values": self.scalar(input_ids, nn.functional.pad(response_mask[:, 1:], (0, 1)))}
-
-
 def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Policy:
     """Load the policy of --model, or of the checkpoint folder `saved`."""
     model = models.load_model("--model", args.model if args.lora_rank else saved or args.model, dtype, device)
@@ -499,20 +483,6 @@ def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Po
     policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
     models.check_head(f"--model {args.model}", model, policy.logits)
     return policy
-
-
-def load_critic(args: Args, saved: str | None, dtype: torch.dtype, device) -> Critic:
-    """Load the critic of --value_model, or of the checkpoint folder `saved`; a language model gets a head of zeros."""
-    saved = os.path.join(saved, "critic") if saved else None
-    name = (None if args.lora_rank else saved) or args.value_model or args.model
-    scalar, new_head = models.load_scalar_model("--value_model", name, dtype, device)
-    if new_head:
-        nn.init.zeros_(scalar.model.score.weight)
-    if args.lora_rank:
-        lora.add_lora(scalar.model, args)
-    if args.gradient_checkpointing:
-        scalar.model.gradient_checkpointing_enable({"use_reentrant": False})
-    return Critic(scalar)
 
 
 def reference_name(args: Args) -> str:
@@ -548,6 +518,33 @@ def load_reference(
     models.check_same_shapes(flag, reference, policy, everything=args.ref_refresh_every > 0)
     # The exact KL uses its head in the policy's forward, where sharded weights outside of blocks would not be gathered.
     return sharding.shard(reference, blocks_only=args.kl_estimator == "full")
+
+
+def update_critic(
+    wrapped: nn.Module, optimizer: utils.Optimizer, batch: Batch, drawn: list[int], args: Args, step: int,
+    world: utils.World, autocast: Callable,
+) -> utils.Sums:  # fmt: skip
+    """Train the critic on the responses drawn, to their "returns".
+
+    Returns:
+        The sums over the updates of the value loss, and the tokens, and those where clipping raised it.
+    """
+    sums, epochs, size = utils.Sums(world), *critic_schedule(args)
+    updates = utils.mini_batches(drawn, size, epochs, (args.seed, step))
+    optimizer.updates += epochs * args.rollout_batch_size * args.group_size // size - len(updates)  # it goes by steps
+    for _, mini in updates:
+        reduce_loss = loss_reduction(batch.response_mask, mini, drawn, epochs / len(updates), args)
+        for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+            m = t["response_mask"]  # (n, T), as all of t
+            with gradient_sync(wrapped, last):
+                with autocast():
+                    values = forward_tokens(wrapped, inputs, m)["values"]
+                losses, raised = value_loss(values, t["old_values"], t["returns"], args.value_clip)
+                loss = reduce_loss(losses, m)
+                (loss * world.size * optimizer.loss_scale).backward()  # as in phase 4 of `main`
+            sums.add(value_loss=loss / len(updates), raised=masked_sum(raised.double(), m), value_tokens=m.sum())
+        optimizer.step()
+    return sums
 
 
 def ptx_loss(wrapped: nn.Module, rows: list[dict], coef: float, token_budget: int, world, autocast) -> Tensor:
@@ -731,8 +728,7 @@ def check_args(args: Args) -> None:
     """End the run for flags that cannot work together; warn of those that rarely should."""
     flags.check_rl_args(args)
     check_sources(args.reward, args.reward_weights)
-    if args.critic_warmup_steps >= args.total_episodes // (args.rollout_batch_size * args.group_size):
-        utils.fail(f"--critic_warmup_steps {args.critic_warmup_steps}: leaves the policy no step of --total_episodes")
+    check_critic_args(args, args.rollout_batch_size * args.group_size)
 
 
 @record  # an exception's traceback stands in torchrun's report
@@ -748,10 +744,10 @@ def main(args: Args) -> None:
     rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts + eval_prompts)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size
+    critic_epochs, critic_batch_size = critic_schedule(args)
     total_steps = args.total_episodes // N
     if args.value_model:
         models.check_can_read("--value_model", args.value_model, tokenizer)
-    aggregation = args.loss_aggregation
 
     # ---- setting up: models, optimizer, rollout ----
     precision = models.precision(args.precision, world.device)
@@ -769,7 +765,9 @@ def main(args: Args) -> None:
     critic = load_critic(args, run.checkpoint, dtype, sharding.load_device)
     wrapped_critic = sharding.wrap(critic)
     optimizer = utils.Optimizer(policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step)
-    critic_optimizer = utils.Optimizer(critic, args, total_steps * updates_a_step, prefix="critic_")
+    critic_optimizer = utils.Optimizer(
+        critic, args, total_steps * critic_epochs * N // critic_batch_size, prefix="critic_"
+    )
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, rollout_world, compute_dtype)
     if engine is None:
@@ -787,8 +785,13 @@ def main(args: Args) -> None:
         {"": model, "critic": critic.scalar.model} | ({"reference": reference.model} if keeps_reference else {}),
         {"": optimizer, "critic": critic_optimizer},
         data.token_lengths(prompts, eval_prompts, ptx_rows),
-        {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
+        {
+            "position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None,
+            "critic": critic.state,
+        },
+        N, engine,
     )  # fmt: skip
+    critic.state = run.state["critic"]
     run.clock.count_flops(policy, args.sequence_parallel)
     if reference not in (None, policy):
         run.clock.count_flops(reference, args.sequence_parallel)
@@ -838,16 +841,25 @@ def main(args: Args) -> None:
 
         # ---- 3. values, advantages, and which responses train ----
         run.phase("values")
-        policy_trains = step > args.critic_warmup_steps
-        old_values = batch.tokens["old_values"] = forward_all(critic, batch)["values"]
+        policy_trains = step > critic.state["warmup_steps"]
+        optimizer.total_updates = (total_steps - critic.state["warmup_steps"]) * updates_a_step
         scored = mask & scores.isfinite()[:, None]  # (N, T), the tokens that can train
         kl = batch.tokens["kl"] if kl_in_reward else None
         rewards_t = token_rewards(scores.to(loss_dtype), kl, mask, kl_coef)  # (N, T)
         if args.whiten_rewards:
             rewards_t = whiten(rewards_t, scored, shift_mean=False)
-        advantages, returns = gae(rewards_t, old_values, scored, args.gamma, args.gae_lambda)  # (N, T)
+        old_values = forward_all(critic, batch)["values"]  # (N, T)
+        if critic.state["fits"]:  # to the rewards-to-go, in which values have no share
+            old_values = critic.fit(old_values, gae(rewards_t, old_values, scored, args.gamma, 1.0)[1], scored)
+        policy_lambda = critic_lambda = args.gae_lambda
+        if args.length_adaptive_lambda:
+            policy_lambda = length_adaptive_lambda(scored, args.length_adaptive_lambda)
+        if args.critic_gae_lambda is not None:
+            critic_lambda = args.critic_gae_lambda
+        advantages, _ = gae(rewards_t, old_values, scored, args.gamma, policy_lambda)  # (N, T)
+        _, returns = gae(rewards_t, old_values, scored, args.gamma, critic_lambda)
         batch.tokens["advantages"] = whiten(advantages, scored) if args.whiten_advantages else advantages
-        batch.tokens["returns"] = returns
+        batch.tokens["old_values"], batch.tokens["returns"] = old_values, returns
         drawn = trained
         if args.pf_ppo != "none":
             groups = scores.view((1, -1) if args.group_size == 1 else (-1, args.group_size))
@@ -855,22 +867,15 @@ def main(args: Args) -> None:
             finite = set(trained)
             drawn = [i for i in resample(odds, utils.generator("filter", args.seed, step)) if i in finite]
 
-        # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
+        # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
         model.train()  # for gradient checkpointing; there is no dropout
         critic.train()
-        sums = utils.Sums(dp)
+        sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, dp, autocast)
         updates = utils.mini_batches(drawn, args.mini_batch_size, args.num_epochs, (args.seed, step))
-        missing = updates_a_step - len(updates)  # where responses were left out; the schedules go by steps
-        optimizer.updates += missing * policy_trains
-        critic_optimizer.updates += missing
+        optimizer.updates += (updates_a_step - len(updates)) * policy_trains  # where responses were left out
         for number, (epoch, mini) in enumerate(updates):
-            token_count = mask[mini].sum().item()
-            if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
-                token_count = mask[drawn].sum().item() * args.num_epochs / len(updates)
-            reduce_loss = functools.partial(
-                aggregate, how=aggregation, tokens=token_count, sequences=len(mini), max_length=args.max_response_length
-            )
+            reduce_loss = loss_reduction(mask, mini, drawn, args.num_epochs / len(updates), args)
             if args.ptx_coef and policy_trains:
                 count = args.ptx_batch_size
                 rows = data.take_prompts(ptx_rows, optimizer.updates * count, count, args.seed)
@@ -904,13 +909,6 @@ def main(args: Args) -> None:
                     # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     if policy_trains:
                         (loss * dp.size * optimizer.loss_scale).backward()
-                with gradient_sync(wrapped_critic, last):
-                    with autocast():
-                        values = forward_tokens(wrapped_critic, inputs, m)["values"]
-                    value_losses, raised = value_loss(values, t["old_values"], t["returns"], args.value_clip)
-                    value_term = reduce_loss(value_losses, m)
-                    (value_term * dp.size * critic_optimizer.loss_scale).backward()
-                sums.add(value_loss=value_term, raised=masked_sum(raised.double(), m))
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
@@ -923,7 +921,6 @@ def main(args: Args) -> None:
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             if policy_trains:
                 optimizer.step()
-            critic_optimizer.step()
         model.eval()
         critic.eval()
 
@@ -948,6 +945,9 @@ def main(args: Args) -> None:
                 kl_coef, total["mean_kl"] / max(1, len(trained)), args.kl_target, len(trained), args.kl_horizon
             )
 
+        explained = explained_variance(old_values, returns, scored)
+        critic.end_step(step, step * N, explained, args.critic_warmup_patience)
+
         # ---- 6. metrics ----
         metrics = {
             "epoch": position / len(prompts),
@@ -956,9 +956,9 @@ def main(args: Args) -> None:
                 total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef
             ),
             "rollout/staleness": step - 1 - experience.policy_step,
-            "loss/value_avg": total["value_loss"] / max(1, len(updates)),
-            "val/clipfrac_avg": total["raised"] / total["tokens"],
-            "val/explained_variance": explained_variance(old_values, returns, scored),
+            "loss/value_avg": total["value_loss"],
+            "val/clipfrac_avg": total["raised"] / total["value_tokens"],
+            "val/explained_variance": explained,
             "val/values": masked_mean(old_values, scored).item(),
             "val/returns": masked_mean(returns, scored).item(),
             **experience.metrics,
@@ -971,7 +971,7 @@ def main(args: Args) -> None:
         run.finish_step(
             metrics, evaluation.sample_rows(batch, args.log_samples, mean_advantages), experience.sampled_tokens,
             position=position, score_statistics=statistics, kl_coef=next_kl_coef,
-            prefetched=prefetched and prefetched.state(),
+            prefetched=prefetched and prefetched.state(), critic=critic.state,
         )  # fmt: skip
     run.finish()
 

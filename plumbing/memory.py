@@ -197,6 +197,9 @@ def training_bytes(args, model: Model, sharded: bool) -> dict[str, float]:
     weight, compute = BYTES[args.precision]
     autocast = compute < weight
     tokens = max(args.micro_batch_tokens, math.ceil(longest_sequence(args) / args.sequence_parallel))
+    recomputes = args.gradient_checkpointing
+    if not model.logits and getattr(args, "critic_gradient_checkpointing", None) is not None:
+        recomputes = args.critic_gradient_checkpointing
     embeddings, looked_up = embedding_parameters(model)
     matrix, head = vocabulary * hidden, vocabulary * hidden if model.logits else 0
     block = (model.parameters - embeddings) / layers
@@ -207,12 +210,12 @@ def training_bytes(args, model: Model, sharded: bool) -> dict[str, float]:
         backward_copies = copies + embeddings * weight  # and their gradient, unsharded
     elif autocast:
         copies = (model.parameters - looked_up) * compute
-        backward_copies = (block + head) * compute if args.gradient_checkpointing else copies
+        backward_copies = (block + head) * compute if recomputes else copies
     else:
         copies = backward_copies = 0
     last_norm = tokens * (hidden * (max(4, weight) + weight) + 4)
-    kept = tokens * layers * (hidden * weight if args.gradient_checkpointing else activations)
-    recomputed = tokens * activations if args.gradient_checkpointing else 0
+    kept = tokens * layers * (hidden * weight if recomputes else activations)
+    recomputed = tokens * activations if recomputes else 0
     logits = 0
     if model.logits:
         chunk = min(tokens, args.logits_chunk_tokens) * vocabulary

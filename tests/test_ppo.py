@@ -5,6 +5,7 @@ import math
 import statistics
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from conftest import CPU
@@ -12,11 +13,13 @@ from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks,
 from test_policy import EXACT, gradient_of, plain_logprobs, random_batch, relative
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
+import plumbing.critic
 import ppo
 import utils
 from plumbing import data, models
+from plumbing.critic import Critic, explained_variance, has_stopped_rising, least_squares, warn_of_low
 from plumbing.rollout import pad_rows
-from ppo import explained_variance, filter_weights, gae, resample, token_rewards, whiten
+from ppo import filter_weights, gae, length_adaptive_lambda, resample, token_rewards, whiten
 
 NAN, INF, F64 = math.nan, math.inf, torch.float64
 
@@ -60,6 +63,21 @@ def test_gae_by_loops(gamma, lam, junk):
             close(R[m], [sum(gamma**k * x for k, x in enumerate(r[t:])) for t in range(len(r))])
         if lam == 0:  # what one step shows
             close(A[m], [x + gamma * n - b for x, n, b in zip(r, [*v[1:], 0.0], v)])
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 2.0])
+def test_length_adaptive_lambda_by_loops(alpha):
+    """A lambda for each row, 0 for a short one; GAE takes it for that row alone."""
+    torch.manual_seed(0)
+    rewards, values = torch.randn(2, 5, 5, dtype=F64)
+    lams = length_adaptive_lambda(MASK, alpha)
+    advantages, returns = gae(rewards, values, MASK, 0.9, lams)
+    for r, v, m, lam, A, R in zip(rewards, values, MASK, lams.tolist(), advantages, returns):
+        length = sum(m.tolist())
+        assert lam == pytest.approx(max(0.0, 1 - 1 / (alpha * length)) if length else 0.0)
+        r, v = r[m].tolist(), v[m].tolist()
+        close(A[m], gae_by_hand(r, v, 0.9, lam))
+        close(R[m], [a + b for a, b in zip(A[m].tolist(), v)])
 
 
 def test_token_rewards():
@@ -173,7 +191,7 @@ def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, f
     folder = scalar_folder(model_folder(family), tmp_path)
     scalar, new = models.load_scalar_model("--value_model", folder, F64, CPU)
     assert not new and torch.equal(scalar.model.score.weight.float(), weights_of(folder)["score.weight"])
-    critic, batch, near = ppo.Critic(scalar).train(), random_batch(), EXACT.get(family, 1e-6)
+    critic, batch, near = Critic(scalar).train(), random_batch(), EXACT.get(family, 1e-6)
     ids, mask = batch.collate(list(range(8)))
     flat = critic(ids, mask)["values"]
     values = pad_rows(flat, batch.response_mask)
@@ -186,6 +204,38 @@ def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, f
     empty = critic(*batch.collate([]))["values"]  # a rank that has nothing to do
     empty.sum().backward()
     assert empty.shape == (0,) and all(p.grad.eq(0).all() for p in critic.parameters())
+
+
+@pytest.mark.parametrize("scale, offset, noise", [(17.0, 3.0, 0.0), (-0.2, 0.5, 0.3), (0.0, 1.0, 1.0)])
+def test_least_squares_by_numpy(scale, offset, noise):
+    """What is masked, NaN included, does not count; a constant x is shifted and not scaled."""
+    torch.manual_seed(0)
+    x = torch.where(MASK, torch.randn(5, 5, dtype=F64) - 17, NAN)
+    y = scale * x + offset + noise * torch.randn(5, 5, dtype=F64)
+    close(least_squares(x, y, MASK), np.polyfit(x[MASK].numpy(), y[MASK].numpy(), 1), 1e-9)
+    close(least_squares(0 * x + 2, y, MASK), [1.0, y[MASK].mean() - 2])
+    assert least_squares(x, y, MASK & False) == (1.0, 0.0)
+
+
+RISES = {  # explained variances, patience -> whether they have stopped rising
+    ((), 2): False, ((0.1,), 1): False, ((0.1, 0.1), 1): True, ((0.1, 0.2), 1): False, ((0.1, 0.1), 0): False,
+    ((0.1, 0.2, 0.15), 2): False, ((0.1, 0.2, 0.15, 0.205), 2): True, ((0.3, 0.1, 0.2), 2): True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("history, patience", RISES)
+def test_has_stopped_rising(history, patience):
+    assert has_stopped_rising(list(history), patience) == RISES[history, patience]
+
+
+def test_a_critic_that_explains_nothing_is_warned_of_once_in_50_steps(capsys):
+    """At step 50, not again at 51; after a better step it takes another 50. NaN, for equal returns, is not low."""
+    warned = []
+    history = [0.0] * 60 + [0.4] + [-0.1] * 55 + [NAN] + [0.01] * 49
+    for step in range(len(history) + 1):
+        warn_of_low(history[:step])
+        warned += [step] if capsys.readouterr().err else []
+    assert warned == [50, 111]
 
 
 # ---- PTX --------------------------------------------------------------------------------------------------------
@@ -299,6 +349,9 @@ STEPS = {
     "whitened": dict(whiten_rewards=True, gamma=0.9, gae_lambda=0.8, kl_estimator="abs"),
     "KL in the loss": dict(kl_in="loss", kl_estimator="full", loss_aggregation="sequence"),
     "pf_ppo": dict(pf_ppo="max_random", kl_estimator="k1"),
+    "decoupled, fitted": dict(
+        critic_gae_lambda=1.0, length_adaptive_lambda=0.6, fit_value_model=True, kl_estimator="k2", gamma=0.9
+    ),
     "updates": dict(
         mini_batch_size=4, num_epochs=2, learning_rate=1e-12, critic_learning_rate=1e-12, kl_estimator="k1",
         loss_aggregation="step_token",
@@ -312,7 +365,8 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     values = {
         **base, "output_dir": str(tmp_path), "reward": f"{beside(base, 'some.py')}:score", "precision": "float64",
         "total_episodes": 8, "save_every": 0, "mini_batch_size": 8, "num_epochs": 1, "non_stop_penalty": True,
-        "penalty_reward_value": -0.5, "value_model": scalar_folder(base["model"], tmp_path / "critic"), **changes,
+        "penalty_reward_value": -0.5, "value_model": scalar_folder(base["model"], tmp_path / "critic"),
+        "fit_value_model": False, **changes,
     }  # fmt: skip
     run_here(values, "ppo")
     ((row,), (batch,)) = metrics_of(values), batches
@@ -352,8 +406,15 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
         rewards = whitened(rewards, keep_mean=True)
     old = [[v.item() for v in read[i]] for i in trained]
     gamma, lam = values.get("gamma", 1.0), values.get("gae_lambda", 0.95)
-    A = [gae_by_hand(r, v, gamma, lam) for r, v in zip(rewards, old)]
-    returns = [[a + v for a, v in zip(*rows)] for rows in zip(A, old)]
+    if values["fit_value_model"]:
+        to_go = [gae_by_hand(r, [0.0] * len(r), gamma, 1.0) for r in rewards]
+        scale, offset = np.polyfit(sum(old, []), sum(to_go, []), 1)
+        read = [[scale * v + offset for v in row] for row in read]
+        old = [[v.item() for v in read[i]] for i in trained]
+    adapted = [max(0, 1 - 1 / (0.6 * len(r))) if "length_adaptive_lambda" in changes else lam for r in rewards]
+    A = [gae_by_hand(r, v, gamma, own) for r, v, own in zip(rewards, old, adapted)]
+    targets = [gae_by_hand(r, v, gamma, values.get("critic_gae_lambda", lam)) for r, v in zip(rewards, old)]
+    returns = [[a + v for a, v in zip(*rows)] for rows in zip(targets, old)]
     if values.get("whiten_advantages", True):
         A = whitened(A, keep_mean=False)
     chosen = [i for i in chosen if i in trained]  # a response without a score has no share in any mean
@@ -387,6 +448,7 @@ VARIANTS = {
     "pf_ppo": dict(pf_ppo="pow"),
     "whitened rewards": dict(whiten_rewards=True),
     "warm-up": dict(critic_warmup_steps=1),
+    "critic's updates": dict(critic_num_epochs=3, critic_mini_batch_size=2, critic_gradient_checkpointing=True),
 }
 
 
@@ -436,11 +498,25 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     assert rows[2]["lr"] == pytest.approx(3e-3 * utils.lr_factor(3, 8, 0.03, "linear"))  # 4 updates a step
 
 
+def test_critic_warm_up_ends_when_its_explained_variance_does_not_rise(base, tmp_path, monkeypatch, capsys):
+    """In the second of at most three steps; the policy's schedule spans the rest. With updates of its own."""
+    monkeypatch.setattr(plumbing.critic, "has_stopped_rising", lambda history, patience: len(history) >= patience)
+    values = {**base, "output_dir": str(tmp_path), "critic_warmup_steps": 3, "critic_warmup_patience": 2}
+    values |= dict(lr_schedule="linear", critic_num_epochs=3, critic_mini_batch_size=2)
+    run_here(values, "ppo")
+    rows = metrics_of(values)
+    assert [row["loss/grad_norm"] is None for row in rows] == [True, True, False, False]
+    assert rows[-1]["lr"] == 0 and rows[2]["lr"] == pytest.approx(3e-3 * utils.lr_factor(3, 8, 0.03, "linear"))
+    explained = rows[1]["val/explained_variance"]
+    assert f"critic warm-up: 2 steps, 16 responses, explained variance {explained:.3f}\n" in capsys.readouterr().out
+
+
 def test_resume_bit_for_bit(base, tmp_path):
     """Four steps in one go, and two, a stop in the middle of the third, and the rest."""
     straight = {**base, "output_dir": str(tmp_path), "ptx_dataset": beside(base, "ptx.jsonl"), "ptx_coef": 0.2}
     straight |= dict(reward_normalization=True, kl_controller="adaptive", kl_horizon=20, kl_target=0.05, seed=3)
     straight |= dict(lr_schedule="linear", critic_lr_schedule="cosine", critic_learning_rate=1e-3, value_clip=0.01)
+    straight |= dict(value_model=scalar_folder(base["model"], tmp_path / "judge"))  # its fit goes on, too
     run(straight, script="ppo")
     rows = metrics_of(straight)
     for name in ("objective/kl_coef", "loss/ptx", "val/values", "critic_lr", "objective/scores"):
