@@ -13,10 +13,11 @@ micro-batches; the sampling temperature is in every log-probability; each (respo
 number; masks come from lengths, never from token ids; what could not be scored is left out and counted; per-token
 values live in `Batch.tokens`, a dict that carries whatever is put there (see grpo.py, choice 8). And:
 1. A value is read at the position that predicts its token, as the log-probabilities are. After the last token it is 0.
-2. The critic is a reward model with its head (`--value_model`), or the policy with a head of zeros: values start at 0
-   then, and the first returns are the rewards alone.
+2. The critic is a reward model (`--value_model`), its head fitted to the first returns, or the policy with a head of
+   zeros: values start at 0 then, and the first returns are the rewards alone.
 3. Actor and critic share no weights: each has its own optimizer, schedule and gradient clipping.
-4. Returns are taken before the advantages are whitened, over the response tokens of the step, all ranks.
+4. Returns are taken before the advantages are whitened, over the response tokens of the step, all ranks. They may have
+   a lambda of their own (`--critic_gae_lambda`), and the critic its own epochs and mini-batches.
 5. Scores: the weighted sum of the sources, then normalisation, then the clip, then the penalty for no stop token.
 
     bash scripts/demo.sh ppo                                                          # a tiny model on a CPU, minutes
@@ -529,9 +530,9 @@ def update_critic(
     Returns:
         The sums over the updates of the value loss, and the tokens, and those where clipping raised it.
     """
-    sums, epochs, size = utils.Sums(world), *critic_schedule(args)
-    updates = utils.mini_batches(drawn, size, epochs, (args.seed, step))
-    optimizer.updates += epochs * args.rollout_batch_size * args.group_size // size - len(updates)  # it goes by steps
+    epochs, size, updates_a_step = critic_schedule(args)
+    sums, updates = utils.Sums(world), utils.mini_batches(drawn, size, epochs, (args.seed, step))
+    optimizer.updates += updates_a_step - len(updates)  # where responses were left out; the schedule goes by steps
     for _, mini in updates:
         reduce_loss = loss_reduction(batch.response_mask, mini, drawn, epochs / len(updates), args)
         for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
@@ -744,7 +745,6 @@ def main(args: Args) -> None:
     rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts + eval_prompts)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size
-    critic_epochs, critic_batch_size = critic_schedule(args)
     total_steps = args.total_episodes // N
     if args.value_model:
         models.check_can_read("--value_model", args.value_model, tokenizer)
@@ -765,9 +765,7 @@ def main(args: Args) -> None:
     critic = load_critic(args, run.checkpoint, dtype, sharding.load_device)
     wrapped_critic = sharding.wrap(critic)
     optimizer = utils.Optimizer(policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step)
-    critic_optimizer = utils.Optimizer(
-        critic, args, total_steps * critic_epochs * N // critic_batch_size, prefix="critic_"
-    )
+    critic_optimizer = utils.Optimizer(critic, args, total_steps * critic_schedule(args)[2], prefix="critic_")
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, rollout_world, compute_dtype)
     if engine is None:
@@ -785,10 +783,8 @@ def main(args: Args) -> None:
         {"": model, "critic": critic.scalar.model} | ({"reference": reference.model} if keeps_reference else {}),
         {"": optimizer, "critic": critic_optimizer},
         data.token_lengths(prompts, eval_prompts, ptx_rows),
-        {
-            "position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None,
-            "critic": critic.state,
-        },
+        {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}
+        | {"critic": critic.state},
         N, engine,
     )  # fmt: skip
     critic.state = run.state["critic"]

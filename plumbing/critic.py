@@ -144,9 +144,10 @@ def check_critic_args(args, responses: int) -> None:
         fail(f"--critic_warmup_patience {args.critic_warmup_patience}: takes --critic_warmup_steps, the most there are")
 
 
-def critic_schedule(args) -> tuple[int, int]:
-    """Return the critic's passes over a rollout, and the responses of its updates."""
-    return args.critic_num_epochs or args.num_epochs, args.critic_mini_batch_size or args.mini_batch_size
+def critic_schedule(args) -> tuple[int, int, int]:
+    """Return the critic's passes over a rollout, the responses of an update, and the updates of a whole step."""
+    epochs, size = args.critic_num_epochs or args.num_epochs, args.critic_mini_batch_size or args.mini_batch_size
+    return epochs, size, epochs * args.rollout_batch_size * args.group_size // size
 
 
 def has_stopped_rising(history: list[float], patience: int) -> bool:

@@ -294,7 +294,7 @@ def test_every_flag_is_read(name):
     assert not unread, f"nothing reads {sorted(unread)}"
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "plumbing/flags.py"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "plumbing/flags.py", "plumbing/critic.py"])
 def test_every_flag_is_documented(name):
     """By a docstring right under it, which is what --help shows."""
     classes = [n for n in tree_of(name).body if isinstance(n, ast.ClassDef) and n.name.endswith("Args")]
