@@ -42,8 +42,8 @@ class CriticArgs:
     """Passes of the critic over one rollout; 0: --num_epochs."""
     critic_mini_batch_size: NonNegativeInt = 0
     """Responses an update of the critic, over all ranks; 0: --mini_batch_size."""
-    critic_gradient_checkpointing: bool | None = None
-    """Recompute the critic's activations in the backward pass; default: --gradient_checkpointing."""
+    critic_gradient_checkpointing: bool = False
+    """Recompute the critic's activations in the backward pass, also where --gradient_checkpointing is off."""
     critic_warmup_steps: NonNegativeInt = 0
     """First steps, in which the critic trains and the policy does not (value pretraining, arXiv:2503.01491)."""
     critic_warmup_patience: NonNegativeInt = 0
@@ -128,8 +128,7 @@ def load_critic(args, saved: str | None, dtype: torch.dtype, device) -> Critic:
         nn.init.zeros_(scalar.model.score.weight)
     if args.lora_rank:
         lora.add_lora(scalar.model, args)
-    chosen = args.critic_gradient_checkpointing
-    if args.gradient_checkpointing if chosen is None else chosen:
+    if args.gradient_checkpointing or args.critic_gradient_checkpointing:
         scalar.model.gradient_checkpointing_enable({"use_reentrant": False})
     return Critic(scalar, args.critic_warmup_steps, fits=args.fit_value_model and not new_head)
 

@@ -197,9 +197,8 @@ def training_bytes(args, model: Model, sharded: bool) -> dict[str, float]:
     weight, compute = BYTES[args.precision]
     autocast = compute < weight
     tokens = max(args.micro_batch_tokens, math.ceil(longest_sequence(args) / args.sequence_parallel))
-    recomputes = args.gradient_checkpointing
-    if not model.logits and getattr(args, "critic_gradient_checkpointing", None) is not None:
-        recomputes = args.critic_gradient_checkpointing
+    of_critic = not model.logits and getattr(args, "critic_gradient_checkpointing", False)
+    recomputes = args.gradient_checkpointing or of_critic
     embeddings, looked_up = embedding_parameters(model)
     matrix, head = vocabulary * hidden, vocabulary * hidden if model.logits else 0
     block = (model.parameters - embeddings) / layers

@@ -381,7 +381,7 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     trained = [i for i, s in enumerate(scores) if not math.isnan(s)]
     lengths = [len(response) for response in batch.responses]
     assert len(trained) < 8 and -0.5 in scores and len(set(lengths)) > 2  # all of it occurs
-    logprobs, kls, read = [], [], []
+    logprobs, kls, states = [], [], []
     for query, response in zip(batch.queries, batch.responses):
         p = plain_logprobs(policy, query, response, 1.0)
         q = plain_logprobs(reference, query, response, 1.0).detach()
@@ -390,7 +390,7 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
         d = [p[t, token] - q[t, token] for t, token in enumerate(response)]
         full = [(p[t].exp() * (p[t] - q[t])).sum() for t in range(len(p))]
         kls.append({"k1": d, "k2": [x**2 / 2 for x in d], "abs": [x.abs() for x in d], "full": full}[how])
-        read.append([critic.score(hidden[len(query) + t - 1])[0] for t in range(len(response))])
+        states.append(hidden[len(query) - 1 : len(query) + len(response) - 1])  # that predict each token
     chosen = list(range(8))
     if "pf_ppo" in changes:
         numbers, odds = (
@@ -404,12 +404,14 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
         reward[-1] += scores[i]
     if "whiten_rewards" in changes:
         rewards = whitened(rewards, keep_mean=True)
+    read = [[critic.score(x)[0] for x in row] for row in states]
     old = [[v.item() for v in read[i]] for i in trained]
     gamma, lam = values.get("gamma", 1.0), values.get("gae_lambda", 0.95)
     if values["fit_value_model"]:
         to_go = [gae_by_hand(r, [0.0] * len(r), gamma, 1.0) for r in rewards]
         scale, offset = np.polyfit(sum(old, []), sum(to_go, []), 1)
-        read = [[scale * v + offset for v in row] for row in read]
+        critic.score.weight.data *= scale
+        read = [[critic.score(x)[0] + offset for x in row] for row in states]
         old = [[v.item() for v in read[i]] for i in trained]
     adapted = [max(0, 1 - 1 / (0.6 * len(r))) if "length_adaptive_lambda" in changes else lam for r in rewards]
     A = [gae_by_hand(r, v, gamma, own) for r, v, own in zip(rewards, old, adapted)]
