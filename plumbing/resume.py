@@ -24,11 +24,11 @@ MAY_CHANGE = set(
     # how long and how fast it learns
     "total_episodes num_epochs learning_rate lr_schedule warmup_ratio min_learning_rate weight_decay max_grad_norm "
     "critic_learning_rate critic_lr_schedule critic_warmup_ratio critic_min_learning_rate critic_weight_decay "
-    "critic_max_grad_norm max_skipped_updates "
+    "critic_max_grad_norm critic_num_epochs max_skipped_updates "
     # memory, speed, machines
-    "attention compile gradient_checkpointing micro_batch_tokens logits_chunk_tokens generation_batch_size shard "
-    "shard_group_size cpu_offload sequence_parallel kv_cache_gb rollout_backend rollout_servers vllm_tensor_parallel "
-    "reward_timeout".split()
+    "attention compile gradient_checkpointing critic_gradient_checkpointing micro_batch_tokens logits_chunk_tokens "
+    "generation_batch_size shard shard_group_size cpu_offload sequence_parallel kv_cache_gb rollout_backend "
+    "rollout_servers vllm_tensor_parallel reward_timeout".split()
 )
 
 LOCK = ".lock"
