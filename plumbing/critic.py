@@ -1,6 +1,6 @@
 """The critic of ppo.py: its flags, its model, where its values start, and how far it has learned.
 
-What it is trained to, and with which loss, stands in ppo.py. Imports utils, plumbing.flags, plumbing.lora, plumbing.models.
+What it is trained to, and with which loss, stands in ppo.py. Imports utils and plumbing.flags, .lora and .models.
 """
 
 import math
