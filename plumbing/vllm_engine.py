@@ -1,6 +1,6 @@
 """vLLM in the training process (--rollout_backend vllm); plumbing/engines.py says what an engine offers.
 
-Imports plumbing.checkpoints (states of the random generators) and plumbing.lora (weights by name).
+Imports plumbing.checkpoints (states of the random generators) and plumbing.lora (weights by name), plumbing.models (configurations).
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import torch
 
 from plumbing.checkpoints import random_state, set_random_state
 from plumbing.lora import base_weights, merged
+from plumbing.models import load_config
 from utils import World, fail, first_line, set_num_threads
 
 PREFILL_TOKENS = 65_536  # of prompts at once, on a CPU; at least one whole prompt has to fit
@@ -34,10 +35,15 @@ class Engine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if world.size % args.vllm_tensor_parallel:
             fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: has to divide the number of ranks, {world.size}")
+        self.on_cpu = not torch.cuda.is_available()
+        experts = getattr(load_config("--model", args.model), "num_experts_per_tok", 0)
+        if self.on_cpu and experts and load_format == "dummy":  # its reload leaves them as they were (0.32.0)
+            fail(
+                f"--rollout_backend vllm: on a CPU, vLLM takes no new weights of experts, as {args.model} has; take hf"
+            )
         import vllm
         from vllm.platforms import current_platform
 
-        self.on_cpu = not torch.cuda.is_available()
         # A prefetched rollout samples while the step trains, when a synchronous engine would sleep.
         self.can_sleep = current_platform.is_sleep_mode_available() and not args.async_steps
         self.asleep, self.freed_gb, self.synced, self.failure = False, 0.0, 0, ""

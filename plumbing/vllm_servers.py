@@ -136,6 +136,8 @@ class Servers:
         if served["logprobs"] != "processed_logprobs" or served["transfer"] != self.transfer:
             needs = f"has to give processed log-probs and take weights by {self.transfer}"
             raise ServerError(f"{url}: {needs}: scripts/vllm_server.py does")
+        if self.transfer == "gloo" and served["config"].get("num_experts_per_tok"):
+            raise ServerError(f"{url}: on a CPU, vLLM takes no new weights of experts, as its model has")
         if served["dtype"] != str(self.weights.dtype):
             warn(f"--rollout_servers {url}: computes in {served['dtype']}, this run in {self.weights.dtype}")
         return served

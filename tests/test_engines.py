@@ -5,9 +5,13 @@ import types
 import evaluate
 import helpers
 import pytest
+import torch
+import transformers
 from helpers import metrics_of, run_here, steps_of
 
-from plumbing import engines
+import grpo
+import utils
+from plumbing import engines, vllm_engine
 
 
 class StandIn:
@@ -57,6 +61,13 @@ def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsy
             assert len(metrics_of(stopped)) == len(metrics_of(straight))
         else:
             assert metrics_of(stopped) == metrics_of(straight)
+
+
+def test_experts_are_not_for_vllm_on_a_cpu(tmp_path, capsys):
+    transformers.AutoConfig.for_model("qwen2_moe").save_pretrained(tmp_path)
+    with pytest.raises(SystemExit):
+        vllm_engine.Engine(grpo.Args(model=str(tmp_path)), utils.World(0, 1, torch.device("cpu")), None)
+    assert capsys.readouterr().err.startswith("error: --rollout_backend vllm: on a CPU, vLLM takes no new weights")
 
 
 def test_a_failure_ends_an_evaluation(capsys):
