@@ -1,6 +1,7 @@
 """vLLM in the training process (--rollout_backend vllm); plumbing/engines.py says what an engine offers.
 
-Imports plumbing.checkpoints (states of the random generators) and plumbing.lora (weights by name), plumbing.models (configurations).
+Imports plumbing.checkpoints (states of the random generators), plumbing.lora (weights by name) and plumbing.models
+(configurations).
 """
 
 import contextlib
