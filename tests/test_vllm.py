@@ -98,7 +98,7 @@ def roll(setting, samples, engine, key=("rollout", 1, 1), **changes):
     rows = [{"prompt": text, "query": tokenizer.encode(text), "answer": "1"} for text in prompts]
 
     class Scores:
-        models = {}
+        models, verifiers = {}, ("a",)
 
         def score(self, rows, texts, responses):
             return {"a": [float(len(text)) for text in texts]}
