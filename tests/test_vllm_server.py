@@ -63,7 +63,7 @@ def start(folder, model: str, *words: str) -> tuple[subprocess.Popen, queue.Simp
 
 def ready(started) -> str:
     """The address in the line that a server prints once it answers."""
-    while not (line := started[1].get(timeout=300)).startswith("serving "):
+    while not (line := started[1].get(timeout=600)).startswith("serving "):
         pass
     return line.split()[-1]
 
@@ -303,7 +303,9 @@ def test_prompts_that_do_not_fit_together(engines):
     """More tokens than vLLM takes at a time by default, each request with a seed."""
     servers, model = engines["tied"]
     queries = prompts(60, length=220)
-    responses, logprobs = sample(servers, queries, list(range(60)))
+    found = sample(servers, queries, list(range(60)))
+    assert found is not None, servers.failure
+    responses, logprobs = found
     assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
 
 
