@@ -272,7 +272,8 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
         def reset_prefix_cache(self):
             return True
 
-    engine = SimpleNamespace(llm=Engine(), asleep=False, _on_stream=contextlib.nullcontext)
+    same = dict(_on_stream=contextlib.nullcontext, _errors_as_failure=contextlib.nullcontext)
+    engine = SimpleNamespace(llm=Engine(), asleep=False, **same)
     vllm_engine.Engine.sync(engine, own)
     assert engine.llm.seen.keys() == plain.state_dict().keys()
     assert all(torch.equal(x, engine.llm.seen[key]) for key, x in plain.state_dict().items())
