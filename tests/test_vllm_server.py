@@ -254,6 +254,16 @@ def test_a_new_run_takes_a_server_over(engines, running):
     engines["tied"] = (servers, model)
 
 
+def test_prompts_that_do_not_fit_together(engines):
+    """More tokens than vLLM takes at a time by default, each request with a seed."""
+    servers, model = engines["tied"]
+    queries = prompts(60, length=220)
+    found = sample(servers, queries, list(range(60)))
+    assert found is not None, servers.failure
+    responses, logprobs = found
+    assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
+
+
 @pytest.mark.parametrize("async_steps, ranks", [(0, 1), (1, 1), (1, 2)])
 def test_a_run(running, tmp_path, async_steps, ranks):
     """The servers sample with the weights that the run trains, also beside the training and for several ranks."""
@@ -297,16 +307,6 @@ def test_a_prompt_that_does_not_fit_is_a_failure_with_the_servers_words(engines)
     assert sample(servers, prompts(3, length=300), [0, 1, 2]) is None
     assert "300" in servers.failure and "/inference/v1/generate failed" in servers.failure
     servers.failure = ""
-
-
-def test_prompts_that_do_not_fit_together(engines):
-    """More tokens than vLLM takes at a time by default, each request with a seed."""
-    servers, model = engines["tied"]
-    queries = prompts(60, length=220)
-    found = sample(servers, queries, list(range(60)))
-    assert found is not None, servers.failure
-    responses, logprobs = found
-    assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
 
 
 @pytest.mark.parametrize(
