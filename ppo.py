@@ -783,9 +783,8 @@ def main(args: Args) -> None:
         {"": model, "critic": critic.scalar.model} | ({"reference": reference.model} if keeps_reference else {}),
         {"": optimizer, "critic": critic_optimizer},
         data.token_lengths(prompts, eval_prompts, ptx_rows),
-        {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}
-        | {"critic": critic.state},
-        N, engine,
+        {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None,
+         "critic": critic.state}, N, engine,
     )  # fmt: skip
     critic.state = run.state["critic"]
     run.clock.count_flops(policy, args.sequence_parallel)
@@ -837,8 +836,9 @@ def main(args: Args) -> None:
 
         # ---- 3. values, advantages, and which responses train ----
         run.phase("values")
-        policy_trains = step > critic.state["warmup_steps"]
-        optimizer.total_updates = (total_steps - critic.state["warmup_steps"]) * updates_a_step
+        warmup_steps = critic.state["warmup_steps"]  # fewer than --critic_warmup_steps if it ended early
+        policy_trains = step > warmup_steps
+        optimizer.total_updates = (total_steps - warmup_steps) * updates_a_step
         scored = mask & scores.isfinite()[:, None]  # (N, T), the tokens that can train
         kl = batch.tokens["kl"] if kl_in_reward else None
         rewards_t = token_rewards(scores.to(loss_dtype), kl, mask, kl_coef)  # (N, T)
@@ -940,7 +940,6 @@ def main(args: Args) -> None:
             next_kl_coef = adapt_kl_coef(
                 kl_coef, total["mean_kl"] / max(1, len(trained)), args.kl_target, len(trained), args.kl_horizon
             )
-
         explained = explained_variance(old_values, returns, scored)
         critic.end_step(step, step * N, explained, args.critic_warmup_patience)
 

@@ -184,7 +184,7 @@ def _main(script: str, command_line: list[str], log: str, environment: dict, pla
         os.dup2(descriptor, number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-    os.environ.pop("PYTHONPATH", None)
+    os.environ.clear()  # the server's is that of the test which started it
     os.environ.update(environment)
     module = __import__(script)
     if backend := environment.get("COMPILE_BACKEND"):  # torch reads its own variable when it is imported
@@ -251,7 +251,7 @@ class Running:
     ):
         context = _server()
         self.log = tempfile.mktemp(prefix="log_", dir=_logs.name)
-        environment = {"RUN_TEST_LOG": self.log, **(environment or {})}
+        environment = {**os.environ, "RUN_TEST_LOG": self.log, **(environment or {})}
         self.process = context.Process(
             target=_main, args=(script, words(values), self.log, environment, place, curves), daemon=True
         )
