@@ -9,6 +9,7 @@ plumbing.config_file, which reads flags from a file.
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import math
@@ -277,6 +278,7 @@ def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
     return cls(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
 
 
+@functools.cache
 def docstrings(cls: type) -> dict[str, str]:
     """Return the text under each field that a dataclass itself declares, {name: text}; "" for a field without one."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body

@@ -207,7 +207,7 @@ def _main(script: str, command_line: list[str], log: str, environment: dict, pla
         os._exit(code)
 
 
-PRELOADED = ["helpers", "grpo"]
+PRELOADED = ["helpers", "preloaded"]
 VLLM = [  # what an engine's start imports, which takes eight seconds
     "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2", "vllm.v1.attention.backends.cpu_attn",

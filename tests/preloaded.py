@@ -1,0 +1,17 @@
+"""What the server that forks the tests' runs has done before: see helpers.py."""
+
+import gc
+
+from transformers import conversion_mapping
+
+import grpo
+import ppo
+import reward_model
+import rloo
+from plumbing import flags
+
+for script in (grpo, ppo, reward_model, rloo):
+    flags.parse(script.Args, [])  # fills the caches of flags and tyro
+conversion_mapping.get_checkpoint_conversion_mapping("qwen2")  # and those of transformers
+gc.collect()
+gc.freeze()  # a collection in a run would write to the pages of every object, and each would be copied
