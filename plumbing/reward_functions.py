@@ -11,7 +11,6 @@ Columns are lists with an entry for each response. A function without **columns 
 Imports nothing of this project.
 """
 
-import asyncio
 import importlib.util
 import inspect
 import os
@@ -64,7 +63,11 @@ def call(function: Callable, positional: list, named: dict):
         there = ", ".join([*("prompts", "responses")[: len(positional)], *named])
         raise TypeError(f"cannot be called with {there}: {error}") from None
     result = function(*positional, **taken)
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+    if inspect.iscoroutine(result):
+        import asyncio  # a quarter of the time that a worker takes to start, and few functions need it
+
+        result = asyncio.run(result)
+    return result
 
 
 def trl_arguments(prompts: list, responses: list[str], ids: list, columns: dict) -> dict:

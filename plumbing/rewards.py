@@ -209,8 +209,9 @@ class Workers:
 
     def start(self, spare: bool = False) -> None:
         """Start the processes side by side and wait until all of them are ready."""
-        for _ in range(worker_count() if self.names else 0):
-            self.processes.append(self._start_one())
+        # Verifiers share the responses of a rank out among the processes; a function gets all of them in one request.
+        count = worker_count() if any(name in VERIFIERS for name in self.names) else 1
+        self.processes = [self._start_one() for _ in range(count if self.names else 0)]
         self.spare = [self._start_one()] if spare else []
         for warning in {self._wait_until_ready(worker) for worker in self.processes + self.spare} - {None}:
             warn(f"--reward: {warning}")

@@ -244,10 +244,10 @@ def restart_server() -> None:
 
 
 class Running:
-    """A run in a process of its own; without curves.png it is half a second shorter."""
+    """A run in a process of its own, without curves.png unless that is asked for: it takes as long as four steps."""
 
     def __init__(
-        self, values: dict, script: str = "grpo", environment: dict | None = None, place: str = "", curves: bool = True
+        self, values: dict, script: str = "grpo", environment: dict | None = None, place: str = "", curves: bool = False
     ):
         context = _server()
         self.log = tempfile.mktemp(prefix="log_", dir=_logs.name)
@@ -347,8 +347,8 @@ def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None,
 
 
 def run_here(values: dict, script: str = "grpo") -> None:
-    """`main` in this process, which is left as it was: signal handlers, reward processes, logging."""
-    module = __import__(script)
+    """`main` in this process, without curves.png. What it changes is put back: signal handlers, reward processes."""
+    module, plot_curves = __import__(script), run_log.plot_curves
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     made, rewards = [], getattr(module, "Rewards", None) or object
 
@@ -359,9 +359,11 @@ def run_here(values: dict, script: str = "grpo") -> None:
 
     if hasattr(module, "Rewards"):
         module.Rewards = Closed
+    run_log.plot_curves = lambda *args: None
     try:
         module.main(flags.parse(module.Args, words(values)))
     finally:
+        run_log.plot_curves = plot_curves
         if hasattr(module, "Rewards"):
             module.Rewards = rewards
         for each in made:

@@ -22,7 +22,6 @@ from test_shard import exact_runs
 
 import grpo
 import rloo
-from plumbing import run_log
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 
@@ -102,7 +101,7 @@ class Runs:
 
     def difference(self, name: str, precision: str, cut: str) -> tuple[float, str]:
         """Run a case, and compare it with one process."""
-        options, (ranks, shard, *_) = {"script": TRAINED[name][1], "curves": False}, CUTS[cut]
+        options, (ranks, shard, *_) = {"script": TRAINED[name][1]}, CUTS[cut]
         values, whole = self.flags(name, precision, CUTS[cut]), self.flags(name, precision, WHOLE)
         if (name, precision) not in self.whole:
             self.whole[name, precision] = helpers.start(whole, **options)
@@ -137,7 +136,7 @@ def test_equal_responses_have_equal_scores(runs):
     values = {**runs.flags("grpo", "float32", WHOLE), "run_name": "equal", "top_k": 1, "loss_aggregation": "token"}
     values |= {"reward": values["reward"][1:], "reward_weights": (1.0,), "group_size": 5, "mini_batch_size": 10}
     values |= {"total_episodes": 100, "kl_coef": 0.0, "ref_refresh_every": 0, "entropy_coef": 0.0, "log_samples": 10}
-    helpers.run(values, curves=False)
+    helpers.run(values)
     assert all(row["val/zero_std_fraction"] == 1 and row["loss/grad_norm"] == 0 for row in metrics_of(values))
     samples = read_lines(folder_of(values) / "samples.jsonl")
     assert len(samples) == 100 and all(row["advantage"] == 0 for row in samples)
@@ -184,9 +183,8 @@ def test_all_is_covered():
         ("rloo", "advantage", {}),
     ],
 )
-def test_each_choice_trains_otherwise(runs, monkeypatch, script, field, changes):
+def test_each_choice_trains_otherwise(runs, script, field, changes):
     """Else a case that covers it would say nothing about it: another gradient, by more than cuts may change it."""
-    monkeypatch.setattr(run_log, "plot_curves", lambda *args: None)
     norms = []
     for choice in sorted(choices({"grpo": grpo, "rloo": rloo}[script], field)):
         values = {**runs.flags(script, "float64", WHOLE), **changes, field: choice}

@@ -398,7 +398,7 @@ def base(tmp_path_factory) -> dict:
 def straight(base) -> dict:
     """Two passes, six steps, in one go."""
     values = {**base, "run_name": "straight", "num_epochs": 2}
-    run(values, script="reward_model")
+    run(values, script="reward_model", curves=True)
     return values
 
 

@@ -138,7 +138,7 @@ RANKS = {
 def straight(base) -> dict[str, dict]:
     """Four steps of each script in one go."""
     runs = {script: {**base[script], "run_name": f"straight {script}"} for script in SCRIPTS}
-    started = [start(runs[script], script=script, environment=ONE_CHECKER) for script in SCRIPTS]
+    started = [start(runs[script], script=script, environment=ONE_CHECKER, curves=True) for script in SCRIPTS]
     assert [each.wait().code for each in started] == [0, 0, 0], [each.err[-2000:] for each in started]
     return runs
 
