@@ -80,14 +80,14 @@ def tiny_model(folder, kind: str = "qwen2", chat: bool = False, **changes) -> st
     return str(folder)
 
 
-def scalar_folder(source: str, folder, labels: int = 1, tokens: tuple = (), **config) -> str:
+def scalar_folder(source: str, folder, labels: int = 1, tokens: tuple = (), tokenizer=None, **config) -> str:
     """A reward model in a folder: the body of a language model, and a head at random values far from 0."""
     torch.manual_seed(5)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=labels)
     model.score.weight.data = torch.randn_like(model.score.weight)
     model.config.update(config)
     model.save_pretrained(folder)
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     tokenizer.add_tokens(list(tokens))
     tokenizer.save_pretrained(folder)
     return str(folder)
@@ -208,10 +208,6 @@ def _main(script: str, command_line: list[str], log: str, environment: dict, pla
 
 
 PRELOADED = ["helpers", "preloaded"]
-VLLM = [  # what an engine's start imports, which takes eight seconds
-    "vllm", "vllm.entrypoints.llm", "vllm.v1.engine.llm_engine", "vllm.v1.executor.uniproc_executor",
-    "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen2", "vllm.v1.attention.backends.cpu_attn",
-]  # fmt: skip
 
 
 @functools.cache
@@ -231,10 +227,10 @@ def _server():
 @contextlib.contextmanager
 def vllm_preloaded():
     """Fork the runs from a server that has imported vLLM, too. Other runs get another: it changes torch.compile."""
-    PRELOADED.extend(VLLM)
+    PRELOADED.append("preloaded_vllm")
     restart_server()
     yield
-    PRELOADED[:] = PRELOADED[: -len(VLLM)]
+    PRELOADED.remove("preloaded_vllm")
     restart_server()
 
 

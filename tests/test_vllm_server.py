@@ -1,6 +1,5 @@
 """The rollout on vLLM servers: real ones on the CPU, started by scripts/vllm_server.py, weights pushed over gloo."""
 
-import contextlib
 import importlib.util
 import itertools
 import os
@@ -9,12 +8,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import forked_python
 import helpers
 import pytest
 import requests
@@ -51,11 +50,11 @@ def prompts(count: int, length: int = 20) -> list[list[int]]:
     return [[5] * 16 + torch.randint(3, 250, (length - 16,), generator=numbers).tolist() for _ in range(count)]
 
 
-def start(folder, model: str, *words: str) -> tuple[subprocess.Popen, queue.SimpleQueue]:
-    command = [sys.executable, ROOT / "scripts/vllm_server.py", "--model", model, "--port", "0"]
+def start(python: str, folder, model: str, *words: str) -> tuple[subprocess.Popen, queue.SimpleQueue]:
+    command = [python, ROOT / "scripts/vllm_server.py", "--model", model, "--port", "0"]
     command += ["--kv_cache_gb", "0.02", "--max_length", "250", *words]
     with open(f"{folder}/log", "w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     lines = queue.SimpleQueue()
     threading.Thread(target=lambda: [lines.put(line) for line in process.stdout], daemon=True).start()
     return process, lines
@@ -74,15 +73,15 @@ def running(tmp_path_factory):
     os.environ["VLLM_API_KEY"] = "one that is long"
     folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
     models = {name: tiny_model(folder / "model", **MODELS[name]) for name, folder in folders.items()}
-    started = {name: start(folders[name], models[name]) for name in MODELS}
-    try:
-        yield {name: (started[name][0], ready(started[name]), models[name]) for name in MODELS}
-    finally:
-        del os.environ["VLLM_API_KEY"]
-        for process, _ in started.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+    with helpers.vllm_preloaded(), forked_python.python() as python:
+        started = {name: start(python, folders[name], models[name]) for name in MODELS}
+        try:
+            yield {name: (started[name][0], ready(started[name]), models[name]) for name in MODELS}
+        finally:
+            del os.environ["VLLM_API_KEY"]
+            for process, _ in started.values():
+                process.kill()
+                process.wait(10)
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +331,7 @@ def test_a_server_that_is_killed_in_the_middle_is_a_failure(engines, running, mo
     monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 3.0)
     servers, model = engines["two"]
     process, url, _ = running["second"]
-    threading.Timer(0.5, os.killpg, (process.pid, signal.SIGKILL)).start()
+    threading.Timer(0.5, os.killpg, (forked_python.FORKED[process.pid], signal.SIGKILL)).start()
     long = {"max_response_length": 200, "min_response_length": 200}
     begin = time.monotonic()
     assert sample(servers, prompts(2000), list(range(2000)), **long) is None
@@ -350,5 +349,5 @@ def test_sigterm_ends_all_of_a_server(running):
     deadline = time.monotonic() + 10
     with pytest.raises(ProcessLookupError):  # the group is empty: nothing of it is left
         while time.monotonic() < deadline:
-            os.killpg(process.pid, 0)
+            os.killpg(forked_python.FORKED[process.pid], 0)
             time.sleep(0.1)

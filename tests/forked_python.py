@@ -1,0 +1,120 @@
+"""A program `python` for the tests: what it is given runs in a process forked from one that has imported everything.
+
+A test, or a shell script in a test, calls it as it would call Python, with a script or with -m and a module. Working
+folder, environment, output, signals and exit code are those of the call. It saves five seconds of imports a call, and
+thirteen where vLLM is imported (helpers.vllm_preloaded).
+"""
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import socketserver
+import sys
+import tempfile
+import threading
+import traceback
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import helpers
+
+# Passes what it is called with to the tests' process, signals to the process that this one forks, and its exit code on.
+PROGRAM = """#!PYTHON -IS
+import json, os, signal, socket, sys
+line = socket.socket(socket.AF_UNIX)
+line.connect("ADDRESS")
+words = [word for word in sys.argv[1:] if word != "-u"]  # torchrun's, for output that is not buffered
+call = {"words": words, "folder": os.getcwd(), "environment": dict(os.environ), "caller": os.getpid()}
+line.sendall(json.dumps(call).encode() + b"\\n")
+answers = line.makefile()
+process = int(answers.readline())
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda number, _: os.kill(process, number))
+code = int(answers.readline())
+if code < 0:  # a signal ended it
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+FORKED: dict[int, int] = {}  # process that runs the program -> the one that does what it asks for and leads a group
+
+
+class Call(socketserver.StreamRequestHandler):
+    """One call of the program, from the fork to the exit code."""
+
+    lock = threading.Lock()  # multiprocessing's list of processes is not made for threads
+
+    def handle(self) -> None:
+        call = json.loads(self.rfile.readline())
+        with self.lock:
+            process = helpers._server().Process(target=execute, kwargs=call)
+            process.start()
+        FORKED[call["caller"]] = process.pid
+        self.wfile.write(f"{process.pid}\n".encode())
+        wait([process.sentinel, self.connection])  # the connection ends with the caller
+        if not wait([process.sentinel], 0):
+            os.killpg(process.pid, signal.SIGKILL)
+        with self.lock:
+            process.join()
+        with contextlib.suppress(BrokenPipeError):
+            self.wfile.write(f"{process.exitcode}\n".encode())
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 100
+
+
+@contextlib.contextmanager
+def python():
+    """Path of the program, which works while this context lasts."""
+    with tempfile.TemporaryDirectory() as folder, Server(f"{folder}/calls", Call) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        program = Path(folder, "python")
+        program.write_text(PROGRAM.replace("PYTHON", sys.executable, 1).replace("ADDRESS", f"{folder}/calls", 1))
+        program.chmod(0o755)
+        yield str(program)
+        server.shutdown()
+
+
+def execute(words: list[str], folder: str, environment: dict, caller: int) -> None:
+    """Do what `python WORDS` does, in a forked process, with the caller's output."""
+    os.setsid()
+    for number in (1, 2):
+        os.dup2(os.open(f"/proc/{caller}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    os.chdir(folder)
+    # What would begin a new interpreter goes on in this process, or in a fork of it: a vLLM server and its engine.
+    os.execve = lambda path, words, environment: start(words[1:], environment)
+    of_method = multiprocessing.get_context
+    multiprocessing.get_context = lambda method=None: of_method("fork" if method == "spawn" else method)
+    start(words, environment)
+
+
+def start(words: list[str], environment: dict) -> None:
+    """Run a script or module as __main__, and end this process with its exit code."""
+    os.environ.clear()
+    os.environ.update(environment)
+    helpers.torch._dynamo.config.disable = environment.get("TORCH_COMPILE_DISABLE") == "1"  # read when it is imported
+    code = 1
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()  # closes the reward processes, as the end of an interpreter does
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
