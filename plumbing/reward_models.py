@@ -9,6 +9,7 @@ Rooms: plumbing/models.py (loading) and plumbing/prompts.py (text to token ids).
 import math
 import os
 
+import jinja2
 import torch
 
 from plumbing.models import load_scalar_model, read_tokenizer, scalar_config, stop_token_ids, vocabulary_difference
@@ -122,7 +123,7 @@ def conversation_text(tokenizer, messages: list[dict]) -> str:
     """
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:
+    except jinja2.TemplateError:  # what raise_exception(...) in a template raises
         if messages[0]["role"] != "system":
             raise
     system, user, *others = messages

@@ -3,6 +3,7 @@
 import contextlib
 import math
 
+import helpers
 import pytest
 import torch
 import transformers
@@ -35,18 +36,9 @@ def other_tokenizer(template: str | None):
 
 def save(folder, tokenizer) -> str:
     """A tiny random reward model, far from uniform, that has a tokenizer."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_labels=1, max_position_embeddings=256, pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    model = transformers.AutoModelForSequenceClassification.from_config(config)
-    for parameter in model.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    source = helpers.tiny_model(f"{folder} causal", "llama", vocab_size=len(tokenizer), **ids)
+    return helpers.scalar_folder(source, folder, tokenizer=tokenizer)
 
 
 def rows_of(texts: list, tokenizer, system_prompt: str) -> list[dict]:
