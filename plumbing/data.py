@@ -32,14 +32,17 @@ from utils import fail, generator, warn
 # ---- the data sets of a run ------------------------------------------------------------------------------------------
 
 
-def load_train_and_eval(args, tokenizer, answer_for: str) -> tuple[list[dict], list[dict]]:
+def load_train_and_eval(
+    args, tokenizer, answer_for: str, tools: list[dict] | None = None
+) -> tuple[list[dict], list[dict]]:
     """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on."""
-    train, held_out = load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, answer_for), []
+    train = load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, answer_for, tools)
+    held_out = []
     if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
         flag, name = "--eval_dataset", args.eval_dataset
         if not name:
             flag, name = "--eval_split of --dataset", args.dataset
-        held_out = load_prompts(flag, name, args.eval_split, tokenizer, args, answer_for)
+        held_out = load_prompts(flag, name, args.eval_split, tokenizer, args, answer_for, tools)
         held_out = first_prompts(held_out, args.eval_prompts)
     kept = without(train, {row["prompt"] for row in held_out})
     if len(kept) < len(train):
@@ -59,7 +62,9 @@ def check_lengths(args, prompts: list[dict]) -> None:
     )  # fmt: skip
 
 
-def load_prompts(flag: str, name: str, split: str, tokenizer, args, answer_for: str = "") -> list[dict]:
+def load_prompts(
+    flag: str, name: str, split: str, tokenizer, args, answer_for: str = "", tools: list[dict] | None = None
+) -> list[dict]:
     """Read a data set, or a list of them, and turn each row into a prompt, once and for all, as token ids.
 
     Args:
@@ -67,17 +72,20 @@ def load_prompts(flag: str, name: str, split: str, tokenizer, args, answer_for: 
         args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length and
             --overlong_prompts.
         answer_for: the flag that needs an answer in every row, such as "--reward math"; "" if none does.
+        tools: the schemas that the chat template shows to the model.
     Returns:
         Rows {"prompt": the text that the model sees, "query": its token ids, "messages": the same as messages, None
         with --chat_template none, "answer": the reference or None, "dataset": the name of its data set, "sources": what
         `named_sources` gives, "columns": the row as it was read}; a Mixture for a list of data sets. Ends the run,
         naming the row, on whatever is missing or empty.
     """
-    encode = lambda part, rows: encode_rows(f"{flag} {part}", part, rows, tokenizer, args, answer_for)
+    encode = lambda part, rows: encode_rows(f"{flag} {part}", part, rows, tokenizer, args, answer_for, tools)
     return load_parts(flag, name, split, encode)
 
 
-def encode_rows(where: str, name: str, rows: list[dict], tokenizer, args, answer_for: str) -> list[dict]:
+def encode_rows(
+    where: str, name: str, rows: list[dict], tokenizer, args, answer_for: str, tools: list[dict] | None
+) -> list[dict]:
     """Turn the rows of one data set into prompts; see `load_prompts`. `where` names it in messages."""
     prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows, required=True)
     answer_column = find_column(where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows, required=False)
@@ -94,7 +102,7 @@ def encode_rows(where: str, name: str, rows: list[dict], tokenizer, args, answer
             missing = f"has no answer in {answer_column!r}" if answer_column else "has no answer"
             there = f"name a column with --answer_column, there are {', '.join(row)}"
             fail(f"{at}: {missing}, which {answer_for} needs; {there}")
-        text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is)
+        text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
         if isinstance(prompt, str):
             wrapped += [mark for mark in marks if mark in prompt][:1]
         if reason := over_limit(args, where, number, query):

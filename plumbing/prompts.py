@@ -133,7 +133,9 @@ def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
     return messages
 
 
-def encode_prompt(where: str, prompt, tokenizer, system_prompt: str, as_is: bool = False) -> tuple[str, list[int]]:
+def encode_prompt(
+    where: str, prompt, tokenizer, system_prompt: str, as_is: bool = False, tools: list[dict] | None = None
+) -> tuple[str, list[int]]:
     """Return a prompt as the text and as the token ids that the model sees; end the run if it is not valid.
 
     Args:
@@ -141,6 +143,7 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str, as_is: bool
             chat template takes text only.
         system_prompt: stands before a prompt that has no system turn; "" for none.
         as_is: take a text without chat template and system prompt, for one that holds both already.
+        tools: the schemas that the chat template shows to the model.
     """
     messages = as_messages(where, prompt, system_prompt)
     if as_is or tokenizer.chat_template is None:
@@ -153,7 +156,7 @@ def encode_prompt(where: str, prompt, tokenizer, system_prompt: str, as_is: bool
         ids = encode_text(where, text, tokenizer)
     else:
         try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs of their own and raise whatever they like
             fail(f"{where}: the chat template of --model refuses it ({first_line(error)})")
         ids = encode_text(where, text, tokenizer, special=False)  # the template has written the special tokens

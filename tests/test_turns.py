@@ -1,0 +1,379 @@
+"""The text between the turns of a conversation: calls read from turns, and token ids of what the template puts between.
+
+The templates are short ones of the same form as those of the models that they are named after.
+"""
+
+import copy
+import types
+
+import pytest
+from conftest import make_tokenizer
+
+from plumbing import prompts
+from plumbing.turns import ToolCall, Turns, hermes_calls, llama_calls, pattern_reader
+
+CHATML = """
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# Results that follow each other share a turn of the user; calls are <tool_call> with JSON.
+QWEN25 = """
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools, called by <tool_call>JSON</tool_call>:' }}
+    {%- for tool in tools %}{{- '\\n' + tool | tojson }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
+    {%- elif m.role == 'assistant' and m.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if m.content %}{{- '\\n' + m.content }}{% endif %}
+        {%- for call in m.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# As Qwen2.5's, but turns before the last question lose their thoughts, and the last turn gets an empty one.
+QWEN3 = QWEN25.replace(
+    "{%- for m in messages %}",
+    """{%- set ns = namespace(query=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.query = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content %}
+        {%- set content = m.content.split('</think>')[-1].strip() %}
+        {%- if loop.index0 > ns.query and (loop.last or thought) %}
+            {%- set content = '<think>\\n' + (thought or '') + '\\n</think>\\n\\n' + content %}
+        {%- endif %}
+        {%- set m = {'role': m.role, 'content': content, 'tool_calls': m.tool_calls} %}
+    {%- endif %}""",
+    1,
+)
+QWEN3_THINKING = QWEN3.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
+
+# One call a turn, alone in it, results as the role ipython, and a beginning of the whole text.
+LLAMA31 = """
+{{- bos_token }}
+{%- for m in messages %}
+    {%- if m.tool_calls %}
+        {%- if m.tool_calls | length != 1 %}{{- raise_exception('one call a turn') }}{% endif %}
+        {%- set call = m.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- call.arguments | tojson + '}<|eot_id|>' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + m.content | tojson + '<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
+        {%- if tools and loop.first %}{{- tools | tojson + '\\n\\n' }}{% endif %}
+        {{- m.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+# Turns alternate, calls have names of nine characters, and the tools stand before the last question.
+MISTRAL = """
+{{- bos_token }}
+{%- set ns = namespace(last=-1, turn=0) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+    {%- if m.role == 'user' or (m.role == 'assistant' and not m.tool_calls) %}
+        {%- if (m.role == 'user') != (ns.turn % 2 == 0) %}{{- raise_exception('turns have to alternate') }}{% endif %}
+        {%- set ns.turn = ns.turn + 1 %}
+    {%- endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- if tools and loop.index0 == ns.last %}
+            {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + m.content + '[/INST]' }}
+    {%- elif m.tool_calls %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in m.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('ids have nine characters') }}{% endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + ('' if loop.last else ', ') }}
+        {%- endfor %}
+        {{- ']' + eos_token }}
+    {%- elif m.role == 'tool' %}
+        {%- if not m.tool_call_id or messages[loop.index0 - 1].role == 'user' %}
+            {{- raise_exception('results follow calls') }}
+        {%- endif %}
+        {{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- else %}
+        {{- ' ' + m.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+
+# No token ends a turn: the next one's role does, which the model samples.
+GLM = """
+{{- '[gMASK]<|system|>\\n' + (tools | tojson if tools else '') }}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|' + m.role + '|>\\n' + m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\\n<tool_call>' + call.function | tojson + '</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif %}"""
+
+SPECIAL = [
+    "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
+    "<|python_tag|>", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|observation|>", "<|assistant|>",
+    "<|user|>", "<bos>",
+]  # fmt: skip
+STOPS = {
+    CHATML: "<|im_end|>", QWEN25: "<|im_end|>", QWEN3: "<|im_end|>", QWEN3_THINKING: "<|im_end|>",
+    LLAMA31: "<|eot_id|>", MISTRAL: "<eos>", GLM: "<|observation|>", None: "<eos>",
+}  # fmt: skip
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Search.",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+    },
+}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+SQUARE = {
+    "type": "function",
+    "function": {
+        "name": "square",
+        "description": "Square.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    },
+}
+ARGS = dict(
+    tools=("t.py:search",), environment="", tool_call_pattern="", rewritten_turns="error", chat_template=""
+)  # fmt: skip
+ENVIRONMENT = dict(tools=(), environment="e.py:Game")
+PATTERN = "<search>(?P<arguments>.*?)</search>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of():
+    """A function template -> tokenizer of one token a byte and a special token for each of SPECIAL."""
+    tokenizers = {}
+
+    def tokenizer_of(template: str | None):
+        if template not in tokenizers:
+            made = tokenizers[template] = make_tokenizer(bos_token="<bos>")
+            made.add_special_tokens({"additional_special_tokens": SPECIAL})
+            made.chat_template = template
+        return tokenizers[template]
+
+    return tokenizer_of
+
+
+def turns_of(tokenizer, schemas=(SEARCH, ADD), stops: tuple = (), **flags) -> Turns:
+    """The Turns of a tokenizer, whose flags are those of --tools unless `flags` says otherwise."""
+    stop_ids = tokenizer.convert_tokens_to_ids([*stops, STOPS.get(tokenizer.chat_template, "<|im_end|>")])
+    has_step = flags.pop("has_step", True)
+    return Turns(tokenizer, stop_ids, list(schemas), types.SimpleNamespace(**{**ARGS, **flags}), has_step)
+
+
+def result(content: str, name: str = "search") -> dict:
+    return {"role": "tool", "name": name, "content": content}
+
+
+# ---- calls in a turn -------------------------------------------------------------------------------------------------
+
+HERMES = {
+    "no call": ("Just text, {}.", []),
+    "one": ('I look.\n<tool_call>\n{"name": "f", "arguments": {"q": "a}"}}\n</tool_call>', [("f", {"q": "a}"})]),
+    "two": ('<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g"}</tool_call>', ["f", "g"]),
+    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", {"a": 1})]),
+    "broken JSON": ('<tool_call>{"name": "f", }</tool_call>', "no valid JSON"),
+    "no JSON": ("<tool_call>f(1)</tool_call>", "no valid JSON"),
+    "nothing": ("<tool_call></tool_call>", "no valid JSON"),
+    "deep": ("<tool_call>" + "[" * 100_000 + "</tool_call>", "no valid JSON"),
+    "a long number": ('<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 10_000 + "}}</tool_call>", "valid JSON"),
+    "no name": ('<tool_call>{"arguments": {}}</tool_call>', '"name"'),
+    "name of the wrong type": ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', '"name"'),
+    "a list": ('<tool_call>["f"]</tool_call>', '"name"'),
+    "arguments of the wrong type": ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "arguments of f"),
+    "arguments as other text": ('<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "arguments of f"),
+    "not closed": ('<tool_call>{"name": "f", "arguments": {}}', "not closed"),
+}
+LLAMA = {
+    "no call": ("The sum is {1}.", []),
+    "one": ('{"name": "f", "parameters": {"q": "a"}}', [("f", {"q": "a"})]),
+    "with tag and end": ('<|python_tag|>{"name": "f", "parameters": {"q": 1}}<|eom_id|>', [("f", {"q": 1})]),
+    "arguments": ('{"name": "f", "arguments": {"q": 1}}', [("f", {"q": 1})]),
+    "two": ('{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', ["f", "g"]),
+    "another object": ('{"answer": 3}', []),
+    "not at the beginning": ('I would call {"name": "f"}', []),
+    "broken": ('{"name": "f", "parameters": {', "no valid JSON"),
+    "broken, no call": ("{x}", []),
+    "deep": ('{"name": ' + "[" * 100_000, "no valid JSON"),
+    "Python": ('<|python_tag|>f.call(q="a")', '"name"'),
+    "name of the wrong type": ('{"name": null, "parameters": {}}', '"name"'),
+}
+
+
+def check_calls(calls: list, expected) -> None:
+    """`expected`: names, or pairs of name and arguments, or a part of the only error."""
+    if isinstance(expected, str):
+        assert len(calls) == 1 and isinstance(calls[0], str) and expected in calls[0] and len(calls[0]) < 200, calls
+    else:
+        assert [c if isinstance(c, str) else (c.name, c.arguments) for c in calls] == [
+            (e, {}) if isinstance(e, str) else e for e in expected
+        ]
+
+
+@pytest.mark.parametrize("case", HERMES)
+def test_calls_of_hermes(case):
+    check_calls(hermes_calls(HERMES[case][0]), HERMES[case][1])
+
+
+@pytest.mark.parametrize("case", LLAMA)
+def test_calls_of_llama(case):
+    check_calls(llama_calls(LLAMA[case][0]), LLAMA[case][1])
+
+
+NAMED = r"```(?P<name>\w*)\n(?P<arguments>.*?)```"
+PATTERNS = {
+    "text": (PATTERN, [SEARCH], "a <search> who\nis </search> b", [("search", {"query": "who\nis"})]),
+    "two": (PATTERN, [SEARCH], "<search>1</search><search>2</search>", [("search", {"query": q}) for q in "12"]),
+    "object": (PATTERN, [SEARCH], '<search>{"query": "a"}</search>', [("search", {"query": "a"})]),
+    "other object": (PATTERN, [SEARCH], '<search>{"a": 1}</search>', [("search", {"query": '{"a": 1}'})]),
+    "in a thought": (PATTERN, [SEARCH], "<think><search>a</search>", [("search", {"query": "a"})]),
+    "number": (PATTERN, [SQUARE], "<search>12</search>", [("square", {"x": 12})]),
+    "no number": (PATTERN, [SQUARE], "<search>twelve</search>", [("square", {"x": "twelve"})]),
+    "nothing": (PATTERN, [SEARCH], "search", []),
+    "name": (NAMED, [SEARCH, ADD], '```add\n{"a": 1, "b": 2}\n```', [("add", {"a": 1, "b": 2})]),
+    "object for two parameters": (PATTERN, [ADD], '<search>{"a": 1}</search>', [("add", {"a": 1})]),
+    "text for two parameters": (PATTERN, [ADD], "<search>1</search>", "JSON object"),
+    "unknown name": (NAMED, [SEARCH, ADD], "```sub\n1```", "no tool 'sub', there are search, add"),
+    "no name": (NAMED, [SEARCH, ADD], "```\n1```", "no tool ''"),
+}
+
+
+@pytest.mark.parametrize("case", PATTERNS)
+def test_calls_by_pattern(case):
+    pattern, schemas, text, expected = PATTERNS[case]
+    check_calls(pattern_reader(pattern, schemas)(text), expected)
+
+
+@pytest.mark.parametrize("template", [QWEN25, QWEN3, QWEN3_THINKING, LLAMA31, GLM])
+def test_the_form_is_that_of_the_template(template, tokenizer_of):
+    """The template's own rendering of a call is read, in a turn with and without a thought."""
+    tokenizer = tokenizer_of(template)
+    turns = turns_of(tokenizer)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    user = {"role": "user", "content": "x"}
+    prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template([user, said], tokenize=False).removeprefix(prompt)
+    expected = [ToolCall("add", {"a": 1, "b": 2})]
+    assert turns.calls(text) == expected
+    text = text.split("</think>")[-1]
+    begun = "Would " if template == QWEN3_THINKING else "<think>\nWould "
+    assert turns.calls(f"{begun}{text} do?\n</think>\n\n{text.strip()}") == expected
+    assert turns.calls(f"{begun}{text} do?") == []
+
+
+def test_calls_are_read_by_the_tokenizers_own_response_template(tokenizer_of):
+    """Of a form that is none of ours."""
+    call = '\'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    template = QWEN25.replace(call, "'<call:' + call.function.name + '>' }}").replace("'}\\n</tool_call>'", "'</call>'")
+    tokenizer = copy.deepcopy(tokenizer_of(QWEN25))
+    tokenizer.chat_template = template
+    with pytest.raises(SystemExit):
+        turns_of(tokenizer)
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant",
+        "fields": {
+            "content": {},
+            "tool_calls": {
+                "open_pattern": r"<call:(?P<name>\w+)>", "close": "</call>", "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    }  # fmt: skip
+    turns = turns_of(tokenizer)
+    text = 'Look: <call:add>{"a": 1}</call><call:search>{"query": "x"}</call>'
+    check_calls(turns.calls(text), [("add", {"a": 1}), ("search", {"query": "x"})])
+    check_calls(turns.calls("no call"), [])
+    check_calls(turns.calls("<call:add>{1}</call>"), "cannot be read")
+
+
+# ---- token ids between two turns -------------------------------------------------------------------------------------
+
+USER = {"role": "user", "content": "Higher."}
+FOLLOWERS = {
+    "a result": [result("12")],
+    "two results": [result("1,\n 2"), result("7", "add")],
+    "nothing": [result("")],
+    "a user": [USER],
+}
+
+
+@pytest.mark.parametrize("followers", FOLLOWERS)
+@pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3, LLAMA31, MISTRAL, GLM])
+def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(template, followers, tokenizer_of):
+    """Two turns, each written as the template would write it, give the token ids of the template's own rendering."""
+    tokenizer, messages = tokenizer_of(template), FOLLOWERS[followers]
+    calls = [
+        {"id": f"call{i:05d}", "type": "function", "function": {"name": m["name"], "arguments": {"query": f"{i}"}}}
+        for i, m in enumerate(messages)
+        if m["role"] == "tool"
+    ]
+    if (calls and template == CHATML) or (len(calls) > 1 and template == LLAMA31):
+        return
+    schemas = [SEARCH, ADD] if calls else []
+    flags = dict(tool_call_pattern=PATTERN if template == MISTRAL else "") if calls else ENVIRONMENT
+    keep = {"rewritten_turns": "keep"} if template == QWEN3 else {}
+    turns = turns_of(tokenizer, schemas[: 1 if template == MISTRAL else None], **flags, **keep)
+    turns.schemas = schemas
+    question = {"role": "user", "content": "What?"}
+    answer = (
+        {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": "5"}
+    )
+    render = lambda *said: tokenizer.apply_chat_template(
+        list(said), schemas or None, add_generation_prompt=True, return_dict=False
+    )
+    numbered = [{**m, "tool_call_id": c["id"]} for m, c in zip(messages, calls)] or messages
+    expected = render(question, answer, *numbered, answer, *numbered)
+    _, ids = prompts.encode_prompt("here", [question], tokenizer, "", tools=schemas or None)
+    assert ids == render(question)
+    stop = tokenizer.convert_tokens_to_ids(STOPS[template])
+    for _ in range(2):
+        rest = tokenizer.decode(expected[len(ids) :])
+        if template == GLM:
+            stop = tokenizer.convert_tokens_to_ids("<|observation|>" if calls else "<|user|>")
+            turns.stop_ids = [stop]
+        end = expected.index(stop, len(ids)) + 1
+        sampled = expected[len(ids) : end]
+        observed = turns.observation_ids(messages, sampled[-1])
+        assert expected[end : end + len(observed)] == observed, rest
+        cut = turns.observation_ids(messages, sampled[-2])  # a turn that was ended by a string
+        assert cut == [stop, *observed]
+        ids = ids + sampled + observed
+    assert ids == expected
+
+
+def text_between(turns: Turns, messages: list[dict], last: str) -> str:
+    last_token = turns.tokenizer.convert_tokens_to_ids(last)
+    return turns.tokenizer.decode(turns.observation_ids(messages, last_token))
