@@ -54,19 +54,28 @@ def score_by(function: Callable, prompts: list, responses: list[str], ids: list,
 
 def call(function: Callable, positional: list, named: dict):
     """Call a function, which may be asynchronous, with those of the named arguments that it takes."""
-    signature = inspect.signature(function)
-    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    taken = {name: value for name, value in named.items() if takes_all or name in signature.parameters}
-    try:
-        signature.bind(*positional, **taken)
-    except TypeError as error:
-        there = ", ".join([*("prompts", "responses")[: len(positional)], *named])
-        raise TypeError(f"cannot be called with {there}: {error}") from None
-    result = function(*positional, **taken)
+    result = function(*positional, **taken(function, positional, named))
     if inspect.iscoroutine(result):
         import asyncio  # a quarter of the time that a worker takes to start, and few functions need it
 
         result = asyncio.run(result)
+    return result
+
+
+def taken(function: Callable, positional: list, named: dict) -> dict:
+    """Return those of the named arguments that a function takes.
+
+    Raises:
+        TypeError: if it takes more than it is given.
+    """
+    signature = inspect.signature(function)
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    result = {name: value for name, value in named.items() if takes_all or name in signature.parameters}
+    try:
+        signature.bind(*positional, **result)
+    except TypeError as error:
+        there = ", ".join([*("prompts", "responses")[: len(positional)], *named])
+        raise TypeError(f"cannot be called with {there}: {error}") from None
     return result
 
 

@@ -36,18 +36,25 @@ from plumbing.verifiers import VERIFIERS
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+def start_python(*words: str, **files) -> subprocess.Popen:
+    """Start Python with these words of its command line. It can import plumbing, whatever the current folder is.
+
+    Args:
+        files: its stdin and stdout, see subprocess.Popen.
+    """
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+    # In a session of its own: a Ctrl-C at the terminal is for the trainer. -P keeps the current folder's files from
+    # standing in for packages.
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.Popen([sys.executable, "-P", *words], start_new_session=True, env=environment, **files)
+
+
 class Worker:
     """A Python process that reads and writes lines of JSON."""
 
     def __init__(self, *words: str):
-        """Start Python with these words of its command line. It can import plumbing, whatever the current folder is."""
-        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-        # In a session of its own: a Ctrl-C at the terminal is for the trainer. -P keeps the current folder's files from
-        # standing in for packages.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
+        """Start Python with these words of its command line."""
+        self.process = start_python(*words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.lines: queue.Queue = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 

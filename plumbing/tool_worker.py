@@ -1,0 +1,302 @@
+"""The processes in which tools and environments run: a server, and a child of it for those of each conversation.
+
+    trainer (plumbing/tool_processes.py) -> server -> child: the functions of --tools for one conversation
+                                                   -> child: the environment of one conversation
+
+The server imports the files of --tools and --environment once, and checks them. Its children are forks, so that there
+can be hundreds of them, and what hangs or crashes in one harms no other conversation. It is started with a socket as
+stdin and its settings, a JSON object, as argument. It answers with a line, {"tools": [schemas], "environment":
+[schemas], "has_step": ...} or {"flag": name, "error": why}. Each message after that is a MESSAGE, and one that opens a
+child brings along the child's socket, on which go lines of JSON:
+    ["reset", row] or ["step", text] or ["call", name, arguments] or ["outcome"]
+    {"result": ...} or {"tool_error": text for the model} or {"error": why the environment failed}
+
+Imports plumbing/reward_functions.py (functions of users' files). Starts in a tenth of a second, and without torch.
+"""
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import inspect
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+
+from plumbing.reward_functions import described, load_function, taken
+
+MESSAGE = struct.Struct("!cQQ")  # one of the following, number of the child, its seed
+OPEN_TOOLS, OPEN_ENVIRONMENT, KILL = b"t", b"e", b"k"
+LONGEST_TEXT = 100_000  # characters of what a tool or an environment returns
+
+
+class ToolError(Exception):
+    """A call of a tool has failed; the text is for the model."""
+
+
+class WrongResult(Exception):
+    """An environment's method returned what it should not."""
+
+
+# ---- in a child: tools and an environment ----------------------------------------------------------------------------
+
+
+class Tools:
+    """The functions of --tools, for one conversation."""
+
+    def __init__(self, functions: list[Callable]):
+        self.functions = functions
+        self.runner = asyncio.Runner()  # one event loop for all calls, to which connections may be bound
+
+    def call(self, name: str, arguments: dict) -> str:
+        """Return the text that a tool answers with. Raise ToolError if it fails."""
+        function = next(function for function in self.functions if function.__name__ == name)
+        try:
+            return as_text(self.finish(function(**arguments)))
+        except BaseException as error:  # SystemExit, too
+            raise ToolError(cut(f"{type(error).__name__}: {error}")) from error
+
+    def finish(self, result):
+        """Return the result of a function, which may be asynchronous."""
+        return self.runner.run(result) if inspect.iscoroutine(result) else result
+
+
+class Environment(Tools):
+    """An instance of --environment and its tools, for one conversation."""
+
+    def __init__(self, make: Callable):
+        super().__init__([])
+        self.make = make
+
+    def reset(self, row: dict) -> str | list[dict] | None:
+        """Make the instance, and return what it adds to the prompt. gymnasium's (observation, info) is one, too."""
+        self.instance = self.make()
+        result = self.finish(self.instance.reset(**taken(self.instance.reset, [], row)))
+        self.functions = tools_of(self.instance)
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
+            result = result[0]
+        if isinstance(result, list) and all(isinstance(message, dict) and "role" in message for message in result):
+            return result
+        return as_observation("reset", result)
+
+    def step(self, text: str) -> tuple[str | None, float, bool]:
+        """Return what the environment answers to a turn of the model: (observation, reward, done).
+
+        gymnasium's (observation, reward, terminated, truncated, info) is read as that, too.
+        """
+        result = self.finish(self.instance.step(text))
+        if isinstance(result, tuple) and len(result) == 5:
+            result = (*result[:2], result[2] or result[3])
+        if not isinstance(result, tuple) or len(result) != 3:
+            raise WrongResult(f"step returned {described(result)}, not (observation, reward, done)")
+        observation, reward, done = result
+        return as_observation("step", observation), as_reward("step", reward), as_flag("step", done)
+
+    def outcome(self) -> tuple[float | None, bool]:
+        """Return (reward, done) of an environment without `step`, its attributes; None without a reward."""
+        reward, done = getattr(self.instance, "reward", None), getattr(self.instance, "done", False)
+        return None if reward is None else as_reward("attribute", reward), as_flag("attribute", done)
+
+
+def tools_of(instance) -> list[Callable]:
+    """Return the functions of an environment that the model may call.
+
+    Those that its method `tools` returns; else, as in TRL's environment_factory, its public methods but `reset`, if it
+    has no `step`.
+    """
+    if hasattr(instance, "tools"):
+        return list(instance.tools())
+    if hasattr(instance, "step"):
+        return []
+    names = [name for name, _ in inspect.getmembers(type(instance), inspect.isroutine)]
+    return [getattr(instance, name) for name in names if not name.startswith("_") and name != "reset"]
+
+
+def as_text(value) -> str:
+    """Return what a tool returned as text: None is "", and what is no text is written as JSON."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        try:
+            value = json.dumps(value, ensure_ascii=False, default=lambda array: array.tolist())
+        except Exception:
+            raise TypeError(f"the tool returned {described(value)}, which is neither text nor JSON") from None
+    return cut(value)
+
+
+def cut(text: str) -> str:
+    """Return a text of at most LONGEST_TEXT characters, and a note if that is not all of it."""
+    text = text.encode(errors="replace").decode()  # a half of a surrogate pair is nothing that a tokenizer takes
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}\n[cut, of {len(text)} characters]"
+
+
+def as_observation(source: str, value) -> str | None:
+    if not isinstance(value, str | None):
+        wanted = "a text, a list of messages or None" if source == "reset" else "a text or None as observation"
+        raise WrongResult(f"{source} returned {described(value)}, not {wanted}")
+    return value and cut(value)
+
+
+def as_reward(source: str, value) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise WrongResult(f"{source}: the reward is {described(value)}, not a number")
+    return float(value)
+
+
+def as_flag(source: str, value) -> bool:
+    if isinstance(value, float | None) or not hasattr(value, "__bool__"):
+        raise WrongResult(f"{source}: done is {described(value)}, not True or False")
+    return bool(value)
+
+
+def serve(connection: socket.socket, owner: Tools, timeout: float) -> None:
+    """Answer the calls of one conversation until its socket is closed."""
+    for line in connection.makefile("rb"):
+        method, *arguments = json.loads(line)
+        # The trainer has a child killed after the time limit; if it is gone, the kernel does it, a bit later.
+        signal.setitimer(signal.ITIMER_REAL, timeout + 5)
+        try:
+            answer = {"result": getattr(owner, method)(*arguments)}
+        except ToolError as error:
+            answer = {"tool_error": str(error)}
+        except WrongResult as error:
+            answer = {"error": str(error)}
+        except BaseException as error:
+            answer = {"error": f"{method} raised {type(error).__name__}: {error}{place_of(error)}"}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def place_of(error: BaseException) -> str:
+    """Return " (file:line)", where in a user's file an exception was raised, or what raised it was called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if frame.filename in sys.modules]
+    return places[-1] if places else ""  # load_function puts users' files into sys.modules by their paths
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    settings = json.loads(sys.argv[1])
+    trainer = socket.socket(fileno=os.dup(0))
+    # A tool that reads gets nothing, and what it prints goes to stderr.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)
+    functions, make = [], None
+    try:
+        for name in settings["tools"]:
+            flag = f"--tools {name}"
+            functions.append(load_function(name))
+        if settings["environment"]:
+            flag = f"--environment {settings['environment']}"
+            make = load_function(settings["environment"])
+    except BaseException as error:
+        send_line(trainer, {"flag": flag, "error": f"{type(error).__name__}: {error}"})
+        return
+    # In a fork: transformers takes room, and an instance that is made for the check leaves no trace.
+    if not (checker := os.fork()):
+        send_line(trainer, description(settings, functions, make))
+        os._exit(0)
+    if os.waitpid(checker, 0)[1]:
+        return
+    if "numpy" in sys.modules:
+        importlib.import_module("numpy.random")  # here once, not in each child
+    gc.freeze()  # children would copy what the garbage collector writes to
+    children: dict[int, int] = {}  # number -> process id, which is its own until the child is waited for
+    while True:
+        message, sockets, _, _ = socket.recv_fds(trainer, MESSAGE.size, 1, socket.MSG_WAITALL)
+        if not message:
+            break
+        kind, number, seed = MESSAGE.unpack(message)
+        if kind == KILL:
+            kill(children.pop(number, None))
+            continue
+        connection = socket.socket(fileno=sockets[0])
+        try:
+            child = os.fork()
+        except OSError:
+            traceback.print_exc()  # the trainer sees that the socket is closed
+        else:
+            if not child:
+                trainer.close()
+                start(connection, Tools(functions) if kind == OPEN_TOOLS else Environment(make), seed, settings)
+            os.setpgid(child, child)
+            children[number] = child
+        connection.close()
+    for child in children.values():
+        kill(child)
+
+
+def send_line(connection: socket.socket, message: dict) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def start(connection: socket.socket, owner: Tools, seed: int, settings: dict) -> None:
+    """Be a child: serve its socket, and end."""
+    try:
+        os.setpgid(0, 0)  # with what it starts, it is killed as a group; the server does the same, whoever is first
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        with contextlib.suppress(ConnectionError):
+            serve(connection, owner, settings["timeout"])
+    finally:
+        os._exit(0)
+
+
+def kill(child: int | None) -> None:
+    """Kill a child, if there is one, and all that it has started."""
+    if child is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+# ---- checks at the start ---------------------------------------------------------------------------------------------
+
+
+def description(settings: dict, functions: list[Callable], make: Callable | None) -> dict:
+    """Return what the trainer has to know of the tools and the environment, or what is wrong with them."""
+    found = {"tools": [], "environment": [], "has_step": False}
+    flag = ""
+    try:
+        for name, function in zip(settings["tools"], functions):
+            flag = f"--tools {name}"
+            found["tools"].append(schema(function))
+        if make is not None:
+            flag = f"--environment {settings['environment']}"
+            instance = make()
+            for method in ("reset", "step", "tools"):
+                if not callable(getattr(instance, method, None)) and (method == "reset" or hasattr(instance, method)):
+                    raise AttributeError(f"has no method {method}")
+            found["environment"] = [schema(function) for function in tools_of(instance)]
+            found["has_step"] = hasattr(instance, "step")
+            if not found["has_step"] and not found["environment"]:
+                raise AttributeError("has neither a method step nor tools")
+    except BaseException as error:
+        return {"flag": flag, "error": f"{type(error).__name__}: {error}"}
+    names = [schema["function"]["name"] for schema in found["tools"] + found["environment"]]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    return {"flag": flag, "error": f"there are two tools {twice}"} if twice else found
+
+
+def schema(function: Callable) -> dict:
+    """Return the schema of a tool, which is shown to the model. Raise an exception if it lacks hints or a docstring."""
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.is_torch_available = lambda: False  # torch would be imported for a type that no tool has
+    if isinstance(function, type) or not hasattr(function, "__name__"):
+        raise TypeError(f"{described(function)} is no function")
+    return chat_template_utils.get_json_schema(function)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,522 @@
+"""Processes of tools and environments: what they answer, what fails in them, and that nothing is left of them."""
+
+import asyncio
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+from plumbing.tool_processes import EnvironmentFailure, ToolError, ToolProcesses, misfit
+
+TOOLS = '''
+import asyncio, os, random, subprocess, sys, time
+from typing import Literal
+
+calls = []
+
+def add(a: int, b: float = 1, *, sign: Literal["+", "-"] = "+", note: str | None = None) -> float:
+    """Add two numbers.
+
+    Args:
+        a: one.
+        b: the other.
+        sign: of b.
+        note: says what for.
+    """
+    return a + b if sign == "+" else a - b
+
+def run(code: str):
+    """Run an expression.
+
+    Args:
+        code: in Python.
+    """
+    return eval(code)
+
+async def later(text: str) -> str:
+    """Return a text later.
+
+    Args:
+        text: to return.
+    """
+    await asyncio.sleep(0)
+    return text
+
+def read() -> str:
+    """Return a line of stdin."""
+    return sys.stdin.readline()
+
+def no_hint(a):
+    """Do it.
+
+    Args:
+        a: what.
+    """
+
+def no_docstring(a: int):
+    return a
+
+number = 5
+'''
+
+GAME = '''
+import random, time, os
+import numpy as np
+
+class Game:
+    """Compares numbers."""
+
+    def reset(self, secret, **row):
+        self.secret, self.rounds = secret, 0
+        return eval(row.get("reset", "' go'"))
+
+    def step(self, response):
+        self.rounds += 1
+        if not response.isdigit():
+            return eval(response)
+        return ("higher" if int(response) < self.secret else "lower"), 0.5, int(response) == self.secret
+
+    def tools(self):
+        def rounds() -> int:
+            """Return how many rounds were played."""
+            return self.rounds
+        return [rounds, self.peek]
+
+    def peek(self, what: str) -> str:
+        """Run an expression.
+
+        Args:
+            what: to run.
+        """
+        return eval(what)
+
+class Counter:
+    """As TRL's environment_factory takes it."""
+
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, start, **row):
+        self.count = start
+
+    def increment(self, by: int) -> str:
+        """Count.
+
+        Args:
+            by: how much.
+        """
+        self.count += by
+        self.reward, self.done = np.float32(self.count), np.bool_(self.count > 5)
+        return str(self.count)
+
+    def _hidden(self):
+        pass
+
+class Gym:
+    """As gymnasium has it."""
+
+    def reset(self, *, seed=None, options=None):
+        return f"start {seed}", {"info": 1}
+
+    def step(self, action):
+        return action[::-1], np.int64(1), False, np.bool_(action == "end"), {}
+
+class Asynchronous:
+    async def reset(self, **row):
+        import asyncio
+        self.loop = asyncio.get_running_loop()
+        return [{"role": "system", "content": "hello"}]
+
+    async def step(self, response):
+        import asyncio
+        return None, float("nan"), asyncio.get_running_loop() is self.loop
+
+class NoReset:
+    def step(self, response):
+        pass
+
+class OnlyReset:
+    def reset(self):
+        pass
+
+class Needs:
+    def __init__(self, size):
+        pass
+    def reset(self):
+        pass
+
+class Other(Counter):
+    def add(self, a: int) -> int:
+        """Add.
+
+        Args:
+            a: one.
+        """
+'''
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The files of tools and environments: a function (tools, environment) -> what ToolProcesses takes."""
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "tools.py").write_text(TOOLS)
+    (folder / "game.py").write_text(GAME)
+    tools, game = f"{folder}/tools.py:", f"{folder}/game.py:"
+    return lambda names, environment="": (tuple(tools + name for name in names), environment and game + environment)
+
+
+@pytest.fixture(scope="module")
+def started(files):
+    """A function that starts ToolProcesses, once for each kind, with a time limit of a minute."""
+    found = {}
+
+    def start(names=("add", "run", "later", "read"), environment="Game") -> ToolProcesses:
+        if (names, environment) not in found:
+            found[names, environment] = ToolProcesses(*files(names, environment), 60.0)
+        return found[names, environment]
+
+    yield start
+    for processes in found.values():
+        processes.close()
+
+
+def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> list:  # noqa: B006
+    """Return the results of calls (method, arguments...) of one conversation after a reset, or the errors' texts.
+
+    The call ("limit", seconds) sets the time limit of those that follow.
+    """
+
+    async def run():
+        process, results = processes.open(seed), []
+        try:
+            if row is not None:
+                results.append(await process.reset(row))
+            for method, *arguments in calls:
+                if method == "limit":
+                    (processes.timeout,) = arguments
+                    continue
+                try:
+                    results.append(await getattr(process, method)(*arguments))
+                except ToolError as error:
+                    results.append(f"error: {error}")
+        except EnvironmentFailure as error:
+            results.append(f"failure: {error}")
+        finally:
+            process.kill()
+            processes.timeout = 60.0
+        return results
+
+    return asyncio.run(run())
+
+
+def process_ids(parent: int) -> list[int]:
+    with open(f"/proc/{parent}/task/{parent}/children") as children:
+        return list(map(int, children.read().split()))
+
+
+def run(code: str):
+    return "call", "run", {"code": code}
+
+
+def test_a_conversation_with_tools_and_an_environment(started):
+    calls = [
+        ("step", "3"), ("call", "add", {"a": 1, "b": 2.5}), ("call", "add", {"a": 1, "sign": "-", "note": None}),
+        ("call", "later", {"text": "\ud83d"}), ("call", "rounds", {}), ("call", "read", {}), ("step", "5"),
+    ]  # fmt: skip
+    assert converse(started(), *calls) == [
+        " go",
+        ("higher", 0.5, False),
+        "3.5",
+        "0",
+        "?",
+        "1",
+        "",
+        ("lower", 0.5, True),
+    ]
+    names = [schema["function"]["name"] for schema in started().schemas]
+    assert names == ["add", "run", "later", "read", "rounds", "peek"] and started().has_step
+
+
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [
+        ("None", ""),
+        ("'\\n text'", "\n text"),
+        ("{'a': [1, None, 'ä']}", '{"a": [1, null, "ä"]}'),
+        ("__import__('numpy').arange(3)", "[0, 1, 2]"),
+        ("print('to stdout')", ""),
+        ("os.write(1, b'{}') and None", ""),
+        ("'a' * (1 << 20)", "a" * 100_000 + "\n[cut, of 1048576 characters]"),
+        ("1 / 0", "error: ZeroDivisionError: division by zero"),
+        ("sys.exit(3)", "error: SystemExit: 3"),
+        ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt: "),
+        ("{1}", "error: TypeError: the tool returned set '{1}', which is neither text nor JSON"),
+        ("b'x'", "error: TypeError: the tool returned bytes \"b'x'\", which is neither text nor JSON"),
+        ("(x for x in 'ab')", "error: TypeError: the tool returned generator"),
+        ("os._exit(0)", "error: run ended its process"),
+        ("os.kill(os.getpid(), 11)", "error: run ended its process"),
+        ("os.closerange(3, 50)", "error: run ended its process"),
+    ],
+)
+def test_what_a_tool_returns(started, code, result):
+    # Whatever it is, the next call is answered, and so is the environment.
+    ended, after, played = converse(started(), run(code), run("calls.append(1) or len(calls)"), ("step", "9"))[1:]
+    assert ended.startswith(result) and len(ended) <= max(len(result), 120)
+    assert (after, played) == ("1", ("lower", 0.5, False))
+
+
+def test_what_hangs_is_killed_alone(started, tmp_path):
+    hang = run(f"open('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid)) and time.sleep(60)")
+    calls = [("limit", 1.0), hang, ("limit", 60.0), run("calls"), ("step", "3"), ("limit", 1.0)]
+    found = converse(started(), run("calls.append(1)"), *calls, ("step", "time.sleep(60)"), ("step", "3"))
+    assert found[1:] == [
+        "", "error: run gave no answer within --tool_timeout 1 s", "[]", ("higher", 0.5, False),
+        "failure: step gave no answer within --tool_timeout 1 s",
+    ]  # fmt: skip
+    assert_ended(started())
+    assert not is_running(int((tmp_path / "pid").read_text()))  # what the tool had started
+
+
+def assert_ended(processes: ToolProcesses, children: int = 0) -> None:
+    """Wait until the server has no children."""
+    for _ in range(200):
+        if len(process_ids(processes.server.pid)) == children:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{process_ids(processes.server.pid)} are left")
+
+
+PARAMETERS = {
+    "properties": {
+        "i": {"type": "integer"}, "f": {"type": "number", "nullable": True},
+        "s": {"type": "string", "enum": ["a", "b"]}, "u": {"type": ["integer", "string"]},
+        "x": {"anyOf": [{"type": "array", "items": {}}, {"type": "string"}]},
+        "o": {"type": "object"}, "a": {"type": "array"}, "b": {"type": "boolean"}, "any": {},
+    },
+    "required": ["i"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"i": 1}, ""),
+        ({"i": 1, "f": 2, "s": "a", "u": "x", "x": [], "o": {}, "a": [1], "b": True, "any": None}, ""),
+        ({"i": 1, "f": None}, ""),
+        ({}, "the argument 'i' is missing"),
+        ({"i": 1, "z": 2}, "there is no argument 'z'; the arguments are: i, f, s, u, x, o, a, b, any"),
+        ({"i": "1" * 100}, "the argument 'i' has to be of type integer, not \"" + "1" * 39),
+        ({"i": True}, "the argument 'i' has to be of type integer, not true"),
+        ({"i": 1.0}, "the argument 'i' has to be of type integer, not 1.0"),
+        ({"i": None}, "the argument 'i' has to be of type integer, not null"),
+        ({"i": 1, "s": "c"}, 'the argument \'s\' has to be one of ["a", "b"]'),
+        ({"i": 1, "u": 1.5}, "the argument 'u' has to be of type ['integer', 'string'], not 1.5"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, problem):
+    assert misfit(arguments, PARAMETERS) == problem
+
+
+def test_calls_that_do_not_fit(started):
+    unknown, missing = converse(started(), ("call", "mul", {}), ("call", "add", {}), row=None)
+    assert unknown == "error: there is no tool 'mul', there are add, run, later, read, rounds, peek"
+    assert missing == "error: add: the argument 'a' is missing"
+
+
+@pytest.mark.parametrize(
+    ("row", "step", "expected"),
+    [
+        ({"reset": "None"}, "(None, np.float64(-1), np.True_)", [None, (None, -1.0, True)]),
+        ({"reset": "[{'role': 'user'}]"}, "('', True, 0)", [[{"role": "user"}], ("", 1.0, False)]),
+        ({}, "('x', np.array(2), False, True, {})", [" go", ("x", 2.0, True)]),
+        ({}, "('x', 1)", [" go", "failure: step returned tuple \"('x', 1)\", not (observation, reward, done)"]),
+        ({}, "None", [" go", "failure: step returned NoneType 'None', not (observation, reward, done)"]),
+        ({}, "(1, 1, False)", [" go", "failure: step returned int '1', not a text or None as observation"]),
+        ({}, "('x', '1', False)", [" go", "failure: step: the reward is str '1', not a number"]),
+        ({}, "('x', None, False)", [" go", "failure: step: the reward is NoneType 'None', not a number"]),
+        ({}, "('x', 1, {})", [" go", "failure: step: done is dict '{}', not True or False"]),
+        ({}, "('x', False, 1.0)", [" go", "failure: step: done is float '1.0', not True or False"]),
+        ({"reset": "3"}, "", ["failure: reset returned int '3', not a text, a list of messages or None"]),
+        ({"reset": "['x']"}, "", ["failure: reset returned list \"['x']\", not a text, a list of messages or None"]),
+        ({}, "1 / 0", [" go", re.compile(r"failure: step raised ZeroDivisionError: .* \(.*game.py:15\)")]),
+        ({}, "exit(3)", [" go", re.compile(r"failure: step raised SystemExit: 3 \(.*game.py:15\)")]),
+        ({}, "os._exit(1)", [" go", "failure: step ended its process"]),
+    ],
+)  # fmt: skip
+def test_what_an_environment_returns(started, row, step, expected):
+    *before, last = converse(started(), *[("step", step)] * bool(step), row={"secret": 5, **row})
+    assert before == expected[:-1]
+    assert expected[-1].match(last) if isinstance(expected[-1], re.Pattern) else expected[-1] == last
+
+
+def test_tools_of_an_environment_that_fail(started):
+    # What a tool raises is for the model; an environment that is gone is a failure.
+    calls = [("call", "peek", {"what": what}) for what in ("1 / 0", "{1}", "os._exit(0)")]
+    *_, raised, not_text, ended = converse(started(), *calls)
+    assert raised == "error: ZeroDivisionError: division by zero" and not_text.startswith("error: TypeError")
+    assert ended == "failure: peek ended its process"
+
+
+def test_environments_do_not_share_state_and_have_the_rows_random_numbers(started):
+    processes = started()
+
+    async def play(secret: int, seed: int | None) -> tuple:
+        process = processes.open(seed)
+        try:
+            await process.reset({"secret": secret})
+            answers = [await process.step("5") for _ in range(secret)]
+            drawn = await process.call("peek", {"what": "[random.random(), np.random.rand()]"})
+            return answers[-1][0], await process.call("rounds", {}), drawn
+        finally:
+            process.kill()
+
+    async def run():
+        return await asyncio.gather(*[play(*own) for own in ((1, 7), (9, 7), (2, 8), (2, None), (2, None))])
+
+    first, second, *others = asyncio.run(run())
+    assert first[:2] == ("lower", "1") and second[:2] == ("higher", "9")
+    assert first[2] == second[2] and len({first[2], *(own[2] for own in others)}) == 4
+
+
+def test_other_forms_of_environments(started):
+    calls = [("call", "increment", {"by": 2}), ("outcome",), ("call", "increment", {"by": 3}), ("outcome",)]
+    counter = started((), "Counter")
+    assert converse(counter, ("outcome",), *calls, row={"start": 1, "x": 0}) == [
+        None, (0.0, False), "3", (3.0, False), "6", (6.0, True)
+    ]  # fmt: skip
+    assert [schema["function"]["name"] for schema in counter.schemas] == ["increment"] and not counter.has_step
+
+    gym = started((), "Gym")
+    found = converse(gym, ("step", "ab"), ("step", "end"), row={"seed": 3, "prompt": "x"})
+    assert found == ["start 3", ("ba", 1.0, False), ("dne", 1.0, True)] and gym.has_step and not gym.schemas
+
+    messages, (observation, reward, done) = converse(started((), "Asynchronous"), ("step", "x"), row={})
+    assert messages == [{"role": "system", "content": "hello"}]
+    assert observation is None and math.isnan(reward) and done  # one event loop for all calls
+
+
+def test_a_reset_that_asks_for_a_column_that_is_not_there(started):
+    (failure,) = converse(started(), row={"answer": 3})
+    assert (
+        failure
+        == "failure: reset raised TypeError: cannot be called with answer: missing a required argument: 'secret'"
+    )
+
+
+def test_many_at_once_and_nothing_is_left(started):
+    processes, start = started(), time.time()
+
+    async def play(number: int) -> tuple:
+        process = processes.open(number)
+        try:
+            await process.reset({"secret": number})
+            return await process.step("100"), await process.call("add", {"a": number})
+        finally:
+            process.kill()
+
+    async def run():
+        return await asyncio.gather(*map(play, range(200)))
+
+    results = asyncio.run(run())
+    assert results == [(("higher" if n > 100 else "lower", 0.5, n == 100), str(n + 1)) for n in range(200)]
+    assert time.time() - start < 60  # 400 processes, which take 1 s on an idle core
+    assert_ended(processes)
+
+
+def test_a_server_that_has_ended_is_started_anew(started):
+    processes = started()
+    os.killpg(processes.server.pid, signal.SIGKILL)
+    processes.server.wait()
+    assert converse(processes, ("step", "5")) == [" go", ("lower", 0.5, True)]
+
+
+def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
+    program = f"""
+import asyncio, sys
+sys.path.insert(0, {ROOT!r})
+from plumbing.tool_processes import ToolProcesses
+async def main():
+    processes = ToolProcesses(*{files(("run",), "Game")!r}, 60.0)
+    process = processes.open(1)
+    print(await process.reset({{"secret": 1}}), processes.server.pid, flush=True)
+    await process.call("run", {{"code": "subprocess.run(['sleep', '99'])"}})
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
+        server = int(trainer.stdout.readline().split()[1])
+        while len(children := process_ids(server)) < 2 or not process_ids(children[1]):
+            time.sleep(0.05)
+        found = [server, *children, *process_ids(children[1])]
+        assert len(found) == 4
+        trainer.kill()
+    for _ in range(100):
+        if not any(is_running(process) for process in found):
+            return
+        time.sleep(0.05)
+    raise AssertionError("processes are left")
+
+
+def is_running(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("tools", "environment", "line"),
+    [
+        (["nothing"], "", r"error: --tools .*tools.py:nothing: AttributeError: .*tools.py has no function 'nothing'"),
+        (["number"], "", "AttributeError: .* has no function 'number'"),
+        (["no_hint"], "", "no_hint: TypeHintParsingException: Argument a is missing a type hint in function no_hint"),
+        (["no_docstring"], "", "no_docstring: DocstringParsingException: .* because it has no docstring"),
+        (["add", "add"], "", "there are two tools add"),
+        (["add"], "Other", "error: --environment .*game.py:Other: there are two tools add"),
+        (["Literal"], "", "error: --tools .*Literal: "),
+        ([], "Nothing", "error: --environment .*game.py:Nothing: AttributeError"),
+        ([], "NoReset", "NoReset: AttributeError: has no method reset"),
+        ([], "OnlyReset", "OnlyReset: AttributeError: has neither a method step nor tools"),
+        ([], "Needs", "Needs: TypeError: .*missing 1 required positional argument: 'size'"),
+    ],
+)
+def test_what_cannot_be_used_ends_the_run(files, capfd, tools, environment, line):
+    with pytest.raises(SystemExit) as end:
+        ToolProcesses(*files(tools, environment), 2.0)
+    error = capfd.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and re.search(line, error), error
+
+
+@pytest.mark.parametrize(
+    ("tools", "environment", "line"),
+    [
+        (("tools.py",), "", "--tools tools.py: is not of the form path/to/file.py:name"),
+        (("there/is/none.py:add",), "", "--tools there/is/none.py:add: there is no file there/is/none.py"),
+        ((), "game.py:", "--environment game.py:: is not of the form path/to/file.py:Class"),
+    ],
+)
+def test_names_that_are_none(capsys, tools, environment, line):
+    with pytest.raises(SystemExit):
+        ToolProcesses(tools, environment, 2.0)
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_a_file_that_cannot_be_imported(tmp_path, capfd):
+    for text, line in (("1 / 0", "ZeroDivisionError: division by zero"), ("import os; os._exit(0)", "ended")):
+        (tmp_path / "broken.py").write_text(text)
+        with pytest.raises(SystemExit):
+            ToolProcesses((f"{tmp_path}/broken.py:x",), "", 2.0)
+        assert line in capfd.readouterr().err
+
+
+def test_the_server_does_not_import_torch(files):
+    program = "import sys, plumbing.tool_worker; print(len(sys.modules), 'torch' in sys.modules)"
+    words = [sys.executable, "-c", program]
+    count, torch = subprocess.run(words, capture_output=True, text=True, cwd=ROOT).stdout.split()
+    assert torch == "False" and int(count) < 300
