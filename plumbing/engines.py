@@ -8,6 +8,12 @@ An engine is a plumbing/vllm_engine.py Engine or plumbing/vllm_servers.py Server
             It is None after a failure, too.
         Returns the responses' token ids, each up to and including a stop token, and the log-probability of each token
         at the temperature and under the limits (top_p, ...) at which it was drawn.
+    await sample(query, seed, length, stop_ids, args, interrupted)    one turn of a conversation
+        query: token ids of all that stands before the turn. length: the most tokens that it may have.
+        It ends with a stop token or with the token that completes one of args.turn_stop.
+        Returns its token ids and their log-probabilities, as drawn; None if interrupted or failed.
+        The conversations are tasks of one event loop, and each goes on as soon as its own turn is whole. What a
+        conversation has said before is in the engine's cache, so that a turn costs its new tokens.
     sync(model)    takes the weights of the trained model; all ranks call it, and nothing samples meanwhile
     failure        the line that says why it works no more, "" while it works; Run.leave saves and ends the run with it
     sleep()        frees the engine's memory until the next sync, where it can
@@ -17,6 +23,7 @@ An engine is a plumbing/vllm_engine.py Engine or plumbing/vllm_servers.py Server
 Imports no other module of plumbing at module level.
 """
 
+import asyncio
 import atexit
 import importlib.util
 import threading
@@ -62,6 +69,46 @@ def rollout_engine(args, world: World, compute_dtype: torch.dtype | None):
         why = " (vLLM, on a GPU, is not installed or not for these flags)" if args.rollout_backend == "auto" else ""
         print(f"rollout: {engine.about if engine is not None else f'transformers{why}'}", flush=True)
     return engine
+
+
+class VllmSampling:
+    """`generate` and `sample` of both engines, each of which has `_complete(query, settings, interrupted)`."""
+
+    def generate(
+        self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
+    ) -> tuple[list[list[int]], list[list[float]]] | None:
+        """Return a response to each query and the log-probabilities of its tokens; None if interrupted or failed."""
+
+        async def all_responses() -> list[tuple | None]:
+            each = [sampling_settings(seed, stop_ids, args) for seed in seeds or [None] * len(queries)]
+            return await asyncio.gather(*(self._complete(*pair, interrupted) for pair in zip(queries, each)))
+
+        responses = asyncio.run(all_responses())
+        if None in responses:
+            return None
+        return [ids for ids, _ in responses], [logprobs for _, logprobs in responses]
+
+    async def sample(
+        self, query: list[int], seed: int | None, length: int, stop_ids: list[int], args, interrupted: Callable
+    ) -> tuple[list[int], list[float]] | None:
+        """Return one turn of a conversation and the log-probabilities of its tokens; None if interrupted or failed."""
+        settings = sampling_settings(seed, stop_ids, args) | {"min_tokens": 0, "max_tokens": length}
+        if args.turn_stop:  # the text of a special token counts, too: a model may end its calls with one
+            settings |= {"stop": list(args.turn_stop), "include_stop_str_in_output": True}
+            settings |= {"detokenize": True, "skip_special_tokens": False}
+        return await self._complete(query, settings, interrupted)
+
+
+def sampling_settings(seed: int | None, stop_ids: list[int], args) -> dict:
+    """Return the fields of vLLM's SamplingParams for a response; without a seed it is greedy."""
+    draw = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+    if seed is not None:
+        draw = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "seed": seed}
+    return {
+        **draw, "repetition_penalty": args.repetition_penalty,
+        "min_tokens": args.min_response_length, "max_tokens": args.max_response_length,
+        "stop_token_ids": stop_ids, "ignore_eos": True, "logprobs": 0, "detokenize": False,
+    }  # fmt: skip
 
 
 class Prefetch:

@@ -1,16 +1,19 @@
 """vLLM in the training process (--rollout_backend vllm); plumbing/engines.py says what an engine offers.
 
-Imports plumbing.checkpoints (states of the random generators), plumbing.lora (weights by name) and plumbing.models
-(configurations).
+Imports plumbing.checkpoints (states of the random generators), plumbing.engines (responses and turns),
+plumbing.lora (weights by name) and plumbing.models (configurations).
 """
 
+import asyncio
 import contextlib
+import itertools
 import os
 from typing import Callable
 
 import torch
 
 from plumbing.checkpoints import random_state, set_random_state
+from plumbing.engines import VllmSampling
 from plumbing.lora import base_weights, merged
 from plumbing.models import load_config
 from utils import World, fail, first_line, set_num_threads
@@ -18,7 +21,7 @@ from utils import World, fail, first_line, set_num_threads
 PREFILL_TOKENS = 65_536  # of prompts at once, on a CPU; at least one whole prompt has to fit
 
 
-class Engine:
+class Engine(VllmSampling):
     """vLLM's engine in this process: one a rank, or one for --vllm_tensor_parallel neighbouring ranks.
 
     Ranks that share an engine have to make the same calls. The weights are random until the first `sync`, unless
@@ -48,6 +51,10 @@ class Engine:
         # A prefetched rollout samples while the step trains, when a synchronous engine would sleep.
         self.can_sleep = current_platform.is_sleep_mode_available() and not args.async_steps
         self.asleep, self.freed_gb, self.synced, self.failure = False, 0.0, 0, ""
+        self.is_shared = args.vllm_tensor_parallel > 1
+        self.numbers = itertools.count()  # of the requests
+        self.waiting: dict[str, asyncio.Future] = {}  # requests under way
+        self.stepping: asyncio.Task | None = None  # what serves them
         cache_gb = args.kv_cache_gb or (1.0 if self.on_cpu else torch.cuda.mem_get_info()[1] / 4e9)
         # Where kv_cache_memory_bytes is given, gpu_memory_utilization is only what has to be free at the start.
         settings, length = {"gpu_memory_utilization": 0.1}, args.max_prompt_length + args.max_response_length
@@ -102,45 +109,56 @@ class Engine:
 
     @contextlib.contextmanager
     def _errors_as_failure(self):
-        """Keep the line of what vLLM raises in `failure`."""
+        """Keep the line of what vLLM raises first in `failure`."""
         try:
             yield
         except Exception as error:  # of any type
-            self.failure = f"vLLM failed ({type(error).__name__}: {first_line(error)})"
+            self.failure = self.failure or f"vLLM failed ({type(error).__name__}: {first_line(error)})"
 
-    def generate(
-        self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """Return a response to each query and the log-probabilities of its tokens; None if interrupted or failed.
+    async def _complete(
+        self, query: list[int], settings: dict, interrupted: Callable
+    ) -> tuple[list[int], list[float]] | None:
+        """Return what vLLM samples after `query`; None if interrupted or failed.
 
         Ranks that share an engine do not ask `interrupted`: all of them have to make every step.
         """
         from vllm import SamplingParams
 
+        number = str(next(self.numbers))
+        with self._errors_as_failure():
+            if not self.failure:
+                self.llm.llm_engine.add_request(number, {"prompt_token_ids": query}, SamplingParams(**settings))
         if self.failure:
             return None
-        draws = [{"temperature": 0.0}] * len(queries)
-        if seeds is not None:
-            draws = [{"temperature": args.temperature, "seed": seed} for seed in seeds]
-        engine, outputs = self.llm.llm_engine, {}  # its own steps: LLM.generate cannot be interrupted
-        with self._errors_as_failure(), self._eager_on_cpu(), self._on_stream():
-            for i, (query, draw) in enumerate(zip(queries, draws)):
-                settings = SamplingParams(
-                    **draw, top_p=args.top_p, top_k=args.top_k, repetition_penalty=args.repetition_penalty,
-                    min_tokens=args.min_response_length, max_tokens=args.max_response_length,
-                    stop_token_ids=stop_ids, ignore_eos=True, logprobs=0, detokenize=False,
-                )  # fmt: skip
-                engine.add_request(str(i), {"prompt_token_ids": query}, settings)
-            while engine.has_unfinished_requests():
-                if args.vllm_tensor_parallel == 1 and interrupted():
-                    engine.abort_request([str(i) for i in range(len(queries))])  # or they would run in the next rollout
-                    return None
-                outputs |= {done.request_id: done.outputs[0] for done in engine.step() if done.finished}
-        if self.failure:
+        self.waiting[number] = asyncio.get_running_loop().create_future()
+        if self.stepping is None or self.stepping.done():
+            self.stepping = asyncio.create_task(self._step(interrupted))
+        output = await self.waiting[number]
+        if output is None:
             return None
-        found = [outputs[str(i)] for i in range(len(queries))]
-        logprobs = [[each[token].logprob for each, token in zip(x.logprobs, x.token_ids)] for x in found]
-        return [list(x.token_ids) for x in found], logprobs
+        logprobs = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids)]
+        return list(output.token_ids), logprobs
+
+    async def _step(self, interrupted: Callable) -> None:
+        """Make vLLM's steps while a request waits; after each step, let go on who got a response."""
+        engine = self.llm.llm_engine
+        try:
+            with self._errors_as_failure(), self._eager_on_cpu(), self._on_stream():
+                while self.waiting and not self.failure and (self.is_shared or not interrupted()):
+                    for output in engine.step():
+                        if output.finished:
+                            self._answer(output.request_id, output.outputs[0])
+                    await asyncio.sleep(0)
+        finally:
+            with self._errors_as_failure():
+                engine.abort_request(list(self.waiting))  # or they would run in the next rollout
+            for number in list(self.waiting):
+                self._answer(number, None)
+
+    def _answer(self, number: str, output) -> None:
+        future = self.waiting.pop(number)
+        if not future.done():  # it is, where who waits has been cancelled
+            future.set_result(output)
 
     def sync(self, model: torch.nn.Module) -> None:
         """Give the engine the weights of `model`, and wake it."""

@@ -2,7 +2,8 @@
 
 The servers sample over HTTP, and rank 0 sends them the weights by vLLM's own weight transfer: by NCCL from a GPU, by
 gloo from a CPU. A key in the variable VLLM_API_KEY goes with every request. plumbing/engines.py says what an engine
-offers. Imports plumbing.lora (weights by name) and plumbing.vllm_weights (how they are sent).
+offers. Imports plumbing.engines (responses and turns), plumbing.lora (weights by name) and plumbing.vllm_weights (how
+they are sent).
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import os
 import socket
 import time
 import uuid
+import weakref
 from typing import Callable
 from urllib.parse import urlsplit
 
@@ -21,6 +23,7 @@ import aiohttp
 import torch
 from torch.distributed.tensor import DTensor
 
+from plumbing.engines import VllmSampling
 from plumbing.lora import base_weights
 from plumbing.vllm_weights import TRANSFER_TIMEOUT, GlooSender, ServerError, Weights
 from utils import World, fail, first_line, warn
@@ -35,7 +38,7 @@ SHAPE = (  # what the configs of the trained and the served model have to agree 
 )  # fmt: skip
 
 
-class Servers:
+class Servers(VllmSampling):
     """vLLM servers as one rollout engine: each samples its share of every rank's queries.
 
     Each update of the weights has a name, and the servers say with each response which weights made it: a server that
@@ -57,6 +60,12 @@ class Servers:
         self.transfer = "nccl" if torch.cuda.is_available() else "gloo"
         self.version = ""  # name of the weights that the servers should have: run and number of the sync
         self.syncs, self.retries, self.failure = 0, 0, ""
+        self.requests: set[asyncio.Task] = set()  # under way
+        self.watching: asyncio.Task | None = None  # what cancels them
+        self.server_of = weakref.WeakKeyDictionary()  # address of the server of each task that samples
+        self.next_server = itertools.cycle(self.urls)
+        for _ in range(world.rank % len(self.urls)):  # a rank with few conversations would fill the first one only
+            next(self.next_server)
         key = os.environ.get("VLLM_API_KEY")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.about = f"vLLM at {', '.join(self.urls)}"
@@ -118,6 +127,14 @@ class Servers:
             yield
         except ServerError as error:
             fail(f"--rollout_servers {error}", local=True)
+
+    @contextlib.contextmanager
+    def _errors_as_failure(self):
+        """Keep the line of the first ServerError in `failure`."""
+        try:
+            yield
+        except ServerError as error:
+            self.failure = self.failure or str(error)
 
     async def _check(self, url: str, args) -> dict:
         """Return what plumbing/vllm_worker.py says of a server; raise ServerError if the run cannot use it."""
@@ -225,56 +242,42 @@ class Servers:
 
     # ---- sampling ----
 
-    def generate(
-        self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """Return a response to each query and the log-probabilities of its tokens; None if interrupted or failed.
+    async def _complete(
+        self, query: list[int], settings: dict, interrupted: Callable
+    ) -> tuple[list[int], list[float]] | None:
+        """Return what a server samples after `query`; None if interrupted or failed.
 
-        Asks `interrupted` every 0.1 s.
+        All turns of a task are sampled by one server, which has the conversation in its cache.
         """
-        sampling = {
-            "max_tokens": args.max_response_length, "min_tokens": args.min_response_length, "logprobs": 0,
-            "temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": 0.0,
-            "repetition_penalty": args.repetition_penalty, "stop_token_ids": stop_ids, "ignore_eos": True,
-            "detokenize": False,
-        }  # fmt: skip
-        if seeds is None:
-            sampling |= {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
-        draws = [{}] * len(queries) if seeds is None else [{"seed": seed} for seed in seeds]
-        bodies = [{"token_ids": q, "sampling_params": sampling | draw} for q, draw in zip(queries, draws)]
-        try:
-            responses = None if self.failure else asyncio.run(self._sample_all(bodies, interrupted))
-        except ServerError as error:
-            self.failure, responses = str(error), None
-        if responses is None:
+        if self.failure:
             return None
-        return [ids for ids, _ in responses], [logprobs for _, logprobs in responses]
+        if self.watching is None or self.watching.done():
+            self.slots = {url: asyncio.Semaphore(SERVER_REQUESTS) for url in self.urls}
+            self.watching = asyncio.create_task(self._watch(interrupted))
+        task = asyncio.current_task()
+        if task not in self.server_of:
+            self.server_of[task] = next(self.next_server)
+        body = {"token_ids": query, "sampling_params": settings}
+        request = asyncio.create_task(self._sample(self.server_of[task], body))
+        self.requests.add(request)
+        request.add_done_callback(self.requests.discard)
+        await asyncio.wait([request])
+        with self._errors_as_failure():
+            return None if request.cancelled() else request.result()
 
-    async def _sample_all(self, bodies: list[dict], interrupted: Callable) -> list[tuple] | None:
-        """Return what the servers answer to each request body; None once `interrupted()`."""
-        slots = {url: asyncio.Semaphore(SERVER_REQUESTS) for url in self.urls}
-
-        async def sample(number: int, body: dict) -> tuple[list[int], list[float]]:
-            url = self.urls[(number + self.world.rank) % len(self.urls)]
-            async with slots[url]:
-                return await self._sample(url, body)
-
-        async def interruption() -> None:
-            while not interrupted():
-                await asyncio.sleep(0.1)
-
-        responses = asyncio.gather(*itertools.starmap(sample, enumerate(bodies)))
-        others = [asyncio.create_task(other) for other in (interruption(), *map(self._watch, self.urls))]
-        done, _ = await asyncio.wait([responses, *others], return_when=asyncio.FIRST_COMPLETED)
-        responses.cancel()  # vLLM aborts a request whose connection is closed
-        for each in done:
-            each.result()  # raises the ServerError that it ended with
-        return responses.result() if responses in done else None
+    async def _watch(self, interrupted: Callable) -> None:
+        """Cancel all requests once `interrupted()`, which is asked every 0.1 s, or after a failure."""
+        watches = [asyncio.create_task(self._watch_health(url)) for url in self.urls]
+        while self.requests and not self.failure and not interrupted():
+            await asyncio.sleep(0.1)
+        for task in [*watches, *self.requests]:
+            task.cancel()  # vLLM aborts a request whose connection is closed
 
     async def _sample(self, url: str, body: dict) -> tuple[list[int], list[float]]:
         """Return a response's token ids and log-probabilities."""
         for _ in range(5):
-            answer = await self._request(url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE)
+            async with self.slots[url]:
+                answer = await self._request(url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE)
             choice = answer["choices"][0]
             versions = {span["version"] for span in choice.get("weight_versions") or ()}
             if self.version and versions - {self.version}:
@@ -285,11 +288,12 @@ class Servers:
             await asyncio.sleep(1)
         raise ServerError(f"{url}: someone else aborts this run's requests")
 
-    async def _watch(self, url: str) -> None:
-        """Raise ServerError if a server is away for SERVER_PATIENCE: a machine that is lost closes no connection."""
-        while True:
-            await asyncio.sleep(10)
-            await self._request(url, "/health", timeout=5.0, patience=SERVER_PATIENCE)
+    async def _watch_health(self, url: str) -> None:
+        """Set `failure` if a server is away for SERVER_PATIENCE: a machine that is lost closes no connection."""
+        with self._errors_as_failure():
+            while True:
+                await asyncio.sleep(10)
+                await self._request(url, "/health", timeout=5.0, patience=SERVER_PATIENCE)
 
     def sleep(self) -> None:
         """Do nothing: the memory is the servers' own."""

@@ -1,6 +1,7 @@
 """vLLM's real engine in this process: the same rollouts as transformers', weights that follow, and the rollout of the
 next step in a thread while this one trains."""
 
+import asyncio
 import contextlib
 import dataclasses
 import importlib.util
@@ -229,13 +230,58 @@ def test_an_engine_that_raises_says_why(made, monkeypatch):
             assert generate() is None and engine.failure == "vLLM failed (IndexError: list index out of range)"
         assert generate() is None
         engine.failure = ""
-        engine.llm.llm_engine.abort_request(["0"])
         assert generate() == expected
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm, "reset_prefix_cache", lambda: False)
         engine.sync(model)
         assert "prefix cache" in engine.failure
     engine.failure = ""
+
+
+# ---- turns of conversations -------------------------------------------------------------------------------------
+
+OBSERVATION = [40, 41, 42, 43, 44]  # what an environment says after each turn
+
+
+def converse(setting, seeds, waits=(), interrupted=lambda: False, turns=4, length=8, **changes):
+    """Conversations side by side, one a seed: [(query, turn, log-probs)] each; `waits` are seconds before each turn."""
+    engine, _, tokenizer, args = setting
+    args = types.SimpleNamespace(**{**vars(args), "turn_stop": (), **changes})
+
+    async def conversation(seed: int, wait: float) -> list[tuple]:
+        query, said = tokenizer.encode(f"{seed}+{seed}="), []
+        for number in range(turns):
+            await asyncio.sleep(wait)
+            turn = await engine.sample(query, 1000 * seed + number, length, STOPS, args, interrupted)
+            said.append((query, *turn) if turn else None)
+            query = query + turn[0] + OBSERVATION if turn else query
+        return said
+
+    async def all_conversations() -> list:
+        return await asyncio.gather(*(conversation(*each) for each in zip(seeds, waits or [0.0] * len(seeds))))
+
+    return asyncio.run(all_conversations())
+
+
+def test_log_probabilities_of_turns_are_those_of_the_trainer(made):
+    model = made["model"][1]
+    turns = [turn for said in converse(made["model"], range(12), temperature=0.8) for turn in said]
+    for query, ids, logprobs in turns:
+        assert (torch.tensor(logprobs) - logprobs_of(model, query, ids, 0.8)).abs().max() < 1e-4
+        assert not set(ids[:-1]) & set(STOPS) and (ids[-1] in STOPS or len(ids) == 8)
+    assert len({len(ids) for _, ids, _ in turns}) > 3
+
+
+def test_a_turn_is_a_function_of_its_seed(made):
+    """Whoever else speaks, and whenever; beside whole responses, too."""
+    engine, _, tokenizer, args = made["model"]
+    expected = converse(made["model"], range(12))
+    assert converse(made["model"], range(12)) == expected
+    late = [0.02 * (i % 4) for i in range(12)]
+    assert converse(made["model"], range(11, -1, -1), late) == expected[::-1]
+    assert converse(made["model"], [7]) == expected[7:8]
+    whole = engine.generate([expected[3][0][0]], [3000], STOPS, args, lambda: False)
+    assert whole[0][0][: len(expected[3][0][1])] == expected[3][0][1]
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------
