@@ -98,33 +98,46 @@ def assert_close(values: dict, reference: dict) -> None:
 
 # ---- signals and resuming -------------------------------------------------------------------------------------------
 
-# The phase, where the signal comes, and the step that the resumed run goes on after. Calls of `generate`: 2 in an
-# evaluation (before the first step, after the second and the last), 1 in a step, or 2 with the greedy responses.
-PHASES = [
-    ("rloo", "evaluation", "rloo.generate:8:SIGTERM", 2),
-    ("rloo", "rollout", "rloo.generate:9:SIGTERM", 2),
-    ("rloo", "greedy", "rloo.generate:10:SIGTERM", 2),
-    ("rloo", "log-probs", "rloo.forward_batch:6:SIGTERM", 3),
-    ("rloo", "update", "utils.Optimizer.step:2:SIGTERM", 1),
-    ("rloo", "save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
-    ("rloo", "update", "utils.Optimizer.step:10:SIGKILL", 2),
-    ("rloo", "save", "torch.distributed.checkpoint.save:2:SIGKILL", 2),
-    ("ppo", "evaluation", "ppo.generate:6:SIGTERM", 2),
-    ("ppo", "rollout", "ppo.generate:7:SIGTERM", 2),
-    ("ppo", "log-probs", "ppo.forward_batch:8:SIGTERM", 3),
-    ("ppo", "values", "ppo.forward_batch:9:SIGTERM", 3),
-    ("ppo", "critic's warm-up", "utils.Optimizer.step:2:SIGTERM", 1),
-    ("ppo", "update", "utils.Optimizer.step:10:SIGTERM", 2),
-    ("ppo", "save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
-    ("ppo", "update", "utils.Optimizer.step:15:SIGKILL", 2),  # 4 of the critic alone, then 4 of both in each step
-    ("ppo", "save", "transformers.PreTrainedModel.save_pretrained:5:SIGKILL", 2),  # the critic of the second one
-    ("reward_model", "evaluation", "reward_model.score_pairs:2:SIGTERM", 2),
-    ("reward_model", "update", "utils.Optimizer.step:3:SIGTERM", 3),
-    ("reward_model", "save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
-    ("reward_model", "last evaluation", "reward_model.score_pairs:3:SIGTERM", 4),
-    ("reward_model", "update", "utils.Optimizer.step:3:SIGKILL", 2),
-    ("reward_model", "save", "torch.distributed.checkpoint.save:2:SIGKILL", 2),
-]
+# Runs of four steps that are stopped several times, each time where the run that went on got to: the phase, where the
+# signal comes, and the step that the next one goes on after. Calls of `generate`: 2 in an evaluation (before the first
+# step, after the second and the last), 1 in a step, or 2 with the greedy responses. Updates: 4 in a step.
+STOPS = {
+    "rloo": [
+        ("update", "utils.Optimizer.step:2:SIGTERM", 1),
+        ("evaluation", "rloo.generate:4:SIGTERM", 2),
+        ("rollout", "rloo.generate:3:SIGTERM", 2),
+        ("greedy", "rloo.generate:2:SIGTERM", 2),
+        ("log-probs", "rloo.forward_batch:2:SIGTERM", 3),
+    ],
+    "rloo killed": [
+        ("save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
+        ("update", "utils.Optimizer.step:2:SIGKILL", 2),
+        ("save", "torch.distributed.checkpoint.save:1:SIGKILL", 2),
+    ],
+    "ppo": [
+        ("critic's warm-up", "utils.Optimizer.step:2:SIGTERM", 1),
+        ("update", "utils.Optimizer.step:6:SIGTERM", 2),
+        ("evaluation", "ppo.generate:2:SIGTERM", 2),
+        ("rollout", "ppo.generate:3:SIGTERM", 2),
+        ("log-probs", "ppo.forward_batch:2:SIGTERM", 3),
+        ("values", "ppo.forward_batch:3:SIGTERM", 4),
+    ],
+    "ppo killed": [
+        ("save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
+        ("update", "utils.Optimizer.step:3:SIGKILL", 2),
+        ("save", "transformers.PreTrainedModel.save_pretrained:2:SIGKILL", 2),  # the critic, after the policy
+    ],
+    "reward_model": [
+        ("evaluation", "reward_model.score_pairs:2:SIGTERM", 2),
+        ("update", "utils.Optimizer.step:1:SIGTERM", 3),
+        ("last evaluation", "reward_model.score_pairs:1:SIGTERM", 4),
+    ],
+    "reward_model killed": [
+        ("save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
+        ("update", "utils.Optimizer.step:1:SIGKILL", 2),
+        ("save", "torch.distributed.checkpoint.save:1:SIGKILL", 2),
+    ],
+}
 
 # Where one of two ranks is told to stop and what is saved then; the same of the one rank that goes on.
 RANKS = {
@@ -144,37 +157,49 @@ def straight(base) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def stopped(straight, tmp_path_factory) -> dict[tuple, tuple]:
-    """The same, stopped in each phase and resumed: flags, the first run, its checkpoints, the second run."""
-    folder, left = tmp_path_factory.mktemp("stopped"), {}
-    for some in (PHASES[i : i + 4] for i in range(0, len(PHASES), 4)):  # side by side, but all started by this thread
-        runs, first, second = [], [], []
-        for script, phase, place, _ in some:
-            save_every = 2 if phase == "save" or place.endswith("SIGKILL") else 0
-            own = {"run_name": f"{script} {place}", "output_dir": str(folder), "save_every": save_every}
-            runs.append({**straight[script], **own})
-            first.append(start(runs[-1], script=script, environment=ONE_CHECKER, place=place))
-        # What starts with a dot is what a kill left of a save.
-        saved = [run.wait() and [x for x in steps_of(values) if x[0] != "."] for run, values in zip(first, runs)]
-        for (script, *_), values in zip(some, runs):
-            second.append(start({**values, "resume": True}, script=script, environment=ONE_CHECKER))
-        left |= dict(zip(some, zip(runs, first, saved, [run.wait() for run in second])))
+def stopped(straight, tmp_path_factory) -> dict[str, tuple]:
+    """The same with stops: {name: (flags, the run up to each stop and the last one, its checkpoints after each)}."""
+    folder, left = str(tmp_path_factory.mktemp("stopped")), {}
+    for name in STOPS:
+        own = {"run_name": name, "output_dir": folder, "save_every": 2 if "killed" in name else 0}
+        left[name] = ({**straight[name.split()[0]], **own}, [], [])
+    for i in range(1 + max(map(len, STOPS.values()))):  # side by side, but all started by this thread
+        others = [name for name in STOPS if i <= len(STOPS[name])]
+        for name in others:
+            values, runs, _ = left[name]
+            place = STOPS[name][i][1] if i < len(STOPS[name]) else ""
+            options = dict(script=name.split()[0], environment=ONE_CHECKER, place=place)
+            runs.append(start({**values, "resume": i > 0}, **options))
+        for name in others:
+            values, runs, saved = left[name]
+            runs[-1].wait()
+            saved.append([x for x in steps_of(values) if x[0] != "."])  # with a dot: what a kill left of a save
     return left
 
 
-@pytest.mark.parametrize("case", PHASES, ids=lambda case: "-".join((*case[:2], case[2][-7:])))
-def test_resume_after_a_signal(straight, stopped, case):
-    """Exit code, a complete checkpoint of the newest step, and no trace of the stop in what the resumed run leaves."""
-    script, _, place, step = case
-    values, first, saved, second = stopped[case]
-    codes = (-9 if place.endswith("SIGKILL") else 75, 0)
-    assert (first.code, second.code) == codes, first.err[-2000:] + second.err[-2000:]
-    assert saved == [f"step_{step}"] and (first.code == -9 or f"step {step} is saved" in first.out)
+CASES = [(name, i) for name in STOPS for i in range(len(STOPS[name]))]
+
+
+@pytest.mark.parametrize("name, i", CASES, ids=[f"{name}-{STOPS[name][i][0]}" for name, i in CASES])
+def test_a_stopped_run_is_saved_and_goes_on(stopped, name, i):
+    """Exit code, a complete checkpoint of the newest step, and where the next run begins."""
+    (_, place, step), (_, runs, saved) = STOPS[name][i], stopped[name]
+    first, second = runs[i : i + 2]
+    assert first.code == (-9 if place.endswith("SIGKILL") else 75), first.err[-2000:]
+    assert saved[i] == [f"step_{n}" for n in sorted({n for *_, n in STOPS[name][: i + 1]})[-2:]]
+    assert first.code == -9 or f"step {step} is saved" in first.out
     assert "Traceback" not in first.err and re.findall(r"goes on after step (\d+)", second.out) == [str(step)]
-    ours, whole = folder_of(values), folder_of(straight[script])
-    assert metrics_of(values) == metrics_of(straight[script])
-    assert read_lines(ours / "samples.jsonl") == read_lines(whole / "samples.jsonl")
-    assert same_weights(ours / "final", whole / "final") and not list((ours / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_stops_leave_no_trace(straight, stopped, name):
+    values, runs, _ = stopped[name]
+    assert runs[-1].code == 0, runs[-1].err[-2000:]
+    whole = straight[name.split()[0]]
+    assert metrics_of(values) == metrics_of(whole)
+    ours, theirs = folder_of(values), folder_of(whole)
+    assert read_lines(ours / "samples.jsonl") == read_lines(theirs / "samples.jsonl")
+    assert same_weights(ours / "final", theirs / "final") and not list((ours / "checkpoints").glob(".*"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
