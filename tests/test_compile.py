@@ -18,9 +18,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import grpo
 from plumbing.sharding import compile_parts, set_attention
 
-# script, ranks, backend (a real one once: it takes longest), flags
+# The backend inductor takes longest, ten seconds a graph: it gets a run with as few as can be, forward and backward
+# pass of a block and of the logits' statistics. The others take the graphs of all that is compiled.
+FEW_GRAPHS = {
+    "kl_coef": 0.0, "kl_controller": "fixed", "ref_refresh_every": 0, "num_epochs": 1, "mini_batch_size": 8,
+}  # fmt: skip
+# script, ranks, backend, flags
 RUNS = {
-    "grpo": ("grpo", 1, "inductor", {}),
+    "grpo": ("grpo", 1, "aot_eager", {}),
+    "rloo, few graphs": ("rloo", 1, "inductor", FEW_GRAPHS),
     "ppo": ("ppo", 1, "aot_eager", {"ptx_coef": 0.0, "ptx_dataset": "", "ref_refresh_every": 0}),
     "reward_model, sharded": ("reward_model", 2, "eager", {"shard": "fsdp", "gradient_checkpointing": True}),
     "grpo, adapters": ("grpo", 1, "aot_eager", {"lora_rank": 2, "ref_refresh_every": 0, "num_epochs": 1}),
