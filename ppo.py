@@ -39,6 +39,7 @@ from transformers import DynamicCache
 
 import utils
 from plumbing import data, engines, evaluation, flags, lora, models
+from plumbing.conversations import ConversationArgs, load_conversations
 from plumbing.critic import CriticArgs, check_critic_args, critic_schedule, explained_variance, load_critic
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
 from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
@@ -48,7 +49,9 @@ from plumbing.sharding import Sharding, gradient_sync, model_device, sync_refere
 
 
 @dataclass
-class Args(CriticArgs, flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs):
+class Args(
+    CriticArgs, flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs, ConversationArgs
+):
     total_episodes: PositiveInt = 180_000
     """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
     rollout_batch_size: PositiveInt = 512
@@ -89,6 +92,8 @@ class Args(CriticArgs, flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.Rew
     length_adaptive_lambda: NonNegativeFloat = 0.0
     """Alpha of the advantages' lambda 1 - 1 / (alpha * response length) in place of --gae_lambda (VAPO,
     arXiv:2504.05118: 0.05); 0 for none."""
+    turn_rewards: bool = False
+    """Give the rewards of an --environment to the last tokens of their turns, not their sum to that of the response."""
     whiten_advantages: bool = True
     """Whiten the advantages over all response tokens of the step."""
     whiten_rewards: bool = False
@@ -243,9 +248,19 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: floa
     Returns:
         (N, T), 0 outside of the mask.
     """
-    last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
     rewards = torch.where(last, scores[:, None], 0.0)
     return rewards if kl is None else torch.where(mask, rewards - kl_coef * kl, 0.0)
+
+
+def earlier_rewards(rewards: Tensor, turn_rewards: Tensor, mask: Tensor) -> Tensor:
+    """Move what the turns of a conversation earned from its last token to theirs; the sum of a response stays.
+
+    Args:
+        rewards: (N, T), with the score at the last token. turn_rewards: (N, T), a part of the score, at the last token
+            of each turn. mask: (N, T) bool.
+    """
+    return rewards + turn_rewards - token_rewards(turn_rewards.sum(1), None, mask, 0.0)
 
 
 def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
@@ -574,20 +589,25 @@ def ptx_loss(wrapped: nn.Module, rows: list[dict], coef: float, token_budget: in
 @torch.compiler.set_stance("force_eager")  # its shapes change at every token
 @torch.no_grad()
 def generate(
-    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable
-) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
+    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
+    lengths: list[int] | None = None, stop_strings: Callable | None = None,
+) -> tuple[list[list[int]], list[dict[str, list[float]]]]:  # fmt: skip
     """Sample one response a query: a pass over the left-padded prompts, then one token at a time over the cache.
 
     A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever half of the
-    rows have drawn a stop token, they are dropped: the long tail of responses runs in a small batch.
+    rows have ended, they are dropped: the long tail of responses runs in a small batch.
 
     Args:
-        queries: token ids. uniforms: (N, max_response_length) float64 in [0, 1), or None for greedy decoding.
+        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
         interrupted: asked at every token; once true, what there is comes back at once.
+        lengths: most tokens of each response; None: --max_response_length.
+        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
     Returns:
         Responses, token ids up to and including the first stop token; for each the per-token values by name.
     """
-    device, width, length = model_device(model), max(map(len, queries)), args.max_response_length
+    device, width = model_device(model), max(map(len, queries))
+    lengths = lengths or [args.max_response_length] * len(queries)
+    length, ends = max(lengths), torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
     # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
@@ -615,7 +635,11 @@ def generate(
             tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` says so, once it has all responses
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
-        finished |= torch.isin(tokens[:, 0], stops)
+        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
+        if stop_strings is not None:
+            ended |= stop_strings(sequences[running, width : width + t + 1], None)
+        ends[running[ended & ~finished]] = t + 1
+        finished |= ended
         count = int(finished.sum())
         if count == len(running) or interrupted():
             break
@@ -626,17 +650,11 @@ def generate(
             running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
             finished = finished[kept]
             cache.batch_select_indices(kept.nonzero()[:, 0])
-    responses = [truncate_at_stop(row, stop_ids) for row in sequences[:, width : width + t + 1].tolist()]
+    responses = [row[:end] for row, end in zip(sequences[:, width : width + t + 1].tolist(), ends.tolist())]
     tables = {name: x.tolist() for name, x in values.items()}
     return responses, [
         {name: table[i][: len(response)] for name, table in tables.items()} for i, response in enumerate(responses)
     ]
-
-
-def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
-    """Return a response without what follows its first stop token; the stop token stays, and is trained on."""
-    end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens) - 1)
-    return tokens[: end + 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -729,6 +747,8 @@ def check_args(args: Args) -> None:
     """End the run for flags that cannot work together; warn of those that rarely should."""
     flags.check_rl_args(args)
     check_sources(args.reward, args.reward_weights)
+    if args.turn_rewards and "environment" not in args.reward:
+        utils.fail("--turn_rewards: takes an --environment, and environment in --reward")
     check_critic_args(args, args.rollout_batch_size * args.group_size)
 
 
@@ -740,9 +760,11 @@ def main(args: Args) -> None:
     run = Run(args, __file__, world)
     tokenizer = models.load_tokenizer(args.model, args.pad_token, args.chat_template)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
-    prompts, eval_prompts = data.load_train_and_eval(args, tokenizer, needs_answer(args))
+    conversations = load_conversations(args, tokenizer, stop_ids)
+    tools = conversations and conversations.schemas
+    prompts, eval_prompts = data.load_train_and_eval(args, tokenizer, needs_answer(args), tools)
     ptx_rows = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
-    rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts + eval_prompts)
+    rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
@@ -772,7 +794,7 @@ def main(args: Args) -> None:
         models.check_decodes(f"--model {args.model}", model)
     sample = functools.partial(
         rollout, generate=generate, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards,
-        args=args, interrupt=run.interrupt, world=rollout_world, autocast=autocast,
+        conversations=conversations, args=args, interrupt=run.interrupt, world=rollout_world, autocast=autocast,
     )  # fmt: skip
     collect_step = functools.partial(collect, prompts=prompts, sample=sample, rewards=rewards, args=args)
     forward_all = functools.partial(forward_batch, token_budget=args.micro_batch_tokens, world=dp, autocast=autocast)
@@ -842,6 +864,9 @@ def main(args: Args) -> None:
         scored = mask & scores.isfinite()[:, None]  # (N, T), the tokens that can train
         kl = batch.tokens["kl"] if kl_in_reward else None
         rewards_t = token_rewards(scores.to(loss_dtype), kl, mask, kl_coef)  # (N, T)
+        if args.turn_rewards:
+            weight = reward_weights(args)[args.reward.index("environment")]
+            rewards_t = earlier_rewards(rewards_t, weight * batch.tokens["turn_rewards"].to(loss_dtype), mask)
         if args.whiten_rewards:
             rewards_t = whiten(rewards_t, scored, shift_mean=False)
         old_values = forward_all(critic, batch)["values"]  # (N, T)

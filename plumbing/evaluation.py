@@ -1,6 +1,7 @@
 """Accuracy on held-out prompts, and what a batch says of itself.
 
-Imports plumbing.rewards for the kinds of sources, plumbing.rollout for the batch and plumbing.measures.
+Imports plumbing.rewards for the kinds of sources, plumbing.rollout for the batch, plumbing.conversations for why they
+ended, and plumbing.measures.
 """
 
 import math
@@ -8,6 +9,7 @@ from typing import Callable
 
 import torch
 
+from plumbing.conversations import STOP_REASONS, Conversation
 from plumbing.measures import pass_at_k
 from plumbing.rewards import Rewards, is_scored_by, reward_weights
 from plumbing.rollout import Batch
@@ -73,7 +75,7 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, list[dict]
     for name, value in batch_metrics(batch).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
-    return metrics, sample_rows(batch, 4, every=k), [len(response) for response in batch.responses]
+    return metrics, sample_rows(batch, 4, every=k), batch.response_mask.sum(1).tolist()
 
 
 def accuracy_of_data_sets(rows: list[dict], correct: torch.Tensor) -> dict[str, float]:
@@ -101,12 +103,25 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     verified = {name: scored[name] for name in batch.verifiers}
     return {
         "objective/verifiable_correct_rate": math.nan if correct is None else correct.nanmean().item(),
-        "val/sequence_lengths": sum(map(len, batch.responses)) / len(batch.responses),
+        "val/sequence_lengths": batch.response_mask.sum().item() / len(batch.responses),
         "val/num_stop_token_ids": int(batch.stopped.sum()),
         "val/missing_scores": int(missing),
         **{f"reward/{name}": scores.mean().item() for name, scores in scored.items()},
         **{f"reward_std/{name}": x.std().item() if len(x) > 1 else math.nan for name, x in scored.items()},
         **{f"reward_correct/{name}": (x >= 1).double().mean().item() for name, x in verified.items()},
+        **conversation_metrics(batch.conversations or []),
+    }
+
+
+def conversation_metrics(conversations: list[Conversation]) -> dict[str, float]:
+    """Return means over conversations, and the share of each reason for which they ended; {} if there are none."""
+    if not conversations:
+        return {}
+    mean = lambda values: sum(values) / len(conversations)
+    counts = [conversation.metrics() for conversation in conversations]
+    return {
+        **{f"conversation/{name}": mean([count[name] for count in counts]) for name in counts[0]},
+        **{f"stop_reason/{name}": mean([x.stop_reason == name for x in conversations]) for name in STOP_REASONS},
     }
 
 
@@ -118,8 +133,11 @@ def sample_rows(batch: Batch, count: int, advantages: torch.Tensor | None = None
         scores = {name: x[i].item() if is_scored_by(row, name) else math.nan for name, x in components.items()}
         if advantages is not None:
             scores["advantage"] = advantages[i].item()
-        stop = "stop" if batch.stopped[i] else "length"
-        rows.append({"prompt": batch.rows[i]["prompt"], "response": batch.texts[i], **scores, "stop_reason": stop})
+        sample = {"prompt": row["prompt"], "response": batch.texts[i], **scores}
+        sample["stop_reason"] = "stop" if batch.stopped[i] else "length"
+        if batch.conversations:
+            sample |= {"stop_reason": batch.conversations[i].stop_reason, "turns": batch.conversations[i].turns}
+        rows.append(sample)
     return rows
 
 

@@ -82,11 +82,11 @@ def taken(function: Callable, positional: list, named: dict) -> dict:
 def trl_arguments(prompts: list, responses: list[str], ids: list, columns: dict) -> dict:
     """Return what TRL calls a reward function with.
 
-    As there, the prompts are those of the column `prompt`, and a response to a list of messages is one, too. Without
-    token ids, as on a reward server without a tokenizer, there is no `completion_ids`.
+    As there, the prompts are those of the column `prompt`, and a response to a list of messages is one, too, as is one
+    of several turns. Without token ids, as on a reward server without a tokenizer, there is no `completion_ids`.
     """
     prompts = columns.get("prompt", prompts)
-    completions = [
+    completions = columns.get("turns") or [
         [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
         for prompt, response in zip(prompts, responses)
     ]

@@ -53,7 +53,7 @@ def is_function(name: str) -> bool:
 
 def is_reward_model(name: str) -> bool:
     """Return whether a reward source is a model, not something that checks the text."""
-    return not (name in VERIFIERS or is_server(name) or is_function(name))
+    return not (name in VERIFIERS or name == "environment" or is_server(name) or is_function(name))
 
 
 def check_sources(names: tuple[str, ...], weights: tuple[float, ...] = ()) -> None:
@@ -120,12 +120,15 @@ def one_score(sequences: list[list[int]], scores: list[float]) -> list[float]:
 class Rewards:
     """The reward sources of a run, by the names given to --reward."""
 
-    def __init__(self, names: tuple[str, ...], timeout: float, tokenizer, rows: list[dict] = ()):
+    def __init__(
+        self, names: tuple[str, ...], timeout: float, tokenizer, rows: list[dict] = (), several_turns: bool = False
+    ):
         """Check all names and start the worker processes; reward models are loaded by `load_models`.
 
         Args:
             timeout: seconds that a call of a source may take. tokenizer: of the policy. rows: prompts of the run, of
                 which each source gets two in a call that has to succeed; none for no such call.
+            several_turns: whether responses are conversations.
         """
         self.workers = Workers([name for name in names if name in VERIFIERS or is_function(name)], timeout)
         self.names = names
@@ -135,6 +138,8 @@ class Rewards:
                 from plumbing.reward_client import ServerSource
 
                 self.sources[name] = ServerSource(name, timeout)
+            elif name == "environment":
+                self.sources[name] = EnvironmentSource()
             elif is_reward_model(name):
                 check_name(name)
                 self.sources[name] = ModelSource(name, tokenizer)
@@ -144,11 +149,11 @@ class Rewards:
         atexit.register(self.close)
         self.workers.start(spare=bool(rows) and any(map(is_function, names)))
         if rows:
-            self._try_out(rows, tokenizer)
+            self._try_out(rows, tokenizer, several_turns)
         # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
         self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
 
-    def _try_out(self, rows: list[dict], tokenizer) -> None:
+    def _try_out(self, rows: list[dict], tokenizer, several_turns: bool) -> None:
         """End the run if a source fails in a call with two prompts, answered by their reference answers or "42"."""
         for name, source in self.sources.items():
             own = [row for row in rows if is_scored_by(row, name)]
@@ -158,6 +163,8 @@ class Rewards:
             two = [own[0], own[-1]]
             texts = ["42" if row["answer"] is None else str(row["answer"]) for row in two]
             responses = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            if several_turns:
+                two = [{**row, "turns": [{"role": "assistant", "content": x}]} for row, x in zip(two, texts)]
             if failure := source.try_out(two, texts, responses):
                 fail(f"--reward {name}: a trial call with two responses failed: {failure}")
         self.workers.end_spare()
@@ -194,6 +201,19 @@ class Rewards:
 
     def close(self) -> None:
         self.workers.close()
+
+
+class EnvironmentSource:
+    """The sum of --environment's rewards, which the conversations bring along."""
+
+    verifies, failure = True, ""
+
+    def try_out(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> str:
+        """Do nothing: there is no conversation yet."""
+        return ""
+
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
+        return [row["environment"] for row in rows]
 
 
 # ---- verifiers and functions: in worker processes --------------------------------------------------------------------
@@ -335,7 +355,12 @@ class WorkerSource:
 
     def _request(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> dict:
         columns = columns_of(rows) | {"answer": [row["answer"] for row in rows]}
+        turns = [row["turns"] for row in rows if "turns" in row]
+        if turns:
+            columns["turns"] = turns
         request = {"reward": self.name, "responses": texts, "columns": columns}
         if self.name not in VERIFIERS:
             request |= {"prompts": [row["prompt"] for row in rows], "ids": responses}
+        elif turns:  # the answer is the model's, not that of a tool
+            request["responses"] = [own[-1]["content"] if own else "" for own in turns]
         return request

@@ -2,9 +2,12 @@
 
 A per-token value, such as the log-probabilities, is an entry of `Batch.tokens`: made by the sampler or by the loop, and
 from then on joined, padded, sliced and saved with the rest, by name. To carry a further one, add an entry.
-Imports utils, plumbing.rewards (equal scores) and plumbing.sharding (whole weights for the decode loop).
+Imports utils, plumbing.rewards (equal scores), plumbing.sharding (whole weights for the decode loop) and
+plumbing.conversations (responses of several turns).
 """
 
+import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Callable, Iterator
 
@@ -14,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import logits_process
 
 import utils
+from plumbing.conversations import Conversation, Conversations
 from plumbing.rewards import Rewards, is_scored_by, one_score
 from plumbing.sharding import model_device, unsharded
 
@@ -26,13 +30,16 @@ class Batch:
     """
 
     rows: list[dict]  # of the data, for each response: "prompt", the text, "query", its token ids, "answer", "columns"
-    responses: list[list[int]]  # token ids up to and including the stop token
+    responses: list[list[int]]  # token ids up to and including the stop token; observations of a conversation, too
     texts: list[str]
     stopped: Tensor  # (N,) bool, whether a stop token was sampled
     reward_components: dict[str, Tensor]  # reward source: (N,) scores, NaN where it gave none
-    tokens: dict[str, Tensor]  # (N, T) each, 0 after a response's end; "response_mask" (bool) is set on response tokens
+    tokens: dict[
+        str, Tensor
+    ]  # (N, T) each, 0 after a response's end; "response_mask" (bool) is set on what was sampled
     scores: Tensor | None = None  # (N,), what a response is trained with; NaN for one that is left out
     verifiers: tuple[str, ...] = ()  # the reward sources that tell right from wrong
+    conversations: list[Conversation] | None = None  # with --tools or --environment, what the responses are made of
 
     @property
     def response_mask(self) -> Tensor:
@@ -54,12 +61,16 @@ class Batch:
             pick(self.rows), pick(self.responses), pick(self.texts), self.stopped[chosen],
             {name: x[chosen] for name, x in self.reward_components.items()},
             {name: x[chosen] for name, x in self.tokens.items()},
-            self.scores[chosen], self.verifiers,
+            self.scores[chosen], self.verifiers, self.conversations and pick(self.conversations),
         )  # fmt: skip
 
     def collate(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
         """Return some of the responses behind their queries, as `collate` lays them out."""
-        return collate([(self.rows[i]["query"], self.responses[i]) for i in chosen], self.response_mask.device)
+        rows = [(self.rows[i]["query"], self.responses[i]) for i in chosen]
+        input_ids, mask = collate(rows, self.response_mask.device)
+        for row, i in zip(mask, chosen):
+            row[row.clone()] = self.response_mask[i, : len(self.responses[i])]
+        return input_ids, mask
 
     def micro_batches(
         self, chosen: list[int], token_budget: int, world: utils.World
@@ -79,14 +90,15 @@ class Batch:
 
 def join(batches: list[Batch]) -> Batch:
     """Return several batches, which have no scores yet, as one; per-token tensors are padded to the longest."""
-    lists = ("rows", "responses", "texts")
+    joined = lambda name: [x for batch in batches for x in getattr(batch, name)]
     rows = lambda name: [row for batch in batches for row in batch.tokens[name]]
     return Batch(
-        *([x for batch in batches for x in getattr(batch, name)] for name in lists),
+        *map(joined, ("rows", "responses", "texts")),
         torch.cat([batch.stopped for batch in batches]),
         {name: torch.cat([x.reward_components[name] for x in batches]) for name in batches[0].reward_components},
         {name: pad_sequence(rows(name), batch_first=True) for name in batches[0].tokens},
         verifiers=batches[0].verifiers,
+        conversations=batches[0].conversations and joined("conversations"),
     )  # fmt: skip
 
 
@@ -125,12 +137,13 @@ def forward_batch(
         (N, T) by name, 0 after a response's end.
     """
     share, mask = [], batch.response_mask
+    sampled = mask.sum(1).tolist()  # tokens
     for rows in utils.micro_batches(batch.lengths, token_budget, world):
         with autocast():
             outputs = module(*batch.collate(rows), **options)
         names = list(outputs)
         values = torch.stack([outputs[name] for name in names]).cpu()  # (names, tokens)
-        parts = values.split([len(batch.responses[i]) for i in rows], dim=1)
+        parts = values.split([sampled[i] for i in rows], dim=1)
         share += zip(rows, [part.clone() for part in parts])  # a view would send the whole tensor to the other ranks
     in_order = [value for _, value in sorted(world.all_gather(share), key=lambda pair: pair[0])]
     return {name: pad_rows(x, mask) for name, x in zip(names, torch.cat(in_order, 1).to(mask.device))}
@@ -151,9 +164,29 @@ def logits_processors(args, width: int, stop_ids: list[int], sample: bool, devic
     return found
 
 
+def in_batches(
+    generate: Callable, queries: list[list[int]], uniforms: Tensor | None, lengths: list[int] | None = None,
+    stop_strings: Callable | None = None, *, model, stop_ids: list[int], args, interrupted: Callable,
+) -> tuple[list[list[int]], list[dict[str, list[float]]]]:  # fmt: skip
+    """Return what the scripts' decode loop `generate` does, --generation_batch_size queries at a time.
+
+    Once interrupted, what there is comes back.
+    """
+    responses, values = [], []
+    for start in range(0, len(queries), args.generation_batch_size):
+        if interrupted():
+            break
+        part = slice(start, start + args.generation_batch_size)
+        numbers, limits = None if uniforms is None else uniforms[part], lengths and lengths[part]
+        sampled = generate(model, queries[part], numbers, stop_ids, args, interrupted, limits, stop_strings)
+        responses, values = responses + sampled[0], values + sampled[1]
+    return responses, values
+
+
 def rollout(
     rows: list[dict], samples: int, key: tuple, *, generate: Callable, model, engine, tokenizer, stop_ids: list[int],
     rewards: Rewards, args, interrupt: utils.Interrupt, world: utils.World, autocast: Callable,
+    conversations: Conversations | None = None,
 ) -> Batch | None:  # fmt: skip
     """Sample and score `samples` responses for each row, spread over the ranks.
 
@@ -161,46 +194,60 @@ def rollout(
         rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
         key: names the random numbers, see `utils.generator`.
         generate: the script's decode loop over `model`. engine: what samples instead of it; None for none.
+        conversations: makes responses of several turns; None for single turns.
     Returns:
         The Batch, the same on every rank; None if the run is interrupted.
     """
     rows = [row for row in rows for _ in range(samples or 1)]
     mine, interrupted = world.shard(list(range(len(rows)))), lambda: interrupt.requested
-    queries, rng, device = [rows[i]["query"] for i in mine], utils.generator(*key), model_device(model)
-    responses, values = [], []  # of this rank: token ids; per-token values by name
+    own_rows, rng, device = [rows[i] for i in mine], utils.generator(*key), model_device(model)
+    # A line of numbers for each response of all ranks, whichever rank generates it: seeds, or numbers of its tokens.
     if engine is not None:
-        seeds = rng.integers(2**62, size=len(rows))[mine].tolist() if samples else None
-        sampled = engine.generate(queries, seeds, stop_ids, args, interrupted)
-        if sampled is not None:
-            responses, values = sampled[0], [{"rollout_logprobs": logprobs} for logprobs in sampled[1]]
-    else:  # a line of numbers for each response of all ranks, whichever rank generates it
-        uniforms = torch.from_numpy(rng.random((len(rows), args.max_response_length))[mine]) if samples else None
-        with unsharded(model), autocast():
-            for start in range(0, len(mine), args.generation_batch_size):
-                if interrupted():
-                    break
-                part = slice(start, start + args.generation_batch_size)
-                numbers = None if uniforms is None else uniforms[part]
-                sampled = generate(model, queries[part], numbers, stop_ids, args, interrupted)
-                responses, values = responses + sampled[0], values + sampled[1]
-    if world.any(interrupted() or len(responses) < len(mine)):
+        draws = rng.integers(2**62, size=(len(rows), args.max_turns if conversations else 1))
+    else:
+        draws = rng.random((len(rows), args.max_response_length))
+    draws = draws[mine] if samples else None
+    decode = functools.partial(in_batches, generate, model=model, stop_ids=stop_ids, args=args, interrupted=interrupted)
+    talks = [None] * len(mine)
+    with contextlib.ExitStack() as stack:
+        if engine is None:
+            stack.enter_context(unsharded(model))
+            stack.enter_context(autocast())
+        if conversations:
+            talks = conversations.sample(own_rows, draws, interrupted, engine, decode)
+            sampled = talks and [(talk.response, talk.values) for talk in talks]
+        elif engine is not None:
+            queries, seeds = [row["query"] for row in own_rows], None if draws is None else draws[:, 0].tolist()
+            sampled = engine.generate(queries, seeds, stop_ids, args, interrupted)
+            sampled = sampled and [(ids, {"rollout_logprobs": logprobs}) for ids, logprobs in zip(*sampled)]
+        else:
+            uniforms = None if draws is None else torch.from_numpy(draws)
+            sampled = list(zip(*decode([row["query"] for row in own_rows], uniforms)))
+    if world.any(interrupted() or sampled is None):
         return None
+    responses, values = map(list, zip(*sampled))
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
-    scores = rewards.score([rows[i] for i in mine], texts, responses)  # {source: [float]}
-    gathered = world.unshard(list(zip(responses, texts, values, *scores.values())), len(rows))
-    responses, texts, values, *columns = map(list, zip(*gathered))
+    scores = rewards.score([talk.scored_row() for talk in talks] if conversations else own_rows, texts, responses)
+    gathered = world.unshard(list(zip(responses, texts, values, talks, *scores.values())), len(rows))
+    responses, texts, values, talks, *columns = map(list, zip(*gathered))
+    if conversations:
+        rows, columns = [talk.row for talk in talks], conversations.leave_out_failed(talks, columns)
     scores = dict(zip(scores, columns))
     for name in rewards.models:
         sequences = [[is_scored_by(row, name), *row["query"], *response] for row, response in zip(rows, responses)]
         scores[name] = one_score(sequences, scores[name])
-    padded = lambda name: pad_sequence([torch.tensor(value[name]) for value in values], batch_first=True).to(device)
-    mask = pad_sequence([torch.ones(len(response), dtype=torch.bool) for response in responses], batch_first=True)
-    tokens = {"response_mask": mask.to(device), **{name: padded(name) for name in values[0]}}
+    padded = lambda rows: pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
+    tokens = {"response_mask": padded([[1] * len(response) for response in responses])}
+    tokens |= {name: padded([value[name] for value in values]) for name in values[0]}
+    tokens["response_mask"] = tokens["response_mask"].bool()
     if not tokens["rollout_logprobs"].isfinite().all():
         utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
-    stopped = torch.tensor([response[-1] in stop_ids for response in responses], device=device)
+    stopped = [talk.stopped if talk else response[-1] in stop_ids for talk, response in zip(talks, responses)]
     components = {name: torch.tensor(column, device=device) for name, column in scores.items()}
-    return Batch(rows, responses, texts, stopped, components, tokens, verifiers=rewards.verifiers)
+    return Batch(
+        rows, responses, texts, torch.tensor(stopped, device=device), components, tokens, verifiers=rewards.verifiers,
+        conversations=talks if conversations else None,
+    )  # fmt: skip
 
 
 @dataclass
@@ -218,8 +265,10 @@ class Experience:
 
     def state(self) -> dict:
         """Return it in plain types and tensors, for a checkpoint; of the rows only what is still needed."""
-        rows = [{"prompt": row["prompt"], "query": row["query"]} for row in self.batch.rows]
-        return {**vars(self), "batch": {**vars(self.batch), "rows": rows}}
+        needed = lambda row: {"prompt": row["prompt"], "query": row["query"]}
+        talks = self.batch.conversations and [{**vars(x), "row": needed(x.row)} for x in self.batch.conversations]
+        batch = {**vars(self.batch), "rows": list(map(needed, self.batch.rows)), "conversations": talks}
+        return {**vars(self), "batch": batch}
 
     @staticmethod
     def from_state(state: dict | None, args, device) -> "Experience | None":
@@ -232,4 +281,6 @@ class Experience:
                 return {name: to_device(y) for name, y in x.items()}
             return x.to(device) if isinstance(x, Tensor) else x
 
-        return Experience(**{**state, "batch": Batch(**to_device(state["batch"]))})
+        batch = Batch(**to_device(state["batch"]))
+        batch.conversations = batch.conversations and [Conversation(**x) for x in batch.conversations]
+        return Experience(**{**state, "batch": batch})

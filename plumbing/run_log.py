@@ -126,6 +126,9 @@ class RunLog:
         import rich.table
         import rich.text
 
+        for row in rows:
+            if "turns" in row:
+                row["response"] = "\n".join(f"{turn['role']}: {turn['content']}" for turn in row.pop("turns"))
         title = f"held-out samples after step {step}"
         table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
         for row in rows:

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import utils
-from grpo import Args, Policy, generate, truncate_at_stop
+from grpo import Args, Policy, generate
 from plumbing import engines, models, prompts, vllm_engine
 from plumbing.rollout import Batch, Experience, join, pad_rows, rollout
 
@@ -219,6 +219,11 @@ def test_logprobs_of_the_sampler_are_those_of_the_policy(load, family, temperatu
 
 
 @torch.no_grad()
+def truncate_at_stop(tokens: list[int], stop_ids: list[int]) -> list[int]:
+    end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens) - 1)
+    return tokens[: end + 1]
+
+
 def by_transformers(model, queries, stop_ids, length):
     """(response, log-probabilities) of each query by transformers' own generate, greedy."""
     width = max(map(len, queries))
@@ -267,14 +272,6 @@ def test_dropping_rows_changes_nothing(load, family):
     for value, other, response in zip(values, whole, responses):
         expected = other["rollout_logprobs"][: len(response)]
         assert value == {"rollout_logprobs": pytest.approx(expected, abs=1e-5)}
-
-
-def test_truncate_at_stop():
-    assert truncate_at_stop([5, 1, 7, 1], [1]) == [5, 1]
-    assert truncate_at_stop([5, 7, 1, 9], [1, 7]) == [5, 7]
-    assert truncate_at_stop([1, 1], [1]) == [1]
-    assert truncate_at_stop([5, 6], [1]) == [5, 6]
-    assert truncate_at_stop([], [1]) == []
 
 
 @pytest.mark.parametrize("stop_ids", [[1], [6, 20], STOPS])
