@@ -3,8 +3,8 @@
 The tokens of a turn stay as they were drawn. What stands between two turns, an observation, is in the context, but not
 in the response mask: nothing is trained on it. docs/environments.md shows how tools and environments are written.
 
-Imports plumbing.turns (the text of turns), plumbing.tool_processes (where tools and environments run) and
-plumbing.prompts (prompts that an environment adds to).
+Imports plumbing.turns (the text of turns), plumbing.tool_processes (where tools and environments run),
+plumbing.prompts (prompts that an environment adds to) and plumbing.flags (ranges of flags).
 """
 
 import asyncio
@@ -120,16 +120,18 @@ class Conversations:
             self.value_names.append("turn_rewards")
 
     def sample(
-        self, rows: list[dict], draws, interrupted: Callable, engine=None, generate: Callable | None = None
-    ) -> list[Conversation] | None:
+        self, rows: list[dict], seeds: list[int], draws, interrupted: Callable, engine=None,
+        generate: Callable | None = None,
+    ) -> list[Conversation] | None:  # fmt: skip
         """Return a conversation for each row; None if interrupted, or if the engine has failed.
 
         Args:
+            seeds: of what is random in tools and environments, one a row.
             draws: random numbers, a line for each row: seeds of its turns for an engine, or else uniform numbers of its
                 tokens; None for greedy decoding.
             engine: see plumbing/engines.py; without one, `generate` samples turns as the scripts' decode loop does.
         """
-        return asyncio.run(self._sample(rows, draws, interrupted, engine, generate))
+        return asyncio.run(self._sample(rows, seeds, draws, interrupted, engine, generate))
 
     def leave_out_failed(self, conversations: list[Conversation], columns: list[list[float]]) -> list[list[float]]:
         """Return each source's scores with NaN for conversations whose environment has failed; warn of them."""
@@ -138,7 +140,7 @@ class Conversations:
             warn(f"--environment: {len(failed)} of {len(conversations)} responses are left out; the first: {failed[0]}")
         return [[math.nan if x.error else score for x, score in zip(conversations, column)] for column in columns]
 
-    async def _sample(self, rows, draws, interrupted: Callable, engine, generate) -> list[Conversation] | None:
+    async def _sample(self, rows, seeds, draws, interrupted: Callable, engine, generate) -> list[Conversation] | None:
         sampler = EngineTurns(engine, self, interrupted) if engine else DecodedTurns(generate, len(rows), self)
         draws = [None] * len(rows) if draws is None else draws
 
@@ -147,8 +149,8 @@ class Conversations:
                 await asyncio.sleep(0.1)
 
         tasks = [
-            asyncio.create_task(self._converse(row, functools.partial(sampler.sample, number, own), sampler.leave))
-            for number, (row, own) in enumerate(zip(rows, draws))
+            asyncio.create_task(self._converse(row, seed, functools.partial(sampler.sample, i, own), sampler.leave))
+            for i, (row, seed, own) in enumerate(zip(rows, seeds, draws))
         ]
         conversations, watch = asyncio.gather(*tasks), asyncio.create_task(interruption())
         await asyncio.wait([conversations, watch], return_when=asyncio.FIRST_COMPLETED)
@@ -161,10 +163,10 @@ class Conversations:
             await asyncio.gather(*tasks, return_exceptions=True)  # until their processes are gone
             return None
 
-    async def _converse(self, row: dict, sample: Callable, leave: Callable) -> Conversation:
+    async def _converse(self, row: dict, seed: int, sample: Callable, leave: Callable) -> Conversation:
         """Have one conversation, and call `leave` at its end."""
         found = Conversation(row, values={name: [] for name in self.value_names})
-        process = self.processes.open()
+        process = self.processes.open(seed)
         try:
             if self.args.environment:
                 found.reward = 0.0

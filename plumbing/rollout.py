@@ -201,6 +201,7 @@ def rollout(
     rows = [row for row in rows for _ in range(samples or 1)]
     mine, interrupted = world.shard(list(range(len(rows)))), lambda: interrupt.requested
     own_rows, rng, device = [rows[i] for i in mine], utils.generator(*key), model_device(model)
+    seeds = rng.integers(2**62, size=len(rows))[mine].tolist() if conversations else []  # of environments
     # A line of numbers for each response of all ranks, whichever rank generates it: seeds, or numbers of its tokens.
     if engine is not None:
         draws = rng.integers(2**62, size=(len(rows), args.max_turns if conversations else 1))
@@ -214,18 +215,18 @@ def rollout(
             stack.enter_context(unsharded(model))
             stack.enter_context(autocast())
         if conversations:
-            talks = conversations.sample(own_rows, draws, interrupted, engine, decode)
+            talks = conversations.sample(own_rows, seeds, draws, interrupted, engine, decode)
             sampled = talks and [(talk.response, talk.values) for talk in talks]
         elif engine is not None:
-            queries, seeds = [row["query"] for row in own_rows], None if draws is None else draws[:, 0].tolist()
-            sampled = engine.generate(queries, seeds, stop_ids, args, interrupted)
+            seeds = None if draws is None else draws[:, 0].tolist()
+            sampled = engine.generate([row["query"] for row in own_rows], seeds, stop_ids, args, interrupted)
             sampled = sampled and [(ids, {"rollout_logprobs": logprobs}) for ids, logprobs in zip(*sampled)]
         else:
             uniforms = None if draws is None else torch.from_numpy(draws)
             sampled = list(zip(*decode([row["query"] for row in own_rows], uniforms)))
     if world.any(interrupted() or sampled is None):
         return None
-    responses, values = map(list, zip(*sampled))
+    responses, values = [ids for ids, _ in sampled], [own for _, own in sampled]
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
     scores = rewards.score([talk.scored_row() for talk in talks] if conversations else own_rows, texts, responses)
     gathered = world.unshard(list(zip(responses, texts, values, talks, *scores.values())), len(rows))

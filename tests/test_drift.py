@@ -463,7 +463,7 @@ def test_imports_go_one_way(name):
         assert not {module for module in found if not re.search(rf"\b{module.removeprefix('plumbing.')}\b", about)}
 
 
-RL = {"algorithm", "run", "model", "data", "reward", "rollout"}
+RL = {"algorithm", "run", "model", "data", "reward", "rollout", "conversation"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -475,7 +475,7 @@ def test_help_lists_every_flag_in_its_group(name):
     groups = {"algorithm": {f.target.id for f in args_of(name).body if isinstance(f, ast.AnnAssign)}}
     for base in args_of(name).bases:
         owner = ast.unparse(base).removeprefix("flags.")
-        room = "critic" if owner == "CriticArgs" else "flags"
+        room = {"CriticArgs": "critic", "ConversationArgs": "conversations"}.get(owner, "flags")
         inherited = sync_shared.fields(ROOT / "plumbing" / f"{room}.py", owner)
         groups[owner.removesuffix("Args").lower()] = inherited - groups["algorithm"]
     expected = {"algorithm", "run", "model"} if "reward" in name else RL | ({"critic"} if name == "ppo.py" else set())

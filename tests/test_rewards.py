@@ -158,7 +158,8 @@ def test_only_the_named_sources_count(file, make, capsys):
 def batch_of(rows: list[dict], verifiers: tuple, **components) -> Batch:
     ones = torch.ones(len(rows), dtype=torch.bool)
     scores = {name: torch.tensor(column) for name, column in components.items()}
-    return Batch(rows, [[1]] * len(rows), ["t"] * len(rows), ones, scores, {}, verifiers=verifiers)
+    tokens = {"response_mask": ones[:, None]}
+    return Batch(rows, [[1]] * len(rows), ["t"] * len(rows), ones, scores, tokens, verifiers=verifiers)
 
 
 def test_what_is_measured_of_rows_that_name_their_sources():
