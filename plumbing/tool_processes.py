@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -52,6 +53,8 @@ class ToolProcesses:
                 fail(f"{flag} {name}: is not of the form path/to/file.py:{'Class' if name == environment else 'name'}")
             if name and not os.path.isfile(path):
                 fail(f"{flag} {name}: there is no file {path}")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a conversation takes two sockets
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         self.settings = {"tools": tools, "environment": environment, "timeout": timeout}
         self.timeout = timeout
         self.numbers = itertools.count()  # of children
@@ -127,11 +130,12 @@ class Child:
     async def ask(self, *request) -> dict:
         """Return the answer to a request; raise NoAnswer, and be killed, if there is none within the time limit."""
         try:
-            return await asyncio.wait_for(self._exchange(request), self.processes.timeout)
+            async with asyncio.timeout(self.processes.timeout):
+                return await self._exchange(request)
         except TimeoutError:
             self.kill()
             raise NoAnswer(f"gave no answer within --tool_timeout {self.processes.timeout:g} s") from None
-        except (OSError, EOFError):
+        except (OSError, ValueError):
             self.kill()
             raise NoAnswer("ended its process") from None
 
@@ -141,7 +145,7 @@ class Child:
         while not answer.endswith(b"\n"):
             part = await loop.sock_recv(self.connection, 1 << 16)
             if not part:
-                raise EOFError
+                raise ConnectionError
             answer += part
         return json.loads(answer)
 
@@ -210,7 +214,7 @@ def result_of(answer: dict):
     if "tool_error" in answer:
         raise ToolError(answer["tool_error"])
     if "error" in answer:
-        raise EnvironmentFailure(" ".join(answer["error"].split()))
+        raise EnvironmentFailure(" ".join(answer["error"][:500].split()))
     return answer["result"]
 
 

@@ -56,9 +56,9 @@ class Tools:
 
     def call(self, name: str, arguments: dict) -> str:
         """Return the text that a tool answers with. Raise ToolError if it fails."""
-        function = next(function for function in self.functions if function.__name__ == name)
+        functions = {function.__name__: function for function in self.functions}
         try:
-            return as_text(self.finish(function(**arguments)))
+            return as_text(self.finish(functions[name](**arguments)))
         except BaseException as error:  # SystemExit, too
             raise ToolError(cut(f"{type(error).__name__}: {error}")) from error
 
@@ -168,16 +168,17 @@ def serve(connection: socket.socket, owner: Tools, timeout: float) -> None:
         except WrongResult as error:
             answer = {"error": str(error)}
         except BaseException as error:
-            answer = {"error": f"{method} raised {type(error).__name__}: {error}{place_of(error)}"}
+            answer = {"error": f"{method} raised {reason(error)}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def place_of(error: BaseException) -> str:
-    """Return " (file:line)", where in a user's file an exception was raised, or what raised it was called."""
+def reason(error: BaseException) -> str:
+    """Return what an exception says, and where in a user's file it was raised, or what raised it was called."""
     frames = traceback.extract_tb(error.__traceback__)
+    # load_function puts users' files into sys.modules by their paths.
     places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if frame.filename in sys.modules]
-    return places[-1] if places else ""  # load_function puts users' files into sys.modules by their paths
+    return f"{type(error).__name__}{places[-1] if places else ''}: {error}"
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def main() -> None:
             flag = f"--environment {settings['environment']}"
             make = load_function(settings["environment"])
     except BaseException as error:
-        send_line(trainer, {"flag": flag, "error": f"{type(error).__name__}: {error}"})
+        send_line(trainer, {"flag": flag, "error": reason(error)})
         return
     # In a fork: transformers takes room, and an instance that is made for the check leaves no trace.
     if not (checker := os.fork()):
@@ -228,7 +229,8 @@ def main() -> None:
             if not child:
                 trainer.close()
                 start(connection, Tools(functions) if kind == OPEN_TOOLS else Environment(make), seed, settings)
-            os.setpgid(child, child)
+            with contextlib.suppress(OSError):
+                os.setpgid(child, child)  # the child does the same: whoever is first
             children[number] = child
         connection.close()
     for child in children.values():
@@ -242,7 +244,7 @@ def send_line(connection: socket.socket, message: dict) -> None:
 def start(connection: socket.socket, owner: Tools, seed: int, settings: dict) -> None:
     """Be a child: serve its socket, and end."""
     try:
-        os.setpgid(0, 0)  # with what it starts, it is killed as a group; the server does the same, whoever is first
+        os.setpgid(0, 0)  # it is killed as a group, with what it starts
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
@@ -273,19 +275,32 @@ def description(settings: dict, functions: list[Callable], make: Callable | None
             found["tools"].append(schema(function))
         if make is not None:
             flag = f"--environment {settings['environment']}"
-            instance = make()
-            for method in ("reset", "step", "tools"):
-                if not callable(getattr(instance, method, None)) and (method == "reset" or hasattr(instance, method)):
-                    raise AttributeError(f"has no method {method}")
-            found["environment"] = [schema(function) for function in tools_of(instance)]
-            found["has_step"] = hasattr(instance, "step")
-            if not found["has_step"] and not found["environment"]:
-                raise AttributeError("has neither a method step nor tools")
+            found |= describe_environment(make())
     except BaseException as error:
-        return {"flag": flag, "error": f"{type(error).__name__}: {error}"}
+        return {"flag": flag, "error": reason(error)}
     names = [schema["function"]["name"] for schema in found["tools"] + found["environment"]]
     twice = next((name for name in names if names.count(name) > 1), None)
     return {"flag": flag, "error": f"there are two tools {twice}"} if twice else found
+
+
+def describe_environment(instance) -> dict:
+    """Return {"environment": schemas of its tools, "has_step": whether it has `step`}.
+
+    Raises:
+        TypeError: if it is no environment.
+    """
+    has_step = hasattr(instance, "step")
+    for method in ("reset", "step", "tools"):
+        if not callable(getattr(instance, method, None)) and (method == "reset" or hasattr(instance, method)):
+            raise TypeError(f"has no method {method}")
+    try:
+        schemas = [schema(function) for function in tools_of(instance)]
+    except Exception as error:
+        hint = "" if has_step else "; without a method step, its public methods are tools"
+        raise TypeError(f"{error}{hint}") from error
+    if not has_step and not schemas:
+        raise TypeError("has neither a method step nor tools")
+    return {"environment": schemas, "has_step": has_step}
 
 
 def schema(function: Callable) -> dict:

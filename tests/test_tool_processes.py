@@ -1,6 +1,7 @@
 """Processes of tools and environments: what they answer, what fails in them, and that nothing is left of them."""
 
 import asyncio
+import contextlib
 import math
 import os
 import re
@@ -47,6 +48,10 @@ async def later(text: str) -> str:
     """
     await asyncio.sleep(0)
     return text
+
+def link(number):
+    file = f"/dev/fd/{number}"
+    return os.readlink(file) if os.path.lexists(file) else ""
 
 def read() -> str:
     """Return a line of stdin."""
@@ -149,6 +154,12 @@ class Needs:
     def __init__(self, size):
         pass
     def reset(self):
+        pass
+
+class Misnamed:
+    def reset(self):
+        pass
+    def play(self, response: str):
         pass
 
 class Other(Counter):
@@ -262,6 +273,7 @@ def test_a_conversation_with_tools_and_an_environment(started):
         ("os._exit(0)", "error: run ended its process"),
         ("os.kill(os.getpid(), 11)", "error: run ended its process"),
         ("os.closerange(3, 50)", "error: run ended its process"),
+        ("[os.write(n, b'}{\\n') for n in range(30) if 'socket' in link(n)]", "error: run ended its process"),
     ],
 )
 def test_what_a_tool_returns(started, code, result):
@@ -344,8 +356,8 @@ def test_calls_that_do_not_fit(started):
         ({}, "('x', False, 1.0)", [" go", "failure: step: done is float '1.0', not True or False"]),
         ({"reset": "3"}, "", ["failure: reset returned int '3', not a text, a list of messages or None"]),
         ({"reset": "['x']"}, "", ["failure: reset returned list \"['x']\", not a text, a list of messages or None"]),
-        ({}, "1 / 0", [" go", re.compile(r"failure: step raised ZeroDivisionError: .* \(.*game.py:15\)")]),
-        ({}, "exit(3)", [" go", re.compile(r"failure: step raised SystemExit: 3 \(.*game.py:15\)")]),
+        ({}, "1 / 0", [" go", re.compile(r"failure: step raised ZeroDivisionError \(.*game.py:15\): division")]),
+        ({}, "exit(3)", [" go", re.compile(r"failure: step raised SystemExit \(.*game.py:15\): 3")]),
         ({}, "os._exit(1)", [" go", "failure: step ended its process"]),
     ],
 )  # fmt: skip
@@ -393,8 +405,10 @@ def test_other_forms_of_environments(started):
     assert [schema["function"]["name"] for schema in counter.schemas] == ["increment"] and not counter.has_step
 
     gym = started((), "Gym")
-    found = converse(gym, ("step", "ab"), ("step", "end"), row={"seed": 3, "prompt": "x"})
-    assert found == ["start 3", ("ba", 1.0, False), ("dne", 1.0, True)] and gym.has_step and not gym.schemas
+    megabyte = "ab" * (1 << 19)
+    found = converse(gym, ("step", megabyte), ("step", "end"), row={"seed": 3, "prompt": megabyte})
+    observation = "ba" * 50_000 + "\n[cut, of 1048576 characters]"
+    assert found == ["start 3", (observation, 1.0, False), ("dne", 1.0, True)] and gym.has_step and not gym.schemas
 
     messages, (observation, reward, done) = converse(started((), "Asynchronous"), ("step", "x"), row={})
     assert messages == [{"role": "system", "content": "hello"}]
@@ -436,25 +450,31 @@ def test_a_server_that_has_ended_is_started_anew(started):
     assert converse(processes, ("step", "5")) == [" go", ("lower", 0.5, True)]
 
 
-def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
-    program = f"""
-import asyncio, sys
-sys.path.insert(0, {ROOT!r})
-from plumbing.tool_processes import ToolProcesses
-async def main():
-    processes = ToolProcesses(*{files(("run",), "Game")!r}, 60.0)
-    process = processes.open(1)
-    print(await process.reset({{"secret": 1}}), processes.server.pid, flush=True)
-    await process.call("run", {{"code": "subprocess.run(['sleep', '99'])"}})
-asyncio.run(main())
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as trainer:
-        server = int(trainer.stdout.readline().split()[1])
-        while len(children := process_ids(server)) < 2 or not process_ids(children[1]):
-            time.sleep(0.05)
-        found = [server, *children, *process_ids(children[1])]
-        assert len(found) == 4
-        trainer.kill()
+def test_nothing_is_left_of_a_trainer_that_was_killed(files):
+    receive, send = os.pipe()
+
+    async def train():
+        processes = ToolProcesses(*files(("run",), "Game"), 60.0)
+        process = processes.open()
+        await process.reset({"secret": 1})
+        os.write(send, f"{processes.server.pid}\n".encode())
+        await process.call("run", {"code": "subprocess.run(['sleep', '99'])"})
+
+    trainer = os.fork()
+    if not trainer:
+        try:
+            asyncio.run(train())
+        finally:
+            os._exit(1)
+    with open(receive) as lines:
+        server = int(lines.readline())
+    while len(children := process_ids(server)) < 2 or not process_ids(children[1]):
+        time.sleep(0.05)
+    found = [server, *children, *process_ids(children[1])]
+    assert len(found) == 4
+    os.kill(trainer, signal.SIGKILL)
+    os.waitpid(trainer, 0)
+    os.close(send)
     for _ in range(100):
         if not any(is_running(process) for process in found):
             return
@@ -481,8 +501,9 @@ def is_running(process: int) -> bool:
         (["add"], "Other", "error: --environment .*game.py:Other: there are two tools add"),
         (["Literal"], "", "error: --tools .*Literal: "),
         ([], "Nothing", "error: --environment .*game.py:Nothing: AttributeError"),
-        ([], "NoReset", "NoReset: AttributeError: has no method reset"),
-        ([], "OnlyReset", "OnlyReset: AttributeError: has neither a method step nor tools"),
+        ([], "NoReset", "NoReset: TypeError: has no method reset"),
+        ([], "OnlyReset", "OnlyReset: TypeError: has neither a method step nor tools"),
+        ([], "Misnamed", "Misnamed: TypeError: .* play .* no docstring!; without a method step, its"),
         ([], "Needs", "Needs: TypeError: .*missing 1 required positional argument: 'size'"),
     ],
 )
@@ -508,7 +529,7 @@ def test_names_that_are_none(capsys, tools, environment, line):
 
 
 def test_a_file_that_cannot_be_imported(tmp_path, capfd):
-    for text, line in (("1 / 0", "ZeroDivisionError: division by zero"), ("import os; os._exit(0)", "ended")):
+    for text, line in (("\n1 / 0", "broken.py:2): division by zero"), ("import os; os._exit(0)", "ended")):
         (tmp_path / "broken.py").write_text(text)
         with pytest.raises(SystemExit):
             ToolProcesses((f"{tmp_path}/broken.py:x",), "", 2.0)
@@ -520,3 +541,49 @@ def test_the_server_does_not_import_torch(files):
     words = [sys.executable, "-c", program]
     count, torch = subprocess.run(words, capture_output=True, text=True, cwd=ROOT).stdout.split()
     assert torch == "False" and int(count) < 300
+
+
+@pytest.fixture(scope="module")
+def python_tool(tmp_path_factory):
+    """Processes with the tool that runs Python, and a text that the servers of its programs have as argument."""
+    mark = str(tmp_path_factory.mktemp("python") / "mark-packages")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", mark)
+        processes = ToolProcesses((f"{ROOT}/plumbing/python_tool.py:python",), "", 60.0)
+    yield processes, mark
+    processes.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [
+        ("for i in range(2):\n    print(i)\nif __name__ == '__main__': print('{}')", "0\n1\n{}\n"),
+        ("print(1)\n1 / 0", "1\nZeroDivisionError: division by zero\n"),
+        ("x = (", "SyntaxError: '(' was never closed (code.py, line 1)\n"),
+        ("print('a'); exit(1)", "a\n"),
+        ("print(input())", "EOFError: EOF when reading a line\n"),
+        ("import os; os.fork()", "PermissionError: [Errno 1] Operation not permitted\n"),
+    ],
+)
+def test_python_tool(python_tool, code, result):
+    assert converse(python_tool[0], ("call", "python", {"code": code}), row=None) == [result]
+
+
+def test_a_program_that_does_not_end_is_gone_with_its_conversation(python_tool):
+    processes, mark = python_tool
+    calls = [("call", "python", {"code": "1"}), ("limit", 1.0), ("call", "python", {"code": "while True: pass"})]
+    assert converse(processes, *calls, row=None) == ["", "error: python gave no answer within --tool_timeout 1 s"]
+    for _ in range(200):
+        if not any(map(is_running, processes_with(mark))):
+            return
+        time.sleep(0.05)
+    raise AssertionError("a program is left")
+
+
+def processes_with(word: str) -> list[int]:
+    """Return the ids of the processes that have a word as argument."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/cmdline") as words:
+            found += [int(name)] * (word in words.read().split("\0"))
+    return found
