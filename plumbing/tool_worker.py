@@ -16,6 +16,7 @@ Imports plumbing/reward_functions.py (functions of users' files). Starts in a te
 
 import asyncio
 import contextlib
+import functools
 import gc
 import importlib
 import inspect
@@ -132,11 +133,11 @@ def as_text(value) -> str:
 
 def cut(text: str) -> str:
     """Return a text of at most LONGEST_TEXT characters, and a note if that is not all of it."""
-    text = text.encode(errors="replace").decode()  # a half of a surrogate pair is nothing that a tokenizer takes
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}\n[cut, of {len(text)} characters]"
 
 
 def as_observation(source: str, value) -> str | None:
+    """Return the observation that a method returned; raise WrongResult if it is none."""
     if not isinstance(value, str | None):
         wanted = "a text, a list of messages or None" if source == "reset" else "a text or None as observation"
         raise WrongResult(f"{source} returned {described(value)}, not {wanted}")
@@ -144,15 +145,22 @@ def as_observation(source: str, value) -> str | None:
 
 
 def as_reward(source: str, value) -> float:
+    """Return a reward, a number of any kind, as a float. (Text is none, also if float() could read it.)"""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise WrongResult(f"{source}: the reward is {described(value)}, not a number")
     return float(value)
 
 
 def as_flag(source: str, value) -> bool:
+    """Return `done` as a bool. (A float, a text or a dict is none: it shows that the order is another one.)"""
     if isinstance(value, float | None) or not hasattr(value, "__bool__"):
         raise WrongResult(f"{source}: done is {described(value)}, not True or False")
     return bool(value)
+
+
+def as_line(message: dict) -> bytes:
+    """Return a message as a line of JSON. A half of a surrogate pair, which no tokenizer takes, becomes "?"."""
+    return json.dumps(message, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
 def serve(connection: socket.socket, owner: Tools, timeout: float) -> None:
@@ -162,15 +170,15 @@ def serve(connection: socket.socket, owner: Tools, timeout: float) -> None:
         # The trainer has a child killed after the time limit; if it is gone, the kernel does it, a bit later.
         signal.setitimer(signal.ITIMER_REAL, timeout + 5)
         try:
-            answer = {"result": getattr(owner, method)(*arguments)}
+            answer = as_line({"result": getattr(owner, method)(*arguments)})
         except ToolError as error:
-            answer = {"tool_error": str(error)}
+            answer = as_line({"tool_error": str(error)})
         except WrongResult as error:
-            answer = {"error": str(error)}
+            answer = as_line({"error": str(error)})
         except BaseException as error:
-            answer = {"error": f"{method} raised {reason(error)}"}
+            answer = as_line({"error": f"{method} raised {reason(error)}"})
         signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.sendall(json.dumps(answer).encode() + b"\n")
+        connection.sendall(answer)
 
 
 def reason(error: BaseException) -> str:
@@ -191,7 +199,7 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)
-    functions, make = [], None
+    functions, make, flag = [], None, ""
     try:
         for name in settings["tools"]:
             flag = f"--tools {name}"
@@ -200,18 +208,30 @@ def main() -> None:
             flag = f"--environment {settings['environment']}"
             make = load_function(settings["environment"])
     except BaseException as error:
-        send_line(trainer, {"flag": flag, "error": reason(error)})
+        trainer.sendall(as_line({"flag": flag, "error": reason(error)}))
         return
     # In a fork: transformers takes room, and an instance that is made for the check leaves no trace.
-    if not (checker := os.fork()):
-        send_line(trainer, description(settings, functions, make))
-        os._exit(0)
-    if os.waitpid(checker, 0)[1]:
-        return
+    checker = fork(lambda: trainer.sendall(as_line(description(settings, functions, make))))
+    ended = os.waitid(os.P_PID, checker, os.WEXITED | os.WNOWAIT)
+    kill(checker)  # with what the environment has started
+    if ended.si_status == 0:
+        fork_children(trainer, functions, make, settings["timeout"])
+
+
+def fork_children(trainer: socket.socket, functions: list[Callable], make: Callable | None, timeout: float) -> None:
+    """Start and kill children, as the trainer says, until it is gone."""
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")  # here once, not in each child
     gc.freeze()  # children would copy what the garbage collector writes to
     children: dict[int, int] = {}  # number -> process id, which is its own until the child is waited for
+
+    def run_child(connection: socket.socket, kind: bytes, seed: int) -> None:
+        trainer.close()
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        serve(connection, Tools(functions) if kind == OPEN_TOOLS else Environment(make), timeout)
+
     while True:
         message, sockets, _, _ = socket.recv_fds(trainer, MESSAGE.size, 1, socket.MSG_WAITALL)
         if not message:
@@ -220,38 +240,30 @@ def main() -> None:
         if kind == KILL:
             kill(children.pop(number, None))
             continue
-        connection = socket.socket(fileno=sockets[0])
-        try:
-            child = os.fork()
-        except OSError:
-            traceback.print_exc()  # the trainer sees that the socket is closed
-        else:
-            if not child:
-                trainer.close()
-                start(connection, Tools(functions) if kind == OPEN_TOOLS else Environment(make), seed, settings)
-            with contextlib.suppress(OSError):
-                os.setpgid(child, child)  # the child does the same: whoever is first
-            children[number] = child
-        connection.close()
+        with socket.socket(fileno=sockets[0]) as connection:
+            try:
+                children[number] = fork(functools.partial(run_child, connection, kind, seed))
+            except OSError:
+                traceback.print_exc()  # the trainer sees that the socket is closed
     for child in children.values():
         kill(child)
 
 
-def send_line(connection: socket.socket, message: dict) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def start(connection: socket.socket, owner: Tools, seed: int, settings: dict) -> None:
-    """Be a child: serve its socket, and end."""
+def fork(act: Callable) -> int:
+    """Call a function in a child process, in a process group of its own; return its id."""
+    child = os.fork()
+    with contextlib.suppress(OSError):
+        os.setpgid(child, child)  # both processes do it, so that neither has to wait for the other
+    if child:
+        return child
     try:
-        os.setpgid(0, 0)  # it is killed as a group, with what it starts
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
-        with contextlib.suppress(ConnectionError):
-            serve(connection, owner, settings["timeout"])
-    finally:
-        os._exit(0)
+        act()
+    except ConnectionError:  # the trainer is gone
+        pass
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
 
 
 def kill(child: int | None) -> None:

@@ -355,6 +355,8 @@ def test_calls_that_do_not_fit(started):
         ({}, "('x', 1, {})", [" go", "failure: step: done is dict '{}', not True or False"]),
         ({}, "('x', False, 1.0)", [" go", "failure: step: done is float '1.0', not True or False"]),
         ({"reset": "3"}, "", ["failure: reset returned int '3', not a text, a list of messages or None"]),
+        ({"reset": "[{'role': 1j}]"}, "", [re.compile("failure: reset raised TypeError: .* not JSON serializable")]),
+        ({"reset": "[{'role': '\\ud83d'}]"}, "(None, 1, False)", [[{"role": "?"}], (None, 1.0, False)]),
         ({"reset": "['x']"}, "", ["failure: reset returned list \"['x']\", not a text, a list of messages or None"]),
         ({}, "1 / 0", [" go", re.compile(r"failure: step raised ZeroDivisionError \(.*game.py:15\): division")]),
         ({}, "exit(3)", [" go", re.compile(r"failure: step raised SystemExit \(.*game.py:15\): 3")]),
