@@ -15,5 +15,7 @@ if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     [ -z "$engine" ] || .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     echo "$tools" >.venv/installed-test-tools.txt
 fi
+# Else each of the thousands of processes that tests start compiles our modules again.
+unset PYTHONDONTWRITEBYTECODE
 # Two processes, a file each.
 exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

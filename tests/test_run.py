@@ -269,27 +269,39 @@ def test_loaded_weights_are_aligned(base, tmp_path, padding):
     assert {parameter.data_ptr() % 64 for parameter in model.parameters()} == {0}
 
 
-# Four updates a step, ten tokens a generation: what is in the middle of step 3, and inside of the saving of step 4.
+# Where a run that saves steps 2 and 4 is killed, and the step that the next one goes on after: in the middle of step 3,
+# in the saving of step 4, and after it. There are four updates a step; the first run has trained two steps by then.
 KILLS = {
     "update": ("utils.Optimizer.step:10", 2),
-    "rollout": ("grpo.generate:7", 2),
-    "samples": ("run_log.RunLog.samples:3", 2),
-    "log": ("run_log.RunLog.log:4", 2),
-    "log, after the save": ("run_log.RunLog.log:5", 4),
-    "save, before writing": ("checkpoints.save_folder:2", 2),
-    "save, before the second model": ("checkpoints.save_model:4", 2),
-    "save, before the optimizer": ("torch.distributed.checkpoint.save:2", 2),
-    "save, before the rename": ("os.rename:4", 2),
+    "rollout": ("grpo.generate:1", 2),
+    "samples": ("run_log.RunLog.samples:1", 2),
+    "log": ("run_log.RunLog.log:2", 2),
+    "save, before writing": ("checkpoints.save_folder:1", 2),
+    "save, before the second model": ("checkpoints.save_model:2", 2),
+    "save, before the optimizer": ("torch.distributed.checkpoint.save:1", 2),
+    "save, before the rename": ("checkpoints.save_folder>os.rename:2", 2),
+    "log, after the save": ("run_log.RunLog.log:3", 4),
     "final": ("checkpoints.save_final:1", 4),
 }
 
 
-@pytest.mark.parametrize("place", KILLS)
-def test_resume_after_sigkill(straight, tmp_path, place):
-    values = {**straight, "output_dir": str(tmp_path)}
-    where, after = KILLS[place]
-    run(values, code=-9, place=f"{where}:SIGKILL")
-    resume(values, straight, after=after)
+def goes_on_after(done) -> list[int]:
+    """Return the step that a run said it goes on after, in a list; none for one that began."""
+    return [int(step) for step in re.findall(r"goes on after step (\d+)", done.out)]
+
+
+def test_a_run_that_is_killed_again_and_again(straight, tmp_path):
+    """Each time where the resumed run got to. No row is lost or there twice; it ends like the straight run."""
+    values, after = {**straight, "output_dir": str(tmp_path)}, []
+    for phase, (where, step) in KILLS.items():
+        done = run({**values, "resume": bool(after)}, code=-9, place=f"{where}:SIGKILL")
+        assert goes_on_after(done) == after, phase
+        for part in ("metrics", "samples"):
+            ours, theirs = (read_lines(folder_of(each) / f"{part}.jsonl") for each in (values, straight))
+            assert [row["step"] for row in ours] == [row["step"] for row in theirs][: len(ours)], (phase, part)
+        assert not (folder_of(values) / "final").exists()
+        after = [step]
+    resume(values, straight, after=step)
 
 
 @pytest.mark.parametrize("number", [3, 4])  # a save has two renames: torch's and that of the folder
@@ -310,48 +322,59 @@ def test_every_row_once_if_killed_after_a_resume(straight, tmp_path):
     resume(values, straight, after=2)
 
 
-@pytest.mark.parametrize("number", [2, 8])  # of the lines written: three of metrics.jsonl, sixteen of samples.jsonl
-def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path, number):
+def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path):
     """The lines of steps that the checkpoint does not know go, and those of earlier steps stay, at whatever instant."""
     values = {**straight, "output_dir": str(tmp_path)}
     run(values, code=-9, place="utils.Optimizer.step:13:SIGKILL")  # in step 4: step 3 is logged, step 2 saved
-    run({**values, "resume": True}, code=-9, place=f"resume.open_folder>json.dumps:{number}:SIGKILL")
+    for number in (2, 8):  # of the lines written: three of metrics.jsonl, sixteen of samples.jsonl
+        run({**values, "resume": True}, code=-9, place=f"resume.open_folder>json.dumps:{number}:SIGKILL")
     resume(values, straight, after=2)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
-# Where the signal comes -> the phase it comes in, and the step that is saved. Calls of `generate`:
-# 2 evaluation, 2 steps, 2 evaluation, 2 steps, 2 evaluation.
-PHASES = {
-    "first evaluation": ("grpo.generate:1", "evaluate", 0),
-    "rollout": ("torch.searchsorted:13", "rollout", 0),  # once a token; ten tokens in the first evaluation
-    "scoring": ("rewards.Rewards.score:4", "rollout", 2),  # comes after the generation: the step is finished first
-    "evaluation": ("grpo.generate:6", "evaluate", 2),
-    "log-probs": ("grpo.forward_batch:5", "logprobs", 3),
-    "update": ("utils.Optimizer.step:2", "training", 1),
-    "last update": ("utils.Optimizer.step:16", "training", 4),
-    "save": ("checkpoints.save_checkpoint:1", "save", 2),
+# Runs that are stopped several times, each time where the resumed one got to: the phase, where the signal comes, the
+# phase that is shown, and the step that is saved. `generate` is called twice in an evaluation (before the first step,
+# after the second and the fourth) and once in a step, `torch.searchsorted` once a token, `forward_batch` twice a step.
+STOPS = {
+    "SIGTERM": [
+        ("first evaluation", "grpo.generate:1", "evaluate", 0),
+        ("rollout", "torch.searchsorted:13", "rollout", 0),  # ten tokens in the first evaluation
+        ("update", "utils.Optimizer.step:2", "training", 1),
+        ("evaluation", "grpo.generate:3", "evaluate", 2),
+        ("scoring", "rewards.Rewards.score:3", "rollout", 3),  # comes after the generation: the step is finished first
+        ("log-probs", "grpo.forward_batch:1", "logprobs", 4),
+    ],
+    "SIGTERM, saving": [
+        ("save", "checkpoints.save_checkpoint:1", "save", 2),
+        ("last update", "utils.Optimizer.step:8", "training", 4),
+    ],
+    "SIGINT": [
+        ("rollout", "torch.searchsorted:13", "rollout", 0),
+        ("update", "utils.Optimizer.step:2", "training", 1),
+        ("evaluation", "grpo.generate:3", "evaluate", 2),
+    ],
 }
 
 
-@pytest.mark.parametrize(
-    "phase, number",
-    [*((phase, "SIGTERM") for phase in PHASES), *((p, "SIGINT") for p in ("rollout", "evaluation", "update"))],
-)  # fmt: skip
-def test_signals(straight, tmp_path, phase, number):
-    """Exit code 75, a complete checkpoint of the newest step, and nothing of it to be seen in the resumed run."""
-    where, shown, step = PHASES[phase]
-    values = {**straight, "output_dir": str(tmp_path), "save_every": 2 if phase == "save" else 0}
-    done = run(values, code=75, place=f"{where}:{number}")
-    phases = re.findall(r"(evaluate|rollout|logprobs|training|save)(?=:)", done.err)
-    phases = [name for name, after in zip(phases, [*phases[1:], None]) if name != after]
-    if phase not in ("scoring", "log-probs", "last update", "save"):  # these finish the step
-        assert phases[-2] == shown, phases
-    assert shown in phases and "Traceback" not in done.err
-    assert steps_of(values) == [f"step_{step}"] and f"step {step} is saved" in done.out
-    assert f"{number}: the run ends as soon as it can save a checkpoint" in done.err
-    assert not (folder_of(values) / "final").exists()
+@pytest.mark.parametrize("name", STOPS)
+def test_signals(straight, tmp_path, name):
+    """Exit code 75, a complete checkpoint of the newest step, and nothing of it to be seen in the run that went on."""
+    number = name.split(",")[0]
+    values, after = {**straight, "output_dir": str(tmp_path), "save_every": 2 if "saving" in name else 0}, []
+    for phase, where, shown, step in STOPS[name]:
+        done = run({**values, "resume": bool(after)}, code=75, place=f"{where}:{number}")
+        assert goes_on_after(done) == after[-1:], phase
+        phases = re.findall(r"(evaluate|rollout|logprobs|training|save)(?=:)", done.err)
+        phases = [each for each, following in zip(phases, [*phases[1:], None]) if each != following]
+        if phase not in ("scoring", "log-probs", "last update", "save"):  # these finish the step
+            assert phases[-2] == shown, (phase, phases)
+        assert shown in phases and "Traceback" not in done.err, phase
+        after.append(step)
+        assert steps_of(values) == [f"step_{each}" for each in sorted(set(after))[-2:]], phase
+        assert f"step {step} is saved" in done.out, phase
+        assert f"{number}: the run ends as soon as it can save a checkpoint" in done.err, phase
+        assert not (folder_of(values) / "final").exists(), phase
     resume(values, straight, after=step)
 
 
@@ -382,12 +405,13 @@ def test_a_second_sigint_ends_at_once(base, tmp_path):
     assert done.code == 130 and "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("phase, rank", [("rollout", 1), ("evaluation", 0), ("update", 1)])
-def test_signal_to_one_of_two_ranks(base, two_ranks, tmp_path, phase, rank):
-    where, _, step = PHASES[phase]
-    values = {**two_ranks, "output_dir": str(tmp_path), "save_every": 0}
-    run_ranks(values, 2, (75, 75), {rank: f"{where}:SIGTERM"})
-    assert steps_of(values) == [f"step_{step}"]
+def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
+    values, after = {**two_ranks, "output_dir": str(tmp_path), "save_every": 0}, []
+    for (_, where, _, step), rank in zip(STOPS["SIGINT"], (1, 1, 0)):
+        ranks = run_ranks({**values, "resume": bool(after)}, 2, (75, 75), {rank: f"{where}:SIGTERM"})
+        assert goes_on_after(ranks[0]) == after[-1:]
+        after.append(step)
+        assert steps_of(values) == [f"step_{each}" for each in after[-2:]]
     run_ranks({**values, "resume": True}, 2, (0, 0))
     assert metrics_of(values) == metrics_of(two_ranks)
     assert same_weights(folder_of(values) / "final", folder_of(two_ranks) / "final")
