@@ -212,7 +212,10 @@ class Conversations:
             return False
         if number + 1 == self.args.max_turns:
             return False
-        observation = self.turns.observation_ids(messages, tokens[-1])
+        try:
+            observation = self.turns.observation_ids(messages, tokens[-1])
+        except ValueError as error:  # the template refuses the environment's messages
+            raise EnvironmentFailure(str(error)) from None
         if len(found.response) + len(observation) >= self.args.max_response_length:
             found.stop_reason = "length"
             return False
@@ -238,8 +241,10 @@ class Conversations:
         if not added:
             return row
         as_is = row["messages"] is None or self.tokenizer.chat_template is None
+        if as_is and not isinstance(added, str):
+            raise EnvironmentFailure("reset returned messages, and there is no chat template for them")
         if as_is:
-            prompt = row["prompt"] + added if isinstance(added, str) else added
+            prompt = row["prompt"] + added
         elif isinstance(added, str):
             *before, last = row["messages"]
             prompt = [*before, {**last, "content": last["content"] + added}]
