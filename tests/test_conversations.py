@@ -136,7 +136,8 @@ CASES = {  # columns of the row, flags, what the model says, expected text, stop
     "too long a prompt": ({"mode": "long"}, {"max_prompt_length": 100}, [], "", "error", math.nan, 0, 0),
     "tools of TRL's form": (
         {}, {"environment": ":Counter", "tool_call_pattern": PATTERN},
-        ['<increment {"by": 2}>', '<increment {"by": 1}>'], '<increment {"by": 2}>2<increment {"by": 1}>', "done", 3, 2, 0,
+        ['<increment {"by": 2}>', '<increment {"by": 1}>'], '<increment {"by": 2}>2<increment {"by": 1}>',
+        "done", 3, 2, 0,
     ),
     "a tool, then words": (
         {}, {"tools": ":add"}, ['<add {"a": 1, "b": 2}>', "x"], '<add {"a": 1, "b": 2}>3x', "stop", None, 1, 0,
@@ -395,11 +396,12 @@ def test_two_ranks_are_one(runs):
     assert turns(runs["grpo"]) == turns(values)
 
 
-def test_killed_in_a_conversation(runs):
+@pytest.mark.parametrize("signal, code", [("SIGKILL", -9), ("SIGTERM", 75)])
+def test_ended_in_a_conversation(runs, signal, code):
     """The resumed run is the undisturbed one, bit for bit."""
-    values = runs["grpo"] | {"run_name": "killed"}
-    helpers.Running(values, place="tool_processes.ToolProcess.step:70:SIGKILL").wait()
-    assert 0 < len(metrics_of(values)) < len(metrics_of(runs["grpo"]))
+    values = runs["grpo"] | {"run_name": signal}
+    first = helpers.Running(values, place=f"tool_processes.ToolProcess.step:70:{signal}").wait()
+    assert first.code == code and 0 < len(metrics_of(values)) < len(metrics_of(runs["grpo"]))
     run(values | {"resume": True})
     assert metrics_of(values) == metrics_of(runs["grpo"])
     read = lambda values: read_lines(folder_of(values) / "samples.jsonl")
