@@ -376,11 +376,6 @@ def test_what_a_run_says(tiny, qwen_7b, capsys):
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def run_command(*words) -> subprocess.CompletedProcess:
-    line = [sys.executable, f"{ROOT}/scripts/memory.py", *words]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60)
-
-
 @pytest.mark.parametrize(
     "words, shard, tokens, chunk",
     [
