@@ -494,17 +494,20 @@ def test_a_pad_token_that_ends_responses_and_another_models_statistics(straight,
 
 
 SCORE = "reward_model.score_pairs"
-PLACES = {"utils.Optimizer.step:2": 2, "utils.Optimizer.step:5": 5, f"{SCORE}:2": 2, f"{SCORE}:4": 6}
+# Where a run is stopped and the step that is saved then, each time in what goes on after the stop before.
+STOPS = [("utils.Optimizer.step:2", 2), (f"{SCORE}:1", 2), ("utils.Optimizer.step:3", 5), (f"{SCORE}:1", 6)]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_resume_bit_for_bit(straight, tmp_path, place):
-    """Stopped by SIGTERM in an update, in an evaluation, and in the last one."""
-    values = {**straight, "output_dir": str(tmp_path)}
-    run(values, code=75, place=f"{place}:SIGTERM", script="reward_model")
-    assert helpers.steps_of(values) == [f"step_{PLACES[place]}"] and not (folder_of(values) / "final").exists()
-    done = run({**values, "resume": True}, script="reward_model")
-    assert f"goes on after step {PLACES[place]}" in done.out
+def test_resume_bit_for_bit(straight, tmp_path):
+    """Stopped by SIGTERM in an update, in an evaluation, in the second pass, and in the last evaluation."""
+    values, after = {**straight, "output_dir": str(tmp_path)}, None
+    for place, step in [*STOPS, ("", None)]:
+        place = f"{place}:SIGTERM" if place else ""
+        done = run({**values, "resume": after is not None}, 75 if place else 0, place=place, script="reward_model")
+        assert after is None or f"goes on after step {after}" in done.out
+        assert (folder_of(values) / "final").exists() == (not place)
+        assert not place or helpers.steps_of(values)[-1] == f"step_{step}"
+        after = step
     assert metrics_of(values) == metrics_of(straight)
     ours, theirs = folder_of(values), folder_of(straight)
     assert read_lines(ours / "samples.jsonl") == read_lines(theirs / "samples.jsonl")
