@@ -1,5 +1,6 @@
 """What the tests share: tiny random models of several families, and a tokenizer of one token a character."""
 
+import gc
 import os
 import sys
 
@@ -73,6 +74,8 @@ def pytest_collection_modifyitems(items):
     """Begin with the slowest files: what processes that share the files finish with is short, so they end together."""
     place = {name: i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+    gc.collect()
+    gc.freeze()  # what is imported by now stays: no collection goes through it again
 
 
 @pytest.fixture(scope="session")
