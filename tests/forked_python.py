@@ -87,7 +87,7 @@ def execute(words: list[str], folder: str, environment: dict, caller: int) -> No
     os.setsid()
     for number in (1, 2):
         os.dup2(os.open(f"/proc/{caller}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.chdir(folder)
     # What would begin a new interpreter goes on in this process, or in a fork of it: a vLLM server and its engine.
     os.execve = lambda path, words, environment: start(words[1:], environment)

@@ -1,9 +1,11 @@
 """The recipes in scripts/train and scripts/debug: their flags are good, and each runs, small, for a few steps.
 
 Programs of the same names stand first on the PATH. One way they only write down what they are called with; the other
-way they put the tiny model, a few rows and small sizes in place of what the recipe names and run that for real.
+way they put the tiny model, a few rows and small sizes in place of what the recipe names and run that for real, in
+processes forked from one that has imported everything.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -19,6 +21,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked_python
+import helpers
 import pytest
 import transformers
 import tyro
@@ -86,7 +90,10 @@ else:
         launch["--nproc_per_node"] = [str(setting["ranks"])]
     flat = lambda values: [word for flag, given in values.items() for word in (flag, *given)]
     run = ["-m", "torch.distributed.run"] if program == "torchrun" else []
-    os.execv(sys.executable, [sys.executable, *run, *flat(launch), script, *flat(values)])
+    os.environ["PYTHON_EXEC"] = "FORKED"  # which torchrun starts its ranks by
+    # Slurm's script signals the children of torchrun, and a forked one is no parent of its ranks.
+    python = sys.executable if "SLURM_JOB_ID" in os.environ and run else "FORKED"
+    os.execv(python, [python, *run, *flat(launch), script, *flat(values)])
 """
 
 # Scores that differ from response to response, whatever a random model writes.
@@ -101,12 +108,19 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory) -> Path:
+def python():
+    with helpers.vllm_preloaded() if HAS_VLLM else contextlib.nullcontext(), forked_python.python() as program:
+        yield program
+
+
+@pytest.fixture(scope="module")
+def small(python, tmp_path_factory) -> Path:
     """A folder with the stand-ins, a model, a reward model and rows."""
     folder = tmp_path_factory.mktemp("recipes")
     (folder / "bin").mkdir()
     for program in ("python", "torchrun", "srun", "scontrol", "curl"):
-        (folder / "bin" / program).write_text(STAND_IN.replace("PYTHON", sys.executable, 1))
+        text = STAND_IN.replace("PYTHON", sys.executable, 1).replace("FORKED", python)
+        (folder / "bin" / program).write_text(text)
         (folder / "bin" / program).chmod(0o755)
     wide = dict(hidden_size=64, intermediate_size=128)  # vLLM on a CPU takes heads of 32 or more
     tiny_model(folder / "model", chat=True, max_position_embeddings=512, **wide)
@@ -151,7 +165,7 @@ def start(small: Path, recipe: str, folder: Path, words=(), run=True, ranks=1, s
     }  # fmt: skip
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         environment.pop(name, None)
-    with open(folder / f"out{len(list(folder.glob('out*')))}", "w") as out:
+    with open(folder / f"out{len(list(folder.glob('out*')))}", "a") as out:
         command = ["bash", str(ROOT / "scripts" / recipe), *words]
         kinds = dict(stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
         return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **kinds)
