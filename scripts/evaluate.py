@@ -19,10 +19,13 @@ P prompts, every number is a mean over prompts:
    2.2): "se" is the standard deviation over prompts / sqrt(P), "ci95" an interval from it (plumbing/measures.py).
 5. Where every answer of the data set has a "####" (GSM8K), gsm8k_strict and gsm8k_flexible are lm-evaluation-harness's
    strict-match and flexible-extract: the first "#### number", the last number. They read the text, however it ended.
-6. Each response has random numbers of its own, a function of the seed, its prompt's place in the data set and its
+6. With --tools or --environment a response is a conversation, as in training: what is voted on is its last turn, and
+   tokens are those of the model.
+7. Each response has random numbers of its own, a function of the seed, its prompt's place in the data set and its
    number. Neither ranks, nor --generation_batch_size, nor more --samples or --num_prompts change what it draws.
 """
 
+import functools
 import importlib.util
 import json
 import math
@@ -41,14 +44,19 @@ import grpo
 import utils
 from plumbing import checkpoints, data, flags, models, run_log
 from plumbing.answers import harness_answer, harness_text, plain_answer, voted_answer
+from plumbing.conversations import Conversation, ConversationArgs, Conversations, load_conversations
+from plumbing.evaluation import conversation_metrics
 from plumbing.measures import estimate, measures
 from plumbing.rewards import Rewards, check_sources, is_scored_by, needs_answer
+from plumbing.rollout import in_batches
 
-NO_ANSWERS = ("format", "code", "ifeval")  # sources whose responses have nothing to vote for
+NO_ANSWERS = ("format", "code", "ifeval", "environment")  # sources whose responses have nothing to vote for
 
 
 @dataclass
-class Args(flags.OutputArgs, flags.PretrainedArgs, flags.PromptArgs, flags.ScoringArgs, flags.SamplingArgs):
+class Args(
+    flags.OutputArgs, flags.PretrainedArgs, flags.PromptArgs, flags.ScoringArgs, flags.SamplingArgs, ConversationArgs
+):  # fmt: skip
     dataset_split: str = "test"
     """Split of --dataset to evaluate on."""
     num_prompts: flags.NonNegativeInt = 0
@@ -62,7 +70,7 @@ class Args(flags.OutputArgs, flags.PretrainedArgs, flags.PromptArgs, flags.Scori
     temperature: flags.NonNegativeFloat = 1.0
     """Sampling temperature; 0 for the greedy response."""
     max_response_length: flags.PositiveInt = 1024
-    """Most tokens of a response."""
+    """Most tokens of a response; of a conversation with its observations."""
     require_stop: bool = True
     """Count a response as correct only if it ended with a stop token, as training's held-out accuracy does."""
     backend: Literal["hf", "vllm"] = "hf"
@@ -124,6 +132,26 @@ def generate(rows: list[dict], keys: list[tuple], model, engine, stop_ids, autoc
     return responses
 
 
+def converse(
+    rows: list[dict], keys: list[tuple], conversations: Conversations, model, engine, stop_ids, autocast, args
+) -> list[Conversation]:
+    """Return a response of several turns to each row; `keys` name its random numbers."""
+    generators, draws, never = [utils.generator(*key) for key in keys], None, lambda: False
+    seeds = [int(rng.integers(2**62)) for rng in generators]  # of tools and environments
+    if args.temperature and engine is not None:
+        draws = [rng.integers(2**62, size=args.max_turns) for rng in generators]
+    elif args.temperature:
+        draws = [rng.random(args.max_response_length) for rng in generators]
+    decode = functools.partial(in_batches, grpo.generate, model=model, stop_ids=stop_ids, args=args, interrupted=never)
+    with autocast():
+        talks = conversations.sample(rows, seeds, draws, never, engine, decode)
+    if talks is None:
+        utils.fail(f"--backend vllm: {engine.failure}", True)
+    if not all(math.isfinite(x) for talk in talks for x in talk.values["rollout_logprobs"]):
+        utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame", True)
+    return talks
+
+
 def show(args: Args, results: dict) -> None:
     """Print the results, a line for each number."""
     print(f"{args.model} on {args.dataset}: {results['prompts']} prompts x {results['samples']} responses")
@@ -135,6 +163,8 @@ def show(args: Args, results: dict) -> None:
         interval = "  95% interval {:.4g} to {:.4g}".format(*x["ci95"]) if x["ci95"] else ""
         print(f"  {name:<16} {measure:<12} {x['value']:<8.4g}{interval}")
     print(f"stopped: {results['stopped']:.1%}; mean length {results['response_tokens']['mean']:.1f} tokens")
+    for name, value in results["conversations"].items():
+        print(f"  {name:<32} {value:.4g}")
 
 
 def main(args: Args) -> None:
@@ -143,12 +173,14 @@ def main(args: Args) -> None:
     world = utils.setup_processes()
     tokenizer = models.load_tokenizer(args.model, args.pad_token, args.chat_template)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
-    prompts = data.load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, needs_answer(args))
+    conversations = load_conversations(args, tokenizer, stop_ids)
+    tools, answer_for = conversations and conversations.schemas, needs_answer(args)
+    prompts = data.load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, answer_for, tools)
     prompts = data.first_prompts(prompts, args.num_prompts)
     data.check_lengths(args, prompts)
     if world.any(len(prompts) < world.size):  # asked together, so that no rank is gone before the others have joined
         utils.fail(f"--dataset {args.dataset}: has {len(prompts)} prompts for {world.size} processes")
-    rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts)
+    rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts, conversations is not None)
     param_dtype, _, compute_dtype, autocast = models.precision(args.precision, world.device)
     model = engine = None
     if args.backend == "vllm":
@@ -164,25 +196,40 @@ def main(args: Args) -> None:
     mine = [(place, row, number) for place, row in world.shard(list(enumerate(prompts))) for number in range(n)]
     rows, keys = [row for _, row, _ in mine], [("evaluate", args.seed, place, number) for place, _, number in mine]
     # vLLM starts the next response when one ends, so its parts are larger: they are for the progress bar only.
-    size, begin, responses = args.generation_batch_size, time.perf_counter(), []
+    size, begin, responses, talks = args.generation_batch_size, time.perf_counter(), [], []
     for part in parts(len(rows), 8 * size if engine else size, "generate", world):
-        responses += generate(rows[part], keys[part], model, engine, stop_ids, autocast, args)
+        if conversations:
+            talks += converse(rows[part], keys[part], conversations, model, engine, stop_ids, autocast, args)
+        else:
+            responses += generate(rows[part], keys[part], model, engine, stop_ids, autocast, args)
+    if conversations:
+        rows, responses = [talk.scored_row() for talk in talks], [talk.response for talk in talks]
     seconds = max(world.all_gather([time.perf_counter() - begin]))
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
     scores: dict[str, list[float]] = {name: [] for name in args.reward}
     for part in parts(len(rows), size, "score", world):
         for name, new in rewards.score(rows[part], texts[part], responses[part]).items():
             scores[name] += new
+    if conversations:
+        scores = dict(zip(scores, conversations.leave_out_failed(talks, list(scores.values()))))
 
     # ---- judge: which responses are correct, and what they vote for ----
-    stopped = [response[-1] in stop_ids for response in responses]
+    if conversations:
+        stopped = [talk.stopped for talk in talks]
+        said = [talk.turns[-1]["content"] if talk.turns else "" for talk in talks]  # the answer, in the last turn
+        tokens = [sum(talk.values["response_mask"]) for talk in talks]  # the model's
+        endings = [{"stop_reason": talk.stop_reason, "turns": talk.turns} for talk in talks]
+    else:
+        stopped = [response[-1] in stop_ids for response in responses]
+        said, tokens = texts, [len(response) for response in responses]
+        endings = [{"stop_reason": "stop" if stop else "length"} for stop in stopped]
     by_prompt = lambda items: [items[i : i + n] for i in range(0, len(items), n)]
     correct, answers, votes_as_text = {}, {}, 0  # {how it is scored: [of each response]}, twice; a number of prompts
     judge_of = lambda row: next((name for name in rewards.verifiers if is_scored_by(row, name)), None)
     for judge in dict.fromkeys(filter(None, map(judge_of, prompts))):  # one, unless rows name their sources
         counts = [judge_of(row) == judge and (stop or not args.require_stop) for row, stop in zip(rows, stopped)]
         correct[judge] = [count and score >= 1 for count, score in zip(counts, scores[judge])]
-        counted = [text if count else "" for text, count in zip(texts, counts)]  # "" does not vote
+        counted = [text if count else "" for text, count in zip(said, counts)]  # "" does not vote
         if judge == "math":
             answers[judge], groups = [], by_prompt(counted)
             for part in parts(len(groups), 64, "vote", world):
@@ -194,14 +241,14 @@ def main(args: Args) -> None:
     if all("#### " in str(row["answer"]) for row in prompts):
         references = [harness_text(str(row["answer"])) for row in rows]
         for name, flexible in (("gsm8k_strict", False), ("gsm8k_flexible", True)):
-            answers[name] = [harness_answer(text, flexible) for text in texts]
+            answers[name] = [harness_answer(text, flexible) for text in said]
             correct[name] = [answer == reference for answer, reference in zip(answers[name], references)]
     own_scores = lambda row: {name: column for name, column in scores.items() if is_scored_by(row, name)}
     judges = lambda row: [name for name in correct if name not in scores or name == judge_of(row)]
     samples = [
         {
-            "index": place, "sample": number, "prompt": row["prompt"], "answer": row["answer"], "response": texts[i],
-            "dataset": row["dataset"], "tokens": len(responses[i]), "stop_reason": "stop" if stopped[i] else "length",
+            "index": place, "sample": number, "prompt": rows[i]["prompt"], "answer": row["answer"],
+            "response": texts[i], "dataset": row["dataset"], "tokens": tokens[i], **endings[i],
             **{f"reward/{name}": column[i] for name, column in own_scores(row).items()},
             **{f"correct/{name}": correct[name][i] for name in judges(row)},
             **{f"extracted/{name}": answers[name][i] for name in judges(row)},
@@ -209,6 +256,7 @@ def main(args: Args) -> None:
         for i, (place, row, number) in enumerate(mine)
     ]  # fmt: skip
     samples = [sample for group in world.unshard(by_prompt(samples), len(prompts)) for sample in group]
+    talks = [talk for group in world.unshard(by_prompt(talks), len(prompts)) for talk in group] if conversations else []
     votes_as_text = sum(world.all_gather([votes_as_text]))
     if votes_as_text:
         utils.warn(f"the answers to {votes_as_text} prompts were compared as text: --reward_timeout passed, or a crash")
@@ -234,7 +282,8 @@ def main(args: Args) -> None:
             continue
         scored = [[x for x in row if not math.isnan(x)] for row in asked]
         missing = len(asked) * n - sum(map(len, scored))
-        why = next(filter(None, world.all_gather([rewards.sources[name].failure])), "it returned None, NaN or infinity")
+        reasons = [*world.all_gather([rewards.sources[name].failure]), *(talk.error for talk in talks)]
+        why = next(filter(None, reasons), "it returned None, NaN or infinity")
         if missing == len(asked) * n:
             utils.fail(f"--reward {name}: no response got a score ({why})")
         if missing:
@@ -247,7 +296,8 @@ def main(args: Args) -> None:
         "rewards": mean_rewards,
         "prompts": len(prompts),
         "samples": n,
-        "stopped": sum(sample["stop_reason"] == "stop" for sample in samples) / len(samples),
+        "stopped": sum(world.all_gather(stopped)) / len(samples),
+        "conversations": conversation_metrics(talks),
         "without_answer": {name: sum(row.count(None) for row in rows) / len(rows) / n for name, rows in voted.items()},
         "response_tokens": {"mean": sum(lengths) / len(lengths), "max": max(lengths)},
         "votes_as_text": votes_as_text,

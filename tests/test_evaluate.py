@@ -421,6 +421,48 @@ def test_a_reward_model_alone(tmp_path):
     assert results["rewards"][name]["se"] == pytest.approx(statistics.stdev(means) / math.sqrt(5))
 
 
+GAME = """
+class Again:
+    def reset(self, prompt, index):
+        self.prompt, self.index, self.turns = prompt, index, 0
+
+    def step(self, response):
+        if self.index < 0:
+            raise RuntimeError("the board is lost")
+        self.turns += 1
+        return self.prompt, 0.5, self.turns == self.index
+"""
+
+
+def test_conversations(tmp_path):
+    """As many turns as the environment asks for, their tokens without the observations; two ranks do the same."""
+    (tmp_path / "game.py").write_text(GAME)
+    rows = [{**row, "index": index} for index, row in zip((2, -1, 9, 1), arithmetic_rows("test", 4))]
+    flags = dict(
+        dataset=helpers.write_rows(tmp_path / "rows.jsonl", rows), environment=f"{tmp_path / 'game.py'}:Again",
+        reward=("gsm8k", "environment"), num_prompts=0, samples=6, max_turns=3, max_response_length=160,
+    )  # fmt: skip
+    results, samples, done = measure(tmp_path, **flags)
+    assert "6 of 24 responses are left out" in done.err and "the board is lost" in done.err
+    assert {s["stop_reason"] for s in samples if s["index"] == 1} == {"error"}
+    for s in samples:
+        said = [turn["content"] for turn in s["turns"] if turn["role"] == "assistant"]
+        last = said[-1].endswith(f"#### {s['answer']}")
+        wanted = {0: ("done", 2, 1.0), 1: ("error", 1, None), 2: ("max_turns", 3, 1.5), 3: ("done", 1, 0.5)}[s["index"]]
+        assert (s["stop_reason"], len(said), s["reward/environment"]) == wanted
+        assert s["response"] == "".join(turn["content"] for turn in s["turns"])
+        assert len("".join(said)) <= s["tokens"] <= len("".join(said)) + len(said)  # a token a character, and the stops
+        assert s["reward/gsm8k"] == (None if s["index"] == 1 else float(last))
+        assert s["correct/gsm8k"] == (last and s["stop_reason"] == "done")
+    assert 0 < sum(s["correct/gsm8k"] for s in samples) < 12  # a second turn is nothing that the model has seen
+    assert results["stopped"] == 0.5 and results["conversations"]["conversation/turns"] == 1.75
+    assert results["conversations"]["stop_reason/error"] == results["conversations"]["stop_reason/max_turns"] == 0.25
+    assert results["rewards"]["environment"]["missing"] == 6 and "maj@2" not in results["scores"].get("environment", {})
+    values = {**TINY, **flags, "output_dir": str(tmp_path), "run_name": "ranks", "generation_batch_size": 2}
+    helpers.run_ranks(values, 2, (0, 0), script="evaluate")
+    assert read(values)[1] == samples
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 OUT_OF_RANGE = [
