@@ -43,6 +43,7 @@ from make_tiny_model import make_tokenizer  # noqa: E402
 import plumbing.vllm_engine  # noqa: E402, F401
 from plumbing import flags, run_log  # noqa: E402
 
+GAME = f"{ROOT / 'tests/game.py'}:Game"  # an environment
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 40, 3), range(2, 93, 7))]  # 13
 HELD_OUT = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in (5, 6, 9)]
 

@@ -20,86 +20,12 @@ from plumbing.rollout import Experience, forward_batch, in_batches, join, rollou
 WORLD = utils.World(0, 1, CPU)
 never = lambda: False
 
-GAME = '''
-import random, time
-
-class Game:
-    """Answers with the number of characters said so far, three times."""
-
-    def reset(self, prompt, mode="", **row):
-        self.said, self.mode = [], mode
-        return {"adds": "[more]", "long": "x" * 300}.get(mode)
-
-    def step(self, response):
-        self.said.append(response)
-        if self.mode == "raises" and len(self.said) == 2:
-            raise RuntimeError("the board is broken")
-        if self.mode == "hangs":
-            time.sleep(60)
-        if self.mode == "silent":
-            return None, 0.5, len(self.said) == 2
-        if self.mode == "talks":
-            return "y" * 300, 0.0, False
-        return f"{sum(map(len, self.said))}>", len(response) / 10, len(self.said) == 3
-
-
-class Counter:
-    """Counts, as TRL has it: its methods are tools."""
-
-    def reset(self, **row):
-        self.reward, self.done = 0.0, False
-
-    def increment(self, by: int) -> int:
-        """Count.
-
-        Args:
-            by: how far.
-        """
-        self.reward += by
-        self.done = self.reward >= 3
-        return int(self.reward)
-
-
-def add(a: int, b: int) -> int:
-    """Add.
-
-    Args:
-        a: one.
-        b: the other.
-    """
-    return a + b
-
-
-def sleep(seconds: int) -> str:
-    """Sleep.
-
-    Args:
-        seconds: how long.
-    """
-    time.sleep(seconds)
-
-
-def fill(count: int) -> str:
-    """Write.
-
-    Args:
-        count: how often.
-    """
-    return "z" * count
-'''
-
+FILE = helpers.GAME.rpartition(":")[0]
 PATTERN = r"<(?P<name>\w+) (?P<arguments>.*?)>"
 
 
-@pytest.fixture(scope="module")
-def game(tmp_path_factory):
-    path = tmp_path_factory.mktemp("game") / "game.py"
-    path.write_text(GAME)
-    return str(path)
-
-
-def args_of(game: str, script=grpo, **changes):
-    flags = {"environment": f"{game}:Game", "reward": ("environment",), "max_response_length": 60, **changes}
+def args_of(script=grpo, **changes):
+    flags = {"environment": helpers.GAME, "reward": ("environment",), "max_response_length": 60, **changes}
     return dataclasses.replace(script.Args(), tool_timeout=2.0, chat_template="", **flags)
 
 
@@ -135,42 +61,43 @@ CASES = {  # columns of the row, flags, what the model says, expected text, stop
     "the environment hangs": ({"mode": "hangs"}, {}, ["ab"], "ab", "error", math.nan, 0, 0),
     "too long a prompt": ({"mode": "long"}, {"max_prompt_length": 100}, [], "", "error", math.nan, 0, 0),
     "tools of TRL's form": (
-        {}, {"environment": ":Counter", "tool_call_pattern": PATTERN},
+        {}, {"environment": f"{FILE}:Counter", "tool_call_pattern": PATTERN},
         ['<increment {"by": 2}>', '<increment {"by": 1}>'], '<increment {"by": 2}>2<increment {"by": 1}>',
         "done", 3, 2, 0,
     ),
     "a tool, then words": (
-        {}, {"tools": ":add"}, ['<add {"a": 1, "b": 2}>', "x"], '<add {"a": 1, "b": 2}>3x', "stop", None, 1, 0,
+        {}, {"tools": f"{FILE}:add"}, ['<add {"a": 1, "b": 2}>', "x"], '<add {"a": 1, "b": 2}>3x', "stop", None, 1, 0,
     ),
     "two calls": (
-        {}, {"tools": ":add"}, ['<add {"a": 1, "b": 2}><add {"a": 3, "b": 4}>', "x"],
+        {}, {"tools": f"{FILE}:add"}, ['<add {"a": 1, "b": 2}><add {"a": 3, "b": 4}>', "x"],
         '<add {"a": 1, "b": 2}><add {"a": 3, "b": 4}>37x', "stop", None, 2, 0,
     ),
     "bad arguments": (
-        {}, {"tools": ":add"}, ['<add {"a": 1}>', "x"],
+        {}, {"tools": f"{FILE}:add"}, ['<add {"a": 1}>', "x"],
         '<add {"a": 1}>Error: add: the argument \'b\' is missingx', "stop", None, 1, 1,
     ),
     "a tool hangs": (
-        {}, {"tools": ":sleep"}, ['<sleep {"seconds": 60}>', "x"],
+        {}, {"tools": f"{FILE}:sleep"}, ['<sleep {"seconds": 60}>', "x"],
         '<sleep {"seconds": 60}>Error: sleep gave no answer within --tool_timeout 2 sx', "stop", None, 1, 1,
     ),
-    "a tool writes a megabyte": ({}, {"tools": ":fill"}, ['<fill {"count": 1000000}>'], '<fill {"count": 1000000}>',
-                                 "length", None, 1, 0),
-    "cut off": ({}, {"tools": ":add", "max_turn_length": 3}, ["abcdef"], "abc", "length", None, 0, 0),
+    "a tool writes a megabyte": (
+        {}, {"tools": f"{FILE}:fill"}, ['<fill {"count": 1000000}>'], '<fill {"count": 1000000}>', "length", None, 1, 0,
+    ),
+    "cut off": ({}, {"tools": f"{FILE}:add", "max_turn_length": 3}, ["abcdef"], "abc", "length", None, 0, 0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_how_it_goes(game, name):
+def test_how_it_goes(name):
     columns, changes, said, text, stop_reason, reward, calls, errors = CASES[name]
     if "tools" in changes:
-        tools = (game + changes["tools"],)
+        tools = (changes["tools"],)
         changes = {"environment": "", "reward": ("math",), "tool_call_pattern": PATTERN, **changes, "tools": tools}
         changes.setdefault("max_response_length", 200)
     if changes.get("environment"):
-        changes = {**changes, "environment": game + changes["environment"], "max_response_length": 200}
+        changes = {**changes, "max_response_length": 200}
     changes = {"max_response_length": 120, **changes} if "tools" in changes else changes
-    tokenizer, args = make_tokenizer(), args_of(game, **changes)
+    tokenizer, args = make_tokenizer(), args_of(**changes)
     conversations = load_conversations(args, tokenizer, [tokenizer.eos_token_id])
     rows = [row_of(tokenizer, **columns), row_of(tokenizer, "other", **columns)]
     found = conversations.sample(rows, [1, 2], None, never, generate=says(tokenizer, *said))
@@ -192,9 +119,9 @@ def test_how_it_goes(game, name):
         assert one.row["prompt"] == row["prompt"] + added and one.row["query"] == tokenizer.encode(one.row["prompt"])
 
 
-def test_interruption_leaves_no_process(game):
+def test_interruption_leaves_no_process():
     tokenizer = make_tokenizer()
-    conversations = load_conversations(args_of(game), tokenizer, [tokenizer.eos_token_id])
+    conversations = load_conversations(args_of(), tokenizer, [tokenizer.eos_token_id])
     calls = []
     interrupted = lambda: bool(calls)
 
@@ -216,9 +143,9 @@ def test_interruption_leaves_no_process(game):
         ({"tools": ("nowhere.py:add",)}, "--tools nowhere.py:add: there is no file nowhere.py"),
     ],
 )
-def test_flags_that_do_not_fit(game, capsys, flags, message):
+def test_flags_that_do_not_fit(capsys, flags, message):
     with pytest.raises(SystemExit) as end:
-        load_conversations(args_of(game, **flags), make_tokenizer(), [1])
+        load_conversations(args_of(**flags), make_tokenizer(), [1])
     assert end.value.code == 2 and capsys.readouterr().err.startswith(f"error: {message}")
 
 
@@ -226,12 +153,12 @@ def test_flags_that_do_not_fit(game, capsys, flags, message):
 
 
 @pytest.fixture(scope="module")
-def batch(game, tmp_path_factory):
+def batch(tmp_path_factory):
     """(batch, policy, args): four conversations of a random model in float64, of PPO with rewards of turns."""
     folder = helpers.tiny_model(tmp_path_factory.mktemp("model"))
     tokenizer = make_tokenizer()
     changes = dict(turn_rewards=True, model=folder, max_turn_length=4, logits_chunk_tokens=5, micro_batch_tokens=64)
-    args = args_of(game, ppo, **changes)
+    args = args_of(ppo, **changes)
     policy = ppo.load_policy(args, None, torch.float64, CPU)
     stop_ids = [tokenizer.eos_token_id]
     conversations = load_conversations(args, tokenizer, stop_ids)
@@ -360,14 +287,10 @@ def test_a_string_ends_a_turn(load, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def runs(game, tmp_path_factory):
+def runs(tmp_path_factory):
     """The flags of a run with an environment, and such a run of each script."""
     folder = tmp_path_factory.mktemp("runs")
-    values = helpers.workspace(folder) | {
-        "environment": f"{game}:Game",
-        "reward": "environment",
-        "precision": "float64",
-    }
+    values = helpers.workspace(folder) | {"environment": helpers.GAME, "reward": "environment", "precision": "float64"}
     values |= {"max_response_length": 30, "max_turn_length": 5, "save_every": 1}
     done = {}
     for script, own in {"grpo": {}, "rloo": {}, "ppo": {"turn_rewards": True}}.items():

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import grpo
 import utils
 from plumbing import engines, flags, models, rollout, vllm_engine
+from plumbing.conversations import load_conversations
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -93,11 +94,14 @@ def made(base):
     return found
 
 
-def roll(setting, samples, engine, key=("rollout", 1, 1), **changes):
+def roll(setting, samples, engine, key=("rollout", 1, 1), conversations=None, **changes):
     """A rollout of the script's own, by the engine or (None) by transformers."""
     _, model, tokenizer, args = setting
     prompts = [f"{a}+{b}=" for a, b in zip(range(1, 40, 3), range(2, 93, 7))]
-    rows = [{"prompt": text, "query": tokenizer.encode(text), "answer": "1"} for text in prompts]
+    rows = [
+        {"prompt": text, "query": tokenizer.encode(text), "answer": "1", "columns": {"prompt": text}}
+        for text in prompts
+    ]
 
     class Scores:
         models, verifiers = {}, ("a",)
@@ -109,6 +113,7 @@ def roll(setting, samples, engine, key=("rollout", 1, 1), **changes):
         rows, samples, key, generate=grpo.generate, model=model, engine=engine, tokenizer=tokenizer, stop_ids=STOPS,
         rewards=Scores(), args=dataclasses.replace(args, **changes), world=utils.World(0, 1, CPU),
         interrupt=types.SimpleNamespace(requested=False), autocast=contextlib.nullcontext,
+        conversations=conversations,
     )  # fmt: skip
 
 
@@ -121,9 +126,11 @@ def logprobs_of(model, query: list[int], response: list[int], temperature: float
 def worst(batch, model, temperature: float) -> float:
     """The largest difference between the engine's log-probabilities and the model's."""
     differences = []
-    for query, response, row in zip(batch.queries, batch.responses, batch.tokens["rollout_logprobs"]):
-        expected = logprobs_of(model, query, response, temperature)
-        differences.append((row[: len(response)] - expected).abs().max().item())
+    for i, (query, response) in enumerate(zip(batch.queries, batch.responses)):
+        sampled = batch.response_mask[i, : len(response)]
+        expected = logprobs_of(model, query, response, temperature)[sampled]
+        found = batch.tokens["rollout_logprobs"][i, : len(response)][sampled]
+        differences.append((found - expected).abs().max().item())
     return max(differences)
 
 
@@ -313,6 +320,19 @@ def test_the_engine_follows_the_weights(made, name, monkeypatch):
     assert difference() < 1e-4
 
 
+def test_conversations_are_those_of_the_decode_loop(made):
+    """Greedy turns, with an environment whose answers hang on what was said; sampled ones by the same log-probs."""
+    flags = {"environment": helpers.GAME, "reward": ("environment",), "max_turn_length": 6}
+    engine, model, tokenizer, args = made["untied"]
+    conversations = load_conversations(dataclasses.replace(args, **flags), tokenizer, STOPS)
+    with contextlib.closing(conversations.processes):
+        found = [roll(made["untied"], 0, which, conversations=conversations, **flags) for which in (engine, None)]
+        sampled = roll(made["untied"], 4, engine, conversations=conversations, **flags)
+    assert found[0].responses == found[1].responses and found[0].response_mask.equal(found[1].response_mask)
+    assert all(x.metrics()["turns"] == 3 for x in sampled.conversations)
+    assert worst(sampled, model, args.temperature) < 1e-4
+
+
 def test_random_numbers_of_the_process_stay_as_they_were(base):
     state = torch.get_rng_state()
     engine = vllm_engine.Engine(args_of(base), utils.World(0, 1, CPU), None)
@@ -408,7 +428,7 @@ def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async
     """Steps 1 and 2 train on data of policy 1, step k on data of policy k - 1; synchronous: step k on policy k, of
     which the metrics say that the engine has the weights that the run trains.
 
-    Policy k is checkpoint k - 1, by whose log-probabilities the data are recognised.
+    Policy k is checkpoint k - 1, by whose log-probabilities the data are recognised. Those of ppo are conversations.
     """
     module, seen = __import__(script), []
     monkeypatch.setattr(
@@ -416,6 +436,8 @@ def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async
     )
     values = variant(base, tmp_path, **{**ASYNC, "async_steps": async_steps}, learning_rate=1e-2)
     values |= {"eval_every": 2, "temperature": 0.8}
+    if script == "ppo":
+        values |= {"environment": helpers.GAME, "reward": "environment", "max_turn_length": 4}
     run_here(values, script)
     assert "rollout: vLLM " in capsys.readouterr().out
     checkpoints = folder_of(values) / "checkpoints"

@@ -269,6 +269,8 @@ def test_a_run(running, tmp_path, async_steps, ranks):
     values = helpers.workspace(tmp_path)
     values |= {"model": running["tied"][2], "rollout_backend": "server", "rollout_servers": running["tied"][1]}
     values |= {"max_prompt_length": 64, "async_steps": async_steps, "total_episodes": 32, "run_name": "run"}
+    if ranks == 2:  # conversations, each of which goes on as soon as its own turn is answered
+        values |= {"environment": helpers.GAME, "reward": "environment", "max_turn_length": 3}
     if ranks == 1:
         helpers.run(values)
     else:
@@ -277,7 +279,7 @@ def test_a_run(running, tmp_path, async_steps, ranks):
     assert [row["rollout/staleness"] for row in rows] == [0] + [async_steps] * 3
     for row in rows:
         assert row["rollout/staleness"] or row["rollout/logprob_diff_max"] < 1e-4
-        assert row["rollout/sync_gb"] > 0
+        assert row["rollout/sync_gb"] > 0 and row.get("conversation/turns", 3) == 3
 
 
 def test_bad_addresses_and_servers(running, capsys, monkeypatch, tmp_path):

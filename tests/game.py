@@ -1,0 +1,68 @@
+"""An environment and tools for the tests of conversations."""
+
+import time
+
+
+class Game:
+    """Answers with the number of characters said so far, three times."""
+
+    def reset(self, prompt, mode="", **row):
+        self.said, self.mode = [], mode
+        return {"adds": "[more]", "long": "x" * 300}.get(mode)
+
+    def step(self, response):
+        self.said.append(response)
+        if self.mode == "raises" and len(self.said) == 2:
+            raise RuntimeError("the board is broken")
+        if self.mode == "hangs":
+            time.sleep(60)
+        if self.mode == "silent":
+            return None, 0.5, len(self.said) == 2
+        if self.mode == "talks":
+            return "y" * 300, 0.0, False
+        return f"{sum(map(len, self.said))}>", len(response) / 10, len(self.said) == 3
+
+
+class Counter:
+    """Counts, as TRL has it: its methods are tools."""
+
+    def reset(self, **row):
+        self.reward, self.done = 0.0, False
+
+    def increment(self, by: int) -> int:
+        """Count.
+
+        Args:
+            by: how far.
+        """
+        self.reward += by
+        self.done = self.reward >= 3
+        return int(self.reward)
+
+
+def add(a: int, b: int) -> int:
+    """Add.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a + b
+
+
+def sleep(seconds: int) -> str:
+    """Sleep.
+
+    Args:
+        seconds: how long.
+    """
+    time.sleep(seconds)
+
+
+def fill(count: int) -> str:
+    """Write.
+
+    Args:
+        count: how often.
+    """
+    return "z" * count
