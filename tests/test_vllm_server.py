@@ -270,7 +270,12 @@ def test_a_run(running, tmp_path, async_steps, ranks):
     values |= {"model": running["tied"][2], "rollout_backend": "server", "rollout_servers": running["tied"][1]}
     values |= {"max_prompt_length": 64, "async_steps": async_steps, "total_episodes": 32, "run_name": "run"}
     if ranks == 2:  # conversations, each of which goes on as soon as its own turn is answered
-        values |= {"environment": helpers.GAME, "reward": "environment", "max_turn_length": 3}
+        values |= {
+            "environment": helpers.GAME,
+            "reward": "environment",
+            "max_turn_length": 3,
+            "max_response_length": 20,
+        }
     if ranks == 1:
         helpers.run(values)
     else:
