@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 import tyro
 from tokenizers.pre_tokenizers import ByteLevel
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
@@ -39,8 +40,8 @@ MAX_LENGTH = 512  # of a prompt and its response together
 
 
 @dataclasses.dataclass
-class Args:
-    output_dir: Path = Path("assets/tiny")
+class PretrainingArgs:
+    output_dir: Path
     """folder to write; files of an earlier run in it are replaced"""
     seed: in_range(int, lambda seed: 0 <= seed < 2**32, "from 0 to 2**32 - 1") = 1
     """seed of the weights, the teacher's mistakes and the samples of the final measurement"""
@@ -53,8 +54,6 @@ class Args:
     """demonstrations an update; each is used once"""
     learning_rate: PositiveFloat = 3e-3
     """peak learning rate, after a tenth of the steps as warm-up; then it falls linearly to zero"""
-    noise: Share = 0.24
-    """probability that a column of a demonstration has a wrong digit; sampled accuracy ends near (1 - noise)^3"""
 
     hidden_size: PositiveInt = 64
     """width of the model"""
@@ -63,11 +62,18 @@ class Args:
     num_heads: PositiveInt = 2
     """attention heads; hidden_size / num_heads should be 32 or 64, the head sizes vLLM's CPU attention has"""
 
+
+@dataclasses.dataclass
+class Args(PretrainingArgs):
+    output_dir: Path = Path("assets/tiny")
+    """folder to write; files of an earlier run in it are replaced"""
+    noise: Share = 0.24
+    """probability that a column of a demonstration has a wrong digit; sampled accuracy ends near (1 - noise)^3"""
     eval_samples: PositiveInt = 2000
     """held-out problems for the accuracy printed at the end"""
 
 
-def check(args: Args) -> None:
+def check(args: PretrainingArgs) -> None:
     """End the program for flags that do not fit together, or a folder that cannot be written to."""
     if args.hidden_size % (2 * args.num_heads):
         fail(f"--hidden_size must be a multiple of twice --num_heads, not {args.hidden_size} with {args.num_heads}")
@@ -98,31 +104,34 @@ def make_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def make_batch(prompts: list[str], responses: list[str], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, both (N, L), padded on the right; labels of response tokens, <eos> included."""
-    rows = [tokenizer.encode(p + r) + [tokenizer.eos_token_id] for p, r in zip(prompts, responses)]
-    length = max(len(row) for row in rows)
-    input_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
-    labels = torch.full((len(rows), length), IGNORE)
-    for i, (row, prompt) in enumerate(zip(rows, prompts)):
-        input_ids[i, : len(row)] = torch.tensor(row)
-        labels[i, len(prompt) : len(row)] = input_ids[i, len(prompt) : len(row)]
-    return input_ids, labels
+def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and labels, both (N, L), padded on the right; labels of what the teacher wrote, <eos> included.
+
+    Args:
+        demonstrations: texts in turns: what is given, what the teacher wrote, what is given after that, and so on.
+    """
+    rows, labels = [], []
+    for texts in demonstrations:
+        row, own = [], []
+        for given, written in zip(texts[::2], texts[1::2]):
+            tokens = tokenizer.encode(given)
+            own += [IGNORE] * len(tokens)
+            row += tokens
+            tokens = tokenizer.encode(written) + [tokenizer.eos_token_id]
+            own += tokens
+            row += tokens
+        rows.append(torch.tensor(row))
+        labels.append(torch.tensor(own))
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    return input_ids, pad_sequence(labels, batch_first=True, padding_value=IGNORE)
 
 
-@torch.no_grad()
-def accuracy(model, tokenizer, rows: list[dict], do_sample: bool) -> float:
-    """Return the fraction of problems whose response ends, within 48 tokens, with #### and the right answer."""
-    queries = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
-    # top_k=0: transformers would otherwise sample from the 50 likeliest tokens only
-    decoding = dict(do_sample=True, temperature=1.0, top_k=0) if do_sample else dict(do_sample=False)
-    outputs = model.generate(**queries, **decoding, max_new_tokens=48)
-    texts = tokenizer.batch_decode(outputs[:, queries["input_ids"].shape[1] :])
-    return sum(t.replace("<pad>", "").endswith(f"#### {r['answer']}<eos>") for t, r in zip(texts, rows)) / len(rows)
+def pretrain(demonstrations: list[list[str]], args: PretrainingArgs) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
+    """Save a model that was trained from scratch on demonstrations, each used once, and its tokenizer; return both.
 
-
-def main(args: Args) -> None:
-    check(args)
+    Args:
+        demonstrations: as in `make_batch`, --steps times --batch_size of them.
+    """
     torch.set_num_threads(args.num_threads)
     torch.use_deterministic_algorithms(True)
     set_seed(args.seed)
@@ -149,13 +158,9 @@ def main(args: Args) -> None:
         optimizer, lambda step: min((step + 1) / warmup, (args.steps - step) / max(1, args.steps - warmup))
     )
 
-    prompts = [row["prompt"] for row in arithmetic_rows("train", args.steps * args.batch_size)]
-    generator = random.Random(args.seed)
-    responses = [worked_addition(prompt, args.noise, generator) for prompt in prompts]
-    progress = tqdm(range(0, len(prompts), args.batch_size), desc="pretraining")
+    progress = tqdm(range(0, len(demonstrations), args.batch_size), desc="pretraining")
     for start in progress:
-        batch = slice(start, start + args.batch_size)
-        input_ids, labels = make_batch(prompts[batch], responses[batch], tokenizer)
+        input_ids, labels = make_batch(demonstrations[start : start + args.batch_size], tokenizer)
         # no attention mask: the padding is on the right, where causal attention does not look
         logits = model(input_ids).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
@@ -168,9 +173,28 @@ def main(args: Args) -> None:
 
     model.save_pretrained(args.output_dir)
     tokenizer.save_pretrained(args.output_dir)
-    test_rows = arithmetic_rows("test", args.eval_samples)
-    model.eval()
     print(f"wrote {args.output_dir}: {model.num_parameters():,} parameters")
+    return model.eval(), tokenizer
+
+
+@torch.no_grad()
+def accuracy(model, tokenizer, rows: list[dict], do_sample: bool) -> float:
+    """Return the fraction of problems whose response ends, within 48 tokens, with #### and the right answer."""
+    queries = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
+    # top_k=0: transformers would otherwise sample from the 50 likeliest tokens only
+    decoding = dict(do_sample=True, temperature=1.0, top_k=0) if do_sample else dict(do_sample=False)
+    outputs = model.generate(**queries, **decoding, max_new_tokens=48)
+    texts = tokenizer.batch_decode(outputs[:, queries["input_ids"].shape[1] :])
+    return sum(t.replace("<pad>", "").endswith(f"#### {r['answer']}<eos>") for t, r in zip(texts, rows)) / len(rows)
+
+
+def main(args: Args) -> None:
+    check(args)
+    generator = random.Random(args.seed)
+    prompts = [row["prompt"] for row in arithmetic_rows("train", args.steps * args.batch_size)]
+    demonstrations = [[prompt, worked_addition(prompt, args.noise, generator)] for prompt in prompts]
+    model, tokenizer = pretrain(demonstrations, args)
+    test_rows = arithmetic_rows("test", args.eval_samples)
     print(f"accuracy on {len(test_rows)} held-out problems:")
     print(f"  greedy                    {accuracy(model, tokenizer, test_rows, do_sample=False):.3f}")
     print(f"  sampled at temperature 1  {accuracy(model, tokenizer, test_rows, do_sample=True):.3f}")
