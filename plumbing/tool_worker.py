@@ -285,7 +285,7 @@ def description(settings: dict, functions: list[Callable], make: Callable | None
         for name, function in zip(settings["tools"], functions):
             flag = f"--tools {name}"
             found["tools"].append(schema(function))
-        if make is not None:
+        if make:
             flag = f"--environment {settings['environment']}"
             found |= describe_environment(make())
     except BaseException as error:
@@ -317,11 +317,11 @@ def describe_environment(instance) -> dict:
 
 def schema(function: Callable) -> dict:
     """Return the schema of a tool, which is shown to the model. Raise an exception if it lacks hints or a docstring."""
-    from transformers.utils import chat_template_utils
-
-    chat_template_utils.is_torch_available = lambda: False  # torch would be imported for a type that no tool has
     if isinstance(function, type) or not hasattr(function, "__name__"):
         raise TypeError(f"{described(function)} is no function")
+    from transformers.utils import chat_template_utils  # takes a second
+
+    chat_template_utils.is_torch_available = lambda: False  # torch would be imported for a type that no tool has
     return chat_template_utils.get_json_schema(function)
 
 
