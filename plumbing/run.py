@@ -125,9 +125,8 @@ class Run:
             metrics: to be logged with those of the clock and of an evaluation. samples: rows for samples.jsonl.
             tokens: of the step's sequences, over all ranks. state: entries of `self.state` for the next step.
         """
-        if (
-            getattr(self.args, "rollout_backend", "server") != "server"
-        ):  # one pass of each token, by this rank or its engine
+        # One pass of each token, by this rank or its engine. (reward_model.py has no rollout.)
+        if getattr(self.args, "rollout_backend", "server") != "server":
             phase = "prefetch" if self.args.async_steps else "rollout"
             self.clock.flops[phase] += 2 * utils.parameter_count(self.models[""]) * tokens / self.world.size
         metrics = {**metrics, **self.clock.metrics(tokens)}
