@@ -54,11 +54,21 @@ def score(prompts, responses, **columns):
 """
 
 
+# Shows the names of tools, and writes calls as Qwen's does.
+CHAT_TEMPLATE = """
+{%- for tool in tools or [] %}{{ '[' + tool.function.name + ']' }}{% endfor %}
+{%- for m in messages %}
+    {{- '[' + m.role + ']' + m.content }}
+    {%- for call in m.tool_calls or [] %}{{ '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '>' }}{% endif %}"""
+
+
 def tiny_model(folder, kind: str = "qwen2", chat: bool = False, **changes) -> str:
     """Save a random model of two layers and its tokenizer (one token a character) in a folder."""
     tokenizer = make_tokenizer()
     if chat:
-        tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
+        tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
     shape = dict(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,

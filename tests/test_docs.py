@@ -78,7 +78,8 @@ def missing_paths(text: str) -> set[str]:
     in_a_folder = r"(?:plumbing|scripts|tests|docs|results|assets)/(?:[\w.-]+/?)*"
     named = re.findall(rf"(?<![\w/.:~*-])(?:{in_a_folder}|[\w-]+\.(?:py|sh|md))(?![\w/*])", code)
     folders = ("", "plumbing/", "scripts/")  # tables of a folder's files leave it out
-    return {x for x in named if x != "my_reward.py" and not any((ROOT / folder / x).exists() for folder in folders)}
+    made = {"my_reward.py", *re.findall(r"^# (\w+\.py)\b", text, re.MULTILINE)}  # files that the page itself shows
+    return {x for x in named if x not in made and not any((ROOT / folder / x).exists() for folder in folders)}
 
 
 def anchors(path: Path) -> set[str]:
