@@ -183,9 +183,9 @@ class DataArgs(PromptArgs):
 class ScoringArgs:
     reward: tuple[str, ...] = ("math",)
     """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs Python
-    against the row's tests), knights, ifeval, reasoning_gym, path/to/file.py:function, a reward model's folder or hub
-    name, or a reward server's http:// address. A response counts as correct if the first source that is no model gives
-    it 1 or more."""
+    against the row's tests), knights, ifeval, reasoning_gym, environment (the sum of what --environment gives),
+    path/to/file.py:function, a reward model's folder or hub name, or a reward server's http:// address. A response
+    counts as correct if the first source that is no model gives it 1 or more."""
     verifier_column: str = ""
     """Column with the sources of --reward, a name or a list, that alone score a row. Default: verifier or, with several
     sources, dataset in rows with ground_truth (open-instruct's); none: every source scores every row."""

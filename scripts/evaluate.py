@@ -56,7 +56,7 @@ NO_ANSWERS = ("format", "code", "ifeval", "environment")  # sources whose respon
 @dataclass
 class Args(
     flags.OutputArgs, flags.PretrainedArgs, flags.PromptArgs, flags.ScoringArgs, flags.SamplingArgs, ConversationArgs
-):  # fmt: skip
+):
     dataset_split: str = "test"
     """Split of --dataset to evaluate on."""
     num_prompts: flags.NonNegativeInt = 0

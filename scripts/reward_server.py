@@ -252,6 +252,8 @@ def main(args: Args) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     check_sources(args.reward, args.reward_weights)
+    if "environment" in args.reward:
+        utils.fail("--reward environment: its scores come with the conversations of a run; a server has none")
     try:  # before the models are loaded; who connects meanwhile waits until they are
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family)

@@ -562,6 +562,7 @@ def test_help_names_every_built_in_source():
         ({"reward": "CAUSAL"}, "is no reward model"),
         ({"reward": "EMPTY"}, "no tokenizer could be loaded from it"),
         ({"reward": ("math", "math")}, "--reward math math: names a source twice"),
+        ({"reward": "environment"}, "--reward environment: its scores come with the conversations of a run"),
         ({"reward_weights": (1.0, 2.0)}, "--reward_weights: has 2 weights for 1 sources in --reward"),
         ({"reward_weights": (0.0,)}, "--reward_weights: are all 0"),
         ({"port": 70000}, "--port 70000: cannot listen there"),
