@@ -311,9 +311,9 @@ def test_one_rank_of_a_node_speaks_of_a_flag(monkeypatch, capsys):
 # ---- as a user sees it: processes of their own -----------------------------------------------------------------------
 
 
-def command(values: dict, *before, **environment) -> subprocess.CompletedProcess:
+def command(values: dict, **environment) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *before, str(ROOT / "grpo.py"), *words(values)],
+        [sys.executable, str(ROOT / "grpo.py"), *words(values)],
         capture_output=True, text=True, timeout=120, env={**os.environ, **environment},
     )  # fmt: skip
 
@@ -322,21 +322,16 @@ def test_a_run_that_exists(base, tmp_path):
     values = {**base, "output_dir": str(tmp_path)}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
-    done = command(values)
-    (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith("error: --run_name run") and "--resume" in line
+    line = refusal(helpers.run(values, code=2).err)
+    assert line.startswith("error: --run_name run") and "--resume" in line
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
 def test_one_line_from_two_ranks(base, tmp_path):
-    done = command(
-        {**base, "output_dir": str(tmp_path), "group_size": 1, "mini_batch_size": 1},
-        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
-        OMP_NUM_THREADS="1",
-    )
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode != 0 and len(lines) == 1 and "--group_size 1" in lines[0]
+    values = {**base, "output_dir": str(tmp_path), "group_size": 1, "mini_batch_size": 1}
+    first, second = helpers.run_ranks(values, 2, (2, 2))
+    assert "--group_size 1" in refusal(first.err) and not second.errors
     assert not os.listdir(tmp_path)
 
 
