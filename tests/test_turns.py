@@ -4,13 +4,16 @@ The templates are short ones of the same form as those of the models that they a
 """
 
 import copy
+import json
 import types
 
 import pytest
+import test_data
 from conftest import make_tokenizer
 
-from plumbing import prompts
-from plumbing.turns import ToolCall, Turns, hermes_calls, llama_calls, pattern_reader
+from plumbing import data, prompts
+from plumbing.tool_calls import ToolCall, hermes_calls, llama_calls, pattern_reader, xml_calls
+from plumbing.turns import Turns
 
 CHATML = """
 {%- for m in messages %}
@@ -61,6 +64,36 @@ QWEN3 = QWEN25.replace(
     1,
 )
 QWEN3_THINKING = QWEN3.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
+
+# Calls in which the name is last, and a turn for each result.
+HERMES3 = """
+{{- bos_token + '<|im_start|>system\\n' + (tools | tojson if tools else '') + '<|im_end|>\\n' }}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- '<|im_start|>tool\\n' + {'name': m.name, 'content': m.content} | tojson + ' <|im_end|>\\n' }}
+    {%- elif m.tool_calls is defined %}
+        {{- '<|im_start|>assistant' }}
+        {%- for call in m.tool_calls %}
+            {{- '\\n<tool_call>\\n{"arguments": ' + call.function.arguments | tojson }}
+            {{- ', "name": "' + call.function.name + '"}\\n</tool_call> ' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# Calls of a tag for each argument.
+QWEN_CODER = QWEN25.replace(
+    """{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson + '}\\n</tool_call>' }}""",
+    """{{- '\\n<tool_call>\\n<function=' + call.function.name + '>' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '\\n<parameter=' + key + '>\\n' + value | string + '\\n</parameter>' }}
+            {%- endfor %}
+            {{- '\\n</function>\\n</tool_call>' }}""",
+)
 
 # One call a turn, alone in it, results as the role ipython, and a beginning of the whole text.
 LLAMA31 = """
@@ -137,8 +170,7 @@ SPECIAL = [
     "<|user|>", "<bos>",
 ]  # fmt: skip
 STOPS = {
-    CHATML: "<|im_end|>", QWEN25: "<|im_end|>", QWEN3: "<|im_end|>", QWEN3_THINKING: "<|im_end|>",
-    LLAMA31: "<|eot_id|>", MISTRAL: "<eos>", GLM: "<|observation|>", None: "<eos>",
+    LLAMA31: "<|eot_id|>", MISTRAL: "<eos>", GLM: "<|observation|>", None: "<eos>",  # of all others <|im_end|>
 }  # fmt: skip
 SEARCH = {
     "type": "function",
@@ -242,6 +274,26 @@ def check_calls(calls: list, expected) -> None:
         ]
 
 
+XML = {
+    "no call": ("Just <function=f>", []),
+    "none": ("<tool_call>\n<function=f>\n</function>\n</tool_call>", ["f"]),
+    "types": (
+        "<tool_call><function=add><parameter=a>\n1\n</parameter><parameter=b>2</parameter></function></tool_call>",
+        [("add", {"a": 1, "b": 2})],
+    ),
+    "text": (
+        "<tool_call>\n<function=search>\n<parameter=query>\n12\n\n3\n</parameter>\n</function>\n</tool_call>",
+        [("search", {"query": "12\n\n3"})],
+    ),
+    "unknown": (
+        "<tool_call><function=f><parameter=x>True</parameter><parameter=y>a</parameter></function></tool_call>",
+        [("f", {"x": True, "y": "a"})],
+    ),
+    "JSON": ('<tool_call>{"name": "f"}</tool_call>', "<function=NAME>"),
+    "not closed": ("<tool_call><function=f></function>", "<function=NAME>"),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("case", HERMES)
 def test_calls_of_hermes(case):
     check_calls(hermes_calls(HERMES[case][0]), HERMES[case][1])
@@ -250,6 +302,11 @@ def test_calls_of_hermes(case):
 @pytest.mark.parametrize("case", LLAMA)
 def test_calls_of_llama(case):
     check_calls(llama_calls(LLAMA[case][0]), LLAMA[case][1])
+
+
+@pytest.mark.parametrize("case", XML)
+def test_calls_of_tags(case):
+    check_calls(xml_calls(XML[case][0], [SEARCH, ADD]), XML[case][1])
 
 
 NAMED = r"```(?P<name>\w*)\n(?P<arguments>.*?)```"
@@ -276,7 +333,7 @@ def test_calls_by_pattern(case):
     check_calls(pattern_reader(pattern, schemas)(text), expected)
 
 
-@pytest.mark.parametrize("template", [QWEN25, QWEN3, QWEN3_THINKING, LLAMA31, GLM])
+@pytest.mark.parametrize("template", [QWEN25, QWEN3, QWEN3_THINKING, HERMES3, QWEN_CODER, LLAMA31, GLM])
 def test_the_form_is_that_of_the_template(template, tokenizer_of):
     """The template's own rendering of a call is read, in a turn with and without a thought."""
     tokenizer = tokenizer_of(template)
@@ -331,10 +388,10 @@ FOLLOWERS = {
 
 
 @pytest.mark.parametrize("followers", FOLLOWERS)
-@pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3, LLAMA31, MISTRAL, GLM])
+@pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3, HERMES3, QWEN_CODER, LLAMA31, MISTRAL, GLM])
 def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(template, followers, tokenizer_of):
     """Two turns, each written as the template would write it, give the token ids of the template's own rendering."""
-    tokenizer, messages = tokenizer_of(template), FOLLOWERS[followers]
+    tokenizer, messages, stop_text = tokenizer_of(template), FOLLOWERS[followers], STOPS.get(template, "<|im_end|>")
     calls = [
         {"id": f"call{i:05d}", "type": "function", "function": {"name": m["name"], "arguments": {"query": f"{i}"}}}
         for i, m in enumerate(messages)
@@ -358,7 +415,7 @@ def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(template, 
     expected = render(question, answer, *numbered, answer, *numbered)
     _, ids = prompts.encode_prompt("here", [question], tokenizer, "", tools=schemas or None)
     assert ids == render(question)
-    stop = tokenizer.convert_tokens_to_ids(STOPS[template])
+    stop = tokenizer.convert_tokens_to_ids(stop_text)
     for _ in range(2):
         rest = tokenizer.decode(expected[len(ids) :])
         if template == GLM:
@@ -377,3 +434,110 @@ def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(template, 
 def text_between(turns: Turns, messages: list[dict], last: str) -> str:
     last_token = turns.tokenizer.convert_tokens_to_ids(last)
     return turns.tokenizer.decode(turns.observation_ids(messages, last_token))
+
+
+def test_results_of_several_calls_where_the_template_takes_one(tokenizer_of):
+    """Llama's template raises for two calls in a turn; their results are shown one after the other."""
+    turns = turns_of(tokenizer_of(LLAMA31))
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    expected = head.format("ipython") + '"1"<|eot_id|>' + head.format("ipython") + '"2"<|eot_id|>'
+    assert text_between(turns, [result("1"), result("2", "add")], "<|eot_id|>") == expected + head.format("assistant")
+
+
+def test_a_turn_ends_once(tokenizer_of):
+    """A turn that ended with a stop token has its end, whichever it was; any other token does not end a turn."""
+    turns = turns_of(tokenizer_of(LLAMA31), stops=("<|eom_id|>", "<|eot_id|>"))
+    expected = "<|start_header_id|>ipython<|end_header_id|>"
+    for last, begin in (("<|eot_id|>", ""), ("<|eom_id|>", ""), ("a", "<|eot_id|>"), ("<eos>", "<|eot_id|>")):
+        assert text_between(turns, [result("1")], last).startswith(begin + expected)
+    turns = turns_of(tokenizer_of(GLM), stops=("<|user|>", "<eos>"))
+    for last, begin in (("<|observation|>", ""), ("<|user|>", "<|observation|>"), ("<eos>", "<|observation|>")):
+        assert text_between(turns, [result("1")], last).startswith(begin + "\n<tool_response>")
+
+
+def test_without_template_the_contents_are_joined(tokenizer_of):
+    messages = [{"role": "user", "content": "lower "}, result("<b>")]
+    for tokenizer, flags in ((tokenizer_of(None), {}), (tokenizer_of(QWEN25), {"chat_template": "none"})):
+        turns = turns_of(tokenizer, [], **ENVIRONMENT, **flags)
+        assert text_between(turns, messages, "<eos>") == "lower <b>" and turns.observation_ids([], 1) == []
+        turns = turns_of(tokenizer, [SEARCH], tool_call_pattern=PATTERN, **flags)
+        assert text_between(turns, messages, "<eos>") == "lower <b>"
+
+
+def test_results_are_a_turn_of_the_user_where_the_template_has_no_tools(tokenizer_of):
+    turns = turns_of(tokenizer_of(CHATML), [SEARCH], tool_call_pattern=PATTERN)
+    expected = "\n<|im_start|>user\n1\n2<|im_end|>\n<|im_start|>assistant\n"
+    assert text_between(turns, [result("1"), result("2")], "<|im_end|>") == expected
+    assert text_between(turns, [result("1"), USER], "<|im_end|>") == expected.replace("2", "Higher.")
+    turns = turns_of(tokenizer_of(QWEN25), [SEARCH], tool_call_pattern=PATTERN)
+    assert "<tool_response>\n1\n</tool_response>" in text_between(turns, [result("1")], "<|im_end|>")
+
+
+def test_any_text_is_encoded(tokenizer_of):
+    """Half of a surrogate pair, which JSON can bring, our own marks, and a name that the model made up."""
+    turns = turns_of(tokenizer_of(QWEN25))
+    assert text_between(turns, [], "<|im_end|>") == "\n<|im_start|>assistant\n"
+    text = text_between(turns, [result("\ud800 SAMPLED-TURN A-RESULT", 'no "such\ntool')], "<|im_end|>")
+    assert "\n? SAMPLED-TURN A-RESULT\n" in text and text.count("<|im_start|>") == 2
+    assert "\n{{ x }}\n" in text_between(turns, [{"role": "tool", "content": "{{ x }}"}], "<|im_end|>")
+
+
+def test_messages_that_the_template_refuses_raise(tokenizer_of):
+    turns = turns_of(tokenizer_of(MISTRAL), [], **ENVIRONMENT)
+    with pytest.raises(ValueError, match="refuses the messages .*turns have to alternate"):
+        turns.observation_ids([USER, USER], 1)
+
+
+# ---- what is refused at the start ------------------------------------------------------------------------------------
+
+TOOLS = [SEARCH, ADD]
+ENDS_DIFFERENTLY = QWEN25.replace("<|im_end|>\\n' }}\n    {%- else", "<|eot_id|>' }}\n    {%- else")
+HIDES_RESULTS = QWEN25.replace("+ m.content + '\\n</tool_response>'", "+ '\\n</tool_response>'")
+RAISES = QWEN25.replace("{%- if m.role == 'tool' %}", "{%- if m.role == 'tool' %}{{- raise_exception('no tools') }}", 1)
+REFUSED = {
+    "no template": (None, TOOLS, {}, "--tools: there is no chat template"),
+    "prompts as they are": (QWEN25, TOOLS, {"chat_template": "none"}, "--tools: there is no chat template"),
+    "no tools in the template": (CHATML, TOOLS, {}, "--tools: the chat template of --model does not show tools"),
+    "tools of an environment": (CHATML, TOOLS, ENVIRONMENT, "--environment: the chat template of --model does not"),
+    "unknown form": (MISTRAL, TOOLS, {}, "no known form; --tool_call_pattern"),
+    "two ends": (ENDS_DIFFERENTLY, TOOLS, {}, "does not show messages of tool after a turn"),
+    "hidden results": (HIDES_RESULTS, TOOLS, {}, "does not show messages of tool after a turn"),
+    "no results": (RAISES, TOOLS, {}, "refuses messages of user, assistant, tool (no tools)"),
+    "no expression": (QWEN25, TOOLS, {"tool_call_pattern": "("}, "'(': is no regular expression (missing )"),
+    "no arguments": (QWEN25, TOOLS, {"tool_call_pattern": "<a>(.*)</a>"}, "has no group (?P<arguments>...)"),
+    "no name": (QWEN25, TOOLS, {"tool_call_pattern": PATTERN}, "which says which of search, add is called"),
+    "matches nothing": (QWEN25, [SEARCH], {"tool_call_pattern": "(?P<arguments>.*)"}, "matches the empty text"),
+    "nothing to call": (QWEN25, [], {"tool_call_pattern": PATTERN, **ENVIRONMENT}, "there are no tools to call"),
+    "drops thoughts": (QWEN3, [], ENVIRONMENT, "without their thoughts, once messages of user follow"),
+    "drops thoughts at a step": (QWEN3, TOOLS, ENVIRONMENT, "without their thoughts, once messages of user follow"),
+    "begun thoughts": (QWEN3_THINKING, [], ENVIRONMENT, "without their thoughts, once messages of user follow"),
+    "moves tools": (MISTRAL, [SEARCH], {**ENVIRONMENT, "tool_call_pattern": PATTERN}, "--rewritten_turns error"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_with_one_line(case, tokenizer_of, capsys):
+    template, schemas, flags, expected = REFUSED[case]
+    with pytest.raises(SystemExit) as end:
+        turns_of(tokenizer_of(template), schemas, **flags)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith("error: --") and line.count("\n") == 1 and expected in line, line
+
+
+def test_kept_turns(tokenizer_of):
+    """Thoughts are dropped for messages of users, not for results; keep takes both, and turns stay as sampled."""
+    tokenizer = tokenizer_of(QWEN3)
+    turns_of(tokenizer, TOOLS)
+    turns_of(tokenizer, TOOLS, **ENVIRONMENT, has_step=False)
+    turns = turns_of(tokenizer, TOOLS, **ENVIRONMENT, rewritten_turns="keep")
+    expected = "\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n"
+    assert text_between(turns, [USER], "<|im_end|>") == expected
+
+
+def test_prompts_show_the_tools(tokenizer_of, tmp_path):
+    tokenizer, path = tokenizer_of(QWEN25), tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "What?"}) + "\n")
+    args = types.SimpleNamespace(**test_data.ARGS)
+    [row] = data.load_prompts("--dataset", str(path), "train", tokenizer, args, tools=[ADD])
+    assert json.dumps(ADD) in row["prompt"] and row["query"] == tokenizer.encode(row["prompt"])
+    assert row["messages"] == [{"role": "user", "content": "What?"}]
