@@ -71,10 +71,14 @@ def find(args, script: str) -> Origin:
     logged, _ = (read_log(origin.folder, name) for name in ("metrics.jsonl", "samples.jsonl"))
     steps = max((row["step"] for row in logged), default=0)
     saved = checkpoint_folders(origin.folder)
-    if not saved and (steps or os.path.exists(os.path.join(origin.folder, "final"))):
+    due = 0 < args.save_every <= steps or os.path.exists(os.path.join(origin.folder, "final"))
+    if not saved and due:
         what = f"has logged {steps} steps but has no checkpoint to go on from"
         fail(f"--resume: {origin.folder} {what}; take another --run_name, or remove it to start anew")
     if not saved:
+        if steps:  # killed before its first checkpoint
+            compare(origin, args, os.path.basename(script))
+            warn(f"--resume: {origin.folder} has no checkpoint yet, so its {steps} steps are run again")
         return origin
     origin.checkpoint = newest_whole(saved, origin.damaged)
     compare(origin, args, os.path.basename(script))

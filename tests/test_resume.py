@@ -135,13 +135,24 @@ def test_a_broken_line(refused, folder, name, row):
 
 def test_rows_without_a_checkpoint_are_not_erased(refused, folder):
     shutil.rmtree(folder / "checkpoints")
-    assert "4 steps but has no checkpoint" in refused()
+    assert "4 steps but has no checkpoint" in refused(save_every=4)
     (folder / "metrics.jsonl").write_text("")
     (folder / "final").mkdir()
     assert "no checkpoint" in refused()
     (folder / "final").rmdir()
     (folder / "metrics.jsonl").write_text('{"step": 0}\n')  # killed in its first step
     assert resume.find(args_of(folder), "grpo.py").checkpoint is None
+
+
+@pytest.mark.parametrize("save_every", [0, 5])
+def test_a_run_that_was_killed_before_its_first_checkpoint(refused, folder, capsys, save_every):
+    shutil.rmtree(folder / "checkpoints")
+    assert "--seed 2 (was 1)" in refused(save_every=save_every, seed=2)
+    resume.locks.clear()
+    origin = resume.find(args_of(folder, save_every=save_every), "grpo.py")
+    assert origin.checkpoint is None and "its 4 steps are run again" in capsys.readouterr().err
+    resume.open_folder(origin, "grpo.py", 1, 0)
+    assert metrics_of({"output_dir": str(folder.parent), "run_name": folder.name}) == []
 
 
 DAMAGES = {
