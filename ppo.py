@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 import utils
-from plumbing import data, engines, evaluation, flags, lora, models
+from plumbing import command_line, data, engines, evaluation, flags, lora, models
 from plumbing.conversations import ConversationArgs, load_conversations
 from plumbing.critic import CriticArgs, check_critic_args, critic_schedule, explained_variance, load_critic
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
@@ -1002,4 +1002,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(flags.parse(Args))
+    main(command_line.parse(Args))

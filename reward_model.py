@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import utils
-from plumbing import data, flags, lora, models, prompts
+from plumbing import command_line, data, flags, lora, models, prompts
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.rows import arithmetic_pairs, read_rows
 from plumbing.run import Run
@@ -356,4 +356,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(flags.parse(Args))
+    main(command_line.parse(Args))

@@ -1,36 +1,28 @@
 """The flags of the machinery, declared once: each script's `Args` inherits the groups that it needs.
 
-A range stands at the flag, in its type. `parse` reads a command line, and shows one group a class in `--help`. What a
-paper's table of hyperparameters would list stands in the scripts. OutputArgs, PretrainedArgs, PromptArgs, ScoringArgs
-and SamplingArgs are what scripts/evaluate.py takes as well; the groups of training extend them. Imports utils and
-plumbing.config_file, which reads flags from a file.
+A range stands at the flag, in its type. plumbing/command_line.py reads a command line, and shows one group a class in
+`--help`. What a paper's table of hyperparameters would list stands in the scripts. OutputArgs, PretrainedArgs,
+PromptArgs, ScoringArgs and SamplingArgs are what scripts/evaluate.py takes as well; the groups of training extend them.
+Imports utils only.
 """
 
-import ast
-import contextlib
-import dataclasses
-import functools
-import inspect
-import io
 import math
-import os
-import sys
-import textwrap
 from dataclasses import dataclass
 from typing import Annotated, Callable, Literal
 
-import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from plumbing.config_file import config_words
 from utils import fail, warn
 
 
 def in_range(kind: type, allowed: Callable, meaning: str):
-    """Return the type of a flag whose values are finite numbers for which `allowed` holds; tyro says so otherwise."""
+    """Return the type of a flag whose values are finite numbers for which `allowed` holds; others raise ValueError."""
 
     def read(words: list[str]):
-        value = kind(words[0])
+        try:
+            value = kind(words[0])
+        except ValueError:
+            raise ValueError(f"has to be {'a whole number' if kind is int else 'a number'}, not {words[0]}") from None
         if not (math.isfinite(value) and allowed(value)):
             raise ValueError(f"has to be {meaning}, not {words[0]}")
         return value
@@ -73,7 +65,7 @@ class OutputArgs:
 @dataclass
 class RunArgs(OutputArgs):
     resume: bool = False
-    """Go on from the run's newest whole checkpoint; begin anew if it was killed before its first step."""
+    """Go on from the run's newest whole checkpoint; begin anew if it was killed before there was one."""
     resume_with_changes: bool = False
     """Go on even if flags have changed that make another run of it, such as --seed, --dataset or --loss."""
     save_every: NonNegativeInt = 50
@@ -231,63 +223,6 @@ class RolloutArgs(SamplingArgs):
     logits_chunk_tokens: NonNegativeInt = 0
     """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only. 0: 512, or up
     to 4,096 where that still fits into 80 % of a GPU."""
-
-
-def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
-    """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each of its base classes.
-
-    --config FILE stands for the flags in that file, before all others.
-
-    Args:
-        words: the command line without the program's name; None for that of this process.
-        title: of the group of the flags that `cls` itself declares.
-    Raises:
-        SystemExit: with code 2, after tyro has said what is wrong (on one rank of a node).
-    """
-    # tyro groups flags by nested dataclasses. Nested values would make `args.data.dataset` of `args.dataset`, so the
-    # groups exist while parsing only.
-    groups, grouped = [], set()
-    for owner in (cls, *cls.__bases__):
-        members = []
-        for declaring in [cls] if owner is cls else owner.__mro__[-2::-1]:
-            for name, text in docstrings(declaring).items():
-                if name not in grouped:
-                    field = cls.__dataclass_fields__[name]
-                    flag = Annotated[field.type, tyro.conf.arg(help=text), tyro.conf.OmitArgPrefixes]
-                    default = dataclasses.field(default=field.default, default_factory=field.default_factory)
-                    members.append((name, flag, default))
-                    grouped.add(name)
-        group = dataclasses.make_dataclass("Group", members)
-        name = title if owner is cls else owner.__name__.removesuffix("Args").lower() or "inherited"
-        groups.append((name, group, dataclasses.field(default_factory=group)))
-    about_config = tyro.conf.arg(help=docstrings(ConfigArgs)["config"])
-    groups.append(("config", Annotated[str, about_config], dataclasses.field(default="")))
-    one_speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-    about = inspect.getmodule(cls).__doc__
-    # tyro 1.0 shows a number out of its range whatever `console_outputs` says.
-    with contextlib.redirect_stderr(sys.stderr if one_speaks else io.StringIO()):
-        words = sys.argv[1:] if words is None else words
-        known, _ = tyro.cli(
-            ConfigArgs, args=words, return_unknown_args=True, add_help=False, console_outputs=one_speaks
-        )
-        parsed = tyro.cli(
-            dataclasses.make_dataclass("Flags", groups), description=about, console_outputs=one_speaks,
-            args=[*(config_words(known.config, cls) if known.config else []), *words],
-        )  # fmt: skip
-    del parsed.config
-    return cls(**{name: value for group in vars(parsed).values() for name, value in vars(group).items()})
-
-
-@functools.cache
-def docstrings(cls: type) -> dict[str, str]:
-    """Return the text under each field that a dataclass itself declares, {name: text}; "" for a field without one."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body
-    found = {}
-    for statement, after in zip(body, [*body[1:], None]):
-        if isinstance(statement, ast.AnnAssign):
-            text = getattr(getattr(after, "value", None), "value", None) if isinstance(after, ast.Expr) else None
-            found[statement.target.id] = " ".join(text.split()) if isinstance(text, str) else ""
-    return found
 
 
 def check_training_args(args) -> None:

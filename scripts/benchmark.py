@@ -38,7 +38,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
 from plumbing import checkpoints, rewards, run, run_log, verifiers
-from plumbing.flags import parse
+from plumbing.command_line import parse
 from plumbing.rows import arithmetic_rows
 
 app, TINY, GPU = tyro.extras.SubcommandApp(), os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()

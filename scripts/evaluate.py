@@ -42,7 +42,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
-from plumbing import checkpoints, data, flags, models, run_log
+from plumbing import checkpoints, command_line, data, flags, models, run_log
 from plumbing.answers import harness_answer, harness_text, plain_answer, voted_answer
 from plumbing.conversations import Conversation, ConversationArgs, Conversations, load_conversations
 from plumbing.evaluation import conversation_metrics
@@ -323,7 +323,7 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(flags.parse(Args, title="evaluation"))
+        main(command_line.parse(Args, title="evaluation"))
     except KeyboardInterrupt:
         for bar in utils.progress_bars:
             bar.close()  # which ends the bar's line

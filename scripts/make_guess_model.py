@@ -23,12 +23,12 @@ import zlib
 from pathlib import Path
 
 import torch
-import tyro
 from make_tiny_model import PretrainingArgs, check, pretrain
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "assets/guess"))
 from game import GuessTheNumber
 
+from plumbing import command_line
 from plumbing.flags import Share
 
 LOWEST = range(20, 61)  # so that all guesses have two digits
@@ -111,4 +111,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line.parse_ungrouped(Args))

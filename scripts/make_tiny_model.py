@@ -24,13 +24,13 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import tyro
 from tokenizers.pre_tokenizers import ByteLevel
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from plumbing import command_line
 from plumbing.flags import PositiveFloat, PositiveInt, Share, in_range
 from plumbing.rows import arithmetic_rows, worked_addition
 from utils import fail
@@ -201,4 +201,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line.parse_ungrouped(Args))

@@ -12,10 +12,8 @@ import os
 import sys
 from dataclasses import dataclass, replace
 
-import tyro
-
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from plumbing import flags, memory
+from plumbing import command_line, flags, memory
 from plumbing.sharding import Sharding
 from utils import ROOT, fail
 
@@ -32,12 +30,12 @@ class Args:
 
 def read_args(words: list[str] | None = None) -> tuple[Args, object, list[memory.Model]]:
     """Return the flags of this command, those of the script, and the models that it holds with them."""
-    own, words = tyro.cli(Args, args=words, return_unknown_args=True, description=__doc__)
+    own, words = command_line.parse_ungrouped(Args, words, return_unknown_args=True, description=__doc__)
     name = own.algorithm.removesuffix(".py")
     if not os.path.isfile(os.path.join(ROOT, f"{name}.py")):
         fail(f"--algorithm {own.algorithm}: there is no such script")
     script = importlib.import_module(name)
-    args = flags.parse(script.Args, words)
+    args = command_line.parse(script.Args, words)
     for name in ("sequence_parallel", "shard_group_size"):
         size = getattr(args, name) or own.gpus
         if own.gpus % size:

@@ -11,7 +11,7 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import run_log
+from plumbing import command_line, run_log
 
 
 @dataclass
@@ -41,4 +41,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line.parse_ungrouped(Args))

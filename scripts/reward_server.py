@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import tyro
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
@@ -43,7 +42,7 @@ from starlette.requests import ClientDisconnect
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import models, prompts
+from plumbing import command_line, models, prompts
 from plumbing.flags import Float, PositiveFloat, PositiveInt
 from plumbing.prompts import is_filled
 from plumbing.rewards import (
@@ -276,4 +275,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(command_line.parse_ungrouped(Args))

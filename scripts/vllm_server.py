@@ -27,11 +27,10 @@ from typing import Literal
 
 import requests
 import torch
-import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import models
+from plumbing import command_line, models
 from plumbing.flags import NonNegativeFloat, NonNegativeInt, PositiveInt
 from plumbing.vllm_engine import PREFILL_TOKENS
 
@@ -148,4 +147,4 @@ def main(args: Args, others: list[str]) -> None:
 if __name__ == "__main__":
     words = sys.argv[1:]
     own = words.index("--") if "--" in words else len(words)
-    main(tyro.cli(Args, args=words[:own]), words[own + 1 :])
+    main(command_line.parse_ungrouped(Args, words[:own]), words[own + 1 :])

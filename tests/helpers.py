@@ -14,7 +14,6 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import re
 import signal
 import socket
 import sys
@@ -41,7 +40,7 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 from make_tiny_model import make_tokenizer  # noqa: E402
 
 import plumbing.vllm_engine  # noqa: E402, F401
-from plumbing import flags, run_log  # noqa: E402
+from plumbing import command_line, run_log  # noqa: E402
 
 GAME = f"{ROOT / 'tests/game.py'}:Game"  # an environment
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 40, 3), range(2, 93, 7))]  # 13
@@ -206,7 +205,7 @@ def _main(script: str, command_line: list[str], log: str, environment: dict, pla
         run_log.plot_curves = lambda *args: None
     code = 1
     try:
-        module.main(flags.parse(module.Args, command_line))
+        module.main(command_line.parse(module.Args, command_line))
         code = 0
     except SystemExit as error:
         code = error.code or 0
@@ -292,12 +291,8 @@ class Running:
 
 
 def refusal(err: str) -> str:
-    """Return the one thing that a refused run says on stderr, beside warnings: our "error: ..." line, or tyro's box in
-    a line, with flags as they are written in Args."""
+    """Return the one line that a refused run says on stderr, beside warnings."""
     lines = [line for line in err.splitlines() if line and not line.startswith("warning:")]
-    if err.count("For full helptext") == 1:
-        text = " ".join(line.strip("│ ") for line in lines)
-        return re.sub(r"--[a-z][\w-]*", lambda flag: f"--{flag[0][2:].replace('-', '_')}", text)
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     return lines[0]
 
@@ -368,7 +363,7 @@ def run_here(values: dict, script: str = "grpo") -> None:
         module.Rewards = Closed
     run_log.plot_curves = lambda *args: None
     try:
-        module.main(flags.parse(module.Args, words(values)))
+        module.main(command_line.parse(module.Args, words(values)))
     finally:
         run_log.plot_curves = plot_curves
         if hasattr(module, "Rewards"):

@@ -8,10 +8,10 @@ import grpo
 import ppo
 import reward_model
 import rloo
-from plumbing import flags
+from plumbing import command_line
 
 for script in (grpo, ppo, reward_model, rloo):
-    flags.parse(script.Args, [])  # fills the caches of flags and tyro
+    command_line.parse(script.Args, [])  # fills the caches of command_line and tyro
 conversion_mapping.get_checkpoint_conversion_mapping("qwen2")  # and those of transformers
 gc.collect()
 gc.freeze()  # a collection in a run would write to the pages of every object, and each would be copied

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import helpers
 import pytest
+import reward_server
 from helpers import HELD_OUT, ROOT, ROWS, refusal, run_here, tiny_model, words, write_rows
 
 import grpo
-from plumbing import flags, memory
+from plumbing import command_line, memory
 
 
 @pytest.fixture(scope="module")
@@ -279,8 +280,8 @@ def test_flags(refuses, named, changes):
     ],
 )
 def test_ranges(refuses, name, value, meaning):
-    """tyro says which value of which flag, and the range that stands in its type."""
-    refuses((f"--{name}: has to be {meaning}, not {value} ",), **{name: value})
+    """The line says which value of which flag, and the range that stands in its type."""
+    refuses((f"--{name}: has to be {meaning}, not {value}",), **{name: value})
 
 
 def test_the_range_of_a_number_that_may_be_left_out(refuses):
@@ -292,19 +293,55 @@ def test_the_range_of_numbers_in_a_list(refuses):
     refuses(("--reward_weights: ", "inf"), reward_weights=(1.0, math.inf))
 
 
-@pytest.mark.parametrize("case", [["--no_such_flag", "1"], ["--loss", "ppo"], ["--group_size", "two"]])
-def test_unknown_flags_and_values(base, tmp_path, case, capsys):
+NO_FLAG = "there is no such flag"
+COMMAND_LINES = {
+    "--group_sise 4": f"--group_sise: {NO_FLAG}; did you mean --group_size?",
+    "--group-sise=4": f"--group-sise: {NO_FLAG}; did you mean --group_size?",
+    "--confg x.json": f"--confg: {NO_FLAG}; did you mean --config?",
+    "--hepl": f"--hepl: {NO_FLAG}; did you mean --help?",
+    "--zzzz 1": f"--zzzz: {NO_FLAG}; --help lists them",
+    "-x": f"-x: {NO_FLAG}; --help lists them",
+    "--group_size 8 9": "9: no flag takes this word; flags of yes or no stand alone",
+    "--resume true": "true: no flag takes this word; flags of yes or no stand alone",
+    "--group_size --seed 2": "--group_size: takes a value",
+    "--config": "--config: takes a value",
+    "--group_size two": "--group_size: has to be a whole number, not two",
+    "--group_size 1.5": "--group_size: has to be a whole number, not 1.5",
+    "--learning_rate x": "--learning_rate: has to be a number, not x",
+    "--clip_low x": "--clip_low: has to be a number, not x",
+    "--clip_low -1": "--clip_low: has to be between 0 and 1, not -1",
+    "--async_steps 2": "--async_steps 2: has to be one of 0, 1",
+    "--shard größe": "--shard größe: has to be one of auto, none, fsdp",
+}
+
+
+@pytest.mark.parametrize("typed", COMMAND_LINES)
+def test_a_bad_command_line_is_one_line(typed, capsys):
     with pytest.raises(SystemExit) as end:
-        flags.parse(grpo.Args, [*words({**base, "output_dir": str(tmp_path)}), *case])
+        command_line.parse(grpo.Args, typed.split())
     said = capsys.readouterr()
-    assert end.value.code == 2 and case[0] in refusal(said.err)
-    assert not said.out and not os.listdir(tmp_path)
+    assert end.value.code == 2 and not said.out and said.err == f"error: {COMMAND_LINES[typed]}\n"
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["--port", "1"], "--reward: has to be given"),
+        (["--reward", "math", "--prot", "1"], f"--prot: {NO_FLAG}; did you mean --port?"),
+        (["--reward", "math", "--reward_weights", "nan"], "--reward_weights: Could not find valid parse for"),
+        (["--reward", "math", "--reward_timeout", "0"], "--reward_timeout: has to be above 0, not 0"),
+    ],
+)
+def test_a_bad_command_line_of_a_command_is_one_line(words, line, capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.parse_ungrouped(reward_server.Args, words)
+    assert end.value.code == 2 and refusal(capsys.readouterr().err).startswith(f"error: {line}")
 
 
 def test_one_rank_of_a_node_speaks_of_a_flag(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as end:
-        flags.parse(grpo.Args, ["--kl_coef", "-1"])
+        command_line.parse(grpo.Args, ["--kl_coef", "-1"])
     assert end.value.code == 2 and capsys.readouterr() == ("", "")
 
 

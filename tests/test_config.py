@@ -8,12 +8,12 @@ from helpers import refusal
 
 import grpo
 import reward_model
-from plumbing import flags
+from plumbing import command_line
 
 
 def parse(tmp_path, content: str, *words: str, name: str = "config.yaml", script=grpo):
     (tmp_path / name).write_text(content)
-    return flags.parse(script.Args, ["--config", str(tmp_path / name), *words])
+    return command_line.parse(script.Args, ["--config", str(tmp_path / name), *words])
 
 
 def test_flags_of_the_command_line_go_over_the_file(tmp_path):
@@ -52,6 +52,6 @@ def test_a_bad_file_is_said_in_a_line(content, word, tmp_path, capsys):
 
 def test_a_file_that_is_not_there(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
-        flags.parse(grpo.Args, [f"--config={tmp_path / 'no.json'}"])
+        command_line.parse(grpo.Args, [f"--config={tmp_path / 'no.json'}"])
     line = refusal(capsys.readouterr().err)
     assert end.value.code == 2 and line.startswith(f"error: --config {tmp_path / 'no.json'}: could not be read")

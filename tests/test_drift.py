@@ -13,7 +13,7 @@ import helpers
 import pytest
 from helpers import ROOT
 
-from plumbing import flags
+from plumbing import command_line
 
 sync_shared = importlib.import_module("sync_shared")
 ROOMS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plumbing/*.py"))
@@ -312,7 +312,7 @@ def flags_of(name: str) -> set[str]:
     """The flags of a script, with underscores; of tyro's, --no- forms too."""
     source = (ROOT / name).read_text()
     known = {word.replace("-", "_") for word in re.findall(r'add_argument\(\s*"--([\w-]+)"', source)} | {"help"}
-    if "tyro.cli" in source or "flags.parse" in source:
+    if "command_line.parse" in source:
         known |= sync_shared.fields(ROOT / name) | sync_shared.fields(ROOT / "plumbing" / "flags.py", "ConfigArgs")
     return known | {f"no_{name}" for name in known}
 
@@ -471,7 +471,7 @@ RL = {"algorithm", "run", "model", "data", "reward", "rollout", "conversation"}
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_lists_every_flag_in_its_group(name, capfd):
     with pytest.raises(SystemExit) as end:
-        flags.parse(importlib.import_module(name.removesuffix(".py")).Args, ["--help"])
+        command_line.parse(importlib.import_module(name.removesuffix(".py")).Args, ["--help"])
     out = capfd.readouterr().out
     _, *boxes = re.split(r"^╭─ (\w+) options ─+╮$", out.replace("─ options", "─ no options"), flags=re.M)
     shown = {title: flags_named(box) for title, box in zip(boxes[::2], boxes[1::2])}

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing import answers, flags, math_verifier, measures
+from plumbing import answers, command_line, math_verifier, measures
 from plumbing.rewards import Workers
 from plumbing.rows import arithmetic_rows
 
@@ -475,7 +475,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize("changes", OUT_OF_RANGE, ids=str)
 def test_a_flag_out_of_range_is_named(changes, capsys):
     with pytest.raises(SystemExit) as end:
-        flags.parse(evaluate.Args, helpers.words({**TINY, **changes}))
+        command_line.parse(evaluate.Args, helpers.words({**TINY, **changes}))
     (name,) = changes
     assert end.value.code == 2 and f"--{name}".replace("_", "-") in capsys.readouterr().err.replace("_", "-")
 

@@ -23,7 +23,7 @@ import os, signal, sys
 sys.path[:0] = {paths!r}
 import helpers
 import grpo
-from plumbing import flags
+from plumbing import command_line
 
 def fail(calls):
     if calls == {number} and os.environ["RANK"] == "1":
@@ -33,7 +33,7 @@ def fail(calls):
         os.kill(os.getpid(), signal.SIGKILL)
 
 helpers._before({function!r}, fail)
-grpo.main(flags.parse(grpo.Args))
+grpo.main(command_line.parse(grpo.Args))
 """
 
 

@@ -25,10 +25,10 @@ import forked_python
 import helpers
 import pytest
 import transformers
-import tyro
 from helpers import ROOT, read_lines, tiny_model, write_rows
 
-from plumbing.flags import check_training_args, parse
+from plumbing.command_line import parse, parse_ungrouped
+from plumbing.flags import check_training_args
 
 RECIPES = sorted(str(path.relative_to(ROOT / "scripts")) for path in ROOT.glob("scripts/*/*.sh"))
 SERVED = ("train/grpo_async_6_plus_2.sh", "train/grpo_async_two_nodes.sh")  # by scripts/vllm_server.py
@@ -205,7 +205,7 @@ def test_flags(recipe, small, tmp_path):
         assert (ROOT / call["script"]).exists()
         module, words = importlib.import_module(Path(call["script"]).stem), call["flags"]
         try:
-            args = parse(module.Args, words) if call in trainers else tyro.cli(module.Args, args=words)
+            args = parse(module.Args, words) if call in trainers else parse_ungrouped(module.Args, words)
         except SystemExit:
             pytest.fail(f"{recipe}: {call['script']} does not take {words}")
         if call in trainers:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo
-from plumbing import flags
+from plumbing import command_line
 from rloo import Args, check_args, clipped_loss, leave_one_out, minus_mean, reward_to_go, token_advantages, whiten
 
 NAN, INF = math.nan, math.inf
@@ -242,7 +242,7 @@ def test_flags(options, line, capsys):
 @pytest.mark.parametrize("value", [-1.0, 0.5, 1.0, 1.01])
 def test_the_range_of_dual_clip(value, capsys):
     with pytest.raises(SystemExit) if value <= 1 else contextlib.nullcontext():
-        assert flags.parse(Args, ["--dual_clip", str(value)]).dual_clip == value
+        assert command_line.parse(Args, ["--dual_clip", str(value)]).dual_clip == value
     said = capsys.readouterr().err
     assert ("--dual_clip: has to be above 1, or 0 for none" in helpers.refusal(said)) if value <= 1 else not said
 

@@ -17,7 +17,7 @@ import grpo
 import ppo
 import reward_model
 import rloo
-from plumbing import flags
+from plumbing import command_line, flags
 
 SCRIPTS = {"rloo": rloo, "ppo": ppo, "reward_model": reward_model}
 ONE_CHECKER = {"LOCAL_WORLD_SIZE": "4"}  # one process that scores instead of four
@@ -382,7 +382,7 @@ NEGATIVE = {"penalty_reward_value", "reward_weights"}
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_defaults_fit_together(script, capsys):
-    args = flags.parse(SCRIPTS[script].Args, [])
+    args = command_line.parse(SCRIPTS[script].Args, [])
     assert args == SCRIPTS[script].Args()
     check = flags.check_training_args if script == "reward_model" else SCRIPTS[script].check_args
     check(args)

@@ -19,12 +19,11 @@ import pytest
 import requests
 import torch
 import transformers
-import tyro
 import vllm_server
 from helpers import ROOT, tiny_model
 
 import utils
-from plumbing import vllm_servers
+from plumbing import command_line, vllm_servers
 from plumbing.vllm_servers import Servers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -327,7 +326,7 @@ def test_bad_flags_of_the_server_are_one_line(running, capsys, monkeypatch, word
     monkeypatch.delenv("VLLM_API_KEY")
     for name in ("fork", "execve"):
         monkeypatch.setattr(os, name, lambda *_: pytest.fail("the server starts"))
-    args = tyro.cli(vllm_server.Args, args=["--model", running["tied"][2], "--port", "0", *words])
+    args = command_line.parse_ungrouped(vllm_server.Args, ["--model", running["tied"][2], "--port", "0", *words])
     assert said in one_line_end(capsys, lambda: vllm_server.main(args, []))
 
 
