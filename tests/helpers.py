@@ -187,8 +187,8 @@ def _signal_at(place: str) -> None:
             _before(name, send)
 
 
-def _main(script: str, command_line: list[str], log: str, environment: dict, place: str, curves: bool) -> None:
-    """What `python SCRIPT COMMAND_LINE` does, in a process that has its imports."""
+def _main(script: str, flags: list[str], log: str, environment: dict, place: str, curves: bool) -> None:
+    """What `python SCRIPT FLAGS` does, in a process that has its imports."""
     for number, name in ((1, "out"), (2, "err")):
         descriptor = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
@@ -205,7 +205,7 @@ def _main(script: str, command_line: list[str], log: str, environment: dict, pla
         run_log.plot_curves = lambda *args: None
     code = 1
     try:
-        module.main(command_line.parse(module.Args, command_line))
+        module.main(command_line.parse(module.Args, flags))
         code = 0
     except SystemExit as error:
         code = error.code or 0
