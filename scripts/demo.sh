@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# Trains the bundled tiny model on 3-digit addition, on a CPU, in a few minutes; installs what is missing first.
-#   bash scripts/demo.sh                     GRPO
+# Trains a bundled tiny model on a CPU, in a few minutes; installs what is missing first.
+#   bash scripts/demo.sh                     3-digit addition by GRPO
 #   bash scripts/demo.sh ppo                 or rloo, or reward_model
+#   bash scripts/demo.sh environment         a game of several turns by GRPO; or environment-ppo, environment-rloo
 #   bash scripts/demo.sh grpo --seed 2       with other flags; they override the ones below
 set -euo pipefail
 cd "$(dirname "$0")/.."
-algorithm=${1:-grpo}
+demo=${1:-grpo}
 [ $# -gt 0 ] && shift
+algorithm=${demo#environment-}
+[ "$demo" = environment ] && algorithm=grpo
 
-# What the three that sample share; the rest is each one's own.
-sampling=(--system_prompt "" --reward gsm8k --max_prompt_length 16 --max_response_length 48
-    --total_episodes 30720 --micro_batch_tokens 4096 --learning_rate 3e-4 --warmup_ratio 0.04 --kl_coef 0.001
+# What the three that sample share; the rest is each one's own, or the task's.
+sampling=(--system_prompt "" --max_prompt_length 16 --total_episodes 30720 --micro_batch_tokens 4096
+    --learning_rate 3e-4 --warmup_ratio 0.04 --kl_coef 0.001
     --eval_every 20 --eval_prompts 256 --eval_samples 4 --save_every 60)
 case "$algorithm" in
 grpo | rloo) own=("${sampling[@]}" --rollout_batch_size 32 --group_size 8 --mini_batch_size 256) ;;
@@ -19,8 +22,19 @@ reward_model)
     own=(--max_length 64 --batch_size 64 --num_epochs 3 --micro_batch_tokens 4096 --learning_rate 1e-3
         --centre_coef 0.001 --eval_every 100 --eval_pairs 500 --save_every 500)
     ;;
+esac
+case "$demo" in
+grpo | rloo | ppo) task=(--model assets/tiny --dataset arithmetic --reward gsm8k --max_response_length 48) ;;
+reward_model) task=(--model assets/tiny --dataset arithmetic) ;;
+environment | environment-grpo | environment-rloo | environment-ppo)
+    task=(--model assets/guess --dataset assets/guess/train.jsonl --eval_dataset assets/guess/test.jsonl
+        --environment assets/guess/game.py:GuessTheNumber --reward environment
+        --max_response_length 64 --max_turn_length 8
+        --total_episodes 15360 --mini_batch_size 128 --learning_rate 6e-4 --lr_schedule linear)
+    ;;
 *)
-    echo "error: no demo called '$algorithm'; there are grpo, rloo, ppo and reward_model" >&2
+    echo "error: no demo called '$demo'; there are grpo, rloo, ppo, reward_model, environment, environment-rloo" \
+        "and environment-ppo" >&2
     exit 2
     ;;
 esac
@@ -28,5 +42,4 @@ esac
 bash scripts/setup.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two are faster on idle cores, and ten times slower on busy ones
 exec .venv/bin/python "$algorithm.py" \
-    --run_name "demo-$algorithm-$(date +%Y%m%d-%H%M%S)" \
-    --model assets/tiny --dataset arithmetic --adam_beta2 0.95 "${own[@]}" "$@"
+    --run_name "demo-$demo-$(date +%Y%m%d-%H%M%S)" --adam_beta2 0.95 "${own[@]}" "${task[@]}" "$@"
