@@ -679,7 +679,7 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: l
     """Return what each response is trained with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool, see `Batch.ended`.
         statistics: as in `utils.update_statistics`, of all scores so far.
     """
     if args.reward_normalization:
@@ -719,7 +719,7 @@ def collect(
         statistics = utils.update_statistics(statistics, weighted_sum(batches[-1].reward_components, args))
         batch = join(batches)
         scores = weighted_sum(batch.reward_components, args)  # all of a step by the same statistics
-        batch.scores = final_scores(scores, batch.response_mask.sum(1), batch.stopped, statistics, args)
+        batch.scores = final_scores(scores, batch.response_mask.sum(1), batch.ended, statistics, args)
         has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
         found = int(has_signal.sum())
         if found >= wanted or evaluation.unscored(batches[-1], rewards, args):

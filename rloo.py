@@ -547,7 +547,7 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: l
     """Return what each response is trained with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool, see `Batch.ended`.
         statistics: as in `utils.update_statistics`, of all scores so far.
     """
     if args.reward_normalization:
@@ -587,7 +587,7 @@ def collect(
         statistics = utils.update_statistics(statistics, weighted_sum(batches[-1].reward_components, args))
         batch = join(batches)
         scores = weighted_sum(batch.reward_components, args)  # all of a step by the same statistics
-        batch.scores = final_scores(scores, batch.response_mask.sum(1), batch.stopped, statistics, args)
+        batch.scores = final_scores(scores, batch.response_mask.sum(1), batch.ended, statistics, args)
         has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
         found = int(has_signal.sum())
         if found >= wanted or evaluation.unscored(batches[-1], rewards, args):
@@ -666,7 +666,7 @@ def score_greedy(
         return None
     sums, lengths = weighted_sum(greedy.reward_components, args), greedy.response_mask.sum(1)
     # A baseline cannot be left out: a greedy response without a stop token has its penalty.
-    scores = final_scores(sums, lengths, greedy.stopped, statistics, dataclasses.replace(args, mask_truncated=False))
+    scores = final_scores(sums, lengths, greedy.ended, statistics, dataclasses.replace(args, mask_truncated=False))
     return scores.repeat_interleave(args.group_size), sum(greedy.lengths), evaluation.unscored(greedy, rewards, args)
 
 

@@ -102,18 +102,20 @@ def load_conversations(args, tokenizer, stop_ids: list[int]) -> "Conversations |
 
 
 class Conversations:
-    """Has conversations with the tools and the environment of a run. `schemas` describes the tools to the template."""
+    """Makes conversations with a run's tools and environment. `schemas`: of all tools, for the template, or None."""
 
     def __init__(self, args, tokenizer, stop_ids: list[int]):
         """Load and check the tools, the environment and the chat template; end the run where they do not fit."""
         if args.vllm_tensor_parallel > 1:
             fail("--vllm_tensor_parallel: with --tools or --environment each rank takes an engine of its own")
+        if args.min_response_length:
+            fail("--min_response_length: takes responses of one turn, so no --tools and no --environment")
         if args.environment and "environment" not in args.reward and args.reward:
             warn(f"--environment {args.environment}: its rewards do not count without environment in --reward")
         self.args, self.tokenizer, self.stop_ids = args, tokenizer, stop_ids
         self.processes = ToolProcesses(args.tools, args.environment, args.tool_timeout)
-        self.schemas = self.processes.schemas
-        self.turns = Turns(tokenizer, stop_ids, self.schemas, args, self.processes.has_step)
+        self.schemas = self.processes.schemas or None
+        self.turns = Turns(tokenizer, stop_ids, self.processes.schemas, args, self.processes.has_step)
         self.stop_strings = StopStringCriteria(tokenizer, list(args.turn_stop)) if args.turn_stop else None
         self.value_names = ["rollout_logprobs", "response_mask"]
         if getattr(args, "turn_rewards", False):  # a flag of PPO
@@ -149,66 +151,65 @@ class Conversations:
                 await asyncio.sleep(0.1)
 
         tasks = [
-            asyncio.create_task(self._converse(row, seed, functools.partial(sampler.sample, i, own), sampler.leave))
-            for i, (row, seed, own) in enumerate(zip(rows, seeds, draws))
+            asyncio.create_task(self._converse(row, seed, functools.partial(sampler.sample, i, line), sampler.leave))
+            for i, (row, seed, line) in enumerate(zip(rows, seeds, draws))
         ]
-        conversations, watch = asyncio.gather(*tasks), asyncio.create_task(interruption())
-        await asyncio.wait([conversations, watch], return_when=asyncio.FIRST_COMPLETED)
+        all_ended, watch = asyncio.gather(*tasks), asyncio.create_task(interruption())
+        await asyncio.wait([all_ended, watch], return_when=asyncio.FIRST_COMPLETED)
         watch.cancel()
-        for task in tasks:
+        for task in tasks:  # those that have not ended
             task.cancel()
         try:
-            return await conversations
+            return await all_ended
         except (Interrupted, asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)  # until their processes are gone
             return None
 
     async def _converse(self, row: dict, seed: int, sample: Callable, leave: Callable) -> Conversation:
-        """Have one conversation, and call `leave` at its end."""
-        found = Conversation(row, values={name: [] for name in self.value_names})
+        """Have one conversation; call `leave` at its end, unless it is cancelled or an error ends the run."""
+        conversation = Conversation(row, values={name: [] for name in self.value_names})
         process = self.processes.open(seed)
         try:
             if self.args.environment:
-                found.reward = 0.0
-                found.row = self._prompt_with(row, await process.reset(row["columns"]))
+                conversation.reward = 0.0
+                conversation.row = self._prompt_with(row, await process.reset(row["columns"]))
             for number in range(self.args.max_turns):
-                if not await self._take_turn(found, number, process, sample):
+                if not await self._take_turn(conversation, number, process, sample):
                     break
         except EnvironmentFailure as error:
-            found.stop_reason, found.error, found.reward = "error", str(error), math.nan
+            conversation.stop_reason, conversation.error, conversation.reward = "error", str(error), math.nan
         finally:
             process.kill()
-            leave()
-        return found
+        leave()
+        return conversation
 
-    async def _take_turn(self, found: Conversation, number: int, process: ToolProcess, sample: Callable) -> bool:
+    async def _take_turn(self, conversation: Conversation, number: int, process: ToolProcess, sample: Callable) -> bool:
         """Sample a turn, and add the observation that follows it; return whether the conversation goes on."""
-        left = self.args.max_response_length - len(found.response)
+        position = len(conversation.response)
+        left = self.args.max_response_length - position
         length = min(self.args.max_turn_length or left, left)
-        query = found.row["query"] + found.response
-        tokens, logprobs = await sample(query, number, len(found.response), length)
-        found.add(tokens, rollout_logprobs=logprobs, response_mask=[1] * len(tokens))
+        tokens, logprobs = await sample(conversation.row["query"] + conversation.response, number, position, length)
+        conversation.add(tokens, rollout_logprobs=logprobs, response_mask=[1] * len(tokens))
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        found.turns.append({"role": "assistant", "content": text})
-        ended = tokens[-1] in self.stop_ids or any(stop in text for stop in self.args.turn_stop)
+        conversation.turns.append({"role": "assistant", "content": text})
+        stopped = tokens[-1] in self.stop_ids
+        words = self.tokenizer.decode(tokens[:-1] if stopped else tokens)  # calls and --turn_stop may be special tokens
+        stopped = stopped or any(stop in words for stop in self.args.turn_stop)
 
         # A turn with calls is for the tools, another one for the environment, which ends the conversation if none does.
-        words = tokens[:-1] if tokens[-1] in self.stop_ids else tokens
-        calls = self.turns.calls(self.tokenizer.decode(words)) if self.schemas else []
-        messages, done = [await self._call(found, call, process) for call in calls], False
+        calls = self.turns.calls(words) if self.schemas else []
+        messages, reward, done = [await self._call(conversation, call, process) for call in calls], 0.0, False
         if self.processes.has_step and not calls:
             observation, reward, done = await process.step(text)
             messages = [{"role": "user", "content": observation or ""}]
+            conversation.reward += reward
         elif self.args.environment and not self.processes.has_step:
-            total, done = await process.outcome()
-            reward = total - found.reward
-        else:
-            reward = 0.0
-        found.reward += reward
-        if "turn_rewards" in found.values:
-            found.values["turn_rewards"][-1] += reward
+            before, (conversation.reward, done) = conversation.reward, await process.outcome()
+            reward = conversation.reward - (before if math.isfinite(before) else 0.0)  # NaN: there was none yet
+        if "turn_rewards" in conversation.values and math.isfinite(reward):
+            conversation.values["turn_rewards"][-1] += reward
         if done or not messages:
-            found.stop_reason = "done" if done else "stop" if ended else "length"
+            conversation.stop_reason = "done" if done else "stop" if stopped else "length"
             return False
         if number + 1 == self.args.max_turns:
             return False
@@ -216,23 +217,23 @@ class Conversations:
             observation = self.turns.observation_ids(messages, tokens[-1])
         except ValueError as error:  # the template refuses the environment's messages
             raise EnvironmentFailure(str(error)) from None
-        if len(found.response) + len(observation) >= self.args.max_response_length:
-            found.stop_reason = "length"
+        if len(conversation.response) + len(observation) >= self.args.max_response_length:
+            conversation.stop_reason = "length"
             return False
-        found.turns += messages
-        found.add(observation)
+        conversation.turns += messages
+        conversation.add(observation)
         return True
 
-    async def _call(self, found: Conversation, call, process: ToolProcess) -> dict:
+    async def _call(self, conversation: Conversation, call, process: ToolProcess) -> dict:
         """Return the message that answers a call of a tool."""
-        found.tool_calls += 1
+        conversation.tool_calls += 1
         name = getattr(call, "name", "")
         try:
             if not name:
                 raise ToolError(call)
             content = await process.call(name, call.arguments)
         except ToolError as error:
-            found.tool_errors += 1
+            conversation.tool_errors += 1
             content = f"Error: {error}"
         return {"role": "tool", "name": name, "content": content}
 
@@ -253,9 +254,7 @@ class Conversations:
         where = f"--environment {self.args.environment}: reset"
         text, query = encode_prompt(where, prompt, self.tokenizer, "", as_is, self.schemas)
         if len(query) > self.args.max_prompt_length:
-            raise EnvironmentFailure(
-                f"with what reset adds, a prompt has {len(query)} tokens, over --max_prompt_length"
-            )
+            raise EnvironmentFailure(f"reset makes a prompt of {len(query)} tokens, over --max_prompt_length")
         return {**row, "prompt": text, "query": query, "messages": None if as_is else prompt}
 
 

@@ -1,7 +1,7 @@
-"""Accuracy on held-out prompts, and what a batch says of itself.
+"""Accuracy on held-out prompts, and the metrics of a batch.
 
-Imports plumbing.rewards for the kinds of sources, plumbing.rollout for the batch, plumbing.conversations for why they
-ended, and plumbing.measures.
+Imports plumbing.rewards for the kinds of sources, plumbing.rollout for the batch, plumbing.conversations for how they
+end, and plumbing.measures.
 """
 
 import math

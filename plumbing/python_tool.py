@@ -26,7 +26,7 @@ def python(code: str) -> str:
     """
     result = programs().run({"code": PROGRAM.format(code=code), "stdin": ""}, SECONDS)
     killed = os.WIFSIGNALED(result["status"])
-    return result["stdout"] + (f"Error: the program was stopped after {SECONDS:g} s" if killed else "")
+    return result["stdout"] + (f"Error: the program crashed, or took over {SECONDS:g} s" if killed else "")
 
 
 def warn_of_open_limits() -> None:

@@ -213,7 +213,7 @@ class EnvironmentSource:
         return ""
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
-        return [row["environment"] for row in rows]
+        return [finite_or_nan(row["environment"]) for row in rows]
 
 
 # ---- verifiers and functions: in worker processes --------------------------------------------------------------------

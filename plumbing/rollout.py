@@ -32,11 +32,9 @@ class Batch:
     rows: list[dict]  # of the data, for each response: "prompt", the text, "query", its token ids, "answer", "columns"
     responses: list[list[int]]  # token ids up to and including the stop token; observations of a conversation, too
     texts: list[str]
-    stopped: Tensor  # (N,) bool, whether a stop token was sampled
+    stopped: Tensor  # (N,) bool, whether a stop token was sampled, or a conversation ended by itself
     reward_components: dict[str, Tensor]  # reward source: (N,) scores, NaN where it gave none
-    tokens: dict[
-        str, Tensor
-    ]  # (N, T) each, 0 after a response's end; "response_mask" (bool) is set on what was sampled
+    tokens: dict[str, Tensor]  # (N, T) each, 0 after a response's end; "response_mask" (bool): what was sampled
     scores: Tensor | None = None  # (N,), what a response is trained with; NaN for one that is left out
     verifiers: tuple[str, ...] = ()  # the reward sources that tell right from wrong
     conversations: list[Conversation] | None = None  # with --tools or --environment, what the responses are made of
@@ -44,6 +42,12 @@ class Batch:
     @property
     def response_mask(self) -> Tensor:
         return self.tokens["response_mask"]
+
+    @property
+    def ended(self) -> Tensor:
+        """Return (N,) bool, whether no limit cut a response off: it stopped, or its environment failed."""
+        failed = [x.stop_reason == "error" for x in self.conversations or []] or [False]  # of one turn: none failed
+        return self.stopped | torch.tensor(failed, device=self.stopped.device)
 
     @property
     def queries(self) -> list[list[int]]:
@@ -168,10 +172,7 @@ def in_batches(
     generate: Callable, queries: list[list[int]], uniforms: Tensor | None, lengths: list[int] | None = None,
     stop_strings: Callable | None = None, *, model, stop_ids: list[int], args, interrupted: Callable,
 ) -> tuple[list[list[int]], list[dict[str, list[float]]]]:  # fmt: skip
-    """Return what the scripts' decode loop `generate` does, --generation_batch_size queries at a time.
-
-    Once interrupted, what there is comes back.
-    """
+    """Call the decode loop `generate` with --generation_batch_size queries at a time; if interrupted, not with all."""
     responses, values = [], []
     for start in range(0, len(queries), args.generation_batch_size):
         if interrupted():
@@ -201,12 +202,11 @@ def rollout(
     rows = [row for row in rows for _ in range(samples or 1)]
     mine, interrupted = world.shard(list(range(len(rows)))), lambda: interrupt.requested
     own_rows, rng, device = [rows[i] for i in mine], utils.generator(*key), model_device(model)
-    seeds = rng.integers(2**62, size=len(rows))[mine].tolist() if conversations else []  # of environments
-    # A line of numbers for each response of all ranks, whichever rank generates it: seeds, or numbers of its tokens.
-    if engine is not None:
-        draws = rng.integers(2**62, size=(len(rows), args.max_turns if conversations else 1))
-    else:
-        draws = rng.random((len(rows), args.max_response_length))
+    tool_seeds = rng.integers(2**62, size=len(rows))[mine].tolist() if conversations else []
+    turns = args.max_turns if conversations else 1
+    # A line of numbers for each response of all ranks, whichever rank makes it: of its tokens, or seeds of its turns.
+    size = (len(rows), args.max_response_length if engine is None else turns)
+    draws = rng.random(size) if engine is None else rng.integers(2**62, size=size)
     draws = draws[mine] if samples else None
     decode = functools.partial(in_batches, generate, model=model, stop_ids=stop_ids, args=args, interrupted=interrupted)
     talks = [None] * len(mine)
@@ -215,7 +215,7 @@ def rollout(
             stack.enter_context(unsharded(model))
             stack.enter_context(autocast())
         if conversations:
-            talks = conversations.sample(own_rows, seeds, draws, interrupted, engine, decode)
+            talks = conversations.sample(own_rows, tool_seeds, draws, interrupted, engine, decode)
             sampled = talks and [(talk.response, talk.values) for talk in talks]
         elif engine is not None:
             seeds = None if draws is None else draws[:, 0].tolist()
@@ -226,17 +226,17 @@ def rollout(
             sampled = list(zip(*decode([row["query"] for row in own_rows], uniforms)))
     if world.any(interrupted() or sampled is None):
         return None
-    responses, values = [ids for ids, _ in sampled], [own for _, own in sampled]
+    responses, values = [ids for ids, _ in sampled], [columns for _, columns in sampled]
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
     scores = rewards.score([talk.scored_row() for talk in talks] if conversations else own_rows, texts, responses)
     gathered = world.unshard(list(zip(responses, texts, values, talks, *scores.values())), len(rows))
     responses, texts, values, talks, *columns = map(list, zip(*gathered))
-    if conversations:
-        rows, columns = [talk.row for talk in talks], conversations.leave_out_failed(talks, columns)
-    scores = dict(zip(scores, columns))
+    rows, scores = [talk.row for talk in talks] if conversations else rows, dict(zip(scores, columns))
     for name in rewards.models:
         sequences = [[is_scored_by(row, name), *row["query"], *response] for row, response in zip(rows, responses)]
         scores[name] = one_score(sequences, scores[name])
+    if conversations:
+        scores = dict(zip(scores, conversations.leave_out_failed(talks, list(scores.values()))))
     padded = lambda rows: pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
     tokens = {"response_mask": padded([[1] * len(response) for response in responses])}
     tokens |= {name: padded([value[name] for value in values]) for name in values[0]}
@@ -266,7 +266,7 @@ class Experience:
 
     def state(self) -> dict:
         """Return it in plain types and tensors, for a checkpoint; of the rows only what is still needed."""
-        needed = lambda row: {"prompt": row["prompt"], "query": row["query"]}
+        needed = lambda row: {name: row.get(name) for name in ("prompt", "query", "sources")}
         talks = self.batch.conversations and [{**vars(x), "row": needed(x.row)} for x in self.batch.conversations]
         batch = {**vars(self.batch), "rows": list(map(needed, self.batch.rows)), "conversations": talks}
         return {**vars(self), "batch": batch}

@@ -1,12 +1,13 @@
 """The trainer's end of the processes in which tools (--tools) and environments (--environment) run.
 
-A rank has one server process, plumbing/tool_worker.py, and of it a child for the environment of each conversation, and
-one for its tools. A child that gives no answer within --tool_timeout is killed alone.
+A rank has one server process, plumbing/tool_worker.py. A conversation has a child of the server for its environment and
+another one for its tools. A child that gives no answer within --tool_timeout is killed; the others go on.
 
 Imports plumbing.tool_worker (the processes) and plumbing.reward_worker (how Python is started).
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
@@ -64,13 +65,13 @@ class ToolProcesses:
         self.parameters = {schema["function"]["name"]: schema["function"]["parameters"] for schema in self.schemas}
         self.own_names = {schema["function"]["name"] for schema in found["tools"]}  # of --tools
 
-    def open(self, seed: int | None = None) -> "ToolProcess":
+    def open(self, seed: int) -> "ToolProcess":
         """Return the processes of one conversation, which start when they are first called.
 
         Args:
-            seed: of their `random` and `numpy.random`; None for one that nobody knows.
+            seed: of their `random` and `numpy.random`.
         """
-        return ToolProcess(self, int.from_bytes(os.urandom(8)) if seed is None else seed % 2**64)
+        return ToolProcess(self, seed % 2**64)
 
     def close(self) -> None:
         """End the server and its children."""
@@ -115,10 +116,8 @@ class ToolProcesses:
         return Child(self, number, ours)
 
     def kill_child(self, number: int) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the server has ended; its children end with their sockets
             self._send(KILL, number)
-        except OSError:  # the server has ended; its children end with their sockets
-            pass
 
 
 class Child:

@@ -4,10 +4,10 @@
                                                    -> child: the environment of one conversation
 
 The server imports the files of --tools and --environment once, and checks them. Its children are forks, so that there
-can be hundreds of them, and what hangs or crashes in one harms no other conversation. It is started with a socket as
-stdin and its settings, a JSON object, as argument. It answers with a line, {"tools": [schemas], "environment":
-[schemas], "has_step": ...} or {"flag": name, "error": why}. Each message after that is a MESSAGE, and one that opens a
-child brings along the child's socket, on which go lines of JSON:
+can be hundreds of them, and what hangs or crashes in one harms no other conversation. The server is started with a
+socket as stdin and its settings, a JSON object, as argument. It answers with a line, {"tools": [schemas],
+"environment": [schemas], "has_step": ...} or {"flag": name, "error": why}. From then on the trainer sends it MESSAGEs.
+One that opens a child brings along the child's socket, on which go lines of JSON, a request and its answer:
     ["reset", row] or ["step", text] or ["call", name, arguments] or ["outcome"]
     {"result": ...} or {"tool_error": text for the model} or {"error": why the environment failed}
 
@@ -145,14 +145,14 @@ def as_observation(source: str, value) -> str | None:
 
 
 def as_reward(source: str, value) -> float:
-    """Return a reward, a number of any kind, as a float. (Text is none, also if float() could read it.)"""
+    """Return a reward, a number of any kind, as a float. (A text is refused, even if float() could read it.)"""
     if isinstance(value, str) or not hasattr(value, "__float__"):
         raise WrongResult(f"{source}: the reward is {described(value)}, not a number")
     return float(value)
 
 
 def as_flag(source: str, value) -> bool:
-    """Return `done` as a bool. (A float, a text or a dict is none: it shows that the order is another one.)"""
+    """Return `done` as a bool. (A float, a text or a dict is refused: the values are in another order.)"""
     if isinstance(value, float | None) or not hasattr(value, "__bool__"):
         raise WrongResult(f"{source}: done is {described(value)}, not True or False")
     return bool(value)
@@ -182,7 +182,7 @@ def serve(connection: socket.socket, owner: Tools, timeout: float) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return what an exception says, and where in a user's file it was raised, or what raised it was called."""
+    """Return an exception's type and text, and the last line of a user's file that its traceback passes through."""
     frames = traceback.extract_tb(error.__traceback__)
     # load_function puts users' files into sys.modules by their paths.
     places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if frame.filename in sys.modules]
@@ -210,7 +210,7 @@ def main() -> None:
     except BaseException as error:
         trainer.sendall(as_line({"flag": flag, "error": reason(error)}))
         return
-    # In a fork: transformers takes room, and an instance that is made for the check leaves no trace.
+    # In a fork: transformers takes memory, and an instance that is made for the check leaves no trace.
     checker = fork(lambda: trainer.sendall(as_line(description(settings, functions, make))))
     ended = os.waitid(os.P_PID, checker, os.WEXITED | os.WNOWAIT)
     kill(checker)  # with what the environment has started

@@ -18,6 +18,8 @@ class Game:
             time.sleep(60)
         if self.mode == "silent":
             return None, 0.5, len(self.said) == 2
+        if self.mode == "unknown":
+            return None, (0.5, float("nan"))[len(self.said) - 1], len(self.said) == 2
         if self.mode == "talks":
             return "y" * 300, 0.0, False
         return f"{sum(map(len, self.said))}>", len(response) / 10, len(self.said) == 3
@@ -26,8 +28,8 @@ class Game:
 class Counter:
     """Counts, as TRL has it: its methods are tools."""
 
-    def reset(self, **row):
-        self.reward, self.done = 0.0, False
+    def reset(self, late=False, **row):
+        self.count, self.done, self.reward = 0, False, None if late else 0.0
 
     def increment(self, by: int) -> int:
         """Count.
@@ -35,9 +37,11 @@ class Counter:
         Args:
             by: how far.
         """
-        self.reward += by
-        self.done = self.reward >= 3
-        return int(self.reward)
+        self.count += by
+        self.done = self.count >= 3
+        if self.done or self.reward is not None:
+            self.reward = self.count
+        return self.count
 
 
 def add(a: int, b: int) -> int:

@@ -1,6 +1,7 @@
 """Responses of several turns: how they go on and end, and that only what was sampled is trained on."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -12,9 +13,11 @@ from helpers import folder_of, metrics_of, read_lines, run, run_ranks
 
 import grpo
 import ppo
+import rloo
 import utils
 from plumbing import evaluation
-from plumbing.conversations import STOP_REASONS, Conversation, load_conversations
+from plumbing.conversations import STOP_REASONS, Conversation, Conversations, load_conversations
+from plumbing.rewards import EnvironmentSource
 from plumbing.rollout import Experience, forward_batch, in_batches, join, rollout
 
 WORLD = utils.World(0, 1, CPU)
@@ -64,6 +67,15 @@ CASES = {  # columns of the row, flags, what the model says, expected text, stop
         {}, {"environment": f"{FILE}:Counter", "tool_call_pattern": PATTERN},
         ['<increment {"by": 2}>', '<increment {"by": 1}>'], '<increment {"by": 2}>2<increment {"by": 1}>',
         "done", 3, 2, 0,
+    ),
+    "a reward at the end alone": (
+        {"late": True}, {"environment": f"{FILE}:Counter", "tool_call_pattern": PATTERN},
+        ['<increment {"by": 2}>', '<increment {"by": 2}>'], '<increment {"by": 2}>2<increment {"by": 2}>',
+        "done", 4, 2, 0,
+    ),
+    "a special token ends a turn": (
+        {}, {"tools": f"{FILE}:add", "turn_stop": ("<unk>",), "max_turn_length": 3}, ["ab<unk>"], "ab",
+        "stop", None, 0, 0,
     ),
     "a tool, then words": (
         {}, {"tools": f"{FILE}:add"}, ['<add {"a": 1, "b": 2}>', "x"], '<add {"a": 1, "b": 2}>3x', "stop", None, 1, 0,
@@ -131,6 +143,10 @@ def test_interruption_leaves_no_process():
 
     assert conversations.sample([row_of(tokenizer)] * 3, [0] * 3, None, interrupted, generate=generate) is None
     assert calls[0] == 3
+    calls.clear()
+    with pytest.raises(KeyError):  # an error ends the run: nobody waits for the turns of the others
+        conversations.sample([row_of(tokenizer), {"query": [5]}], [0] * 2, None, never, generate=generate)
+    assert not calls
     conversations.processes.close()
 
 
@@ -138,6 +154,7 @@ def test_interruption_leaves_no_process():
     "flags, message",
     [
         ({"environment": ""}, "--reward environment: takes an --environment"),
+        ({"min_response_length": 1}, "--min_response_length: takes responses of one turn"),
         ({"vllm_tensor_parallel": 2}, "--vllm_tensor_parallel: with --tools or --environment"),
         ({"environment": "nowhere.py:Game"}, "--environment nowhere.py:Game: there is no file nowhere.py"),
         ({"tools": ("nowhere.py:add",)}, "--tools nowhere.py:add: there is no file nowhere.py"),
@@ -258,12 +275,57 @@ def test_join_select_and_state_keep_conversations(batch):
     assert part.conversations == [batch.conversations[1], batch.conversations[0]]
     experience = Experience(part, {}, 1, 2, [0.0], 3, args.group_size, "")
     state = json.loads(json.dumps(experience.state(), default=torch.Tensor.tolist))  # plain types and tensors
-    assert state["batch"]["conversations"][0]["row"].keys() == {"prompt", "query"}
+    assert state["batch"]["conversations"][0]["row"].keys() == {"prompt", "query", "sources"}
     again = Experience.from_state(experience.state(), dataclasses.replace(args, async_steps=1), CPU)
     assert all(isinstance(x, Conversation) for x in again.batch.conversations)
     assert again.batch.conversations[0].turns == part.conversations[0].turns
     rows = evaluation.sample_rows(again.batch, 1)
     assert rows[0]["turns"] == part.conversations[0].turns and rows[0]["stop_reason"] == "done"
+
+
+@pytest.mark.parametrize("script", [grpo, rloo, ppo])
+def test_failed_environments_are_left_out(batch, script):
+    """Neither the score of an equal response nor the penalty of those that a limit cut off is theirs."""
+    _, policy, _ = batch
+    row = row_of(make_tokenizer())
+    stopped = Conversation(row, [5], {"rollout_logprobs": [-1.0], "response_mask": [1]}, [], "stop", 1.0)
+    failed = dataclasses.replace(stopped, stop_reason="error", error="it is broken")
+    cut_off = dataclasses.replace(stopped, stop_reason="max_turns")
+
+    class ThreeConversations(Conversations):
+        def __init__(self):
+            pass
+
+        def sample(self, *_):
+            return [failed, stopped, cut_off]
+
+    class Rewards:
+        models, verifiers = {"model": None}, ()
+
+        def score(self, rows, texts, responses):
+            return {"model": [2.0, 3.0, 3.0]}
+
+    rewards, args = Rewards(), args_of(script, reward=("model",), rollout_batch_size=1, group_size=3)
+    sample = functools.partial(
+        rollout, generate=grpo.generate, model=policy.model, engine=None, tokenizer=make_tokenizer(), stop_ids=[1],
+        rewards=rewards, args=args, interrupt=utils.Interrupt(WORLD), world=WORLD, autocast=torch.enable_grad,
+        conversations=ThreeConversations(),
+    )  # fmt: skip
+    found = script.collect(1, 0, [0.0, 0.0, 0.0], 0, prompts=[row], sample=sample, rewards=rewards, args=args)
+    assert found.batch.reward_components["model"].tolist() == pytest.approx([math.nan, 2.0, 2.0], nan_ok=True)
+    assert found.batch.scores.tolist() == pytest.approx([math.nan, 2.0, 0.0], nan_ok=True)
+
+
+def test_rewards_that_are_no_finite_numbers():
+    """They are no scores, and rewards of turns leave them out."""
+    source, rows = EnvironmentSource(), [{"environment": x} for x in (math.inf, math.nan, -1.0)]
+    assert source.score(rows, [], []) == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
+    tokenizer = make_tokenizer()
+    conversations = load_conversations(args_of(ppo, turn_rewards=True), tokenizer, [tokenizer.eos_token_id])
+    row = row_of(tokenizer, mode="unknown")
+    (found,) = conversations.sample([row], [1], None, never, generate=says(tokenizer, "a", "b"))
+    conversations.processes.close()
+    assert math.isnan(found.reward) and sum(found.values["turn_rewards"]) == 0.5
 
 
 def test_a_string_ends_a_turn(load, tokenizer):

@@ -386,7 +386,7 @@ def test_tools_of_an_environment_that_fail(started):
 def test_environments_do_not_share_state_and_have_the_rows_random_numbers(started):
     processes = started()
 
-    async def play(secret: int, seed: int | None) -> tuple:
+    async def play(secret: int, seed: int) -> tuple:
         process = processes.open(seed)
         try:
             await process.reset({"secret": secret})
@@ -397,11 +397,11 @@ def test_environments_do_not_share_state_and_have_the_rows_random_numbers(starte
             process.kill()
 
     async def run():
-        return await asyncio.gather(*[play(*own) for own in ((1, 7), (9, 7), (2, 8), (2, None), (2, None))])
+        return await asyncio.gather(*[play(*pair) for pair in ((1, 7), (9, 7), (2, 8))])
 
-    first, second, *others = asyncio.run(run())
+    first, second, other = asyncio.run(run())
     assert first[:2] == ("lower", "1") and second[:2] == ("higher", "9")
-    assert first[2] == second[2] and len({first[2], *(own[2] for own in others)}) == 4
+    assert first[2] == second[2] != other[2]
 
 
 def test_other_forms_of_environments(started):
