@@ -463,7 +463,7 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files):
 
     async def train():
         processes = ToolProcesses(*files(("run",), "Game"), 60.0)
-        process = processes.open()
+        process = processes.open(1)
         await process.reset({"secret": 1})
         os.write(send, f"{processes.server.pid}\n".encode())
         await process.call("run", {"code": "subprocess.run(['sleep', '99'])"})
