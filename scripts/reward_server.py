@@ -8,23 +8,30 @@
 POST / takes prompts, reference answers ("" or null where there is none) and responses, and answers
 {"error_code": 0, "error_msg": "Success", "score": [...]}: the weighted sum of the sources for each response, null where
 one of them has no score. "columns": {name: [...]}, which PaddleNLP does not have, brings what else a source reads from
-a row, as reasoning_gym and functions from files do. A request that cannot be read gets status and error_code 400, a
-source that failed as a whole 500; no error carries scores. GET /health answers once everything is loaded; its
-"verifies" says whether 1 or more is a right response, as by a single verifier of weight 1.
+a row, as reasoning_gym and functions from files do. GET /health answers once everything is loaded; its "verifies" says
+whether 1 or more is a right response, as by a single verifier of weight 1.
+
+An error carries no scores, and its status is its error_code: 400 for a request that cannot be read, 401 without the
+key, 408 for a body that takes longer than --body_timeout, 413 for one over --max_body_mb, 500 for a source that failed
+as a whole, 503 while the server ends.
 
 A prompt that is text is what the policy saw, its chat template included (so PaddleNLP and this repository send it), and
 a reward model reads it as it is, so it has to know the policy's template; a list of messages goes through the reward
 model's template. Each response gets one stop token, also where a run has cut it short.
 
-The server has no password: --host 0.0.0.0 is for networks on which every machine may ask.
+With a key in the variable REWARD_API_KEY, of the server and of the run, every POST takes it as `Authorization: Bearer`.
+An address other than this machine's loopback is listened on with a key only. Key and texts travel unencrypted: let
+--host be an address in a private network. On a loopback without a key, every user of the machine may ask.
 """
 
 import asyncio
 import contextlib
 import io
+import ipaddress
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -58,6 +65,7 @@ from plumbing.rewards import (
 from plumbing.verifiers import VERIFIERS
 
 GRACE = 3  # seconds that requests have to end in after SIGTERM
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # of answers with such a status
 
 
 @dataclass
@@ -76,9 +84,15 @@ class Args:
     reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
     """Take a reward model's scores as they are, or by the mean (and standard deviation) that its config carries."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 for all of the machine's."""
+    """Address to listen at, 0.0.0.0 for all of the machine's; one that other machines reach takes a key in the variable
+    REWARD_API_KEY."""
     port: int = 8731
     """Port to listen at; 0 for a free one, which the first line of output names."""
+    max_body_mb: PositiveFloat = 64.0
+    """MB (2^20 bytes) of a request's body; a larger one is refused before it is held in memory. Scoring a body takes
+    several times its size."""
+    body_timeout: PositiveFloat = 60.0
+    """Seconds that a request's body may take to arrive."""
     stop_token: str = "eos"
     """Token that ends a response for a reward model: eos or the text of one token."""
     precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
@@ -112,7 +126,36 @@ def failing_with(status: int):
     sys.stderr.write(said.getvalue())
 
 
-def read_batch(body: bytes) -> Batch:
+def check_key(request: Request) -> None:
+    """Raise Failure if the request comes without the key in REWARD_API_KEY."""
+    key = os.environ.get("REWARD_API_KEY")
+    given = request.headers.get("Authorization", "")
+    if key and not secrets.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        raise Failure(401, "REWARD_API_KEY is not the one of the server")
+
+
+async def read_body(request: Request, args: Args) -> bytearray:
+    """Return the body of a request. Raise Failure if it is too large or takes too long.
+
+    What is still to come of a body when the answer is sent, uvicorn reads and drops, so that the sender gets to the
+    answer.
+    """
+    limit, body = args.max_body_mb * 2**20, bytearray()
+    too_large = Failure(413, f"the body is over --max_body_mb {args.max_body_mb:g} of the server")
+    if int(request.headers.get("Content-Length", 0)) > limit:  # a body sent in chunks has none
+        raise too_large
+    try:
+        async with asyncio.timeout(args.body_timeout):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise Failure(408, f"the body took longer than --body_timeout {args.body_timeout:g} s of the server") from None
+    return body
+
+
+def read_batch(body: bytearray) -> Batch:
     """Return a request's Batch. Raise Failure if it cannot be read."""
     try:
         batch = Batch.model_validate_json(body)
@@ -197,7 +240,11 @@ class Scorer:
         return scores, "; ".join(filter(None, [*why, self.rewards.why_missing(components)]))
 
 
-def reply(scorer: Scorer, body: bytes, arrived: float) -> Response:
+def log(about: str) -> None:
+    print(time.strftime("%H:%M:%S"), about, flush=True)
+
+
+def reply(scorer: Scorer, body: bytearray, arrived: float) -> Response:
     """Return the answer to a request, and print a line about it."""
     start, status, message, scores, about = time.monotonic(), 200, "Success", [], ""
     try:
@@ -209,13 +256,13 @@ def reply(scorer: Scorer, body: bytes, arrived: float) -> Response:
     except Exception as error:  # out of memory on the GPU, say: the next request may fit
         status, message = 500, f"{type(error).__name__}: {utils.first_line(error)}"
     seconds = f"{time.monotonic() - start:.2f} s, waited {start - arrived:.2f} s"
-    print(time.strftime("%H:%M:%S"), f"{about or f'error {status}: {message}'}, {seconds}", flush=True)
+    log(f"{about or f'error {status}: {message}'}, {seconds}")
     return answer(status, message, scores)
 
 
 def answer(status: int, message: str, scores: list) -> Response:
     content = {"error_code": 0 if status == 200 else status, "error_msg": message, "score": scores}
-    return Response(json.dumps(content, allow_nan=False), status, media_type="application/json")
+    return Response(json.dumps(content, allow_nan=False), status, HEADERS.get(status), "application/json")
 
 
 def make_app(args: Args, scorer: Scorer) -> FastAPI:
@@ -224,13 +271,18 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
     @app.post("/")
     async def score(request: Request) -> Response:
         try:
-            body, arrived = await request.body(), time.monotonic()
+            check_key(request)
+            body, arrived = await read_body(request, args), time.monotonic()
             async with turn:  # first come, first served
                 if await request.is_disconnected():  # it has given up, and may ask again: don't work for both
                     raise ClientDisconnect
                 return await asyncio.get_running_loop().run_in_executor(thread, reply, scorer, body, arrived)
+        except Failure as error:
+            status, message = error.args
+            log(f"error {status}: {message}")
+            return answer(status, message, [])
         except ClientDisconnect:
-            print(time.strftime("%H:%M:%S"), "left out a request whose sender has gone", flush=True)
+            log("left out a request whose sender has gone")
             return Response()
         except asyncio.CancelledError:  # GRACE has passed; 503 tells the sender to ask again
             return answer(503, "the server is ending", [])
@@ -258,6 +310,12 @@ def main(args: Args) -> None:
         listener = socket.create_server((args.host, args.port), family=family)
     except (OSError, OverflowError) as error:
         utils.fail(f"--host {args.host} --port {args.port}: cannot listen there ({utils.first_line(error)})")
+    address = listener.getsockname()[0]
+    if not ipaddress.ip_address(address).is_loopback and not os.environ.get("REWARD_API_KEY"):
+        utils.fail(
+            f"--host {args.host}: every machine that reaches this address could ask; set the variable REWARD_API_KEY "
+            "to a key of your choice, for the server and for the run"
+        )
     scorer = Scorer(args, utils.setup_processes())
     config = uvicorn.Config(
         make_app(args, scorer), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE

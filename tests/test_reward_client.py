@@ -26,6 +26,20 @@ from plumbing.rewards import Rewards
 class Told(BaseHTTPRequestHandler):
     """Answers as `server.behave(question, how often it was asked this)` says: (status, body, headers)."""
 
+    def trickle(self, begin: bytes):
+        """A byte now and then, for as long as the client stays."""
+        with contextlib.suppress(OSError):
+            self.wfile.write(begin)
+            while True:
+                self.wfile.write(b"x")
+                time.sleep(0.05)
+
+    def do_GET(self):
+        if self.server.health_trickles:
+            self.trickle(STATUS_LINE)
+        else:
+            self.send_error(501)
+
     def do_POST(self):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         first, server = question["src"][0], self.server
@@ -38,12 +52,8 @@ class Told(BaseHTTPRequestHandler):
         status, body, headers = server.behave(question, count)
         if not status:  # drop the line
             return
-        if status == "trickle":  # a byte now and then, for as long as the client stays
-            with contextlib.suppress(OSError):
-                self.wfile.write(body)
-                while True:
-                    self.wfile.write(b"x")
-                    time.sleep(0.05)
+        if status == "trickle":
+            self.trickle(body)
             return
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         with contextlib.suppress(OSError):  # the client has gone
@@ -59,6 +69,7 @@ class Told(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 64
+    health_trickles = False
 
     def __init__(self, behave, port: int = 0):
         super().__init__(("127.0.0.1", port), Told)
@@ -184,7 +195,15 @@ def test_other_columns(serve):
     assert sent["day"] == ["namespace(x=1)"] * 2  # what JSON has no form for
 
 
-def test_a_password_in_the_address(serve):
+def test_a_key_of_the_environment(serve, monkeypatch):
+    server = serve(lambda question, count: right(question))
+    for key, sent in (("a key", "Bearer a key"), ("", None)):
+        monkeypatch.setenv("REWARD_API_KEY", key)
+        assert ask(server.url) == ([0], "") and server.headers[-1]["Authorization"] == sent
+
+
+def test_a_password_in_the_address(serve, monkeypatch):
+    monkeypatch.setenv("REWARD_API_KEY", "a key")  # of other servers
     server = serve(lambda question, count: right(question))
     assert ask(server.url.replace("http://", "http://judge:a%40b@")) == ([0], "")
     assert server.headers[0]["Authorization"] == "Basic " + base64.b64encode(b"judge:a@b").decode()
@@ -233,6 +252,8 @@ def test_many_batches(serve):
         (says(None), "NoneType"),
         (says(1.0), "float"),
         (says([[1.0]] * 32), "list"),
+        (says("0" * 32), "gave str as score, which has to be a list"),  # not 32 zeros
+        (says({str(i): 1.0 for i in range(32)}), "gave dict as score"),
         (says(["good"] * 32), "good"),
         (says([10**400] * 32), "too large"),
         (says([1.0] * 32, error_code=500, error_msg="the judge is away"), "error_code 500: the judge is away"),
@@ -240,8 +261,8 @@ def test_many_batches(serve):
         (lambda question, count: (200, {"score": [1.0] * 32}, {}), "error_code None"),
         (lambda question, count: (200, {"error_code": 0}, {}), "score"),
         (lambda question, count: (200, [1.0] * 32, {}), "list"),
-        (lambda question, count: (200, b"<html>hello</html>", {}), "Expecting value"),
-        (lambda question, count: (200, b"", {}), "Expecting value"),
+        (lambda question, count: (200, b"<html>\nhello</html>", {}), r"gave no JSON but '<html>\nhello</html>'"),
+        (lambda question, count: (200, b"", {}), "gave no JSON but ''"),
         (lambda question, count: (200, b"\xff\xfe\x00", {}), ""),
         (lambda question, count: (404, b"<html>no such page</html>", {}), "404"),
         (lambda question, count: (400, {"error_code": 400, "error_msg": "entry 3 has 99 tokens"}, {}), "has 99 tokens"),
@@ -291,6 +312,13 @@ def test_a_trial_request(serve, capsys):
     assert line.startswith(f"warning: --reward {server.url}: has no /health")
 
 
+def test_a_health_that_trickles_in(serve, capsys):
+    server = serve(lambda question, count: right(question))
+    server.health_trickles = True
+    assert reward_client.ServerSource(server.url, 0.3).verifies
+    assert "has no /health" in capsys.readouterr().err
+
+
 def test_a_trial_request_that_fails(serve, naps, capsys):
     server = serve(says([1.0]))
     with pytest.raises(SystemExit):
@@ -303,7 +331,7 @@ def test_a_trial_request_that_fails(serve, naps, capsys):
 # ---- trying again ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 599])
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504, 599])
 def test_errors_that_pass(serve, naps, status):
     server = serve(only_at(32, fails(3, status)))
     assert ask(server.url, 100) == (list(range(100)), "")

@@ -1,6 +1,7 @@
 """scripts/reward_server.py: real servers in processes of their own, asked over HTTP."""
 
 import contextlib
+import http.client
 import json
 import math
 import os
@@ -56,9 +57,9 @@ def score(prompts, responses, answer, bonus=None, **columns):
 class Server:
     """A server in a process of its own, with the flags that a user types."""
 
-    def __init__(self, **values):
-        self.run = helpers.start({"port": 0, **values}, script="reward_server")
-        self.process = self.run.process
+    def __init__(self, key: str = "", **values):
+        self.run = helpers.start({"port": 0, **values}, script="reward_server", environment={"REWARD_API_KEY": key})
+        self.process, self.key = self.run.process, {"Authorization": f"Bearer {key}"} if key else {}
 
     def wait(self, seconds: float = 60) -> "Server":
         """Until /health answers."""
@@ -86,7 +87,7 @@ class Server:
     def post(self, body, path: str = "/", **headers) -> tuple[int, dict]:
         """HTTP status and answer."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers)
+        request = urllib.request.Request(self.url + path, data, {**self.key, **headers})
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, json.load(answer)
@@ -98,6 +99,14 @@ class Server:
         assert (status, answer["error_code"], answer["error_msg"]) == (200, 0, "Success"), answer
         assert answer.keys() == {"error_code", "error_msg", "score"}
         return answer["score"]
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
+
+    def peak_memory(self) -> float:
+        """MB; 0 on systems that do not say."""
+        path = Path(f"/proc/{self.process.pid}/status")
+        return int(re.search(r"VmHWM:\s+(\d+)", path.read_text())[1]) / 1024 if path.exists() else 0.0
 
     def workers(self) -> list[int]:
         """Its child processes."""
@@ -155,10 +164,10 @@ def servers(folder):
     exact = {"precision": "float64", "micro_batch_tokens": 50}
     started = {
         "gsm8k": Server(reward="gsm8k"),
-        "math": Server(reward="math", reward_timeout=5),
+        "math": Server(reward="math", reward_timeout=5, max_body_mb=1, body_timeout=2),
         "judge": Server(reward=judge, reward_timeout=2),
         "mix": Server(reward=("exact", judge, "format"), reward_weights=(2, 0.5, 0)),
-        "by row": Server(reward=("exact", "format"), reward_weights=(2, 1)),
+        "by row": Server(key="one that is long", host="0.0.0.0", reward=("exact", "format"), reward_weights=(2, 1)),
         "model": Server(reward=model, **exact),
         "model mix": Server(
             reward=("exact", str(folder / "plain"), model),
@@ -422,6 +431,92 @@ def test_other_addresses(servers):
     assert error.value.code == 405 and json.load(error.value)["error_code"] == 405
 
 
+# ---- who may ask, and how much at a time --------------------------------------------------------------------------
+
+
+def test_a_key(servers, monkeypatch):
+    server = servers["by row"]
+    body = {"src": ["q"], "tgt": ["4"], "response": ["4"]}
+    for given in (
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer another",
+        "Bearer one that is lon\xe9",
+        "one that is long",
+        "Basic eA==",
+    ):
+        status, answer = server.post(body, Authorization=given)
+        assert (status, answer["error_code"], answer["score"]) == (401, 401, []), given
+        assert answer["error_msg"] == "REWARD_API_KEY is not the one of the server"
+    with contextlib.closing(server.connect()) as connection:  # the answer waits for no body
+        connection.putrequest("POST", "/")
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert answer.status == 401 and answer.headers["WWW-Authenticate"] == "Bearer"
+    rows = [{"prompt": "q", "query": [], "answer": "4", "columns": {}}]
+    for key, score in (("one that is long", 2.0), ("another", math.nan), ("", math.nan)):
+        monkeypatch.setenv("REWARD_API_KEY", key)
+        rewards = Rewards((server.url,), 30.0, None)
+        assert rewards.score(rows, ["4"], [[]])[server.url] == [pytest.approx(score, nan_ok=True)]
+        assert ("REWARD_API_KEY is not" in rewards.sources[server.url].failure) == math.isnan(score)
+
+
+@pytest.mark.parametrize("header", [("Content-Length", str(200 * 2**20)), ("Transfer-Encoding", "chunked")])
+def test_a_body_that_is_too_large(servers, header):
+    """200 MB: its sender gets to the answer, it takes no memory, and the connection can be used again."""
+    server, part = servers["math"], b"x" * 2**20
+    before = server.peak_memory()
+    right = json.dumps({"src": ["q"], "tgt": ["4"], "response": ["4"]}).encode()
+    with contextlib.closing(server.connect()) as connection:
+        connection.putrequest("POST", "/")
+        connection.putheader(*header)
+        connection.endheaders()
+        chunked = header[1] == "chunked"
+        for _ in range(200):
+            connection.send(b"%x\r\n%s\r\n" % (len(part), part) if chunked else part)
+        if chunked:
+            connection.send(b"0\r\n\r\n")
+        answer = connection.getresponse()
+        content = json.load(answer)
+        assert (answer.status, content["error_code"], content["score"]) == (413, 413, [])
+        assert content["error_msg"] == "the body is over --max_body_mb 1 of the server"
+        connection.request("POST", "/", right)
+        assert json.load(connection.getresponse())["score"] == [1]
+    assert server.peak_memory() - before < 30
+    assert server.post(right.ljust(2**20))[0] == 200 and server.post(right.ljust(2**20 + 1))[0] == 413
+
+
+def test_a_run_whose_batch_is_too_large(servers):
+    url = servers["math"].url
+    rewards = Rewards((url,), 30.0, None)
+    rows = [{"prompt": "q", "query": [], "answer": "4", "columns": {}}] * 33  # 32 in the first request, 1 in the second
+    scores = rewards.score(rows, ["x" * 2**20] + ["4"] * 32, [[]] * 33)[url]
+    assert list(map(math.isnan, scores)) == [True] * 32 + [False] and scores[32] == 1
+    assert "HTTP status 413" in rewards.sources[url].failure and "--max_body_mb" in rewards.sources[url].failure
+
+
+def test_a_slow_client(servers):
+    """It gets 408 after --body_timeout, and nobody waits for it."""
+    server = servers["math"]
+    with contextlib.closing(server.connect()) as connection:
+        connection.putrequest("POST", "/")
+        connection.putheader("Content-Length", "1000")
+        connection.endheaders(b'{"src": [')
+        start = time.monotonic()
+        assert server.scores(["q"], ["4"], ["4"]) == [1]
+        for _ in range(3):  # a byte now and then does not help
+            time.sleep(0.4)
+            connection.send(b" ")
+        answer = connection.getresponse()
+        assert 1.5 < time.monotonic() - start < 10
+        content = json.load(answer)
+    assert (answer.status, content["error_code"], content["score"]) == (408, 408, [])
+    assert content["error_msg"] == "the body took longer than --body_timeout 2 s of the server"
+    assert answer.headers["Connection"] == "close"
+
+
 # ---- sources that fail ----------------------------------------------------------------------------------------------
 
 
@@ -457,24 +552,24 @@ def test_a_line_a_request(servers):
 @pytest.mark.parametrize("name", ["gsm8k", "judge", "model"])
 def test_clients_at_the_same_time_get_their_own_rows(servers, direct, name):
     rows = {}
-    for i in range(32):
-        rows[i] = [("x" * (i + 1), f"{j}", f"#### {j if (i + j) % 2 else 99}") for j in range(1 + i % 5)]
+    for i in range(64):
+        rows[i] = [("x" * (i % 48 + 1), f"{j}", f"#### {j if (i + j) % 2 else 99}") for j in range(1 + i % 5)]
     own = {
         "gsm8k": lambda i, prompt, answer, response: float((i + int(answer)) % 2),
         "judge": lambda i, prompt, answer, response: len(prompt) + len(response) / 100,
         "model": lambda i, prompt, answer, response: direct(prompt + response),
     }[name]
-    together = threading.Barrier(32)
+    together = threading.Barrier(64)
 
     def client(i: int) -> list:
         together.wait()
-        return [servers[name].scores(*map(list, zip(*rows[i]))) for _ in range(3)]
+        return [servers[name].scores(*map(list, zip(*rows[i]))) for _ in range(2)]
 
-    with ThreadPoolExecutor(32) as pool:
-        answers = list(pool.map(client, range(32)))
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(client, range(64)))
     for i, answer in enumerate(answers):
         expected = [own(i, *row) for row in rows[i]]
-        assert answer == [pytest.approx(expected, rel=1e-9)] * 3
+        assert answer == [pytest.approx(expected, rel=1e-9)] * 2
 
 
 def test_health_answers_while_scores_are_made(servers):
@@ -517,19 +612,31 @@ def test_a_signal_ends_all_of_it(folder, number, busy):
     server = Server(reward=(f"{folder / 'judge.py'}:score", "gsm8k")).wait()
     workers = server.workers()
     assert workers
-    with ThreadPoolExecutor(1) as pool:
+    with contextlib.ExitStack() as stack:
+        asked, calls = [], folder / "judge.py.calls"
         if busy:
-            (folder / "judge.py.calls").unlink(missing_ok=True)
-            asked = pool.submit(server.post, {"src": ["a"], "tgt": ["1"], "response": ["sleep 60"]})
-            assert until((folder / "judge.py.calls").exists)
+            calls.unlink(missing_ok=True)
+            for seconds in (1, 60, 60):  # one is scored in time, one is begun, one waits for its turn
+                asked.append(stack.enter_context(contextlib.closing(server.connect())))
+                body = {"src": ["a"], "tgt": ["1"], "response": [f"sleep {seconds}"]}
+                asked[-1].request("POST", "/", json.dumps(body))
+                assert until(calls.exists)
+            asked.append(stack.enter_context(contextlib.closing(server.connect())))
+            asked[-1].putrequest("POST", "/")
+            asked[-1].putheader("Content-Length", "1000")
+            asked[-1].endheaders(b'{"src": [')  # and one is still sent
+            server.health()  # they have all arrived
         os.kill(server.process.pid, getattr(signal, number))
         server.process.join(10)
         server.process.kill()
         assert server.process.exitcode == (-signal.SIGKILL if number == "SIGKILL" else 0), server.err
         assert until(lambda: not any(map(alive, workers)), 3)
         assert "Traceback" not in server.err
-        if busy:
-            assert asked.result()[0] == 503  # which a run asks again, of the server that takes the place
+        answers = [connection.getresponse() for connection in asked]
+        for answer, status in zip(answers, (200, 503, 503, 503)):  # which a run asks again, of the next server
+            content = json.load(answer)
+            assert (answer.status, content["error_code"]) == (status, 0 if status == 200 else 503)
+            assert content["score"] == ([pytest.approx(1.07)] if status == 200 else [])
 
 
 def test_the_command_line():
@@ -566,6 +673,10 @@ def test_help_names_every_built_in_source():
         ({"reward_weights": (0.0,)}, "--reward_weights: are all 0"),
         ({"port": 70000}, "--port 70000: cannot listen there"),
         ({"port": "TAKEN"}, "cannot listen there (["),
+        (
+            {"host": "0.0.0.0"},
+            "--host 0.0.0.0: every machine that reaches this address could ask; set the variable REW",
+        ),
         ({"host": "no.such.host.invalid"}, "--host no.such.host.invalid --port 0: cannot listen there"),
         ({"reward": "MODEL", "stop_token": "two"}, "--stop_token 'two': has to be exactly one token"),
         ({"reward": "PLAIN", "reward_model_scale": "centred"}, "--reward_model_scale centred: the config of"),
@@ -580,7 +691,7 @@ def test_bad_flags(folder, changes, says):
         values = {"reward": "gsm8k", "port": 0, **changes}
         for short, name in names.items():
             values = {k: v.replace(short, name) if isinstance(v, str) else v for k, v in values.items()}
-        ended = helpers.run(values, utils.EXIT_BAD_INPUT, script="reward_server")
+        ended = helpers.run(values, utils.EXIT_BAD_INPUT, script="reward_server", environment={"REWARD_API_KEY": ""})
     assert len(ended.errors) == 1 and says in ended.errors[0]
     assert ended.err.strip() == ended.errors[0] and not ended.out
 
@@ -592,6 +703,8 @@ def test_bad_flags(folder, changes, says):
         ("reward_timeout", "0.0", "has to be above 0, not 0.0"),
         ("reward_timeout", "inf", "has to be above 0, not inf"),
         ("micro_batch_tokens", "0", "has to be above 0, not 0"),
+        ("max_body_mb", "0.0", "has to be above 0, not 0.0"),
+        ("body_timeout", "0.0", "has to be above 0, not 0.0"),
     ],
 )
 def test_flags_out_of_range(flag, word, says, capsys):
