@@ -85,7 +85,8 @@ def made(base):
     """(engine, model, tokenizer, flags) of the tied and of the untied model."""
     found = {}
     for name in ("model", "untied"):
-        args = args_of(base, model=str(helpers.Path(base["model"]).parent / name), max_response_length=20)
+        path = str(helpers.Path(base["model"]).parent / name)
+        args = args_of(base, model=path, max_prompt_length=180, max_response_length=20)
         engine = vllm_engine.Engine(args, utils.World(0, 1, CPU), None)
         model = models.load_model("--model", args.model, torch.float32, CPU)
         engine.sync(model)
@@ -248,48 +249,107 @@ def test_an_engine_that_raises_says_why(made, monkeypatch):
 
 # ---- turns of conversations -------------------------------------------------------------------------------------
 
-OBSERVATION = [40, 41, 42, 43, 44]  # what an environment says after each turn
 
-
-def converse(setting, seeds, waits=(), interrupted=lambda: False, turns=4, length=8, **changes):
-    """Conversations side by side, one a seed: [(query, turn, log-probs)] each; `waits` are seconds before each turn."""
+def converse(setting, seeds, waits=(), interrupted=lambda: False, start="", stops=STOPS, **changes):
     engine, _, tokenizer, args = setting
     args = types.SimpleNamespace(**{**vars(args), "turn_stop": (), **changes})
-
-    async def conversation(seed: int, wait: float) -> list[tuple]:
-        query, said = tokenizer.encode(f"{seed}+{seed}="), []
-        for number in range(turns):
-            await asyncio.sleep(wait)
-            turn = await engine.sample(query, 1000 * seed + number, length, STOPS, args, interrupted)
-            said.append((query, *turn) if turn else None)
-            query = query + turn[0] + OBSERVATION if turn else query
-        return said
-
-    async def all_conversations() -> list:
-        return await asyncio.gather(*(conversation(*each) for each in zip(seeds, waits or [0.0] * len(seeds))))
-
-    return asyncio.run(all_conversations())
+    queries = [tokenizer.encode(f"{start}{seed}+{seed}=") for seed in seeds]
+    return helpers.converse(engine, queries, seeds, stops, args, waits, interrupted)
 
 
 def test_log_probabilities_of_turns_are_those_of_the_trainer(made):
-    model = made["model"][1]
     turns = [turn for said in converse(made["model"], range(12), temperature=0.8) for turn in said]
     for query, ids, logprobs in turns:
-        assert (torch.tensor(logprobs) - logprobs_of(model, query, ids, 0.8)).abs().max() < 1e-4
+        expected = logprobs_of(made["model"][1], query, ids, 0.8)
+        assert (torch.tensor(logprobs) - expected).abs().max() < 1e-4
         assert not set(ids[:-1]) & set(STOPS) and (ids[-1] in STOPS or len(ids) == 8)
     assert len({len(ids) for _, ids, _ in turns}) > 3
 
 
 def test_a_turn_is_a_function_of_its_seed(made):
-    """Whoever else speaks, and whenever; beside whole responses, too."""
+    """Whoever else speaks, and whenever; as a response is."""
     engine, _, tokenizer, args = made["model"]
     expected = converse(made["model"], range(12))
-    assert converse(made["model"], range(12)) == expected
     late = [0.02 * (i % 4) for i in range(12)]
     assert converse(made["model"], range(11, -1, -1), late) == expected[::-1]
     assert converse(made["model"], [7]) == expected[7:8]
-    whole = engine.generate([expected[3][0][0]], [3000], STOPS, args, lambda: False)
-    assert whole[0][0][: len(expected[3][0][1])] == expected[3][0][1]
+    (response,), (logprobs,) = engine.generate([tokenizer.encode("7+7=")], [7000], STOPS, args, lambda: False)
+    assert (response[:8], logprobs[:8]) == expected[7][0][1:]
+
+
+def test_a_turn_computes_its_new_tokens_only(made, monkeypatch):
+    """The whole blocks of what was said before are in vLLM's cache; none of them after a sync."""
+    engine, model, *_ = made["model"]
+    outputs, step = [], engine.llm.llm_engine.step
+    monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: outputs.extend(found := step()) or found)
+    block = engine.llm.llm_engine.vllm_config.cache_config.block_size
+    for _ in range(2):
+        engine.sync(model)
+        turns = converse(made["model"], [5], start="12+34=" * 20)[0]
+        computed = [0, *(len(query) + len(turn) - 1 for query, turn, _ in turns[:-1])]  # a turn's last token is not
+        cached = [output.num_cached_tokens for output in outputs if output.finished]
+        assert cached == [tokens // block * block for tokens in computed] and cached[-1] > 0
+        del outputs[:]
+
+
+def test_strings_that_end_a_turn(made):
+    """With the token that completes one; a special token's text counts, too."""
+    tokenizer = made["model"][2]
+    whole = converse(made["model"], range(12))
+    assert converse(made["model"], range(12), stops=[7, 8], turn_stop=("<eos>",)) == whole
+    pairs = [tokenizer.decode(ids[2:4]) for said in whole for _, ids, _ in said]
+    stop = next(text for text in pairs if text.isascii() and len(text) == 2)
+    ended = converse(made["model"], range(12), turn_stop=("no such text", stop))
+    for (_, full, logprobs), *_ in whole:
+        length = next((n for n in range(len(full)) if stop in tokenizer.decode(full[:n])), len(full))
+        assert (full[:length], logprobs[:length]) in [said[0][1:] for said in ended]
+    assert [said[0] for said in ended] != [said[0] for said in whole]
+
+
+def test_an_interrupt_ends_all_conversations(made):
+    engine, asked = made["model"][0], []
+    expected = converse(made["model"], range(6))
+    said = converse(made["model"], range(6), interrupted=lambda: asked.append(1) or len(asked) > 12)
+    assert not any(turns[-1] for turns in said) and any(turns[0] for turns in said)
+    assert not engine.llm.llm_engine.has_unfinished_requests() and not engine.failure
+    assert converse(made["model"], range(6)) == expected
+
+
+def test_an_engine_that_raises_ends_all_conversations(made, monkeypatch):
+    engine, _, tokenizer, _ = made["model"]
+    expected, step, steps = converse(made["model"], range(6)), engine.llm.llm_engine.step, []
+    fails = lambda: step() if steps.append(1) or len(steps) < 12 else [][0]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm.llm_engine, "step", fails)
+        said = converse(made["model"], range(6), waits=[0, 0, 0, 0, 0, 0.5])
+    assert not any(turns[-1] for turns in said) and any(turns[0] for turns in said) and not any(said[-1])
+    assert engine.failure == "vLLM failed (IndexError: list index out of range)" and len(steps) == 12
+    engine.failure = ""
+    assert converse(made["model"], range(6)) == expected
+    args = types.SimpleNamespace(**vars(made["model"][3]), turn_stop=())
+    queries = [tokenizer.encode("1+1="), [5] * 999]  # one that is too long
+    assert helpers.converse(engine, queries, [1, 2], STOPS, args) == [[None] * 4] * 2
+    assert "999" in engine.failure and not engine.llm.llm_engine.has_unfinished_requests()
+    engine.failure = ""
+
+
+def test_a_conversation_that_raises_leaves_nothing_behind(made):
+    engine, _, tokenizer, _ = made["model"]
+    expected = converse(made["model"], range(6))
+    args = types.SimpleNamespace(**vars(made["model"][3]), turn_stop=())
+
+    async def breaks() -> None:
+        await engine.sample(tokenizer.encode("1+1="), 1, 3, STOPS, args, lambda: False)
+        raise OSError("it broke here")
+
+    async def conversations() -> None:
+        long = engine.sample(tokenizer.encode("2+2="), 2, 100, [], args, lambda: False)
+        await asyncio.gather(breaks(), long)
+
+    with pytest.raises(OSError, match="it broke here"):
+        asyncio.run(conversations())
+    assert not engine.llm.llm_engine.has_unfinished_requests() and not engine.failure
+    assert converse(made["model"], range(6)) == expected
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------

@@ -214,6 +214,49 @@ def test_what_another_client_aborts_is_asked_for_again(engines, running):
         assert again.result(30) == whole
 
 
+def test_turns_of_conversations(engines, monkeypatch):
+    """All of a conversation on one server, which has it in its cache; its end by a string; an interrupt."""
+    servers, model = engines["two"]
+    args, seeds, asked = changed(turn_stop=()), list(range(12)), set()
+    request = Servers._sample
+
+    async def record(self, url: str, body: dict):
+        asked.add((body["sampling_params"]["seed"] // 1000, url))
+        return await request(self, url, body)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Servers, "_sample", record)
+        whole = helpers.converse(servers, prompts(12), seeds, STOP, args)
+    assert len(asked) == 12 and len({url for _, url in asked}) == 2
+    turns = [turn for said in whole for turn in said]
+    assert largest_difference(model, *zip(*turns), 0.7) < 1e-4
+    late = [0.05 * (i % 4) for i in range(12)]
+    assert helpers.converse(servers, prompts(12)[::-1], seeds[::-1], STOP, args, late) == whole[::-1]
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model.config._name_or_path)
+    stop = next(text for _, ids, _ in turns if len(text := tokenizer.decode(ids[2:4])) == 2 and text.isascii())
+    ended = helpers.converse(servers, prompts(12), seeds, STOP, changed(turn_stop=("<unk>", stop)), turns=1)
+    for ((_, full, logprobs), *_), ((_, ids, theirs),) in zip(whole, ended):
+        ends = (n for n in range(1, 9) if any(text in tokenizer.decode(full[:n]) for text in ("<unk>", stop)))
+        length = next(ends, 8)
+        assert (ids, theirs) == (full[:length], logprobs[:length])
+    assert [said[0] for said in ended] != [said[0] for said in whole]
+
+    begin = time.monotonic()
+    flag = lambda: time.monotonic() > begin + 0.3
+    said = helpers.converse(servers, prompts(40), range(40), [], args, interrupted=flag, turns=400)
+    assert time.monotonic() - begin < 15 and not any(turns[-1] for turns in said) and said[0][0]
+    assert helpers.converse(servers, prompts(12), seeds, STOP, args) == whole
+
+
+def test_a_turn_that_fails_ends_all_conversations(engines):
+    servers, _ = engines["two"]
+    args, queries = changed(turn_stop=()), [*prompts(3), *prompts(1, length=300)]
+    said = helpers.converse(servers, queries, range(4), STOP, args, waits=[0, 0, 0, 0.2])
+    assert not any(turns[-1] for turns in said) and not said[3][0] and "300" in servers.failure
+    servers.failure = ""
+
+
 def test_weights_of_another_run_are_a_failure(engines, running):
     servers, model = engines["tied"]
     url = running["tied"][1]
