@@ -252,7 +252,7 @@ def test_an_engine_that_raises_says_why(made, monkeypatch):
 
 def converse(setting, seeds, waits=(), interrupted=lambda: False, start="", stops=STOPS, **changes):
     engine, _, tokenizer, args = setting
-    args = types.SimpleNamespace(**{**vars(args), "turn_stop": (), **changes})
+    args = dataclasses.replace(args, **changes)
     queries = [tokenizer.encode(f"{start}{seed}+{seed}=") for seed in seeds]
     return helpers.converse(engine, queries, seeds, stops, args, waits, interrupted)
 
@@ -297,36 +297,35 @@ def test_strings_that_end_a_turn(made):
     tokenizer = made["model"][2]
     whole = converse(made["model"], range(12))
     assert converse(made["model"], range(12), stops=[7, 8], turn_stop=("<eos>",)) == whole
-    pairs = [tokenizer.decode(ids[2:4]) for said in whole for _, ids, _ in said]
+    pairs = [tokenizer.decode(ids[2:4]) for (_, ids, _), *_ in whole]
     stop = next(text for text in pairs if text.isascii() and len(text) == 2)
     ended = converse(made["model"], range(12), turn_stop=("no such text", stop))
-    for (_, full, logprobs), *_ in whole:
+    for ((_, full, logprobs), *_), ((_, ids, theirs), *_) in zip(whole, ended):
         length = next((n for n in range(len(full)) if stop in tokenizer.decode(full[:n])), len(full))
-        assert (full[:length], logprobs[:length]) in [said[0][1:] for said in ended]
+        assert (ids, theirs) == (full[:length], logprobs[:length])
     assert [said[0] for said in ended] != [said[0] for said in whole]
 
 
 def test_an_interrupt_ends_all_conversations(made):
     engine, asked = made["model"][0], []
     expected = converse(made["model"], range(6))
-    said = converse(made["model"], range(6), interrupted=lambda: asked.append(1) or len(asked) > 12)
-    assert not any(turns[-1] for turns in said) and any(turns[0] for turns in said)
+    said = converse(made["model"], range(6), stops=[], interrupted=lambda: asked.append(1) or len(asked) > 12)
+    assert all(turns[0] and not any(turns[1:]) for turns in said)  # each has 8 tokens
     assert not engine.llm.llm_engine.has_unfinished_requests() and not engine.failure
     assert converse(made["model"], range(6)) == expected
 
 
 def test_an_engine_that_raises_ends_all_conversations(made, monkeypatch):
-    engine, _, tokenizer, _ = made["model"]
+    engine, _, tokenizer, args = made["model"]
     expected, step, steps = converse(made["model"], range(6)), engine.llm.llm_engine.step, []
     fails = lambda: step() if steps.append(1) or len(steps) < 12 else [][0]
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm.llm_engine, "step", fails)
-        said = converse(made["model"], range(6), waits=[0, 0, 0, 0, 0, 0.5])
-    assert not any(turns[-1] for turns in said) and any(turns[0] for turns in said) and not any(said[-1])
+        said = converse(made["model"], range(6), [0, 0, 0, 0, 0, 0.5], stops=[])
+    assert all(turns[0] and not any(turns[1:]) for turns in said[:5]) and not any(said[5])
     assert engine.failure == "vLLM failed (IndexError: list index out of range)" and len(steps) == 12
     engine.failure = ""
     assert converse(made["model"], range(6)) == expected
-    args = types.SimpleNamespace(**vars(made["model"][3]), turn_stop=())
     queries = [tokenizer.encode("1+1="), [5] * 999]  # one that is too long
     assert helpers.converse(engine, queries, [1, 2], STOPS, args) == [[None] * 4] * 2
     assert "999" in engine.failure and not engine.llm.llm_engine.has_unfinished_requests()
@@ -334,9 +333,8 @@ def test_an_engine_that_raises_ends_all_conversations(made, monkeypatch):
 
 
 def test_a_conversation_that_raises_leaves_nothing_behind(made):
-    engine, _, tokenizer, _ = made["model"]
+    engine, _, tokenizer, args = made["model"]
     expected = converse(made["model"], range(6))
-    args = types.SimpleNamespace(**vars(made["model"][3]), turn_stop=())
 
     async def breaks() -> None:
         await engine.sample(tokenizer.encode("1+1="), 1, 3, STOPS, args, lambda: False)

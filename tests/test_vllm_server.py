@@ -234,7 +234,8 @@ def test_turns_of_conversations(engines, monkeypatch):
     assert helpers.converse(servers, prompts(12)[::-1], seeds[::-1], STOP, args, late) == whole[::-1]
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model.config._name_or_path)
-    stop = next(text for _, ids, _ in turns if len(text := tokenizer.decode(ids[2:4])) == 2 and text.isascii())
+    pairs = [tokenizer.decode(ids[2:4]) for (_, ids, _), *_ in whole]
+    stop = next(text for text in pairs if text.isascii() and len(text) == 2)
     ended = helpers.converse(servers, prompts(12), seeds, STOP, changed(turn_stop=("<unk>", stop)), turns=1)
     for ((_, full, logprobs), *_), ((_, ids, theirs),) in zip(whole, ended):
         ends = (n for n in range(1, 9) if any(text in tokenizer.decode(full[:n]) for text in ("<unk>", stop)))
