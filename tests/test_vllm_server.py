@@ -245,16 +245,16 @@ def test_turns_of_conversations(engines, monkeypatch):
 
     begin = time.monotonic()
     flag = lambda: time.monotonic() > begin + 0.3
-    said = helpers.converse(servers, prompts(40), range(40), [], args, interrupted=flag, turns=400)
-    assert time.monotonic() - begin < 15 and not any(turns[-1] for turns in said) and said[0][0]
+    said = helpers.converse(servers, prompts(100), range(100), [], args, interrupted=flag, turns=2, length=100)
+    assert time.monotonic() - begin < 15 and not any(turns[-1] for turns in said) and not servers.failure
     assert helpers.converse(servers, prompts(12), seeds, STOP, args) == whole
 
 
 def test_a_turn_that_fails_ends_all_conversations(engines):
     servers, _ = engines["two"]
-    args, queries = changed(turn_stop=()), [*prompts(3), *prompts(1, length=300)]
-    said = helpers.converse(servers, queries, range(4), STOP, args, waits=[0, 0, 0, 0.2])
-    assert not any(turns[-1] for turns in said) and not said[3][0] and "300" in servers.failure
+    args, queries, waits = changed(turn_stop=()), [*prompts(100), *prompts(1, length=300)], [0.0] * 100 + [0.05]
+    said = helpers.converse(servers, queries, range(101), [], args, waits, turns=2, length=100)
+    assert not any(turns[-1] for turns in said) and not said[100][0] and "300" in servers.failure
     servers.failure = ""
 
 
