@@ -5,6 +5,7 @@
     python scripts/benchmark.py training --shapes 10m-large 10m-small --variants compile --sequences 8 --length 112 \\
         --output results/compile.md                                               # on a CPU
     python scripts/benchmark.py rollout --output results/rollout.md
+    python scripts/benchmark.py turns --output results/conversations.md
     python scripts/benchmark.py rewards --output results/rewards.md
     python scripts/benchmark.py padding --output results/padding.md
 
@@ -39,6 +40,7 @@ import grpo
 import utils
 from plumbing import checkpoints, rewards, run, run_log, verifiers
 from plumbing.command_line import parse
+from plumbing.conversations import load_conversations
 from plumbing.rows import arithmetic_rows
 
 app, TINY, GPU = tyro.extras.SubcommandApp(), os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
@@ -48,6 +50,7 @@ SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabula
     "10m-large": (64, 4, 4, 2, 256, 151_936),  # 10 million parameters, most of them in the vocabulary
     "10m-small": (320, 8, 5, 5, 1280, 512),  # 13 million parameters, most of them in the blocks
     "10m-rollout": (256, 8, 4, 4, 1024, 8_192),
+    "1m-rollout": (64, 2, 2, 2, 256, 8_192),
     "long tail": (64, 2, 4, 2, 256, 64),
     "large vocabulary": (64, 2, 4, 2, 256, 151_936),
 }
@@ -378,6 +381,84 @@ def measure_rollouts(rounds: int = 3, steps: int = 8, output: str = "") -> None:
             results = compare({k: (run_grpo, flags, ["--rollout_backend", *more]) for k, more in kinds.items()}, rounds)
             tables.append(run_table(f"{name}: {n} x up to {length} tokens", results, ("time/whole",)))
     report(output, "Rollouts", [f"--rollout_backend; {rounds} runs of each, {steps} steps"], *tables)
+
+
+# ---- conversations ---------------------------------------------------------------------------------------------------
+
+RESPONSES = 32  # of a rollout
+GOES_ON = """
+class GoesOn:
+    def reset(self, **row):
+        return None
+
+    def step(self, response):
+        return "+", 0.0, False
+"""
+
+
+def run_turns(folder: str, flags: dict, more: list[str]) -> dict:
+    """Return the seconds and the sampled tokens a response of rollouts by vLLM, as steps, and the process's memory.
+
+    Each rollout begins with an empty prefix cache, as after an update. `more`: further words of the command line.
+    """
+    from plumbing.vllm_engine import Engine
+
+    args = parse(grpo.Args, [*(f"--{name}={x}" for name, x in (RUN | flags).items()), *more])
+    memory, device = PeakMemory(), torch.device("cuda" if GPU else "cpu")
+    memory.begin()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    conversations = load_conversations(args, tokenizer, [tokenizer.eos_token_id])
+    engine = Engine(args, utils.World(0, 1, device), torch.bfloat16 if GPU else None, load_format="auto")
+    rows = [{"query": tokenizer.encode(row["prompt"]), "columns": {}} for row in arithmetic_rows("train", RESPONSES)]
+    steps, common = [], ([tokenizer.eos_token_id], args, lambda: False)
+    for step in range(args.total_episodes // RESPONSES):
+        draws = utils.generator("turns", args.seed, step).integers(2**62, size=(RESPONSES, args.max_turns))
+        engine.llm.reset_prefix_cache()
+        begin = time.perf_counter()
+        if conversations:
+            found = conversations.sample(rows, draws[:, 0].tolist(), draws, common[2], engine)
+            tokens = [sum(talk.values["response_mask"]) for talk in found]
+        else:
+            responses, _ = engine.generate([row["query"] for row in rows], draws[:, 0].tolist(), *common)
+            tokens = list(map(len, responses))
+        seconds = time.perf_counter() - begin
+        steps.append({"time/whole": seconds, "time/rollout": seconds, "val/sequence_lengths": statistics.mean(tokens)})
+    memory.end()
+    return {"steps": steps, "peak": memory.mib}
+
+
+@app.command
+def turns(turns: int = 8, turn_length: int = 32, rounds: int = 5, steps: int = 7, output: str = "") -> None:
+    """Time rollouts of conversations by vLLM beside those of single turns with as many tokens.
+
+    The models are random and hardly ever stop. The environment answers each turn with one token.
+
+    Args:
+        turns: turns of a conversation.
+        turn_length: tokens of each.
+        rounds: processes of each kind, in turns.
+        steps: rollouts of each.
+        output: Markdown file to write.
+    """
+    tokens, tables = turns * turn_length, []
+    with tempfile.TemporaryDirectory() as work:
+        with open(f"{work}/goes_on.py", "w") as file:
+            file.write(GOES_ON)
+        for shape in ("1m-rollout", "10m-rollout"):
+            flags = {
+                "model": random_model(shape, f"{work}/{shape}"), "rollout_backend": "vllm",
+                "max_response_length": tokens + turns, "total_episodes": RESPONSES * steps, "kv_cache_gb": 0.5,
+            }  # fmt: skip
+            talk = ["--environment", f"{work}/goes_on.py:GoesOn", "--max_turn_length"]
+            kinds = {
+                "no environment": ["--max_response_length", str(tokens)],
+                "one turn": [*talk, str(tokens), "--max_turns", "1"],
+                f"{turns} turns": [*talk, str(turn_length), "--max_turns", str(turns)],
+            }
+            results = compare({name: (run_turns, flags, more) for name, more in kinds.items()}, rounds)
+            tables.append(run_table(f"Qwen2 of {SHAPES[shape][1]} layers", results, ("time/rollout",)))
+    about = f"{RESPONSES} responses of {tokens} tokens at once; {rounds} processes of each, {steps} rollouts"
+    report(output, "Conversations with vLLM", [about], *tables)
 
 
 # ---- rewards ---------------------------------------------------------------------------------------------------------
