@@ -300,8 +300,17 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
 
 
 def main(args: Args) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
+    scorer = None
+
+    def leave(*_) -> None:
+        """End at once, without waiting for a call that was left undone. (sys.exit would wait for its thread.)"""
+        if scorer is not None:
+            scorer.rewards.close()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn takes them over, which raises them once more
+        signal.signal(number, leave)
     check_sources(args.reward, args.reward_weights)
     if "environment" in args.reward:
         utils.fail("--reward environment: its scores come with the conversations of a run; a server has none")
@@ -322,14 +331,7 @@ def main(args: Args) -> None:
     )
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"{' '.join(args.reward)} at http://{host}:{listener.getsockname()[1]}", flush=True)
-    code = 0
-    try:
-        uvicorn.Server(config).run(sockets=[listener])
-    except SystemExit as end:  # uvicorn raises the signal that ended it once more
-        code = end.code
-    scorer.rewards.close()
-    sys.stdout.flush(), sys.stderr.flush()
-    os._exit(code)  # without waiting for a call that was left undone
+    uvicorn.Server(config).run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -644,9 +644,10 @@ def test_the_command_line():
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline().startswith("exact at http://127.0.0.1:")
+            process.send_signal(signal.SIGTERM)  # at once, before requests are answered
+            assert process.wait(30) == 0
         finally:
-            process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+            process.kill()
 
 
 def test_help_names_every_built_in_source():

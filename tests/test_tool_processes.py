@@ -474,6 +474,7 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files):
             asyncio.run(train())
         finally:
             os._exit(1)
+    os.close(send)  # so that the line is empty if the trainer fails
     with open(receive) as lines:
         server = int(lines.readline())
     while len(children := process_ids(server)) < 2 or not process_ids(children[1]):
@@ -482,7 +483,6 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files):
     assert len(found) == 4
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
-    os.close(send)
     for _ in range(100):
         if not any(is_running(process) for process in found):
             return
