@@ -352,7 +352,9 @@ def unknown_flags(text: str) -> set[str]:
 def missing_paths(text: str) -> list[str]:
     """Paths in a text that look as if they were files of this repository, and are not there."""
     words = re.findall(
-        r"(?<![\w/.:$}~*-])((?:scripts|tests|assets|\.ci)(?:/[\w.-]+)*/?|[\w-]+\.(?:py|txt|toml|md))(?![\w/*{:-])", text
+        r"(?<![\w/.:$}~*-])((?:scripts|tests|assets|\.ci)(?:/[\w.-]+)*/?|[\w-]+\.(?:py|txt|toml|md))"
+        r"(?![\w/*{-]|:(?!\w))",  # "file.py:function" names a file, "tests: so and so" does not
+        text,
     )
     made = {"path/to/file.py", "file.py", "my_reward.py", "installed-requirements.txt", "installed-test-tools.txt"}
     return [word for word in words if word not in made and not (ROOT / word.rstrip(".")).exists()]
@@ -367,6 +369,7 @@ def test_unknown_flags_and_missing_paths_are_found():
         "sac.py",
     ]
     assert missing_paths("path/to/sac.py /abs/x.py runs/*.py `utils.py`, https://a.b/scripts/x.sh") == []
+    assert missing_paths("scripts/sac.py:train, scripts/memory.py:main") == ["scripts/sac.py"]
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: str(path.relative_to(ROOT)))
