@@ -137,21 +137,21 @@ def check_key(request: Request) -> None:
 async def read_body(request: Request, args: Args) -> bytearray:
     """Return the body of a request. Raise Failure if it is too large or takes too long.
 
-    What is still to come of a body when the answer is sent, uvicorn reads and drops, so that the sender gets to the
-    answer.
+    Of a body that is too large, the rest is read and dropped: a sender that is cut off would not see the answer.
     """
-    limit, body = args.max_body_mb * 2**20, bytearray()
-    too_large = Failure(413, f"the body is over --max_body_mb {args.max_body_mb:g} of the server")
-    if int(request.headers.get("Content-Length", 0)) > limit:  # a body sent in chunks has none
-        raise too_large
+    limit, body, size = args.max_body_mb * 2**20, bytearray(), 0
     try:
         async with asyncio.timeout(args.body_timeout):
             async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    raise too_large
+                size += len(chunk)
+                if size <= limit:
+                    body += chunk
+                else:
+                    body.clear()
     except TimeoutError:
         raise Failure(408, f"the body took longer than --body_timeout {args.body_timeout:g} s of the server") from None
+    if size > limit:
+        raise Failure(413, f"the body is over --max_body_mb {args.max_body_mb:g} of the server")
     return body
 
 

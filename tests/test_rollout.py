@@ -636,7 +636,7 @@ def test_a_further_value_travels_from_the_sampler_to_the_loss(setting):
     assert Experience.from_state(None, args, CPU) is None
     again = Experience.from_state(state, args, CPU)
     assert vars(again) | {"batch": 0} == vars(made) | {"batch": 0}
-    assert again.batch.rows == [{"prompt": "", "query": query} for query in some.queries]
+    assert again.batch.rows == [{"prompt": "", "query": query, "sources": None} for query in some.queries]
     assert same(again.batch, some_rows(some, again.batch.rows)) and torch.equal(again.batch.scores, some.scores)
 
     seen, ids = [], []
