@@ -61,6 +61,7 @@ class Engine(VllmSampling):
         if self.on_cpu:  # a prefill in chunks would turn a seeded request's generator back, which a CPU's cannot do
             settings = {"enforce_eager": True, "enable_chunked_prefill": False}
             settings["max_num_batched_tokens"] = max(PREFILL_TOKENS, length)
+            settings["block_size"] = 32  # not 128: only whole blocks of a conversation are found in the cache
         if self.can_sleep:
             settings["enable_sleep_mode"] = True
         if "RANK" in os.environ:

@@ -406,20 +406,21 @@ def run_turns(folder: str, flags: dict, more: list[str]) -> dict:
     args = parse(grpo.Args, [*(f"--{name}={x}" for name, x in (RUN | flags).items()), *more])
     memory, device = PeakMemory(), torch.device("cuda" if GPU else "cpu")
     memory.begin()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    conversations = load_conversations(args, tokenizer, [tokenizer.eos_token_id])
+    tokenizer, steps, never = transformers.AutoTokenizer.from_pretrained(args.model), [], lambda: False
+    stop_ids = [tokenizer.eos_token_id]
+    conversations = load_conversations(args, tokenizer, stop_ids)
     engine = Engine(args, utils.World(0, 1, device), torch.bfloat16 if GPU else None, load_format="auto")
     rows = [{"query": tokenizer.encode(row["prompt"]), "columns": {}} for row in arithmetic_rows("train", RESPONSES)]
-    steps, common = [], ([tokenizer.eos_token_id], args, lambda: False)
     for step in range(args.total_episodes // RESPONSES):
         draws = utils.generator("turns", args.seed, step).integers(2**62, size=(RESPONSES, args.max_turns))
+        seeds = draws[:, 0].tolist()
         engine.llm.reset_prefix_cache()
         begin = time.perf_counter()
         if conversations:
-            found = conversations.sample(rows, draws[:, 0].tolist(), draws, common[2], engine)
+            found = conversations.sample(rows, seeds, draws, never, engine)
             tokens = [sum(talk.values["response_mask"]) for talk in found]
         else:
-            responses, _ = engine.generate([row["query"] for row in rows], draws[:, 0].tolist(), *common)
+            responses, _ = engine.generate([row["query"] for row in rows], seeds, stop_ids, args, never)
             tokens = list(map(len, responses))
         seconds = time.perf_counter() - begin
         steps.append({"time/whole": seconds, "time/rollout": seconds, "val/sequence_lengths": statistics.mean(tokens)})
@@ -428,7 +429,7 @@ def run_turns(folder: str, flags: dict, more: list[str]) -> dict:
 
 
 @app.command
-def turns(turns: int = 8, turn_length: int = 32, rounds: int = 5, steps: int = 7, output: str = "") -> None:
+def turns(turns: int = 8, turn_length: int = 32, rounds: int = 3, steps: int = 4, output: str = "") -> None:
     """Time rollouts of conversations by vLLM beside those of single turns with as many tokens.
 
     The models are random and hardly ever stop. The environment answers each turn with one token.
