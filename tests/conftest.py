@@ -64,6 +64,16 @@ def random_model(family: str, seed: int = 0, **changes):
     return model.eval()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="the campaign of faults in its longer form (tests/faults)")
+
+
+@pytest.fixture(scope="session")
+def long(request) -> bool:
+    """Whether tests of faults draw their longer form: more instants, more commands, more runs."""
+    return request.config.getoption("--long")
+
+
 SLOWEST = (  # files that take a minute or more
     "test_vllm", "test_recipes", "test_shard", "test_reward_model", "test_invariance", "test_vllm_server", "test_run",
     "test_compile", "test_scripts", "test_evaluate", "test_failing_ranks", "test_sequence_parallel",
