@@ -74,6 +74,8 @@ class RunArgs(OutputArgs):
     """Newest checkpoints that stay; 0 for all."""
     eval_every: NonNegativeInt = 20
     """Steps between evaluations; also before the first step and after the last. 0: never."""
+    stop_after_step: NonNegativeInt = 0
+    """Save and leave after this step, as on a signal, with schedules as they are by the whole length; 0: at the end."""
     log_samples: NonNegativeInt = 16
     """Samples of each step written to samples.jsonl."""
     track: bool = False

@@ -85,7 +85,7 @@ class Run:
             self._log_row(step)
             if step >= self.total_steps:
                 break
-            if self.interrupt.agreed():
+            if self.interrupt.agreed() or 0 < self.args.stop_after_step <= step:
                 self.leave()
             self.clock.start()
             yield step + 1
