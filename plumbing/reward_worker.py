@@ -34,6 +34,7 @@ from plumbing.verifiers import VERIFIERS
 
 # Not from utils, which imports torch.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LARGEST = (2 - 2**-23) * 2.0**127  # number of float32
 
 
 def start_python(*words: str, **files) -> subprocess.Popen:
@@ -68,13 +69,17 @@ class Worker:
             self.process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self.process.stdin.flush()
 
-    def receive(self, timeout: float):
-        """Return the next answer; if none comes, kill the process and return {"error": why, "dead": True}."""
+    def receive(self, timeout: float, limit: str = "--reward_timeout"):
+        """Return the next answer; if none comes, kill the process and return {"error": why, "dead": True}.
+
+        Args:
+            limit: what the error calls the timeout.
+        """
         try:
             line = self.lines.get(timeout=timeout)
         except queue.Empty:
             self.kill()
-            return {"error": f"gave no answer within --reward_timeout {timeout:g} s", "dead": True}
+            return {"error": f"gave no answer within {limit} {timeout:g} s", "dead": True}
         if line is None:
             return {"error": f"its process ended with exit code {self.process.wait()}", "dead": True}
         return json.loads(line)
@@ -93,8 +98,11 @@ def main() -> None:
     # What a reward function prints must not get between the answers: it goes to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    process = os.getpid()
 
     def answer(**message) -> None:
+        if os.getpid() != process:  # a child that a function has forked, and that came back from it
+            os._exit(1)
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
@@ -161,9 +169,9 @@ def columns_of(rows: list[dict]) -> dict[str, list]:
 
 
 def finite_or_nan(score) -> float:
-    """Return a score as a float, NaN for None and infinity."""
+    """Return a score as a float, NaN for None and for what is infinite in float32, in which scores are kept."""
     score = math.nan if score is None else float(score)
-    return score if math.isfinite(score) else math.nan
+    return score if abs(score) <= LARGEST else math.nan
 
 
 if __name__ == "__main__":

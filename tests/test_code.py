@@ -17,7 +17,8 @@ import pytest
 from conftest import ROOT, make_tokenizer
 
 from plumbing import code_tests, sandbox, verifiers
-from plumbing.rewards import Rewards, worker_count
+from plumbing.reward_processes import worker_count
+from plumbing.rewards import Rewards
 
 CLONE_NEWUSER = 0x10000000
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plumbing import answers, command_line, math_verifier, measures
-from plumbing.rewards import Workers
+from plumbing.reward_processes import Workers
 from plumbing.rows import arithmetic_rows
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
