@@ -12,8 +12,6 @@ from plumbing.reward_worker import Worker, columns_of, finite_or_nan
 from plumbing.verifiers import VERIFIERS
 from utils import fail, warn
 
-LOADING_TIMEOUT = 300.0  # seconds; importing may take long on a busy file system
-
 
 def worker_count() -> int:
     """Return how many worker processes a rank has."""
@@ -53,7 +51,7 @@ class Workers:
 
     def _wait_until_ready(self, worker: Worker) -> str | None:
         """Return what a process warns of; end the run if it cannot load a source."""
-        answer = worker.receive(LOADING_TIMEOUT, "the time to load it,")
+        answer = worker.receive(timeout=300.0)  # importing may take long on a busy file system
         if "error" in answer:
             fail(f"--reward {answer.get('reward', ' '.join(self.names))}: {answer['error']}", local=True)
         return answer.get("warning")

@@ -69,17 +69,13 @@ class Worker:
             self.process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self.process.stdin.flush()
 
-    def receive(self, timeout: float, limit: str = "--reward_timeout"):
-        """Return the next answer; if none comes, kill the process and return {"error": why, "dead": True}.
-
-        Args:
-            limit: what the error calls the timeout.
-        """
+    def receive(self, timeout: float):
+        """Return the next answer; if none comes, kill the process and return {"error": why, "dead": True}."""
         try:
             line = self.lines.get(timeout=timeout)
         except queue.Empty:
             self.kill()
-            return {"error": f"gave no answer within {limit} {timeout:g} s", "dead": True}
+            return {"error": f"gave no answer within --reward_timeout {timeout:g} s", "dead": True}
         if line is None:
             return {"error": f"its process ended with exit code {self.process.wait()}", "dead": True}
         return json.loads(line)
