@@ -39,32 +39,46 @@ WHOLE = (1, "none", SOME, False)  # what they are compared with
 ONCE = dict(num_epochs=1, mini_batch_size=8)  # one update a step, in which the old policy is the current one
 LORA = dict(lora_rank=3, lora_alpha=8.0, learning_rate=1e-2)
 STAYS = dict(ref_refresh_every=0)  # the reference of LoRA
-TRAINED = {  # row of the table, script, flags beside those of `exact_runs`, cuts in float64, cuts in float32
-    "grpo": ("grpo, dr_grpo", "grpo", dict(loss="grpo", kl_estimator="k3"), "ejo", "q"),
-    "dr_grpo": ("grpo, dr_grpo", "grpo", dict(loss="dr_grpo", kl_estimator="k1"), "gr", "d"),
-    "dapo": ("dapo, bnpo", "grpo", dict(loss="dapo", kl_estimator="k2"), "dlr", "h"),
-    "bnpo": ("dapo, bnpo", "grpo", dict(loss="bnpo", kl_estimator="abs", kl_in="reward"), "in", "m"),
-    "gspo": ("gspo", "grpo", dict(loss="gspo", kl_estimator="full"), "fhjmr", "io"),
-    "cispo": ("cispo, sapo", "grpo", dict(loss="cispo", loss_aggregation="sequence_sum"), "cgo", "g"),
-    "sapo": ("cispo, sapo", "grpo", dict(loss="sapo", advantage_scale="batch"), "ekq", "r"),
-    "reinforce": ("reinforce", "grpo", dict(loss="reinforce", **ONCE), "aeilnq", "em"),
-    "rloo": ("rloo, opo, remax", "rloo", dict(advantage="rloo", ratio="sequence"), "dq", "j"),
-    "opo": ("rloo, opo, remax", "rloo", dict(advantage="opo", kl_estimator="full"), "hl", "h"),
+# Row of the table, script, flags beside those of `exact_runs`, cuts in float64 and in float32; those after a space are
+# run with --long only.
+TRAINED = {
+    "grpo": ("grpo, dr_grpo", "grpo", dict(loss="grpo", kl_estimator="k3"), "go ej", "m q"),
+    "dr_grpo": ("grpo, dr_grpo", "grpo", dict(loss="dr_grpo", kl_estimator="k1"), "dn gr", "d"),
+    "dapo": ("dapo, bnpo", "grpo", dict(loss="dapo", kl_estimator="k2"), "dn lr", "e h"),
+    "bnpo": ("dapo, bnpo", "grpo", dict(loss="bnpo", kl_estimator="abs", kl_in="reward"), "fn i", "m"),
+    "gspo": ("gspo", "grpo", dict(loss="gspo", kl_estimator="full"), "fm hjr", "o i"),
+    "cispo": ("cispo, sapo", "grpo", dict(loss="cispo", loss_aggregation="sequence_sum"), "eo cg", "f g"),
+    "sapo": ("cispo, sapo", "grpo", dict(loss="sapo", advantage_scale="batch"), "en kq", "d r"),
+    "reinforce": ("reinforce", "grpo", dict(loss="reinforce", **ONCE), "en ailq", "e m"),
+    "rloo": ("rloo, opo, remax", "rloo", dict(advantage="rloo", ratio="sequence"), "dm q", "j"),
+    "opo": ("rloo, opo, remax", "rloo", dict(advantage="opo", kl_estimator="full"), "fn hl", "d h"),
     "remax": ("rloo, opo, remax", "rloo", dict(advantage="remax", kl_estimator="k2"), "fm", "o"),
-    "reinforce++": ("reinforce++, with baseline", "rloo", dict(advantage="reinforce++", gamma=0.95), "gjo", "f"),
-    "baseline": ("reinforce++, with baseline", "rloo", dict(advantage="reinforce++-baseline", kl_in="loss"), "fr", "q"),
-    "ppo": ("ppo, actor and critic", "ppo", {}, "bdilnr", "gn"),
-    "reward_model": ("reward_model", "reward_model", dict(centre_coef=0.05), "cegjmr", "fr"),
-    "grpo lora": ("grpo, LoRA", "grpo", dict(kl_estimator="full", **LORA, **STAYS), "fhjnr", "fn"),
-    "ppo lora": ("ppo, LoRA", "ppo", dict(**LORA, **STAYS), "dgkoq", "dr"),
-    "reward_model lora": ("reward_model, LoRA", "reward_model", LORA, "eilmp", "gm"),
+    "reinforce++": ("reinforce++, baseline", "rloo", dict(advantage="reinforce++", gamma=0.95), "dn gjo", "f"),
+    "baseline": ("reinforce++, baseline", "rloo", dict(advantage="reinforce++-baseline", kl_in="loss"), "fo r", "m q"),
+    "ppo": ("ppo, actor and critic", "ppo", {}, "dr biln", "n g"),
+    "reward_model": ("reward_model", "reward_model", dict(centre_coef=0.05), "em cgjr", "f r"),
+    "grpo lora": ("grpo, LoRA", "grpo", dict(kl_estimator="full", **LORA, **STAYS), "fn hjr", "n f"),
+    "ppo lora": ("ppo, LoRA", "ppo", dict(**LORA, **STAYS), "do gkq", "d r"),
+    "reward_model lora": ("reward_model, LoRA", "reward_model", LORA, "em ilp", "m g"),
 }
-CASES = [
-    (name, precision, cut)
-    for name, (*_, in_float64, in_float32) in TRAINED.items()
-    for precision, cuts in (("float64", in_float64), ("float32", in_float32))
-    for cut in cuts
-]
+
+
+def cases(long: bool) -> list[tuple[str, str, str]]:
+    """Return (name, precision, cut) of each case."""
+    return [
+        (name, precision, cut)
+        for name, (*_, in_float64, in_float32) in TRAINED.items()
+        for precision, cuts in (("float64", in_float64), ("float32", in_float32))
+        for cut in (cuts.replace(" ", "") if long else cuts.split()[0])
+    ]
+
+
+def pytest_generate_tests(metafunc):
+    if "cut" in metafunc.fixturenames:
+        found = cases(metafunc.config.getoption("--long"))
+        metafunc.parametrize("name, precision, cut", found, ids=lambda x: "-".join(map(str, CUTS.get(x, [x]))))
+
+
 COLUMNS = {
     **{f"DDP {n}": lambda ranks, shard, *_, n=n: (ranks, shard) == (n, "none") for n in (2, 4)},
     **{f"FSDP {n}": lambda ranks, shard, *_, n=n: (ranks, shard) == (n, "fsdp") for n in (1, 2, 4)},
@@ -125,7 +139,6 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(tmp_path_factory.mktemp("invariance"))
 
 
-@pytest.mark.parametrize("name, precision, cut", CASES, ids=lambda x: "-".join(map(str, CUTS.get(x, [x]))))
 def test_how_a_batch_is_cut_changes_nothing(runs, name, precision, cut):
     difference, where = runs.difference(name, precision, cut)
     assert difference < TOLERANCES[precision], where
@@ -153,7 +166,7 @@ def choices(module, field: str) -> set:
 
 
 def test_all_is_covered():
-    """Each value of a flag; each thing trained with DDP, with FSDP and in float32; all columns in each row."""
+    """Each value of a flag; all trained with DDP, with FSDP and in float32; with --long all columns of each row."""
     flags = {name: {"loss": "grpo", "kl_estimator": "full", **changes} for name, (_, _, changes, *_) in TRAINED.items()}
     of_grpo = [flags[name] for name, (_, script, *_) in TRAINED.items() if script == "grpo"]
     aggregation = lambda values: values.get("loss_aggregation", grpo.VARIANTS[values["loss"]][1])
@@ -161,17 +174,21 @@ def test_all_is_covered():
     assert {values["kl_estimator"] for values in of_grpo} == choices(grpo, "kl_estimator")
     assert {aggregation(values) for values in of_grpo} == choices(grpo, "loss_aggregation")
     assert {values.get("advantage", "rloo") for values in flags.values()} == choices(rloo, "advantage")
-    done = collections.defaultdict(list)
-    for name, precision, cut in CASES:
-        done[precision, name].append(CUTS[cut])
-        done[precision, TRAINED[name][0]].append(CUTS[cut])
-        done[precision].append(CUTS[cut])
-    assert set(done["float64"]) == set(CUTS.values())
-    assert all(any(has(*cut) for cut in done["float32"]) for has in COLUMNS.values())
-    for name, (row, *_) in TRAINED.items():
-        assert done["float32", name]
-        assert {"none", "fsdp"} == {shard for ranks, shard, *_ in done["float64", name] if ranks > 1 or shard == "fsdp"}
-        assert all(any(has(*cut) for cut in done["float64", row]) for has in COLUMNS.values()), row
+    for long in (False, True):
+        done = collections.defaultdict(list)
+        for name, precision, cut in cases(long):
+            for key in (precision, (precision, name), (precision, TRAINED[name][0])):
+                done[key].append(CUTS[cut])
+        for name, (row, *_) in TRAINED.items():
+            assert done["float32", name]
+            assert {"none", "fsdp"} <= {
+                shard for ranks, shard, *_ in done["float64", name] if (ranks, shard) != (1, "none")
+            }
+            assert not long or all(any(has(*cut) for cut in done["float64", row]) for has in COLUMNS.values()), row
+        missing = [name for name, has in COLUMNS.items() if not any(has(*cut) for cut in done["float64"])]
+        assert missing == ([] if long else ["FSDP 1"])
+        assert not long or set(done["float64"]) == set(CUTS.values())
+        assert not long or all(any(has(*cut) for cut in done["float32"]) for has in COLUMNS.values())
 
 
 @pytest.mark.parametrize(
@@ -221,7 +238,7 @@ def main() -> None:
     worst = collections.defaultdict(float)  # (row, column): largest difference
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder))
-        for name, precision, cut in CASES:
+        for name, precision, cut in cases(long=True):
             (found, where), row = runs.difference(name, precision, cut), TRAINED[name][0]
             print(f"{name} {precision} {CUTS[cut]}: {found:.1e} in {where}", file=sys.stderr, flush=True)
             own = [column for column, has in COLUMNS.items() if has(*CUTS[cut])]

@@ -533,11 +533,13 @@ def test_a_run_refuses_in_one_line(straight, tmp_path, said):
 # ---- end to end --------------------------------------------------------------------------------------------------
 
 
-def test_ppo_improves_on_a_learned_reward_model(tmp_path):
+def test_ppo_improves_on_a_learned_reward_model(tmp_path, long):
     """Pairs -> reward model -> PPO: the true accuracy on held-out problems rises.
 
     The verifier has weight 0: it measures and nobody learns from it, so what is gained comes from the learned scores.
     """
+    if not long:
+        pytest.skip("takes two minutes: with --long")
     common = {
         "model": f"{helpers.ROOT}/assets/tiny", "dataset": "arithmetic", "output_dir": str(tmp_path), "save_every": 0,
         "adam_beta2": 0.95,
