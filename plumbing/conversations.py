@@ -98,6 +98,9 @@ def load_conversations(args, tokenizer, stop_ids: list[int]) -> "Conversations |
         return Conversations(args, tokenizer, stop_ids)
     if "environment" in args.reward:
         fail("--reward environment: takes an --environment")
+    for name in ("tool_call_pattern", "turn_stop"):
+        if getattr(args, name):
+            fail(f"--{name}: takes --tools or an --environment")
     return None
 
 
