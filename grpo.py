@@ -745,6 +745,8 @@ def main(args: Args) -> None:
         if kl_in_reward:
             outcomes = scores - kl_coef * masked_sum(batch.tokens["kl"], mask, 1)
         advantages = group_advantages(outcomes, args.group_size, scale).to(loss_dtype)  # (N,)
+        if kl_in_reward:  # a KL that is not finite is no missing score: `Optimizer.step` skips its update
+            advantages = advantages.masked_fill(scores.isfinite() & ~outcomes.isfinite(), math.nan)
         batch.tokens["advantages"] = torch.where(mask, advantages[:, None], 0.0)
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
@@ -792,7 +794,7 @@ def main(args: Args) -> None:
                     if "router_losses" in out:
                         loss = loss + reduce_loss(out["router_losses"], m)
                     # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
-                    (loss * dp.size * optimizer.loss_scale).backward()
+                    optimizer.backward(loss * dp.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))

@@ -562,7 +562,7 @@ def update_critic(
                     values = forward_tokens(wrapped, inputs, m)["values"]
                 losses, raised = value_loss(values, t["old_values"], t["returns"], args.value_clip)
                 loss = reduce_loss(losses, m)
-                (loss * world.size * optimizer.loss_scale).backward()  # as in phase 4 of `main`
+                optimizer.backward(loss * world.size)  # as in phase 4 of `main`
             sums.add(value_loss=loss / len(updates), raised=masked_sum(raised.double(), m), value_tokens=m.sum())
         optimizer.step()
     return sums
@@ -934,7 +934,7 @@ def main(args: Args) -> None:
                         loss = loss + reduce_loss(out["router_losses"], m)
                     # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     if policy_trains:
-                        (loss * dp.size * optimizer.loss_scale).backward()
+                        optimizer.backward(loss * dp.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))

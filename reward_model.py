@@ -333,7 +333,7 @@ def main(args: Args) -> None:
                 margins = torch.tensor([pair["margin"] for pair in micro], device=world.device, dtype=loss_dtype)
                 loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
                 # DDP and FSDP take the mean over ranks, and the sum was divided by the pairs of all ranks.
-                (loss * dp.size * optimizer.loss_scale).backward()
+                optimizer.backward(loss * dp.size)
             total += loss.detach()
             share += zip(cut, scores.detach().T.tolist())
         optimizer.step()

@@ -625,7 +625,7 @@ def token_advantages(
     """
     penalties = torch.zeros_like(mask, dtype=scores.dtype) if kl is None else kl_coef * kl
     totals = scores - masked_sum(penalties, mask, 1)  # R, (N,)
-    trained = mask & totals.isfinite()[:, None]
+    trained = mask & scores.isfinite()[:, None]
     if kind == "reinforce++":
         last = torch.arange(mask.shape[1], device=mask.device) == mask.sum(1, keepdim=True) - 1
         rewards = torch.where(last, scores[:, None], 0.0) - penalties
@@ -633,13 +633,15 @@ def token_advantages(
     grouped, lengths = totals.view(-1, group_size), mask.sum(1).view(-1, group_size)  # (N / G, G)
     if kind == "remax":
         advantages = totals - greedy_scores
-        trained = trained & advantages.isfinite()[:, None]
+        trained = trained & greedy_scores.isfinite()[:, None]
     else:
         if kind == "rloo":
             advantages = leave_one_out(grouped)
         else:
             advantages = minus_mean(grouped, lengths if kind == "opo" else torch.ones_like(lengths))
         advantages = advantages.masked_fill(equal_scores(grouped)[:, None], 0.0).flatten()
+        # A KL that is not finite is no missing score: `Optimizer.step` skips its update.
+        advantages = advantages.masked_fill(scores.isfinite() & ~totals.isfinite(), math.nan)
     advantages = torch.where(trained, advantages[:, None], 0.0)
     return whiten(advantages, trained) if kind == "reinforce++-baseline" else advantages
 
@@ -843,7 +845,7 @@ def main(args: Args) -> None:
                     if "router_losses" in out:
                         loss = loss + reduce_loss(out["router_losses"], m)
                     # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
-                    (loss * dp.size * optimizer.loss_scale).backward()
+                    optimizer.backward(loss * dp.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))

@@ -249,6 +249,14 @@ class Optimizer:
         """The learning rate of the last update."""
         return self.adam.param_groups[0]["lr"]
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss times `loss_scale`.
+
+        That of a loss that is not finite becomes NaN, so that `step` skips it: a NaN that torch.clamp has passed on
+        has a gradient of 0.
+        """
+        (loss * torch.where(loss.isfinite(), self.loss_scale, math.nan)).backward()
+
     def step(self) -> None:
         """Clip, check, update the weights, and clear the gradient."""
         if self.loss_scale != 1:

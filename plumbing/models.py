@@ -5,6 +5,7 @@ Imports plumbing.experts (what mixtures of experts need).
 
 import functools
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Callable, NamedTuple
 
@@ -154,7 +155,7 @@ def load_model(
     if device.type == "meta":
         with device:
             model = auto_class.from_config(config, dtype=dtype).eval()
-        decode_without_balance(model)
+        prepare(model)
         return model
     try:
         model, report = auto_class.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
@@ -163,13 +164,27 @@ def load_model(
     missing = report["missing_keys"] - set(new_weights)
     if missing:  # transformers would leave them at random values
         fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
+    for key, parameter in model.named_parameters():
+        if not parameter.amax() < math.inf:  # NaN, too; -inf is what masks a token of the vocabulary
+            fail(f"{flag} {name}: its weights {key} are not finite")
     if device.type == "cpu":
         # The weights lie in memory as they do in the file, and matrix products round by the address of their operands:
         # a run that is resumed from another file would not go on bit for bit.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    decode_without_balance(model)
+    prepare(model)
     return model.to(device)
+
+
+def prepare(model: torch.nn.Module) -> None:
+    """Let a model decode without its routers' balance loss, and train the embedding of its pad token.
+
+    torch would leave that embedding without gradient. It may be the stop token's; padding is masked by length.
+    """
+    decode_without_balance(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
 
 
 def caps_scores(config) -> bool:
@@ -268,7 +283,10 @@ def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
     ids = torch.arange(min(32, model.config.get_text_config().vocab_size), device=model.device)[None]
     ours = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     theirs = model(input_ids=ids, use_cache=False).logits.to(ours.dtype)
-    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * theirs.abs().max().item()):
+    largest = theirs[theirs != -math.inf].abs().max().item()  # -inf masks a token; NaN is not equal to it
+    if not math.isfinite(largest):
+        fail(f"{flag}: its logits are not finite, so its weights or --precision are to blame")
+    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * largest):
         fail(f"{flag}: {type(model).__name__} changes its logits in a way unknown to Policy.logits")
 
 

@@ -34,7 +34,7 @@ from plumbing.verifiers import VERIFIERS
 
 # Not from utils, which imports torch.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-LARGEST = (2 - 2**-23) * 2.0**127  # number of float32
+LARGEST = 1e18  # score; the square of a larger one would not fit into float32, and its advantage become 0
 
 
 def start_python(*words: str, **files) -> subprocess.Popen:
@@ -165,7 +165,7 @@ def columns_of(rows: list[dict]) -> dict[str, list]:
 
 
 def finite_or_nan(score) -> float:
-    """Return a score as a float, NaN for None and for what is infinite in float32, in which scores are kept."""
+    """Return a score as a float; NaN for None, infinity and what is over LARGEST."""
     score = math.nan if score is None else float(score)
     return score if abs(score) <= LARGEST else math.nan
 

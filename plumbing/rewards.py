@@ -2,7 +2,7 @@
 
 Each kind is a class with `score(rows, texts, responses) -> [float] * N`, NaN for a response without a score, and with
 `failure`, the last reason for that ("" for none). A source that raises, takes over --reward_timeout, or returns None,
-NaN or infinity gives no score: never a silent zero.
+NaN, infinity or over 1e18 gives no score: never a silent zero.
 
 Where rows name their sources, as in open-instruct's mixtures, the others do not count for them: see `named_sources`.
 
@@ -19,7 +19,7 @@ import torch
 from plumbing.prompts import is_filled
 from plumbing.reward_models import ModelSource
 from plumbing.reward_processes import Workers, WorkerSource
-from plumbing.reward_worker import finite_or_nan
+from plumbing.reward_worker import LARGEST, finite_or_nan
 from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
 from utils import fail, warn
 
@@ -189,7 +189,8 @@ class Rewards:
     def why_missing(self, components: dict[str, torch.Tensor]) -> str:
         """Return what is known of the scores that are missing in `components`, source by source."""
         missing = [name for name, scores in components.items() if scores.isnan().any()]
-        why = {name: self.sources[name].failure or "it returned None, NaN or infinity" for name in missing}
+        no_score = f"it returned None, NaN, infinity or over {LARGEST:g}"
+        why = {name: self.sources[name].failure or no_score for name in missing}
         return "; ".join(f"{name}: {reason}" for name, reason in why.items())
 
     def close(self) -> None:

@@ -242,7 +242,8 @@ def rollout(
     tokens |= {name: padded([value[name] for value in values]) for name in values[0]}
     tokens["response_mask"] = tokens["response_mask"].bool()
     if not tokens["rollout_logprobs"].isfinite().all():
-        utils.fail("--model: its log-probabilities are not finite, so its weights or --precision are to blame")
+        why = "so its weights, --precision or --temperature are to blame"
+        utils.fail(f"--model: its log-probabilities are not finite, {why}")
     stopped = [talk.stopped if talk else response[-1] in stop_ids for talk, response in zip(talks, responses)]
     components = {name: torch.tensor(column, device=device) for name, column in scores.items()}
     return Batch(

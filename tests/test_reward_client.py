@@ -277,7 +277,7 @@ def test_an_answer_that_is_none(serve, naps, behave, why):
     assert len(server.asked) == 4 and not naps
 
 
-@pytest.mark.parametrize("word", ["null", "NaN", "Infinity", "-Infinity", "1e999", '"nan"', '"inf"'])
+@pytest.mark.parametrize("word", ["null", "NaN", "Infinity", "-Infinity", "1e999", "-1e19", '"nan"', '"inf"'])
 def test_a_score_that_is_none(serve, word):
     """NaN for it alone."""
     body = b'{"error_code": 0, "error_msg": "Success", "score": [0, %s, 2.0, true, "4"]}' % word.encode()
@@ -286,7 +286,7 @@ def test_a_score_that_is_none(serve, word):
     scores, said = ask(server.url, 5, rewards=rewards)
     assert math.isnan(scores[1]) and [scores[0], *scores[2:]] == [0, 2, 1, 4] and said == ""
     components = {server.url: torch.tensor(scores)}
-    assert rewards.why_missing(components) == f"{server.url}: it returned None, NaN or infinity"
+    assert rewards.why_missing(components) == f"{server.url}: it returned None, NaN, infinity or over 1e+18"
 
 
 def test_an_earlier_failure_is_not_told_again(serve):

@@ -672,21 +672,22 @@ def test_columns_reach_the_reward_function(rewards, tmp_path):
 
 HUGE = """
 calls = 0
-def always(prompts, responses, **columns):  # their sum overflows float32
-    return [3e38 / (1 + i % 4) for i in range(len(responses))]
+def always(prompts, responses, **columns):  # times WEIGHT, their sum overflows float32
+    return [3e17 / (1 + i % 4) for i in range(len(responses))]
 
 def first(prompts, responses, **columns):
     global calls
     calls += 1
-    return always(prompts, responses) if calls == 1 else [float(len(r) % 3) for r in responses]
+    return always(prompts, responses) if calls == 1 else [len(r) % 3 * 1e-21 for r in responses]
 """
+WEIGHT = 1e21
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(base, tmp_path):
     (tmp_path / "huge.py").write_text(HUGE)
     values = variant(
         base, tmp_path, reward=f"{tmp_path / 'huge.py'}:first", eval_every=0, total_episodes=16, save_every=1,
-        kl_controller="adaptive",
+        kl_controller="adaptive", reward_weights=(WEIGHT,),
     )  # fmt: skip
     run_here(values)
     first, second = metrics_of(values)
@@ -701,8 +702,9 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(base, tmp_path):
 def test_too_many_skipped_updates_end_the_run(base, tmp_path, capsys):
     (tmp_path / "huge.py").write_text(HUGE)
     values = variant(
-        base, tmp_path, reward=f"{tmp_path / 'huge.py'}:always", eval_every=0, save_every=1, max_skipped_updates=5
-    )
+        base, tmp_path, reward=f"{tmp_path / 'huge.py'}:always", eval_every=0, save_every=1, max_skipped_updates=5,
+        reward_weights=(WEIGHT,),
+    )  # fmt: skip
     with pytest.raises(SystemExit) as end:
         run_here(values)  # four updates a step: ends in the second update of the second step
     errors = [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]

@@ -9,6 +9,7 @@ import math
 import pytest
 from conftest import make_tokenizer
 
+from plumbing.reward_worker import Worker
 from plumbing.rewards import Rewards
 
 # A call with 20 responses, of which the text is the row's number.
@@ -35,7 +36,7 @@ def async_generator(prompts, responses, **columns):
         for r in responses: yield 1.0
     return numbers()
 def big_integer(prompts, responses, **columns): return [10 ** 400] * 20
-def over_float32(prompts, responses, **columns): return [float(r) if int(r) % 2 else -1e39 for r in responses]
+def too_large(prompts, responses, **columns): return [float(r) if int(r) % 2 else -1e19 for r in responses]
 def some(prompts, responses, **columns):
     return [[None, float("nan"), float("inf"), float(r)][i % 4] for i, r in enumerate(responses)]
 def sleeps(prompts, responses, **columns): time.sleep(600)
@@ -99,7 +100,7 @@ CASES = {  # function: scores, what is said of those that are missing
     "a_number": (NONE, "TypeError: returned int '0'"),
     "async_generator": (NONE, "TypeError: returned async_generator "),
     "big_integer": (NONE, "OverflowError: "),
-    "over_float32": ([math.nan if i % 2 == 0 else i for i in range(20)], ""),
+    "too_large": ([math.nan if i % 2 == 0 else i for i in range(20)], ""),
     "some": ([i if i % 4 == 3 else math.nan for i in range(20)], ""),
     "sleeps": (NONE, "gave no answer within --reward_timeout 1 s"),
     "sleeps_deaf": (NONE, "gave no answer within --reward_timeout 1 s"),
@@ -148,3 +149,36 @@ def test_functions(worker, name):
     assert scores == pytest.approx(CASES[name][0], nan_ok=True)
     assert failure.startswith(CASES[name][1]) and bool(failure) == bool(CASES[name][1])
     assert scores_of(rewards, f"{path}:good") == (ALL, "")
+
+
+FILES = {  # a file: what is said of it, "" for a file that loads
+    "print('x' * 1000000)\ndef score(prompts, responses): return [1.0] * 20": "",
+    "import os\nos.write(1, b'{\"loaded\": false}\\n')\ndef score(prompts, responses): return [1.0] * 20": "",
+    "raise RuntimeError('no judge')": "RuntimeError: no judge",
+    "import no_such_judge": "ModuleNotFoundError: No module named 'no_such_judge'",
+    "def score(": "SyntaxError: ",
+    "raise SystemExit('gone')": "SystemExit: gone",
+    "import os; os._exit(4)": f"{LEFT}4",
+    "score = 3": "AttributeError: ",
+    "import time; time.sleep(600)": "gave no answer within ",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_files(tmp_path, capfd, monkeypatch, text):
+    """What a file does when it is imported: it loads, or one line says why it does not."""
+    receive = Worker.receive
+    if "sleep" in text:
+        monkeypatch.setattr(Worker, "receive", lambda worker, timeout: receive(worker, min(timeout, 0.5)))
+    path = tmp_path / "judge.py"
+    path.write_text(text)
+    name = f"{path}:score"
+    if not FILES[text]:
+        rewards = Rewards((name,), 5.0, make_tokenizer())
+        assert scores_of(rewards, name) == ([1.0] * 20, "")
+        rewards.close()
+        return
+    with pytest.raises(SystemExit) as end:
+        Rewards((name,), 5.0, make_tokenizer())
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
+    assert end.value.code == 2 and len(errors) == 1 and errors[0].startswith(f"error: --reward {name}: {FILES[text]}")

@@ -1,0 +1,163 @@
+"""Numbers that are not finite, in whole runs: none reaches the weights, each update that is skipped is counted.
+
+Scores and gradients that are not finite are in tests/test_run.py, single equations in tests/test_equations.py.
+"""
+
+import math
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+from helpers import all_finite, finite_or_null, folder_of, metrics_of, same_weights, steps_of, tensors_of
+from safetensors.torch import load_file, save_file
+
+SCRIPTS = ("grpo", "ppo", "rloo")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    values = helpers.workspace(tmp_path_factory.mktemp("numbers"))
+    return {**values, "eval_every": 0, "save_every": 1, "num_epochs": 1, "total_episodes": 24}
+
+
+def variant(base: dict, tmp_path, **changes) -> dict:
+    return {**base, "output_dir": str(tmp_path / "runs"), "run_name": "run", **changes}
+
+
+def change_weights(folder: str, part: str, **entries: float) -> None:
+    """Set entries of the first weights with `part` in their name: {"_3": value}."""
+    path = Path(folder) / "model.safetensors"
+    weights = load_file(path)
+    tensor = next(tensor for name, tensor in weights.items() if part in name)
+    for index, value in entries.items():
+        tensor.view(-1)[int(index.removeprefix("_"))] = value
+    save_file(weights, path, {"format": "pt"})
+
+
+def errors_of(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+
+
+# ---- weights that were NaN or infinite before the run ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    "script, flag",
+    [("grpo", "model"), ("grpo", "ref_model"), ("grpo", "reward"), ("ppo", "value_model"), ("reward_model", "model")],
+)
+def test_a_model_that_is_not_finite_is_refused(base, tmp_path, capsys, script, flag, value):
+    model = helpers.tiny_model(tmp_path / "model")
+    if flag in ("reward", "value_model"):
+        model = helpers.scalar_folder(model, tmp_path / "scalar")
+    change_weights(model, "down_proj", _5=value)
+    values = variant(base, tmp_path, **{flag: model})
+    if script == "reward_model":
+        pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "?"} for row in helpers.ROWS]
+        dataset = helpers.write_rows(tmp_path / "pairs.jsonl", pairs)
+        kept = {name: values[name] for name in ("model", "output_dir", "run_name", "eval_every")}
+        values = {**kept, "dataset": dataset, "batch_size": 2}
+    with pytest.raises(SystemExit) as end:
+        helpers.run_here(values, script)
+    (error,) = errors_of(capsys)
+    assert end.value.code == 2 and error.startswith(f"error: --{flag} {model}: its weights ")
+    assert "down_proj" in error and error.endswith(" are not finite") and not folder_of(values).exists()
+
+
+# ---- what goes wrong in a step --------------------------------------------------------------------------------------
+
+PENALTIES = [
+    ("grpo", "loss", "k3"), ("grpo", "loss", "full"), ("grpo", "reward", "k3"), ("ppo", "reward", "k1"),
+    ("ppo", "loss", "k3"), ("rloo", "reward", "k1"), ("rloo", "loss", "k2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script, place, estimator", PENALTIES)
+def test_a_reference_that_becomes_nan(base, tmp_path, capsys, monkeypatch, script, place, estimator):
+    """torch.clamp has a gradient of 0 for NaN, and advantages are 0 without a score: all the same nothing is trained
+    on as if there were no KL."""
+    module = __import__(script)
+    load_reference = module.load_reference
+
+    def poisoned(*args):
+        reference = load_reference(*args)
+        reference.model.model.norm.weight.data[3] = math.nan
+        return reference
+
+    monkeypatch.setattr(module, "load_reference", poisoned)
+    values = variant(base, tmp_path, kl_in=place, kl_estimator=estimator, max_skipped_updates=2)
+    with pytest.raises(SystemExit) as end:
+        helpers.run_here(values, script)
+    (error,) = errors_of(capsys)
+    assert end.value.code == 2 and error.startswith("error: --max_skipped_updates 2: the gradient was not finite in 3 ")
+    (row,) = metrics_of(values)
+    assert row["val/skipped_updates"] == 2 and row["objective/kl"] is None
+    assert steps_of(values) == ["step_1"] and same_weights(folder_of(values) / "checkpoints/step_1", values["model"])
+    assert all(x.isfinite().all() for x in tensors_of(folder_of(values) / "checkpoints/step_1").values())
+
+
+BIG = """
+def score(prompts, responses, **columns):
+    return [2000.0 * (i % 4) for i, _ in enumerate(responses)]
+"""
+
+
+@pytest.mark.parametrize(
+    "script, changes", [("grpo", {"loss": "dr_grpo"}), ("rloo", {}), ("ppo", {"whiten_advantages": False})]
+)
+def test_half_precision_that_overflows(base, tmp_path, script, changes):
+    """The scale of the loss is halved at each update that overflows, which is no fault of the learning rate; then the
+    run trains."""
+    (tmp_path / "big.py").write_text(BIG)
+    values = variant(
+        base, tmp_path, precision="fp16", reward=f"{tmp_path / 'big.py'}:score", max_skipped_updates=0, kl_coef=0.0,
+        total_episodes=56, **changes,
+    )  # fmt: skip
+    helpers.run_here(values, script)
+    rows = metrics_of(values)
+    skipped, scales = ([row[f"val/{name}"] for row in rows] for name in ("skipped_updates", "loss_scale"))
+    assert skipped[0] > 0 and skipped[-1] == 0
+    assert scales == [2.0 ** (16 - sum(skipped[: i + 1])) for i in range(len(rows))]
+    assert finite_or_null(rows) and rows[-1]["loss/grad_norm"] > 0
+    assert all_finite(folder_of(values) / "final") and not same_weights(folder_of(values) / "final", values["model"])
+
+
+# ---- tokens that a model masks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "script, changes",
+    [
+        ("grpo", {"kl_estimator": "full", "entropy_coef": 0.01, "weight_decay": 0.1}),
+        ("ppo", {"kl_estimator": "full", "kl_in": "reward", "top_p": 0.9}),
+        ("rloo", {"kl_estimator": "k3", "kl_in": "loss", "lora_rank": 2}),
+    ],
+)
+def test_logits_of_minus_infinity(base, tmp_path, script, changes):
+    """A head whose bias masks tokens: they are never sampled, and all numbers are finite."""
+    model = helpers.tiny_model(tmp_path / "phi", "phi")
+    change_weights(model, "lm_head.bias", **{f"_{i}": -math.inf for i in range(100, 200)})
+    values = variant(base, tmp_path, model=model, total_episodes=16, num_epochs=2, **changes)
+    helpers.run_here(values, script)
+    rows = metrics_of(values)
+    assert [row["val/skipped_updates"] for row in rows] == [0, 0] and None not in rows[-1].values()
+    weights = tensors_of(folder_of(values) / "final")
+    bias = next(tensor for name, tensor in weights.items() if name.endswith("lm_head.bias"))
+    assert (bias[100:200] == -torch.inf).all() and bias.isfinite().sum() == len(bias) - 100
+    assert not any(tensor.isnan().any() for tensor in weights.values())
+
+
+# ---- padding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_embedding_of_a_pad_token_that_is_a_word_trains(base, tmp_path, script):
+    """torch gives the row of `padding_idx`, which transformers takes from a model's configuration, no gradient."""
+    token = helpers.make_tokenizer().convert_tokens_to_ids("+")  # of every prompt
+    model = helpers.tiny_model(tmp_path / "model", pad_token_id=token, tie_word_embeddings=False)
+    values = variant(base, tmp_path, model=model, total_episodes=8, kl_coef=0.0)
+    helpers.run_here(values, script)
+    name = "model.embed_tokens.weight"
+    before, after = (helpers.weights_of(folder)[name] for folder in (model, folder_of(values) / "final"))
+    assert not torch.equal(before[token], after[token])
