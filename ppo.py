@@ -774,7 +774,7 @@ def main(args: Args) -> None:
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
     if args.value_model:
-        models.check_can_read("--value_model", args.value_model, tokenizer)
+        models.check_can_read("--value_model", args.value_model, tokenizer, args.model)
 
     # ---- setting up: models, optimizer, rollout ----
     precision = models.precision(args.precision, world.device)

@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import utils
 from plumbing import command_line, data, flags, lora, models, prompts
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.rows import arithmetic_pairs, read_rows
+from plumbing.rows import arithmetic_pairs, is_number, read_rows
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync
 
@@ -132,11 +132,6 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
 # ----------------------------------------------------------------------------------------------------------------
 # Preference pairs
 # ----------------------------------------------------------------------------------------------------------------
-
-
-def is_number(x) -> bool:
-    """Whether a value from a file is a number that a float can hold."""
-    return isinstance(x, (int, float)) and abs(x) < 1e300
 
 
 def read_pair(where: str, row: dict) -> tuple[list, list]:

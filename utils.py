@@ -39,6 +39,8 @@ def fail(message: str, local: bool = False) -> NoReturn:
         for bar in progress_bars:
             bar.close()  # ends its line
         message = " ".join(message.splitlines())  # names from files may hold line ends
+        if len(message) > 1000:
+            message = f"{message[:500]} ... {message[-400:]}"
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(EXIT_BAD_INPUT)
 

@@ -15,11 +15,12 @@ import re
 def gold_answer(answer) -> str:
     """Return the reference answer of a row: what follows the last "####" of a GSM8K solution, else the text itself.
 
-    A list of one answer, or its JSON text, is that answer. Raise ValueError for any other list and for None.
+    A list of one answer, or its JSON text, is that answer. Raise ValueError for other lists, objects and None.
     """
     answer = only_element(answer)
-    if answer is None or isinstance(answer, list):
-        raise ValueError("there is no answer" if answer is None else f"{answer!r:.60} is a list, not one answer")
+    if answer is None or isinstance(answer, (list, dict)):
+        kind = "a list" if isinstance(answer, list) else "an object"
+        raise ValueError("there is no answer" if answer is None else f"{answer!r:.60} is {kind}, not one answer")
     # A column of integers with gaps in it is read as floats.
     answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer
     return str(answer).rsplit("####", 1)[-1].strip()

@@ -11,17 +11,17 @@ import inspect
 import os
 import sys
 import textwrap
-from typing import Annotated
+from typing import Annotated, Callable
 
 import tyro
 from tyro import _errors  # where tyro keeps its hook for errors; requirements.txt pins the version
 
-from plumbing.config_file import config_words
+from plumbing.config_file import config_words, is_text
 from plumbing.flags import ConfigArgs
 from utils import fail
 
 
-def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
+def parse(cls: type, words: list[str] | None = None, title: str = "algorithm", beside: tuple[type, ...] = ()):
     """Parse a command line into the dataclass `cls`; `--help` has a group of flags for each of its base classes.
 
     --config FILE stands for the flags in that file, before all others.
@@ -29,6 +29,7 @@ def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
     Args:
         words: the command line without the program's name; None for that of this process.
         title: of the group of the flags that `cls` itself declares.
+        beside: further dataclasses, whose flags are read elsewhere, but are suggested for one that does not exist.
     Raises:
         SystemExit: with code 2, after a line that says what is wrong (from one rank of a node).
     """
@@ -51,7 +52,7 @@ def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
     about_config = tyro.conf.arg(help=docstrings(ConfigArgs)["config"])
     groups.append(("config", Annotated[str, about_config], dataclasses.field(default="")))
     words = sys.argv[1:] if words is None else words
-    with errors_in_a_line(cls, ConfigArgs):
+    with errors_in_a_line(words, flag_names(cls, ConfigArgs, *beside)):
         known, _ = tyro.cli(ConfigArgs, args=words, return_unknown_args=True, add_help=False)
         parsed = tyro.cli(
             dataclasses.make_dataclass("Flags", groups),
@@ -65,22 +66,44 @@ def parse(cls: type, words: list[str] | None = None, title: str = "algorithm"):
 
 def parse_ungrouped(cls: type, words: list[str] | None = None, **options):
     """Parse a command line by tyro.cli and its options; for commands of a few flags, which have no --config."""
-    with errors_in_a_line(cls):
+    words = sys.argv[1:] if words is None else words
+    with errors_in_a_line(words, flag_names(cls)):
         return tyro.cli(cls, args=words, **options)
 
 
-def errors_in_a_line(*classes: type):
-    """Return the context in which tyro's errors about flags of these classes are one line each, in place of a box."""
-    names = [field.name for cls in classes for field in dataclasses.fields(cls)]
-    return _errors.on_parse_error(functools.partial(refuse, names))
+def run_subcommand(commands: dict[str, Callable], words: list[str] | None = None, description: str = "") -> None:
+    """Call the function that a command line names first, with the flags that follow as its arguments."""
+    words = sys.argv[1:] if words is None else words
+    name = words[0] if words else ""
+    if name in ("-h", "--help"):
+        tyro.extras.subcommand_cli_from_dict(commands, args=words, description=description)
+    if name not in commands:
+        fail(f"{name or 'the first word'}: has to be one of {', '.join(commands)}")
+    with errors_in_a_line(words, list(inspect.signature(commands[name]).parameters)):
+        tyro.cli(commands[name], args=words[1:], prog=f"{os.path.basename(sys.argv[0])} {name}")
 
 
-def refuse(names: list[str], event: _errors.ParseErrorEvent) -> None:
+def flag_names(*classes: type) -> list[str]:
+    return [field.name for cls in classes for field in dataclasses.fields(cls)]
+
+
+def errors_in_a_line(words: list[str], names: list[str]):
+    """Return the context in which tyro's errors are one line each, in place of a box; `names`: of all flags."""
+    for word in words:
+        if not is_text(word):
+            fail(f"{word}: is no valid text")
+    return _errors.on_parse_error(functools.partial(refuse, words, names))
+
+
+def refuse(words: list[str], names: list[str], event: _errors.ParseErrorEvent) -> None:
     """End the run with a line for an error of tyro's; return for kinds that no flag here can have."""
     if isinstance(event, _errors.UnrecognizedArgs):
         word = event.tokens[0].partition("=")[0]
+        if "--" in words:
+            fail(f"{word}: stands behind --, where no flags are read")
         if not word.startswith("-"):
-            fail(f"{word}: no flag takes this word; flags of yes or no stand alone")
+            behind = flag_before(words, event.tokens[0])
+            fail(f"{word or repr(word)}{behind}: no flag takes this word; flags of yes or no stand alone")
         near = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), [*names, "help"], 1)
         fail(f"{word}: there is no such flag" + (f"; did you mean --{near[0]}?" if near else "; --help lists them"))
     if isinstance(event, _errors.MissingArgs):
@@ -92,6 +115,18 @@ def refuse(names: list[str], event: _errors.ParseErrorEvent) -> None:
     if isinstance(event, _errors.InstantiationFailure) and event.argument is not None:
         # Of a value that may be None, tyro lists the errors of all types; the last is that of the number.
         fail(f"{flag_of(event.argument)}: {event.message.rpartition(']: ')[2]}")
+
+
+def flag_before(words: list[str], word: str) -> str:
+    """Return " behind --flag" for a word of a command line that no flag takes; "" if none stands before it."""
+    flag = ""
+    for given in words:
+        name, _, value = given.partition("=")
+        if name.startswith("--"):
+            flag = f" behind {name}"
+        if word in (given, value):
+            break
+    return flag
 
 
 def flag_of(argument) -> str:

@@ -28,11 +28,18 @@ def config_words(path: str, cls: type) -> list[str]:
             if not isinstance(value, bool):
                 fail(f"--config {path}: {name} takes true or false, not {value!r}")
             words.append(f"--{'' if value else 'no-'}{name}")
-        elif isinstance(value, list) and isinstance(default, tuple):
-            words += [f"--{name}", *map(str, value)]
         elif value is not None:
-            words.append(f"--{name}={value}")
+            several = isinstance(value, list) and isinstance(default, tuple)
+            for part in value if several else [value]:
+                if part is None or isinstance(part, (bool, list, dict)) or not is_text(str(part)):
+                    fail(f"--config {path}: {name} takes text or numbers, not {part!r}")
+            words += [f"--{name}", *map(str, value)] if several else [f"--{name}={value}"]
     return words
+
+
+def is_text(word: str) -> bool:
+    """Return whether a word can be a name of a file, or be written to one: it has neither NUL nor half a character."""
+    return not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in word)
 
 
 def read_config(path: str) -> dict:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from plumbing.flags import NonNegativeInt, PositiveFloat, PositiveInt
+from plumbing.flags import NonNegativeInt, PositiveInt, Seconds
 from plumbing.prompts import encode_prompt
 from plumbing.tool_processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 from plumbing.turns import Turns
@@ -37,7 +37,7 @@ class ConversationArgs:
     """Most turns of the model in a response."""
     max_turn_length: NonNegativeInt = 0
     """Most tokens of a turn; 0: what is left of --max_response_length, which counts the observations, too."""
-    tool_timeout: PositiveFloat = 30.0
+    tool_timeout: Seconds = 30.0
     """Seconds that a call of a tool or an environment may take before its process is killed."""
     tool_call_pattern: str = ""
     """Regular expression of a tool call, with groups name and arguments (without name: the only tool), in place of the

@@ -10,7 +10,7 @@ from typing import Callable
 
 from tqdm import tqdm
 
-from plumbing.models import check_positions
+from plumbing.models import check_positions, check_vocabulary
 from plumbing.prompts import (
     ANSWER_COLUMNS,
     PROMPT_COLUMNS,
@@ -26,7 +26,7 @@ from plumbing.prompts import (
 )
 from plumbing.rewards import is_scored_by, named_sources, needs_answer
 from plumbing.rows import read_parts
-from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
+from plumbing.verifiers import VERIFIERS
 from utils import fail, generator, warn
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------
@@ -54,7 +54,8 @@ def load_train_and_eval(
 
 
 def check_lengths(args, prompts: list[dict]) -> None:
-    """End the run if the model cannot read the longest prompt with a response of --max_response_length."""
+    """End the run if the model cannot read all prompts, the longest with a response of --max_response_length."""
+    check_vocabulary(args.model, (row["query"] for row in prompts))
     longest = max(len(row["query"]) for row in prompts)
     check_positions(
         args.model, longest + args.max_response_length,
@@ -113,8 +114,7 @@ def encode_rows(
             prompts.append({**own, "dataset": name, "sources": sources, "columns": row})
             numbered[number] = prompts[-1]
     warn_of_overlong(where, too_long, len(rows))
-    if answer_for:
-        check_references(where, args.reward, numbered)
+    check_references(where, args.reward, numbered)
     column = args.verifier_column
     if column not in ("", "none") and not any(column in row for row in rows):
         warn(f"{where}: has no column {column!r}, which --verifier_column names, so every source scores its rows")
@@ -132,11 +132,12 @@ def check_references(where: str, names: tuple[str, ...], rows: dict[int, dict]) 
     Args:
         names: of --reward. rows: {number in the data set: prompt}.
     """
-    for name in [name for name in names if name in ANSWER_REWARDS]:
+    for name in [name for name in names if name in VERIFIERS and VERIFIERS[name].column]:
+        column = VERIFIERS[name].column
         unread, scored = {}, [number for number, row in rows.items() if is_scored_by(row, name)]
         for number in scored:
             try:
-                VERIFIERS[name].reference(rows[number]["answer"])
+                VERIFIERS[name].reference({**rows[number]["columns"], "answer": rows[number]["answer"]}.get(column))
             except ValueError as error:
                 unread[number] = error
         first = "; ".join(f"row {number}: {error}" for number, error in list(unread.items())[:3])
@@ -174,6 +175,7 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     """
     encode = lambda name, rows: encode_supervised(f"--ptx_dataset {name}", rows, tokenizer, stop_ids, args)
     supervised = load_parts("--ptx_dataset", args.ptx_dataset, args.ptx_split, encode)
+    check_vocabulary(args.model, (row["query"] + row["response"] for row in supervised))
     longest = max(len(row["query"]) + len(row["response"]) for row in supervised)
     check_positions(args.model, longest, f"--ptx_dataset {args.ptx_dataset}: its longest row")
     return supervised

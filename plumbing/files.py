@@ -40,6 +40,26 @@ def why_not_written(error: BaseException) -> str:
     return getattr(error, "strerror", None) or first_line(error)
 
 
+def run_folder(output_dir: str, name: str) -> str:
+    """Return the folder of a run in --output_dir; end the run if there can be none of this name."""
+    folder = os.path.join(output_dir, name)
+    if not output_dir:
+        fail("--output_dir: is empty; . is the folder that you are in")
+    if not os.path.normpath(os.path.join("/output", name)).startswith("/output/"):
+        fail(f"--run_name {name}: has to name a folder in --output_dir")
+    try:
+        os.stat(folder)
+    except FileNotFoundError:
+        parent = os.path.abspath(output_dir)
+        while not os.path.exists(parent):
+            parent = os.path.dirname(parent)
+        if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+            fail(f"--output_dir {output_dir}: {parent} is no folder that can be written to")
+    except OSError as error:  # too long a name, a file on the way
+        fail(f"--output_dir {output_dir}: cannot make {folder} ({error.strerror})")
+    return folder
+
+
 def replace_file(path: str, text: str) -> None:
     """Write a file that has its old or its new content, whatever happens meanwhile."""
     with writing(path):

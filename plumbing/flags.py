@@ -9,26 +9,42 @@ Imports utils only.
 import math
 from dataclasses import dataclass
 from typing import Annotated, Callable, Literal
+from urllib.parse import urlsplit
 
 from tyro.constructors import PrimitiveConstructorSpec
 
 from utils import fail, warn
 
+LARGEST = {int: 10**15, float: 1e30}
 
-def in_range(kind: type, allowed: Callable, meaning: str):
-    """Return the type of a flag whose values are finite numbers for which `allowed` holds; others raise ValueError."""
 
-    def read(words: list[str]):
+def in_range(kind: type, allowed: Callable, meaning: str, several: bool = False):
+    """Return the type of a flag whose value is a finite number for which `allowed` holds; others raise ValueError.
+
+    Larger numbers than LARGEST have no use, and no place in int64 or float32. With `several`, the flag takes any number
+    of values, and gives a tuple.
+    """
+
+    def read(word: str):
+        shown = word or "''"
         try:
-            value = kind(words[0])
+            value = kind(word)
         except ValueError:
-            raise ValueError(f"has to be {'a whole number' if kind is int else 'a number'}, not {words[0]}") from None
-        if not (math.isfinite(value) and allowed(value)):
-            raise ValueError(f"has to be {meaning}, not {words[0]}")
+            raise ValueError(f"has to be {'a whole number' if kind is int else 'a number'}, not {shown}") from None
+        if not (abs(value) <= LARGEST[kind] and allowed(value)):
+            limit = f" and at most {LARGEST[kind]:g}" if LARGEST[kind] < value < math.inf else ""
+            raise ValueError(f"has to be {meaning}{limit}, not {shown}")
         return value
 
+    name = kind.__name__.upper()
+    if several:
+        spec = PrimitiveConstructorSpec(
+            nargs="*", metavar=f"[{name} [{name} ...]]", instance_from_str=lambda words: tuple(map(read, words)),
+            is_instance=lambda value: isinstance(value, tuple), str_from_instance=lambda value: list(map(str, value)),
+        )  # fmt: skip
+        return Annotated[tuple[kind, ...], spec]
     spec = PrimitiveConstructorSpec(
-        nargs=1, metavar=kind.__name__.upper(), instance_from_str=read,
+        nargs=1, metavar=name, instance_from_str=lambda words: read(words[0]),
         is_instance=lambda value: isinstance(value, (int, float)), str_from_instance=lambda value: [str(value)],
     )  # fmt: skip
     return Annotated[kind, spec]
@@ -36,8 +52,12 @@ def in_range(kind: type, allowed: Callable, meaning: str):
 
 PositiveInt = in_range(int, lambda x: x > 0, "above 0")
 NonNegativeInt = in_range(int, lambda x: x >= 0, "0 or more")
+PositiveInts = in_range(int, lambda x: x > 0, "above 0", several=True)
 Float = in_range(float, lambda x: True, "a finite number")
+Floats = in_range(float, lambda x: True, "a finite number", several=True)
+Port = in_range(int, lambda x: 0 <= x < 2**16, "between 0 and 65535")
 PositiveFloat = in_range(float, lambda x: x > 0, "above 0")
+Seconds = in_range(float, lambda x: 0 < x <= 1e6, "above 0 and at most 1e6")
 NonNegativeFloat = in_range(float, lambda x: x >= 0, "0 or more")
 Share = in_range(float, lambda x: 0 <= x <= 1, "between 0 and 1")
 PositiveShare = in_range(float, lambda x: 0 < x <= 1, "above 0 and at most 1")
@@ -185,13 +205,13 @@ class ScoringArgs:
     sources, dataset in rows with ground_truth (open-instruct's); none: every source scores every row."""
     reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
     """Take a reward model's score as it is, minus the mean that its config carries, or divided by its deviation too."""
-    reward_timeout: PositiveFloat = 30.0
+    reward_timeout: Seconds = 30.0
     """Seconds that one call of a reward source may take before it is killed and its sample left out."""
 
 
 @dataclass
 class RewardArgs(ScoringArgs):
-    reward_weights: tuple[Float, ...] = ()
+    reward_weights: Floats = ()
     """Weight of each reward source in their sum; default: 1 each. A source of weight 0 is only measured."""
 
 
@@ -225,6 +245,17 @@ class RolloutArgs(SamplingArgs):
     logits_chunk_tokens: NonNegativeInt = 0
     """Response tokens whose logits exist at once, recomputed in the backward pass. Memory and speed only. 0: 512, or up
     to 4,096 where that still fits into 80 % of a GPU."""
+
+
+def check_address(flag: str, address: str) -> None:
+    """End the run unless an address is of the form http://host:port."""
+    try:
+        parts = urlsplit(address)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port over 65535, or no IPv6 address in brackets
+        valid = False
+    if not valid or len(address.split()) > 1:
+        fail(f"{flag} {address}: is no address, such as http://10.0.0.2:8000")
 
 
 def check_training_args(args) -> None:
@@ -275,6 +306,8 @@ def check_rollout_args(args) -> None:
         fail(f"--rollout_correction_cap {args.rollout_correction_cap}: takes at least 1 with --rollout_correction mask")
     if (args.rollout_backend == "server") != bool(args.rollout_servers):
         fail("--rollout_backend server and --rollout_servers ADDRESS ... go together")
+    for address in args.rollout_servers:
+        check_address("--rollout_servers", address)
     if args.vllm_tensor_parallel > 1 and args.rollout_backend != "vllm":
         fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: takes --rollout_backend vllm")
     if args.vllm_tensor_parallel > 1 and args.async_steps:

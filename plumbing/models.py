@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import Callable, Iterable, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -62,7 +62,7 @@ def read_tokenizer(flag: str, name: str):
     """Return a model's tokenizer, which pads on the left; end the run if there is none."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # files of any content; the tokenizers' own errors are plain ones
         fail(f"{flag} {name}: no tokenizer could be loaded from it ({first_line(error)})")
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
         fail(f"{flag} {name}: has no tokenizer")
@@ -104,9 +104,13 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
     if stop_token == "eos":
         try:
             configured = GenerationConfig.from_pretrained(model_name).eos_token_id
-        except OSError:  # a model may come without generation defaults
-            configured = None
+        except OSError as error:
+            if "valid JSON" in str(error):
+                fail(f"--model {model_name}: {first_line(error)}")
+            configured = None  # a model may come without generation defaults
         ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+        if not all(isinstance(token, int) for token in ids):
+            fail(f"--model {model_name}: its generation_config.json has an eos_token_id that is no number")
         if not ids:
             fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
         return sorted(ids, key=lambda token: (token != tokenizer.eos_token_id, token))
@@ -120,7 +124,7 @@ def load_config(flag: str, name: str):
     """Return a model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: no dropout in the policy)."""
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # files of any content
         fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
     for key in config.to_dict():
         is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
@@ -134,6 +138,14 @@ def check_positions(name: str, length: int, what: str) -> None:
     most = getattr(load_config("--model", name).get_text_config(), "max_position_embeddings", None)
     if most and length > most:
         fail(f"{what}: makes {length} tokens, and --model {name} has {most} positions")
+
+
+def check_vocabulary(name: str, sequences: Iterable[list[int]]) -> None:
+    """End the run if --model `name` has no embedding of a token id that its tokenizer gave."""
+    size = getattr(load_config("--model", name).get_text_config(), "vocab_size", None)
+    highest = max(map(max, sequences))
+    if size and highest >= size:
+        fail(f"--model {name}: has {size} tokens, and its tokenizer writes token {highest}: they do not fit together")
 
 
 def load_model(
@@ -242,10 +254,13 @@ def scalar_config(flag: str, name: str) -> tuple:
     return config, trained
 
 
-def check_can_read(flag: str, name: str, tokenizer) -> None:
-    """End the run unless a model's tokenizer gives every token the id that the policy's `tokenizer` gives it."""
+def check_can_read(flag: str, name: str, tokenizer, policy: str) -> None:
+    """End the run unless a model knows every token that --model `policy` writes by the id that `tokenizer` gives it."""
     if difference := vocabulary_difference(tokenizer, read_tokenizer(flag, name)):
         fail(f"{flag} {name}: cannot read what --model writes: its vocabulary {difference}")
+    ours, theirs = (load_config(*model).get_text_config().vocab_size for model in (("--model", policy), (flag, name)))
+    if theirs < min(ours, 1 + max(tokenizer.get_vocab().values())):
+        fail(f"{flag} {name}: cannot read what --model writes: it has {theirs} tokens, --model {ours}")
 
 
 def vocabulary_difference(ours, theirs) -> str:

@@ -13,6 +13,8 @@ ANSWER_COLUMNS = (
     "answer", "ground_truth", "reward_model.ground_truth", "solution_text", "solution", "tgt", "completion"
 )  # fmt: skip
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # of turns; a chat template may have others
+
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
@@ -28,8 +30,10 @@ def value_at(row: dict, column: str | None):
 
 
 def is_filled(value) -> bool:
-    """Return whether a row says anything in a column: neither null, nor empty or blank."""
-    return value is not None and value not in ([], {}) and (not isinstance(value, str) or bool(value.strip()))
+    """Return whether a row says anything in a column: neither null or NaN (pandas' null), nor empty or blank."""
+    if value is None or value != value or value in ([], {}):
+        return False
+    return not isinstance(value, str) or bool(value.strip())
 
 
 def find_column(
@@ -65,6 +69,8 @@ def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_c
         prompt, said = prompt[:-1], text_of(where, prompt[-1])
         if not prompt:
             fail(f"{where}: has a turn of the assistant and nothing before it")
+        if is_turn_of_assistant(prompt):
+            fail(f"{where}: ends with two turns of the assistant")
         answer = answer if is_filled(answer) else said
     if answer is None and is_filled(row.get("instruction_id_list")):  # IFEval's rows, for the reward ifeval
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
@@ -128,6 +134,8 @@ def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
         if not (isinstance(prompt, list) and prompt and all(map(is_turn, prompt))):
             fail(f"{where}: a prompt is text or a list of messages with role and content, not {str(prompt)[:60]!r}")
         messages = [{**turn, "content": text_of(where, turn)} for turn in prompt]
+        if not messages[-1]["content"].strip():
+            fail(f"{where}: the last turn of the prompt is empty")
     if system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return messages
@@ -155,10 +163,17 @@ def encode_prompt(
         text = bos + text if prompt.startswith(bos) else text
         ids = encode_text(where, text, tokenizer)
     else:
+        for role in {turn["role"] for turn in messages} - set(ROLES):
+            named = any(f"{quote}{role}{quote}" in str(tokenizer.chat_template) for quote in "'\"")
+            if not named:  # it would be left out, or shown as it is
+                fail(f"{where}: has a turn of {role!r}; the roles are {', '.join(ROLES)}")
         try:
             text = tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates are programs of their own and raise whatever they like
             fail(f"{where}: the chat template of --model refuses it ({first_line(error)})")
+        last = messages[-1]
+        if last["role"] == "user" and not any(word in text for word in last["content"].split()):
+            fail(f"{where}: the chat template of --model leaves out its last turn")
         ids = encode_text(where, text, tokenizer, special=False)  # the template has written the special tokens
     if not ids:
         fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")

@@ -12,7 +12,7 @@ import socket
 from dataclasses import asdict, dataclass, field
 
 from plumbing.checkpoints import checkpoint_folders
-from plumbing.files import damage, read_jsonl, replace_file, writing
+from plumbing.files import damage, read_jsonl, replace_file, run_folder, writing
 from plumbing.run_log import git_commit, versions
 from utils import fail, first_line, warn
 
@@ -55,13 +55,8 @@ def find(args, script: str) -> Origin:
     """
     parts = [os.path.basename(part.rstrip("/")) for part in (script.removesuffix(".py"), args.model, args.dataset)]
     name = args.run_name or "__".join([*parts, str(args.seed)])
-    origin = Origin(os.path.join(args.output_dir, name), as_json(args))
+    origin = Origin(run_folder(args.output_dir, name), as_json(args))
     if not os.path.exists(origin.folder):
-        parent = os.path.abspath(args.output_dir)
-        while not os.path.exists(parent):
-            parent = os.path.dirname(parent)
-        if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
-            fail(f"--output_dir {args.output_dir}: {parent} is no folder that can be written to")
         return origin
     if not args.resume:
         way_out = "go on from its last checkpoint with --resume, or take another name"

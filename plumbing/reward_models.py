@@ -29,6 +29,7 @@ class ModelSource:
         if not trained:
             fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
         self.positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+        self.vocabulary = getattr(config.get_text_config(), "vocab_size", None) or math.inf
         self.difference = vocabulary_difference(tokenizer, self.tokenizer)
         known = set(self.tokenizer.get_vocab().values())
         ours = set() if self.difference else set(tokenizer.get_vocab().values())
@@ -88,6 +89,8 @@ class ModelSource:
         """Return prompt and response as token ids of the reward model; [] and `failure` if it cannot read them."""
         try:
             ids = self._read_text(row, text) if self.difference else row["query"] + response
+            if max(ids) >= self.vocabulary:
+                raise ValueError(f"token {max(ids)} is in it, and the model has {self.vocabulary} tokens")
             if len(ids) > self.positions:
                 raise ValueError(
                     f"it makes {len(ids)} tokens with its response, and the model has {self.positions} positions"

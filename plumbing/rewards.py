@@ -7,8 +7,8 @@ NaN, infinity or over 1e18 gives no score: never a silent zero.
 Where rows name their sources, as in open-instruct's mixtures, the others do not count for them: see `named_sources`.
 
 Rooms: plumbing/reward_processes.py, plumbing/reward_models.py, and plumbing/reward_client.py where a reward server is
-named (the sources); plumbing/reward_worker.py (what a score is), plumbing/verifiers.py (names of the built-in sources)
-and plumbing/prompts.py (whether a column is filled).
+named (the sources); plumbing/reward_worker.py (what a score is), plumbing/verifiers.py (names of the built-in sources),
+plumbing/prompts.py (whether a column is filled) and plumbing/flags.py (what is an address).
 """
 
 import atexit
@@ -16,6 +16,7 @@ import os
 
 import torch
 
+from plumbing.flags import check_address
 from plumbing.prompts import is_filled
 from plumbing.reward_models import ModelSource
 from plumbing.reward_processes import Workers, WorkerSource
@@ -60,6 +61,8 @@ def check_sources(names: tuple[str, ...], weights: tuple[float, ...] = ()) -> No
         fail("--reward: names no source")
     if len(set(names)) < len(names):
         fail(f"--reward {' '.join(names)}: names a source twice")
+    for name in filter(is_server, names):
+        check_address("--reward", name)
     if weights and len(weights) != len(names):
         fail(f"--reward_weights: has {len(weights)} weights for {len(names)} sources in --reward")
     if weights and not any(weights):

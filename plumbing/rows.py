@@ -139,18 +139,23 @@ def read_parts(flag: str, name: str, split: str) -> list[tuple[str, list[dict], 
         at, weight, path = f"{flag} {name} entry {number}", entry.get("prob"), entry.get("filepath")
         for key in entry.keys() - {"prob", "filepath", "split"}:
             fail(f"{at}: has {key!r}, but takes prob, filepath and split")
-        named, numeric = isinstance(path, str) and path.strip(), isinstance(weight, (int, float))
-        if not named or not numeric or not 0 < weight < 1e300:
+        named = isinstance(path, str) and path.strip()
+        if not named or not is_number(weight) or weight <= 0:
             fail(f"{at}: takes a prob above 0 and a filepath, not {str(entry)[:60]}")
         if not isinstance(entry.get("split", ""), str):
             fail(f"{at}: split takes a name, not {entry['split']!r}")
         in_folder = os.path.join(os.path.dirname(name), path)
         source = in_folder if os.path.exists(in_folder) else path
-        part = read_rows(flag, source, entry.get("split", split))
+        part = read_rows(at, source, entry.get("split", split))
         if is_list_of_data_sets(source, part):  # itself, perhaps
             fail(f"{flag} {source}: is a list of data sets and stands in another, {name}")
         parts.append((f"{path}:{entry['split']}" if "split" in entry else path, part, float(weight)))
     return parts
+
+
+def is_number(value) -> bool:
+    """Return whether a value of a file is a number that a float can hold; true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def is_list_of_data_sets(name: str, rows: list[dict]) -> bool:

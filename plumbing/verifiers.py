@@ -72,6 +72,13 @@ def roles_of(answer) -> dict[str, str]:
     return known
 
 
+def read_source(source) -> tuple[str, int, int, int]:
+    """Return (task, size, seed, index) of the column "reasoning_gym". Raise ValueError for anything else."""
+    if not (isinstance(source, list) and len(source) == 4):
+        raise ValueError('the row has no column "reasoning_gym": it is not from --dataset reasoning_gym:TASK')
+    return tuple(source)
+
+
 def reasoning_gym(response: str, source) -> float:
     """Return the score of the reasoning_gym task itself, often between 0 and 1 for an answer that is partly right.
 
@@ -82,9 +89,7 @@ def reasoning_gym(response: str, source) -> float:
     Args:
         source: [task, size, seed, index], from which the problem is made again: the row's column "reasoning_gym".
     """
-    if not (isinstance(source, list) and len(source) == 4):
-        raise ValueError('the row has no column "reasoning_gym": it is not from --dataset reasoning_gym:TASK')
-    task, size, seed, index = source
+    task, size, seed, index = read_source(source)
     dataset = reasoning_gym_dataset(task, size, seed)
     entry = dataset[index]
     try:
@@ -114,6 +119,13 @@ def code(response: str, answer, seconds: float = 24.0) -> float:
     return float(passes(response, answer, seconds))
 
 
+def read_tests(answer):
+    """Return the tests of a row. Raise ValueError for tests of another form."""
+    from plumbing import code_tests
+
+    return code_tests.read_tests(answer)
+
+
 class Verifier(NamedTuple):
     """A built-in reward."""
 
@@ -128,10 +140,10 @@ VERIFIERS = {
     "math": Verifier(math, "answer", "math-verify", reference=reference_text, limit=LIMIT),
     "gsm8k": Verifier(gsm8k, "answer", reference=gold_number),
     "exact": Verifier(exact, "answer", reference=gold_answer),
-    "code": Verifier(code, "answer"),
+    "code": Verifier(code, "answer", reference=read_tests),
     "knights": Verifier(knights, "answer", reference=roles_of),
     "format": Verifier(format, ""),
     "ifeval": Verifier(ifeval, "answer", "if-verifiable", reference=constraints_of),
-    "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning-gym"),
+    "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning-gym", reference=read_source),
 }
 ANSWER_REWARDS = tuple(name for name, verifier in VERIFIERS.items() if verifier.column == "answer")

@@ -16,6 +16,7 @@ Runs that are compared take turns, each in a process of its own, and are shown i
 over the runs of the median step, the first two left out; a step lasts from the end of the one before to its own end.
 """
 
+import importlib.util
 import json
 import math
 import os
@@ -29,21 +30,23 @@ import tempfile
 import time
 import zlib
 from importlib import metadata
+from typing import Annotated, Literal
 from unittest import mock
 
 import torch
 import transformers
-import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
 from plumbing import checkpoints, rewards, run, run_log, verifiers
-from plumbing.command_line import parse
+from plumbing.command_line import parse, run_subcommand
 from plumbing.conversations import load_conversations
+from plumbing.flags import PositiveInt, in_range
 from plumbing.rows import arithmetic_rows
 
-app, TINY, GPU = tyro.extras.SubcommandApp(), os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
+TINY, GPU = os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
 SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabulary
     "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B
     "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B
@@ -54,12 +57,26 @@ SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabula
     "long tail": (64, 2, 4, 2, 256, 64),
     "large vocabulary": (64, 2, 4, 2, 256, 151_936),
 }
+Shape = Literal[tuple(SHAPES)]
 # Of all runs: the demo's task without a system turn, KL, evaluation and checkpoints.
 RUN = {
     "dataset": "arithmetic", "system_prompt": "", "reward": "gsm8k", "max_prompt_length": 16, "group_size": 8,
     "adam_beta2": 0.95, "warmup_ratio": 0, "kl_coef": 0, "eval_every": 0, "save_every": 0, "log_samples": 0,
     "logits_chunk_tokens": 512, "micro_batch_tokens": 4096, "run_name": "run",
 }  # fmt: skip
+
+
+def output_file(words: list[str]) -> str:
+    """Return the name of the file to write. Raise ValueError, before anything is measured, if that cannot be done."""
+    (name,) = words
+    if os.path.isdir(name) or not os.access(os.path.dirname(name) or ".", os.W_OK):
+        raise ValueError(f"{name} is no file that can be written")
+    return name
+
+
+OutputFile = Annotated[
+    str, PrimitiveConstructorSpec(1, "FILE", output_file, lambda name: isinstance(name, str), lambda name: [name])
+]
 
 
 def report(output: str, title: str, about: list[str], *tables: list) -> None:
@@ -205,6 +222,9 @@ CASES = {
 }
 
 
+Case = Literal[tuple(CASES)]
+
+
 def trl_cases(work: str) -> dict[str, tuple[dict, int]]:
     """Make models and prompts in a folder; return by case the flags of grpo.py, and TRL's micro-batch in responses."""
     prompts, tail, large = (os.path.join(work, name) for name in ("arithmetic.jsonl", "tail", "large"))
@@ -283,8 +303,9 @@ def run_trl(folder: str, flags: dict, micro_batch: int) -> dict:
     return {"steps": steps, "peak": memory.mib}
 
 
-@app.command
-def trl(rounds: int = 5, threads: int = 1, cases: tuple[str, ...] = tuple(CASES), output: str = "") -> None:
+def trl(
+    rounds: PositiveInt = 5, threads: PositiveInt = 1, cases: tuple[Case, ...] = tuple(CASES), output: OutputFile = "",
+) -> None:  # fmt: skip
     """Time grpo.py and TRL's GRPOTrainer side by side on the CPU.
 
     A pair is one process of each, one after the other: the same model, prompts, loss, optimizer, reward, float32
@@ -297,6 +318,8 @@ def trl(rounds: int = 5, threads: int = 1, cases: tuple[str, ...] = tuple(CASES)
         cases: which of the cases.
         output: Markdown file to write; each step's numbers go into a .json file of the same name.
     """
+    if importlib.util.find_spec("trl") is None:
+        utils.fail("trl: the package trl is not installed here; the top of this file says how to")
     with tempfile.TemporaryDirectory() as work:
         results = {}
         for case, (flags, micro_batch) in trl_cases(work).items():
@@ -320,10 +343,10 @@ VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_atten
 VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
 
 
-@app.command
 def training(
-    shapes: tuple[str, ...] = ("0.5b", "1.5b"), variants: tuple[str, ...] = VARIANTS, base: tuple[str, ...] = (),
-    sequences: int = 16, length: int = 1024, rounds: int = 3, steps: int = 3, output: str = "",
+    shapes: tuple[Shape, ...] = ("0.5b", "1.5b"), variants: tuple[str, ...] = VARIANTS, base: tuple[str, ...] = (),
+    sequences: in_range(int, lambda x: x > 0 and x % 8 == 0, "a multiple of 8") = 16, length: PositiveInt = 1024,
+    rounds: PositiveInt = 3, steps: PositiveInt = 3, output: OutputFile = "",
 ) -> None:  # fmt: skip
     """Time an update (forward, backward, AdamW) and a pass for log-probs of one micro-batch, with random weights.
 
@@ -359,8 +382,7 @@ def training(
 # ---- rollouts --------------------------------------------------------------------------------------------------------
 
 
-@app.command(name="rollout")
-def measure_rollouts(rounds: int = 3, steps: int = 8, output: str = "") -> None:
+def measure_rollouts(rounds: PositiveInt = 3, steps: PositiveInt = 8, output: OutputFile = "") -> None:
     """Time steps with rollouts by transformers and by vLLM, before the training and during it, where what is shown as
     the rollout is the waiting for it.
 
@@ -428,8 +450,10 @@ def run_turns(folder: str, flags: dict, more: list[str]) -> dict:
     return {"steps": steps, "peak": memory.mib}
 
 
-@app.command
-def turns(turns: int = 8, turn_length: int = 32, rounds: int = 3, steps: int = 4, output: str = "") -> None:
+def turns(
+    turns: PositiveInt = 8, turn_length: PositiveInt = 32, rounds: PositiveInt = 3, steps: PositiveInt = 4,
+    output: OutputFile = "",
+) -> None:  # fmt: skip
     """Time rollouts of conversations by vLLM beside those of single turns with as many tokens.
 
     The models are random and hardly ever stop. The environment answers each turn with one token.
@@ -491,8 +515,7 @@ def score_seconds(source: str, timeout: float, texts: list[str], answer, repeats
     return statistics.median(taken)
 
 
-@app.command(name="rewards")
-def measure_rewards(responses: int = 512, repeats: int = 5, output: str = "") -> None:
+def measure_rewards(responses: PositiveInt = 512, repeats: PositiveInt = 5, output: OutputFile = "") -> None:
     """Measure reward sources: responses a second on one core, by way of a reward server, and what stuck calls cost.
 
     Args:
@@ -535,8 +558,7 @@ def wasted(lengths: list[int], budget: int, ranks: int) -> tuple[float, int]:
     return 1 - sum(lengths) / ranks / slowest, len(cuts[0])
 
 
-@app.command
-def padding(draws: int = 20, output: str = "") -> None:
+def padding(draws: PositiveInt = 20, output: OutputFile = "") -> None:
     """Count how many of the tokens that ranks compute are padding, or stand for waiting for the rank with the longest
     rows. Lengths are drawn; nothing is computed but the cuts of `utils.micro_batches`.
 
@@ -558,8 +580,13 @@ def padding(draws: int = 20, output: str = "") -> None:
     report(output, "Padding and waiting", [f"{count} rows, mean of {draws} draws (micro-batches a rank)"], table)
 
 
+COMMANDS = {
+    "trl": trl, "training": training, "rollout": measure_rollouts, "turns": turns, "rewards": measure_rewards,
+    "padding": padding,
+}  # fmt: skip
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--call"]:  # by `compare`
         print(json.dumps(globals()[sys.argv[2]](*json.loads(sys.argv[3]))))
     else:
-        app.cli(description=__doc__)
+        run_subcommand(COMMANDS, description=__doc__)

@@ -42,7 +42,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
-from plumbing import checkpoints, command_line, data, flags, models, run_log
+from plumbing import checkpoints, command_line, data, files, flags, models, run_log
 from plumbing.answers import harness_answer, harness_text, plain_answer, voted_answer
 from plumbing.conversations import Conversation, ConversationArgs, Conversations, load_conversations
 from plumbing.evaluation import conversation_metrics
@@ -65,7 +65,7 @@ class Args(
     """End for a prompt over --max_prompt_length, or leave such prompts out, and count them in a line."""
     samples: flags.in_range(int, lambda x: 0 <= x <= 512, "between 0 and 512") = 0
     """Responses a prompt (n); 0: 8, or 1 if --temperature is 0."""
-    k: tuple[flags.PositiveInt, ...] = ()
+    k: flags.PositiveInts = ()
     """The k of pass@k and maj@k; default: the powers of two up to n."""
     temperature: flags.NonNegativeFloat = 1.0
     """Sampling temperature; 0 for the greedy response."""
@@ -100,7 +100,7 @@ def check_args(args: Args) -> tuple[str, int, tuple[int, ...]]:
             utils.fail(f"--temperature {args.temperature}: --backend vllm takes at most 2")
     model = "-".join(os.path.normpath(args.model).split(os.sep)[-2:])  # final/ is the name of many
     dataset = os.path.basename(os.path.normpath(args.dataset))
-    folder = os.path.join(args.output_dir, args.run_name or f"evaluate__{model}__{dataset}__{args.seed}")
+    folder = files.run_folder(args.output_dir, args.run_name or f"evaluate__{model}__{dataset}__{args.seed}")
     if os.path.exists(folder):
         utils.fail(f"--run_name {os.path.basename(folder)}: {folder} exists; take another name")
     return folder, n, tuple(sorted(set(args.k))) or tuple(2**i for i in range(n.bit_length()))

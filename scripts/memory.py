@@ -35,7 +35,7 @@ def read_args(words: list[str] | None = None) -> tuple[Args, object, list[memory
     if not os.path.isfile(os.path.join(ROOT, f"{name}.py")):
         fail(f"--algorithm {own.algorithm}: there is no such script")
     script = importlib.import_module(name)
-    args = command_line.parse(script.Args, words)
+    args = command_line.parse(script.Args, words, beside=(Args,))
     for name in ("sequence_parallel", "shard_group_size"):
         size = getattr(args, name) or own.gpus
         if own.gpus % size:

@@ -50,7 +50,7 @@ from starlette.requests import ClientDisconnect
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 from plumbing import command_line, models, prompts
-from plumbing.flags import Float, PositiveFloat, PositiveInt
+from plumbing.flags import Floats, Port, PositiveFloat, PositiveInt, Seconds
 from plumbing.prompts import is_filled
 from plumbing.rewards import (
     Rewards,
@@ -73,12 +73,12 @@ class Args:
     reward: tuple[str, ...]
     """Sources of the score: math, gsm8k, exact, code, knights, format, ifeval, reasoning_gym,
     path/to/file.py:function, or a reward model's folder or hub name."""
-    reward_weights: tuple[Float, ...] = ()
+    reward_weights: Floats = ()
     """Weight of each source, in the order of --reward; default: 1 each."""
     verifier_column: str = ""
     """Column of a request with the sources of --reward, a name or a list, that alone score a row. Default: verifier or,
     with several sources, dataset in rows with ground_truth; none: every source scores every row."""
-    reward_timeout: PositiveFloat = 10.0
+    reward_timeout: Seconds = 10.0
     """Seconds that one call of a reward source may take before it is killed and its sample left out. Shorter than that
     of the runs which ask: theirs is for all of a request, the wait for its turn included."""
     reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
@@ -86,12 +86,12 @@ class Args:
     host: str = "127.0.0.1"
     """Address to listen at, 0.0.0.0 for all of the machine's; one that other machines reach takes a key in the variable
     REWARD_API_KEY."""
-    port: int = 8731
+    port: Port = 8731
     """Port to listen at; 0 for a free one, which the first line of output names."""
     max_body_mb: PositiveFloat = 64.0
     """MB (2^20 bytes) of a request's body; a larger one is refused before it is held in memory. Scoring a body takes
     several times its size."""
-    body_timeout: PositiveFloat = 60.0
+    body_timeout: Seconds = 60.0
     """Seconds that a request's body may take to arrive."""
     stop_token: str = "eos"
     """Token that ends a response for a reward model: eos or the text of one token."""
@@ -105,7 +105,7 @@ class Batch(BaseModel):
     """The body of a request."""
 
     src: list[str | list[dict]]
-    tgt: list[str | int | float | None]
+    tgt: list[str | bool | int | float | None]
     response: list[str]
     columns: dict[str, list] = {}
 

@@ -31,7 +31,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 from plumbing import command_line, models
-from plumbing.flags import NonNegativeFloat, NonNegativeInt, PositiveInt
+from plumbing.flags import NonNegativeFloat, NonNegativeInt, Port, PositiveInt
 from plumbing.vllm_engine import PREFILL_TOKENS
 
 
@@ -41,7 +41,7 @@ class Args:
     """Folder or hub name of the model that the run trains, or of one of the same shapes: the run sends all weights."""
     host: str = "127.0.0.1"
     """Address to listen on; one that other machines reach takes a key in the variable VLLM_API_KEY."""
-    port: NonNegativeInt = 8000
+    port: Port = 8000
     """Port to listen on; 0 for a free one, which is named in the line that says `serving`."""
     tensor_parallel: PositiveInt = 1
     """GPUs that share the model."""

@@ -272,7 +272,7 @@ def test_flags(refuses, named, changes):
         ("eval_every", -1, "0 or more"),
         ("eval_prompts", -1, "0 or more"),
         ("eval_samples", 0, "above 0"),
-        ("reward_timeout", 0.0, "above 0"),
+        ("reward_timeout", 0.0, "above 0 and at most 1e6"),
         ("log_samples", -1, "0 or more"),
         ("max_skipped_updates", -1, "0 or more"),
         ("sapo_tau_positive", 0.0, "above 0"),
@@ -301,8 +301,8 @@ COMMAND_LINES = {
     "--hepl": f"--hepl: {NO_FLAG}; did you mean --help?",
     "--zzzz 1": f"--zzzz: {NO_FLAG}; --help lists them",
     "-x": f"-x: {NO_FLAG}; --help lists them",
-    "--group_size 8 9": "9: no flag takes this word; flags of yes or no stand alone",
-    "--resume true": "true: no flag takes this word; flags of yes or no stand alone",
+    "--group_size 8 9": "9 behind --group_size: no flag takes this word; flags of yes or no stand alone",
+    "--resume true": "true behind --resume: no flag takes this word; flags of yes or no stand alone",
     "--group_size --seed 2": "--group_size: takes a value",
     "--config": "--config: takes a value",
     "--group_size two": "--group_size: has to be a whole number, not two",
@@ -328,8 +328,8 @@ def test_a_bad_command_line_is_one_line(typed, capsys):
     [
         (["--port", "1"], "--reward: has to be given"),
         (["--reward", "math", "--prot", "1"], f"--prot: {NO_FLAG}; did you mean --port?"),
-        (["--reward", "math", "--reward_weights", "nan"], "--reward_weights: Could not find valid parse for"),
-        (["--reward", "math", "--reward_timeout", "0"], "--reward_timeout: has to be above 0, not 0"),
+        (["--reward", "math", "--reward_weights", "nan"], "--reward_weights: has to be a finite number, not nan"),
+        (["--reward", "math", "--reward_timeout", "0"], "--reward_timeout: has to be above 0 and at most 1e6, not 0"),
     ],
 )
 def test_a_bad_command_line_of_a_command_is_one_line(words, line, capsys):

@@ -574,12 +574,12 @@ def test_check_can_read(tmp_path, capsys):
     def refused() -> str:
         theirs.save_pretrained(tmp_path)
         with pytest.raises(SystemExit):
-            models.check_can_read("--value_model", str(tmp_path), ours)
+            models.check_can_read("--value_model", str(tmp_path), ours, str(tmp_path))
         return capsys.readouterr().err
 
     ours, theirs = helpers.make_tokenizer(), helpers.make_tokenizer()
-    theirs.save_pretrained(tmp_path)
-    models.check_can_read("--value_model", str(tmp_path), ours)
+    helpers.tiny_model(tmp_path)
+    models.check_can_read("--value_model", str(tmp_path), ours, str(tmp_path))
     theirs.add_tokens(["<more>"])
     begin = f"error: --value_model {tmp_path}: cannot read what --model writes: its vocabulary"
     assert refused() == f"{begin} has {len(theirs)} tokens, that of --model {len(ours)}\n"

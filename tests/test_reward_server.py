@@ -700,12 +700,12 @@ def test_bad_flags(folder, changes, says):
 @pytest.mark.parametrize(
     "flag, word, says",
     [
-        ("reward_weights", "nan", "['nan']"),
-        ("reward_timeout", "0.0", "has to be above 0, not 0.0"),
-        ("reward_timeout", "inf", "has to be above 0, not inf"),
+        ("reward_weights", "nan", "has to be a finite number, not nan"),
+        ("reward_timeout", "0.0", "has to be above 0 and at most 1e6, not 0.0"),
+        ("reward_timeout", "inf", "has to be above 0 and at most 1e6, not inf"),
         ("micro_batch_tokens", "0", "has to be above 0, not 0"),
         ("max_body_mb", "0.0", "has to be above 0, not 0.0"),
-        ("body_timeout", "0.0", "has to be above 0, not 0.0"),
+        ("body_timeout", "0.0", "has to be above 0 and at most 1e6, not 0.0"),
     ],
 )
 def test_flags_out_of_range(flag, word, says, capsys):
