@@ -115,6 +115,8 @@ class Conversations:
             fail("--min_response_length: takes responses of one turn, so no --tools and no --environment")
         if args.environment and "environment" not in args.reward and args.reward:
             warn(f"--environment {args.environment}: its rewards do not count without environment in --reward")
+        if "" in args.turn_stop:
+            fail("--turn_stop: an empty text would end every turn")
         self.args, self.tokenizer, self.stop_ids = args, tokenizer, stop_ids
         self.processes = ToolProcesses(args.tools, args.environment, args.tool_timeout)
         self.schemas = self.processes.schemas or None

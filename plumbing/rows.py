@@ -154,8 +154,8 @@ def read_parts(flag: str, name: str, split: str) -> list[tuple[str, list[dict], 
 
 
 def is_number(value) -> bool:
-    """Return whether a value of a file is a number that a float can hold; true and false are none."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    """Return whether a value of a file is a number that float32 can hold; true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def is_list_of_data_sets(name: str, rows: list[dict]) -> bool:

@@ -373,8 +373,11 @@ def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None,
     return ranks
 
 
-def run_here(values: dict, script: str = "grpo") -> None:
-    """`main` in this process, without curves.png. What it changes is put back: signal handlers, reward processes."""
+def run_here(values: dict | list[str], script: str = "grpo") -> None:
+    """`main` in this process, without curves.png; `values` may be the words of a command line.
+
+    What it changes is put back: signal handlers, reward processes.
+    """
     module, plot_curves = __import__(script), run_log.plot_curves
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     made, rewards = [], getattr(module, "Rewards", None) or object
@@ -388,7 +391,8 @@ def run_here(values: dict, script: str = "grpo") -> None:
         module.Rewards = Closed
     run_log.plot_curves = lambda *args: None
     try:
-        module.main(command_line.parse(module.Args, words(values)))
+        line = values if isinstance(values, list) else words(values)
+        module.main(command_line.parse(module.Args, line))
     finally:
         run_log.plot_curves = plot_curves
         if hasattr(module, "Rewards"):
