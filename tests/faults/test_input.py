@@ -439,7 +439,7 @@ def test_configuration_files(refused, folder, name, content):
 FORBIDDEN = {
     "grpo --dataset secret.jsonl": "--dataset secret.jsonl: could not be read ([Errno 13] Permission denied",
     "grpo --config secret.jsonl": "--config secret.jsonl: could not be read ([Errno 13] Permission denied",
-    "grpo --chat_template secret.jsonl": "--chat_template secret.jsonl: takes none or a file that can be read ([Errno 13]",
+    "grpo --chat_template secret.jsonl": "--chat_template secret.jsonl: takes none or a file that can be read",
     "grpo --model 'secret model'": "--model secret model: no tokenizer could be loaded from it",
     "plot 'secret model'": "secret model: has no metrics.jsonl with a whole line",
 }
