@@ -222,6 +222,9 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
         utils.warn(f"--dataset {args.dataset}: left out {len(pairs) - len(kept)} pairs whose prompts are evaluated on")
     if len(kept) < args.batch_size:
         utils.fail(f"--batch_size {args.batch_size}: --dataset {args.dataset} has {len(kept)} pairs to train on only")
+    sequences = [pair[side] for pair in kept + held_out for side in ("chosen", "rejected")]
+    models.check_vocabulary(args.model, sequences)
+    models.check_positions(args.model, max(map(len, sequences)), "--dataset: the longest side of a pair")
     return kept, held_out
 
 

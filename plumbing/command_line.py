@@ -118,7 +118,7 @@ def refuse(words: list[str], names: list[str], event: _errors.ParseErrorEvent) -
 
 
 def flag_before(words: list[str], word: str) -> str:
-    """Return " behind --flag" for a word of a command line that no flag takes; "" if none stands before it."""
+    """Return behind which flag a word of a command line stands that no flag takes, as a part of a message."""
     flag = ""
     for given in words:
         name, _, value = given.partition("=")

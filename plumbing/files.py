@@ -45,7 +45,7 @@ def run_folder(output_dir: str, name: str) -> str:
     folder = os.path.join(output_dir, name)
     if not output_dir:
         fail("--output_dir: is empty; . is the folder that you are in")
-    if not os.path.normpath(os.path.join("/output", name)).startswith("/output/"):
+    if not os.path.normpath(os.path.join(os.sep, "runs", name)).startswith(os.path.join(os.sep, "runs", "")):
         fail(f"--run_name {name}: has to name a folder in --output_dir")
     try:
         os.stat(folder)

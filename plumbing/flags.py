@@ -32,7 +32,7 @@ def in_range(kind: type, allowed: Callable, meaning: str, several: bool = False)
         except ValueError:
             raise ValueError(f"has to be {'a whole number' if kind is int else 'a number'}, not {shown}") from None
         if not (abs(value) <= LARGEST[kind] and allowed(value)):
-            limit = f" and at most {LARGEST[kind]:g}" if LARGEST[kind] < value < math.inf else ""
+            limit = f" and at most {LARGEST[kind]:g}" if allowed(value) and value < math.inf else ""
             raise ValueError(f"has to be {meaning}{limit}, not {shown}")
         return value
 

@@ -32,9 +32,10 @@ def read_args(words: list[str] | None = None) -> tuple[Args, object, list[memory
     """Return the flags of this command, those of the script, and the models that it holds with them."""
     own, words = command_line.parse_ungrouped(Args, words, return_unknown_args=True, description=__doc__)
     name = own.algorithm.removesuffix(".py")
-    if not os.path.isfile(os.path.join(ROOT, f"{name}.py")):
+    there = name.isidentifier() and os.path.isfile(os.path.join(ROOT, f"{name}.py"))
+    script = importlib.import_module(name) if there else None
+    if not hasattr(script, "held_models"):
         fail(f"--algorithm {own.algorithm}: there is no such script")
-    script = importlib.import_module(name)
     args = command_line.parse(script.Args, words, beside=(Args,))
     for name in ("sequence_parallel", "shard_group_size"):
         size = getattr(args, name) or own.gpus

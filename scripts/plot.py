@@ -11,7 +11,8 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import command_line, run_log
+from plumbing import command_line, resume, run_log
+from plumbing.rows import is_number
 
 
 @dataclass
@@ -29,8 +30,13 @@ def main(args: Args) -> None:
         utils.fail(f"--output {args.output}: has to end with .png, .pdf or .svg")
     folders = list(dict.fromkeys(os.path.normpath(folder) for folder in args.runs))
     for folder in folders:
-        if not run_log.read_jsonl(os.path.join(folder, "metrics.jsonl")):
+        path = os.path.join(folder, "metrics.jsonl")
+        rows = resume.read_log(folder, "metrics.jsonl") if os.path.isfile(path) else []
+        if not rows:
             utils.fail(f"{folder}: has no metrics.jsonl with a whole line")
+        for number, row in enumerate(rows, 1):
+            if not all(is_number(row[name]) for name in ("step", *run_log.CURVES) if row.get(name) is not None):
+                utils.fail(f"{path} line {number}: has a value that is no number; mend or remove this line")
     try:
         drawn = run_log.plot_curves(folders, args.output)
     except (OSError, ValueError) as error:  # no folder, no right to write, a format that matplotlib does not have

@@ -39,7 +39,7 @@ def test_what_a_run_leaves_is_a_config(script, tmp_path):
     [
         ("lerning_rate: 1e-5", "there is no flag 'lerning_rate'; did you mean 'learning_rate'?"),
         ("group_size: two", "--group_size"), ("kl_coef: -1", "--kl_coef: has to be 0 or more, not -1"),
-        ("group_size: [1, 2]", "--group_size"), ("model:", "model has no value"), ("loss: ppo", "--loss"),
+        ("group_size: [1, 2]", "takes text or numbers"), ("model:", "model has no value"), ("loss: ppo", "--loss"),
         ("resume: 1", "resume takes true or false, not 1"), ("- a", "{flag: value}"), ("a: [", "no valid file"),
         ("config: other.yaml", "there is no flag 'config'"),
     ],

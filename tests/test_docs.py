@@ -55,10 +55,13 @@ def flags() -> set[str]:
     every sub-command."""
     found = set()
     for path in (*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py"), *ROOT.glob("scripts/*.py")):
-        for node in ast.walk(tree_of(str(path.relative_to(ROOT)))):
+        tree = tree_of(str(path.relative_to(ROOT)))
+        tables = [x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "COMMANDS"]
+        commands = {ast.unparse(function) for table in tables for function in table.values}
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
                 found |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
-            if isinstance(node, ast.FunctionDef) and "app.command" in map(ast.unparse, node.decorator_list):
+            if isinstance(node, ast.FunctionDef) and node.name in commands:
                 found |= {x.arg for x in node.args.args}
     return found | {f"no_{name}" for name in found}
 

@@ -222,7 +222,7 @@ COMMANDS = {
     "grpo --output_dir data.jsonl": "--output_dir data.jsonl: ",
     "grpo --run_name ..": "--run_name ..: has to name a folder in --output_dir",
     "grpo --run_name .": "--run_name .: has to name a folder in --output_dir",
-    "rloo --run_name /tmp/a": "--run_name /tmp/a: has to name a folder in --output_dir",
+    "rloo --run_name /a": "--run_name /a: has to name a folder in --output_dir",
     f"grpo --run_name {'x' * 300}": f"--output_dir runs: cannot make runs/{'x' * 300} (File name too long)",
     "evaluate --output_dir data.jsonl": "--output_dir data.jsonl: ",
     "evaluate --run_name ../x": "--run_name ../x: has to name a folder in --output_dir",
