@@ -91,7 +91,7 @@ def errors_in_a_line(words: list[str], names: list[str]):
     """Return the context in which tyro's errors are one line each, in place of a box; `names`: of all flags."""
     for word in words:
         if not is_text(word):
-            fail(f"{word}: is no valid text")
+            fail(f"{ascii(word)}: is no valid text")
     return _errors.on_parse_error(functools.partial(refuse, words, names))
 
 
@@ -121,10 +121,10 @@ def flag_before(words: list[str], word: str) -> str:
     """Return behind which flag a word of a command line stands that no flag takes, as a part of a message."""
     flag = ""
     for given in words:
-        name, _, value = given.partition("=")
+        name, equals, value = given.partition("=")
         if name.startswith("--"):
             flag = f" behind {name}"
-        if word in (given, value):
+        if word == (value if equals else given):
             break
     return flag
 

@@ -42,22 +42,22 @@ def why_not_written(error: BaseException) -> str:
 
 def run_folder(output_dir: str, name: str) -> str:
     """Return the folder of a run in --output_dir; end the run if there can be none of this name."""
-    folder = os.path.join(output_dir, name)
     if not output_dir:
         fail("--output_dir: is empty; . is the folder that you are in")
     if not os.path.normpath(os.path.join(os.sep, "runs", name)).startswith(os.path.join(os.sep, "runs", "")):
         fail(f"--run_name {name}: has to name a folder in --output_dir")
+    parent = os.path.abspath(output_dir)
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+        fail(f"--output_dir {output_dir}: {parent} is no folder that can be written to")
     try:
-        os.stat(folder)
+        os.stat(os.path.join(parent, name))
     except FileNotFoundError:
-        parent = os.path.abspath(output_dir)
-        while not os.path.exists(parent):
-            parent = os.path.dirname(parent)
-        if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
-            fail(f"--output_dir {output_dir}: {parent} is no folder that can be written to")
-    except OSError as error:  # too long a name, a file on the way
-        fail(f"--output_dir {output_dir}: cannot make {folder} ({error.strerror})")
-    return folder
+        pass
+    except OSError as error:  # too long a name, say
+        fail(f"--run_name {name}: cannot make a folder of this name ({error.strerror})")
+    return os.path.join(output_dir, name)
 
 
 def replace_file(path: str, text: str) -> None:

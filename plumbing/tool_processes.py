@@ -50,7 +50,7 @@ class ToolProcesses:
         """
         for flag, name in [*(("--tools", name) for name in tools), ("--environment", environment)]:
             path, _, function = name.rpartition(":")
-            if name and not function.isidentifier():
+            if name and not (path and function.isidentifier()):
                 fail(f"{flag} {name}: is not of the form path/to/file.py:{'Class' if name == environment else 'name'}")
             if name and not os.path.isfile(path):
                 fail(f"{flag} {name}: there is no file {path}")
