@@ -226,7 +226,7 @@ COMMANDS = {
     f"grpo --run_name {'x' * 300}": f"--run_name {'x' * 300}: cannot make a folder of this name (File name too long)",
     "evaluate --output_dir data.jsonl": "--output_dir data.jsonl: ",
     "evaluate --run_name ../x": "--run_name ../x: has to name a folder in --output_dir",
-    f"evaluate --run_name {'x' * 300}": f"--run_name {'x' * 300}: cannot make a folder of this name (File name too long)",
+    f"evaluate --run_name {'x' * 300}": f"--run_name {'x' * 300}: cannot make a folder of this name",
     # numbers
     "grpo --reward_weights 1 x": "--reward_weights: has to be a number, not x",
     "grpo --reward_weights=": "--reward_weights: has to be a number, not ''",
