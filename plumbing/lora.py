@@ -7,7 +7,7 @@ import contextlib
 
 import torch
 
-from utils import full_tensor, generator
+from utils import fail, full_tensor, generator
 
 
 def add_lora(model: torch.nn.Module, args) -> None:
@@ -17,6 +17,9 @@ def add_lora(model: torch.nn.Module, args) -> None:
     """
     from peft import LoraConfig
 
+    hidden = model.config.get_text_config().hidden_size
+    if args.lora_rank > hidden:
+        fail(f"--lora_rank {args.lora_rank}: has to be at most the hidden size of the model, {hidden}")
     head = ["score"] if hasattr(model, "score") else None  # of a reward model: all of it trains
     layers = {"target_modules": "all-linear", "exclude_modules": head}
     model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **layers))

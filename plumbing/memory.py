@@ -67,7 +67,7 @@ def without_weights(flag: str, name: str, scalar: bool = False) -> torch.nn.Modu
     try:
         with torch.device("meta"):
             return (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(config)
-    except (ValueError, AttributeError, KeyError) as error:
+    except Exception as error:  # a configuration of any content
         fail(f"{flag} {name}: not a causal language model ({first_line(error)})")
 
 

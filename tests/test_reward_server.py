@@ -672,7 +672,7 @@ def test_help_names_every_built_in_source():
         ({"reward": "environment"}, "--reward environment: its scores come with the conversations of a run"),
         ({"reward_weights": (1.0, 2.0)}, "--reward_weights: has 2 weights for 1 sources in --reward"),
         ({"reward_weights": (0.0,)}, "--reward_weights: are all 0"),
-        ({"port": 70000}, "--port 70000: cannot listen there"),
+        ({"port": 70000}, "--port: has to be between 0 and 65535, not 70000"),
         ({"port": "TAKEN"}, "cannot listen there (["),
         (
             {"host": "0.0.0.0"},
