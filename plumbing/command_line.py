@@ -118,15 +118,15 @@ def refuse(words: list[str], names: list[str], event: _errors.ParseErrorEvent) -
 
 
 def flag_before(words: list[str], word: str) -> str:
-    """Return behind which flag a word of a command line stands that no flag takes, as a part of a message."""
-    flag = ""
+    """Return behind which flag a word of a command line stands, as a part of a message; "" if it stands at two places."""
+    flag, found = "", []
     for given in words:
         name, equals, value = given.partition("=")
         if name.startswith("--"):
             flag = f" behind {name}"
         if word == (value if equals else given):
-            break
-    return flag
+            found.append(flag)
+    return found[0] if len(found) == 1 else ""
 
 
 def flag_of(argument) -> str:

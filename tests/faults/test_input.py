@@ -279,8 +279,8 @@ COMMANDS = {
     "grpo --model chat --environment tools.py:f": "--environment tools.py:f: ",
     # words of a command line
     "grpo --resume=true": "true behind --resume: no flag takes this word; flags of yes or no stand alone",
-    "grpo --resume=": "'' behind --resume: no flag takes this word",
-    "grpo ''": "'' behind --save_every: no flag takes this word",
+    "grpo --resume=": "'': no flag takes this word; flags of yes or no stand alone",
+    "grpo ''": "'': no flag takes this word; flags of yes or no stand alone",
     "grpo –-seed 2": "–-seed behind --save_every: no flag takes this word",
     "grpo -seed 2": "-seed: there is no such flag; did you mean --seed?",
     "grpo --Seed 2": "--Seed: there is no such flag; did you mean --seed?",
