@@ -118,7 +118,7 @@ def refuse(words: list[str], names: list[str], event: _errors.ParseErrorEvent) -
 
 
 def flag_before(words: list[str], word: str) -> str:
-    """Return behind which flag a word of a command line stands, as a part of a message; "" if it stands at two places."""
+    """Return behind which flag a word stands, as a part of a message; "" if it stands at several places."""
     flag, found = "", []
     for given in words:
         name, equals, value = given.partition("=")
