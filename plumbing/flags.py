@@ -102,6 +102,12 @@ class RunArgs(OutputArgs):
     """Log to Weights & Biases too (WANDB_MODE=offline works)."""
     wandb_project: str = "rl-on-language-models"
     """Weights & Biases project."""
+    push_to_hub: bool = False
+    """Push the final model to the Hugging Face hub, with a model card; takes a login (hf auth login, or HF_TOKEN)."""
+    hub_model_id: str = ""
+    """Repository to push to, as name or owner/name; default: the run's name."""
+    hub_private_repo: bool = False
+    """Make the repository private, if it is not there yet."""
 
 
 @dataclass
@@ -263,6 +269,9 @@ def check_training_args(args) -> None:
     for name in ("shard_group_size", "cpu_offload"):
         if getattr(args, name) and args.shard != "fsdp":
             fail(f"--{name}: takes --shard fsdp")
+    for name in ("hub_model_id", "hub_private_repo"):
+        if getattr(args, name) and not args.push_to_hub:
+            fail(f"--{name}: takes --push_to_hub")
     for prefix in ("", "critic_"):
         floor, peak = getattr(args, f"{prefix}min_learning_rate", 0), getattr(args, f"{prefix}learning_rate", 0)
         if floor > peak:

@@ -20,7 +20,7 @@ from utils import fail, first_line, warn
 MAY_CHANGE = set(
     # where it is, and what is saved, logged and evaluated
     "run_name output_dir resume resume_with_changes save_every keep_checkpoints eval_every eval_samples log_samples "
-    "track wandb_project stop_after_step "
+    "track wandb_project push_to_hub hub_model_id hub_private_repo stop_after_step "
     # how long and how fast it learns
     "total_episodes num_epochs learning_rate lr_schedule warmup_ratio min_learning_rate weight_decay max_grad_norm "
     "critic_learning_rate critic_lr_schedule critic_warmup_ratio critic_min_learning_rate critic_weight_decay "

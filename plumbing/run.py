@@ -37,6 +37,10 @@ class Run:
         self.folder, self.checkpoint = self.origin.folder, self.origin.checkpoint
         if args.track:
             world.on_main(check_tracking)
+        if args.push_to_hub:
+            from plumbing import hub
+
+            self.repository = world.on_main(lambda: hub.open_repository(args, os.path.basename(self.folder)))
 
     def start(
         self, total_steps: int, tokenizer, models: dict, optimizers: dict[str, utils.Optimizer], lengths: dict,
@@ -91,10 +95,16 @@ class Run:
             yield step + 1
 
     def finish(self) -> None:
-        """Save the last checkpoint, and the trained model in final/, and end the run."""
+        """Save the last checkpoint, and the trained model in final/, push it with --push_to_hub, and end the run."""
         self.save()
         checkpoints.save_final(self.folder, self.world, self.models[""], self.tokenizer, self.args.model)
-        self.log.close(f"model: {os.path.join(self.folder, 'final')}")
+        self.log.close(f"model: {os.path.join(self.folder, 'final')}", self._push if self.args.push_to_hub else None)
+
+    def _push(self, tracked: str | None) -> str:
+        """Push the final model, and return its address; `tracked` is that of the run in Weights & Biases."""
+        from plumbing import hub
+
+        return hub.push(self.folder, self.repository, self.args, self.tokenizer, tracked)
 
     def _evaluate(self, step: int, evaluate: Callable | None) -> None:
         results, every = {}, self.args.eval_every

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import uuid
 from dataclasses import asdict
+from typing import Callable
 
 import numpy as np
 from tqdm import tqdm
@@ -143,8 +144,12 @@ class RunLog:
             samples = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
             self.wandb.log({"samples": samples, "lengths": wandb.Histogram(lengths)}, step=step, commit=False)
 
-    def close(self, message: str) -> None:
-        """End the progress bar and the tracking, print `message` and the accuracies, and draw curves.png."""
+    def close(self, message: str, push: Callable[[str | None], str] | None = None) -> None:
+        """End the progress bar and the tracking, print `message` and the accuracies, and draw curves.png.
+
+        Args:
+            push: publishes the model: address of the tracked run, if there is one -> address of the model.
+        """
         faulthandler.cancel_dump_traceback_later()
         if not self.world.main:
             return
@@ -160,6 +165,11 @@ class RunLog:
                 ends = dict.fromkeys((min(values), max(values)))  # one step if there is only one
                 print(f"{name}: " + ", ".join(f"{values[step]:.3f} at step {step}" for step in ends))
         print(f"curves: {curves}", flush=True)
+        if push:
+            published = push(self.wandb.url if self.wandb else None)
+            print(f"published: {published}", flush=True)
+            if self.wandb:
+                self.wandb.summary["published_model"] = published
         if self.wandb:
             self.wandb.finish()
 

@@ -432,7 +432,7 @@ def test_no_path_of_one_machine():
 
 OPTIONAL = {"vllm", "wandb", "matplotlib", "peft", "datasets", "reasoning_gym"}  # take seconds, or are not installed
 OPTIONAL_ROOMS = {"vllm_engine", "vllm_servers", "vllm_worker", "sequence_parallel", "memory"}
-OPTIONAL_ROOMS |= {"sandbox", "sandbox_server", "sandbox_limits"}
+OPTIONAL_ROOMS |= {"hub", "model_card", "sandbox", "sandbox_server", "sandbox_limits"}
 
 
 def test_importing_a_script_loads_nothing_that_a_flag_asks_for():
