@@ -124,6 +124,7 @@ def main(args: Args) -> None:
     values = flags_of_step(facts, args.step)
     values |= dict(run_name=name, output_dir=args.output_dir, resume=True, stop_after_step=args.step)
     values |= dict(save_every=0, keep_checkpoints=0, track=False, log_samples=args.log_samples or values["log_samples"])
+    values |= dict(push_to_hub=False, hub_model_id="", hub_private_repo=False)
     print(f"{args.run}: step {args.step} again, from {checkpoint or 'the start'}", flush=True)
     if checkpoint:
         make_folder(folder, values, facts, recorded, checkpoint, start)
