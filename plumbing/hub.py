@@ -14,7 +14,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from plumbing.files import writing
+from plumbing.files import replace_file, writing
 from plumbing.model_card import address, model_card
 from plumbing.resume import as_json
 from utils import fail, first_line
@@ -27,14 +27,15 @@ def open_repository(args, run_name: str) -> str:
 
     End the run if it could not be pushed to at the end: no token, a wrong name, no right to write.
     """
-    named = f"--hub_model_id {args.hub_model_id}" if args.hub_model_id else f"--push_to_hub as {run_name}"
+    name = args.hub_model_id or run_name
+    named = f"--hub_model_id {name}" if args.hub_model_id else f"--push_to_hub as {name} (without --hub_model_id)"
     if constants.is_offline_mode():
         fail("--push_to_hub: the variable HF_HUB_OFFLINE, or TRANSFORMERS_OFFLINE, forbids to ask the hub; unset it")
     api = HfApi()
     try:
-        validate_repo_id(args.hub_model_id or run_name)
+        validate_repo_id(name)
         api.whoami()
-        made = api.create_repo(args.hub_model_id or run_name, private=args.hub_private_repo or None, exist_ok=True)
+        made = api.create_repo(name, private=args.hub_private_repo or None, exist_ok=True)
         api.auth_check(made.repo_id, write=True)
         public = args.hub_private_repo and not api.repo_info(made.repo_id).private
     except HFValidationError as error:
@@ -68,13 +69,11 @@ def push(folder: str, repository: str, args, tokenizer, tracked: str | None) -> 
     """
     final = os.path.join(folder, "final")
     with writing(final):
-        for name in ("args.json", "metrics.jsonl", "curves.png"):
+        with open(os.path.join(folder, "args.json")) as file:
+            replace_file(os.path.join(final, "args.json"), without_passwords(file.read()))
+        for name in ("metrics.jsonl", "curves.png"):
             if os.path.exists(os.path.join(folder, name)):
                 shutil.copy(os.path.join(folder, name), final)
-        with open(os.path.join(final, "args.json")) as file:
-            text = without_passwords(file.read())
-        with open(os.path.join(final, "args.json"), "w") as file:
-            file.write(text)
         chat = tokenizer.chat_template is not None and args.chat_template != "none"
         model_card(final, repository, as_json(type(args)()), chat, tracked).save(os.path.join(final, "README.md"))
     print(f"pushes {final} to {address(repository)}", flush=True)

@@ -81,11 +81,8 @@ def model_card(final: str, repository: str, defaults: dict, chat: bool, tracked:
     """
     with open(os.path.join(final, "args.json")) as file:
         facts = json.load(file)
-    args, script, rows = (
-        {**defaults, **facts["args"]},
-        facts["script"],
-        read_jsonl(os.path.join(final, "metrics.jsonl")),
-    )
+    args, script = {**defaults, **facts["args"]}, facts["script"]
+    rows = read_jsonl(os.path.join(final, "metrics.jsonl"))
     method = args.get("loss") or args.get("advantage") or script.removesuffix(".py")
     data_sets, generates = names_of_data_sets(args["dataset"]), "rollout_batch_size" in args
     metadata = ModelCardData(
@@ -124,10 +121,8 @@ def names_of_data_sets(name: str) -> list[str]:
     rows = read_file("--dataset", name) if name.endswith(".json") and os.path.isfile(name) else []
     if not is_list_of_data_sets(name, rows):
         return [name]
-    in_folder = lambda path: os.path.join(os.path.dirname(name), path)
-    return [
-        in_folder(row["filepath"]) if os.path.exists(in_folder(row["filepath"])) else row["filepath"] for row in rows
-    ]
+    names = [(row["filepath"], os.path.join(os.path.dirname(name), row["filepath"])) for row in rows]
+    return [in_folder if os.path.exists(in_folder) else named for named, in_folder in names]
 
 
 def is_hub_data_set(name: str) -> bool:
@@ -159,11 +154,12 @@ def evaluation_table(rows: list[dict]) -> str:
     evaluated = [row for row in rows if any(key.startswith("eval/") for key in row)]
     if not evaluated:
         return ""
-    columns = {"first": evaluated[0], "last": evaluated[-1]}
-    for key in ("eval/accuracy", "eval/pair_accuracy"):
+    columns = {"first": evaluated[0]}
+    for key in ("eval/accuracy", "eval/pair_accuracy"):  # of which a run has one at most
         measured = [row for row in evaluated if row.get(key) is not None]
         if measured:
-            columns = {"first": evaluated[0], "best": max(measured, key=lambda row: row[key]), "last": evaluated[-1]}
+            columns["best"] = max(measured, key=lambda row: row[key])
+    columns["last"] = evaluated[-1]
     head = " | ".join(f"step {row['step']} ({name})" for name, row in columns.items())
     names = dict.fromkeys(key for row in columns.values() for key in row if key.startswith("eval/"))
     return table(head, {f"`{name}`": [row.get(name) for row in columns.values()] for name in names})

@@ -71,7 +71,7 @@ def test_a_repository_is_made_or_found(server):
     [
         (dict(hub_model_id="a/b/c"), "--hub_model_id a/b/c: takes name or owner/name"),
         (dict(hub_model_id="a name"), "--hub_model_id a name: takes name or owner/name"),
-        (dict(), "--push_to_hub as a--run: takes name or owner/name"),
+        (dict(), "--push_to_hub as a--run (without --hub_model_id): takes name or owner/name"),
         (dict(hub_model_id="you/model"), "(403 Forbidden: You don't have the rights to create a model under you)"),
         (dict(hub_model_id="me/locked"), "--hub_model_id me/locked: cannot be pushed to (403 Forbidden"),
         (dict(hub_model_id="me/locked", hub_private_repo=True), "cannot be pushed to (403 Forbidden"),
