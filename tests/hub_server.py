@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault:
             self.server.faults.remove(fault)
             if fault[1] == "cut":
-                self.rfile.read(1000)  # a part of it
+                self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
                 self.close_connection = True
                 return
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -165,8 +165,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def xet_token(self, _):
         """Authorization."""
-        names = ("X_Xet_Cas_Url", "X_Xet_Access_Token", "X_Xet_Token_Expiration")
-        self.answer(200, **dict(zip(names, (f"local://{self.server.xet_folder}", "token", "4000000000"))))
+        address = f"local://{self.server.xet_folder}"
+        self.answer(200, {"casUrl": address, "accessToken": "token", "exp": 4_000_000_000})
 
     def upload_url(self, oid: str) -> str:
         return f"{self.server.url}/large/{oid}"
