@@ -187,7 +187,7 @@ def command(script: str, args: dict, defaults: dict) -> str:
         if name in NOT_SHOWN or value == defaults.get(name):
             continue
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
+            words.append(f"--{'' if value else 'no-'}{name}")
         else:
             words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return shlex.join(words)

@@ -1,7 +1,7 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop.
 
-Imports plumbing.resume (where it begins), plumbing.checkpoints (what it leaves on disk) and plumbing.run_log (what it
-shows).
+Imports plumbing.resume (where it begins), plumbing.checkpoints (what it leaves on disk), plumbing.run_log (what it
+shows) and, for --push_to_hub, plumbing.hub.
 """
 
 import math

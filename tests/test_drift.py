@@ -395,7 +395,8 @@ def test_flags_in_messages_exist(name):
     assert not {flag for text in texts for flag in unknown_flags(text)} - {
         "porcelain",
         "worker_extension_cls",
-    }  # git's, vLLM's
+        "delete",
+    }  # git's, vLLM's, hf upload's
 
 
 def test_shell_scripts_parse():
