@@ -39,6 +39,7 @@ def server(tmp_path, monkeypatch):
     huggingface_hub.utils.disable_progress_bars()
     with Hub(xet_folder=str(tmp_path / "xet")) as hub_server:
         monkeypatch.setattr(constants, "ENDPOINT", hub_server.url)
+        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub_server.url)  # of its functions
         template = hub_server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         (tmp_path / "xet").mkdir()
@@ -320,7 +321,7 @@ def test_a_run_that_is_pushed_when_it_is_resumed(server, tmp_path, monkeypatch, 
     assert "(401 Unauthorized: as told); push it by hf upload me/run " in line
     before = helpers.weights_of(folder_of(values) / "final")
     tracked = TrackedRun(summary={})
-    wandb = dict(init=lambda **_: tracked, login=lambda: True, Error=OSError, Histogram=len, Table=dict)
+    wandb = dict(init=lambda **_: tracked, login=lambda: True, Error=OSError, Settings=dict, Histogram=len, Table=dict)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(**wandb))
     run_here(values | dict(resume=True, track=True))
     final = folder_of(values) / "final"
