@@ -8,6 +8,7 @@
     python scripts/benchmark.py turns --output results/conversations.md
     python scripts/benchmark.py rewards --output results/rewards.md
     python scripts/benchmark.py padding --output results/padding.md
+    python scripts/benchmark.py agree --trl_python trl-venv/bin/python --verl_python verl-venv/bin/python
 
 TRL is in an environment of its own, with the same versions of all else (python -m venv trl-venv; trl-venv/bin/pip
 install -r requirements.txt trl==1.16.0). Linux only: a process's memory is read from /proc.
@@ -38,6 +39,8 @@ import transformers
 from tyro.constructors import PrimitiveConstructorSpec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import agree
+
 import grpo
 import utils
 from plumbing import checkpoints, rewards, run, run_log, verifiers
@@ -580,9 +583,26 @@ def padding(draws: PositiveInt = 20, output: OutputFile = "") -> None:
     report(output, "Padding and waiting", [f"{count} rows, mean of {draws} draws (micro-batches a rank)"], table)
 
 
+# ---- agreement with TRL and verl -------------------------------------------------------------------------------------
+
+
+def measure_agreement(trl_python: str = "", verl_python: str = "", store: str = "", output: str = "") -> None:
+    """Compare equations, losses and gradients with those of TRL's and verl's own code on the same inputs (agree.py).
+
+    Args:
+        trl_python: Python of an environment with TRL; "" leaves TRL out.
+        verl_python: Python of one with verl.
+        store: folder in which to keep what they make of small inputs; tests/agreement is what the tests compare with.
+        output: Markdown file to write.
+    """
+    pythons = {who: python for who, python in (("trl", trl_python), ("verl", verl_python)) if python}
+    about, tables = agree.compare(pythons, store)
+    report(output, "Agreement with TRL and verl", about, *tables)
+
+
 COMMANDS = {
     "trl": trl, "training": training, "rollout": measure_rollouts, "turns": turns, "rewards": measure_rewards,
-    "padding": padding,
+    "padding": padding, "agree": measure_agreement,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -1,0 +1,487 @@
+"""Compare the equations and whole steps of grpo.py, rloo.py and ppo.py with TRL's and verl's own code, on the same
+random inputs, in float64. `scripts/benchmark.py agree` calls it; docs/agreement.md has the table.
+
+The inputs and small random models are files in a folder. `ours` makes quantities of them, by name; agree_trl.py and
+agree_verl.py, each run by the Python of an environment that has the package, make theirs by the functions installed
+there. A quantity that two of them have is compared. Of each entry of STEPS three are made:
+
+- "loss" and "gradient of the log-probs": of given log-probs, with ratios far outside of all clip ranges,
+- "gradient of the parameters": of a whole second update on a rollout. Ours is `main` of the script, from the scores
+  and token ids of a batch on; replaced are the rollout, what is read and written, and the first update of the weights.
+"""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from unittest import mock
+
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import grpo
+import ppo
+import rloo
+import utils
+from plumbing import data, models
+from plumbing.rollout import Batch, Experience, collate, forward_tokens
+
+SMALL = {"prompts": 3, "group_size": 4, "tokens": 6, "vocabulary": 12, "hidden_size": 8}  # of the stored outputs
+LARGE = {"prompts": 16, "group_size": 8, "tokens": 48, "vocabulary": 96, "hidden_size": 32}
+TEMPERATURE = 0.75  # a power of two times an integer: verl holds it in float32
+BETA = 0.125
+
+MEAN = "seq-mean-token-mean"  # verl's name
+# name: (script, its arguments), fields of TRL's GRPOConfig (RLOOConfig for rloo), and of verl's ActorConfig with what
+# else it takes; None where there is no such thing. Advantages are not scaled, as TRL's have another eps.
+STEPS = {
+    "GRPO": (("grpo", {"loss": "grpo"}), {"loss_type": "grpo"}, {"loss_agg_mode": MEAN}),
+    "GRPO, KL k3": (
+        ("grpo", {"loss": "grpo", "kl_coef": BETA}),
+        {"loss_type": "grpo", "beta": BETA, "use_bias_correction_kl": False},
+        {"loss_agg_mode": MEAN, "use_kl_loss": True, "kl_loss_coef": BETA, "kl_loss_type": "low_var_kl"},
+    ),
+    "GRPO, KL k2": (
+        ("grpo", {"loss": "grpo", "kl_coef": BETA, "kl_estimator": "k2"}), None,
+        {"loss_agg_mode": MEAN, "use_kl_loss": True, "kl_loss_coef": BETA, "kl_loss_type": "mse"},
+    ),
+    "Dr. GRPO": (
+        ("grpo", {"loss": "dr_grpo"}), {"loss_type": "dr_grpo"},
+        {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": "tokens"},
+    ),
+    "BNPO": (("grpo", {"loss": "bnpo"}), {"loss_type": "bnpo"}, {"loss_agg_mode": "token-mean"}),
+    "BNPO, entropy": (
+        ("grpo", {"loss": "bnpo", "entropy_coef": 0.25}), {"loss_type": "bnpo", "entropy_coef": 0.25},
+        {"loss_agg_mode": "token-mean", "entropy_coeff": 0.25},
+    ),
+    "DAPO, clip-higher": (
+        ("grpo", {"loss": "dapo"}), {"loss_type": "dapo", "epsilon_high": 0.28},
+        {"loss_agg_mode": "token-mean", "clip_ratio_high": 0.28},
+    ),
+    "sums of responses": (
+        ("grpo", {"loss": "grpo", "loss_aggregation": "sequence_sum"}), {"loss_type": "luspo"},
+        {"loss_agg_mode": "seq-mean-token-sum"},
+    ),
+    "dual clip": (
+        ("grpo", {"loss": "bnpo", "dual_clip": 1.5}), {"loss_type": "bnpo", "delta": 1.5},
+        {"loss_agg_mode": "token-mean", "clip_ratio_c": 1.5},
+    ),
+    "GSPO": (
+        ("grpo", {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.03}),
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
+        {"loss_mode": "gspo", "loss_agg_mode": MEAN, "clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
+    ),
+    "CISPO": (
+        ("grpo", {"loss": "cispo", "clip_high": 0.5}), {"loss_type": "cispo", "epsilon_high": 1.5},
+        {"loss_mode": "cispo", "loss_agg_mode": "token-mean", "clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
+    ),
+    "SAPO": (("grpo", {"loss": "sapo"}), {"loss_type": "sapo"}, {"loss_mode": "sapo", "loss_agg_mode": MEAN}),
+    "REINFORCE": (("grpo", {"loss": "reinforce"}), None, {"loss_mode": "gpg", "loss_agg_mode": "token-mean"}),
+    "correction: truncate": (
+        ("grpo", {"loss": "bnpo", "rollout_correction": "truncate", "rollout_correction_cap": 1.25}),
+        {"loss_type": "bnpo", "vllm_importance_sampling_mode": "token_truncate",
+         "vllm_importance_sampling_clip_max": 1.25},
+        {"loss_agg_mode": "token-mean", "rollout_is": "token", "rollout_is_threshold": 1.25},
+    ),
+    "correction: mask": (
+        ("grpo", {"loss": "bnpo", "rollout_correction": "mask", "rollout_correction_cap": 1.25}),
+        {"loss_type": "bnpo", "vllm_importance_sampling_mode": "token_mask",
+         "vllm_importance_sampling_clip_max": 1.25, "vllm_importance_sampling_clip_min": 0.8},
+        {"loss_agg_mode": "token-mean", "rollout_is": "token", "rollout_is_threshold": "0.8_1.25"},
+    ),
+    "correction: sequence_mask": (
+        ("grpo", {"loss": "bnpo", "rollout_correction": "sequence_mask", "rollout_correction_cap": 1.25}),
+        {"loss_type": "bnpo", "vllm_importance_sampling_mode": "sequence_mask",
+         "vllm_importance_sampling_clip_max": 1.25},
+        {"loss_agg_mode": "token-mean", "rollout_is": "sequence", "rollout_is_threshold": "1e-9_1.25"},
+    ),
+    "RLOO, ratio of tokens": (("rloo", {"kl_coef": 0.0}), None, {"adv": "rloo", "loss_agg_mode": "token-mean"}),
+    "RLOO, ratio of responses": (
+        ("rloo", {"kl_coef": 0.0, "ratio": "sequence", "loss_aggregation": "sequence"}), {"beta": 0.0}, None
+    ),
+    "RLOO, KL in the reward": (
+        ("rloo", {"kl_coef": BETA, "ratio": "sequence", "loss_aggregation": "sequence"}), {"beta": BETA}, None
+    ),
+    "PPO, KL in the reward": (("ppo", {"kl_coef": BETA}), None, {"adv": "gae", "loss_agg_mode": "token-mean"}),
+}  # fmt: skip
+
+# What is meant to be another number: {who: {quantity: why}}. Where `ours` has a "QUANTITY, as WHO has it", with the
+# other choice made, that is compared, too.
+EPS = "it adds 1e-4 to the standard deviation; here it is 1e-6, as in verl, so that scores close together count"
+CLAMP = "it clamps the value of k3 at 10, where the gradient becomes 0 exactly for tokens that ran away furthest"
+RATIO = "it weighs the KL by the ratio (use_bias_correction_kl, arXiv:2512.02556); here it is DeepSeekMath's"
+HEAD = "its fused head computes in float32, whatever the model is in"
+DELIBERATE = {
+    "trl": {
+        "advantages: group": EPS, "advantages: batch": EPS, "KL: k3 by TRL's default, gradient": RATIO,
+        "log-probs of its fused head": HEAD, "entropies of its fused head": HEAD,
+        "gradient of the parameters: GRPO, its fused head": HEAD,
+    },
+    "verl": {
+        "KL: k3": CLAMP, "KL: k3, gradient": CLAMP, "loss: GRPO, KL k3": CLAMP,
+        "gradient of the log-probs: GRPO, KL k3": CLAMP,
+    },
+}  # fmt: skip
+# verl adds 1e-8 to counts it divides by, in whitening and in means of responses: these agree to about that.
+COUNTS = {"whitening", "whitening, mean kept", "advantages: REINFORCE++", "advantages: REINFORCE++-baseline"}
+COUNTS |= {"advantages: GAE, whitened", "gradient of the parameters: PPO, KL in the reward"}
+WAYS = ("loss", "gradient of the log-probs", "gradient of the parameters")
+COUNTS |= {f"{way}: {step}" for way in WAYS for step in STEPS if MEAN in (STEPS[step][2] or {}).values()}
+
+
+# ---- the inputs ------------------------------------------------------------------------------------------------------
+
+
+def write_inputs(folder: str, sizes: dict, seed: int = 1) -> None:
+    """Write inputs.safetensors, settings.json and the models old, new, reference, critic_old and critic_new.
+
+    The numbers are numpy's, which any machine draws alike. Prompts are of one length: TRL pads them on the left without
+    position ids, which rotary positions make up for but for their rounding.
+    """
+    numbers, G, T, V = utils.generator("agree", seed), sizes["group_size"], sizes["tokens"], sizes["vocabulary"]
+    N = sizes["prompts"] * G
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return torch.from_numpy(numbers.standard_normal(shape)) * scale
+
+    # LayerNorm is in float64 where the model is; the RMSNorm of most families is in float32.
+    config = transformers.GPTNeoXConfig(
+        vocab_size=V, hidden_size=sizes["hidden_size"], intermediate_size=sizes["hidden_size"], num_hidden_layers=1,
+        num_attention_heads=1, max_position_embeddings=128, hidden_dropout=0.0, attention_dropout=0.0,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0, num_labels=1,
+    )  # fmt: skip
+    causal, scalar = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+    names = {"old": causal, "new": causal, "reference": causal, "critic_old": scalar, "critic_new": scalar}
+    transformers.logging.disable_progress_bar()
+    weights: dict[type, list[Tensor]] = {}
+    for name, family in names.items():
+        model = family.from_config(config, dtype=torch.float64)
+        parameters = list(model.parameters())
+        base = weights.setdefault(family, [normal(*p.shape, scale=p.shape[-1] ** -0.5) for p in parameters])
+        moved = 0.0 if name.endswith("old") else 0.25
+        for parameter, value in zip(parameters, base):
+            parameter.data = value + moved * normal(*value.shape, scale=value.shape[-1] ** -0.5)
+        model.save_pretrained(os.path.join(folder, name))
+
+    lengths = torch.from_numpy(numbers.integers(1, T + 1, N))
+    lengths[:2] = torch.tensor([T, 1])
+    mask = torch.arange(T) < lengths[:, None]
+    scores = torch.from_numpy(numbers.integers(-8, 9, N)).double() / 8  # exact in float32, in which TRL holds them
+    scores[-G:] = 0.375  # a group without differences
+    missing = scores.clone()
+    missing[1] = torch.nan
+    missing[G : 2 * G - 1] = torch.nan
+    prompts = torch.from_numpy(numbers.integers(2, V, (sizes["prompts"], 3))).repeat_interleave(G, 0)
+    responses = torch.where(mask, torch.from_numpy(numbers.integers(2, V, (N, T))), 0)
+    old = causal.from_pretrained(os.path.join(folder, "old"), dtype=torch.float64)
+    with torch.no_grad():
+        logits = old(torch.cat([prompts, responses], 1)).logits[:, prompts.shape[1] - 1 : -1]
+    old_logprobs = (logits / TEMPERATURE).log_softmax(-1).gather(-1, responses[..., None])[..., 0]
+    spread = torch.tensor([1e-3, 0.02, 0.3, 1.0]).double().repeat(N)[:N, None]  # of a row: inside of clip ranges or not
+    far = 4 * (torch.from_numpy(numbers.random((N, T))) < 0.05)  # so far that k3 is above 10
+    turns = mask & (torch.from_numpy(numbers.random((N, T))) < 0.7)
+    turns[torch.arange(N), lengths - 1] = True
+    inputs = {
+        "scores": scores, "scores_missing": missing, "greedy_scores": (normal(N // G) * 8).round() / 8,
+        "mask": mask, "turn_mask": turns, "prompts": prompts, "responses": responses, "logits": logits,
+        "old_logprobs": old_logprobs, "logprobs": old_logprobs + spread * normal(N, T),
+        "ref_logprobs": old_logprobs + 0.5 * normal(N, T) + far, "rollout_logprobs": old_logprobs + 0.3 * normal(N, T),
+        "old_values": normal(N, T), "values": normal(N, T), "returns": normal(N, T), "rewards": normal(N, T),
+    }  # fmt: skip
+    inputs["greedy_scores"] = inputs["greedy_scores"].repeat_interleave(G)
+    save_file({name: x.contiguous() for name, x in inputs.items()}, os.path.join(folder, "inputs.safetensors"))
+    settings = {"group_size": G, "temperature": TEMPERATURE, "beta": BETA}
+    settings |= {"trl": {name: x for name, (_, x, _) in STEPS.items() if x is not None}}
+    settings |= {"verl": {name: x for name, (_, _, x) in STEPS.items() if x is not None}}
+    settings["scripts"] = {name: script for name, ((script, _), _, _) in STEPS.items()}
+    with open(os.path.join(folder, "settings.json"), "w") as file:
+        json.dump(settings, file)
+
+
+# ---- our quantities --------------------------------------------------------------------------------------------------
+
+
+def ours(folder: str) -> dict[str, Tensor]:
+    """Return all quantities, by the functions of the scripts and, of STEPS, by their `main`."""
+    x = load_file(os.path.join(folder, "inputs.safetensors"))
+    with open(os.path.join(folder, "settings.json")) as file:
+        G = json.load(file)["group_size"]
+    found = {**advantages(x, G), **kl_and_values(x), **of_the_model(folder, x)}
+    for function in (loss_of_logprobs, gradient_of_parameters):
+        for step in STEPS:
+            found |= function(step, folder, x, G)
+    return found
+
+
+def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
+    found, mask, T = {}, x["mask"], x["mask"].shape[1]
+    spread = {"group": x["scores"].view(-1, G).std(1).repeat_interleave(G), "batch": x["scores"].std()}
+    for scale in ("group", "batch", "none"):
+        found[f"advantages: {scale}"] = grpo.group_advantages(x["scores"], G, scale)
+        if scale in spread:
+            other_eps = (spread[scale] + 1e-6) / (spread[scale] + 1e-4)
+            found[f"advantages: {scale}, as trl has it"] = found[f"advantages: {scale}"] * other_eps
+    found["advantages: none, scores missing"] = grpo.group_advantages(x["scores_missing"], G, "none")
+
+    def of_tokens(kind: str, scores: str = "scores", kl: Tensor | None = None) -> Tensor:
+        gamma = 0.9 if kind == "reinforce++" else 1.0
+        return rloo.token_advantages(kind, x[scores], x["greedy_scores"], kl, mask, G, BETA, gamma)
+
+    found["advantages: RLOO"] = of_tokens("rloo")[:, 0]
+    found["advantages: RLOO, scores missing"] = of_tokens("rloo", "scores_missing")[:, 0]
+    found["advantages: RLOO, KL in the reward"] = of_tokens("rloo", kl=x["old_logprobs"] - x["ref_logprobs"])[:, 0]
+    found["advantages: OPO"], found["advantages: ReMax"] = of_tokens("opo"), of_tokens("remax")
+    found["advantages: REINFORCE++"] = of_tokens("reinforce++")
+    found["advantages: REINFORCE++-baseline"] = of_tokens("reinforce++-baseline")
+    # Over masks with holes, which are the observations of conversations.
+    gae, found["returns of GAE"] = ppo.gae(x["rewards"], x["old_values"], x["turn_mask"], 0.97, 0.9)
+    found["advantages: GAE, whitened"] = ppo.whiten(gae, x["turn_mask"])
+    for shift in (True, False):
+        whitened = ppo.whiten(x["rewards"], x["turn_mask"], shift)
+        found["whitening" + (", mean kept" if not shift else "")] = whitened
+    kl = x["old_logprobs"] - x["ref_logprobs"]
+    found["rewards of tokens, KL taken off"] = ppo.token_rewards(x["scores"], kl, mask, BETA)
+    assert all(value.shape in ((len(mask),), (len(mask), T)) for value in found.values())
+    return found
+
+
+def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    found, mask = {}, x["mask"]
+    for estimator in ("k1", "abs", "k2", "k3"):
+        leaf = x["logprobs"].clone().requires_grad_()
+        kl = grpo.kl_estimate(leaf, x["ref_logprobs"], estimator)
+        choices = {"": kl} | ({", as verl has it": kl.clamp(max=10)} if estimator == "k3" else {})
+        for choice, value in choices.items():
+            found[f"KL: {estimator}{choice}"] = value.detach() * mask
+            (gradient,) = torch.autograd.grad(value.sum(), leaf, retain_graph=True)
+            found[f"KL: {estimator}, gradient{choice}"] = gradient * mask
+    leaf = x["logprobs"].clone().requires_grad_()
+    kl = grpo.kl_estimate(leaf, x["ref_logprobs"], "k3")
+    weighted = kl * (leaf - x["old_logprobs"]).exp()
+    for choice, value in (("", kl), (", as trl has it", weighted)):
+        (gradient,) = torch.autograd.grad(value.sum(), leaf, retain_graph=True)
+        found[f"KL: k3 by TRL's default, gradient{choice}"] = gradient * mask
+    mean_kl = grpo.masked_mean(found["KL: k3"], mask, 1).mean().item()
+    beta = [grpo.adapt_kl_coef(BETA, kl, 0.5, len(mask), 1000) for kl in (mean_kl, 0.52, 0.01)]
+    found["KL controller"] = torch.tensor(beta, dtype=torch.float64)
+    for clip in (0.2, 0.0):
+        leaf = x["values"].clone().requires_grad_()
+        losses, _ = ppo.value_loss(leaf, x["old_values"], x["returns"], clip)
+        loss = grpo.aggregate(losses, mask, "token", mask.sum().item(), len(mask), mask.shape[1])
+        name = "value loss" + (", no clip" if not clip else "")
+        found[name], found[f"{name}, gradient"] = loss.detach(), torch.autograd.grad(loss, leaf)[0]
+    for kind, cap in (("truncate", 2.0), ("mask", 1.5), ("sequence_mask", 3.0)):
+        weights = grpo.correction_weights(x["old_logprobs"], x["rollout_logprobs"], mask, kind, cap)
+        found[f"rollout correction: {kind}"] = weights * mask
+    logits = x["logits"] / TEMPERATURE
+    found["entropies of logits"] = grpo.entropy_from_logits(logits, logits.logsumexp(-1))
+    return found
+
+
+def of_the_model(folder: str, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return log-probabilities and entropies (N, T) of the model "old" by `grpo.Policy`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(os.path.join(folder, "old"), dtype=torch.float64)
+    policy, rows = grpo.Policy(model, TEMPERATURE, chunk_tokens=7), token_ids(x)
+    with torch.no_grad():
+        out = forward_tokens(policy, collate(rows, torch.device("cpu")), x["mask"])
+    found = {"log-probs": out["logprobs"] * x["mask"], "entropies": out["detached_entropies"] * x["mask"]}
+    return found | {f"{name} of its fused head": value for name, value in found.items()}
+
+
+def token_ids(x: dict[str, Tensor]) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of each prompt and its response."""
+    return [(query.tolist(), ids[m].tolist()) for query, ids, m in zip(x["prompts"], x["responses"], x["mask"])]
+
+
+def arguments(step: str, folder: str, x: dict[str, Tensor], G: int):
+    """Return the module of a step's script and its arguments: two updates on a rollout, each in several passes."""
+    (script, flags), *_ = STEPS[step]
+    N, T = x["mask"].shape
+    module = importlib.import_module(script)
+    own = {
+        "grpo": {"advantage_scale": "none", "kl_coef": 0.0}, "rloo": {},
+        "ppo": {"value_model": os.path.join(folder, "critic_old"), "fit_value_model": False},
+    }[script]  # fmt: skip
+    same = {
+        "model": os.path.join(folder, "old"), "ref_model": os.path.join(folder, "reference"), "precision": "float64",
+        "num_epochs": 2, "total_episodes": N, "mini_batch_size": N, "rollout_batch_size": N // G, "group_size": G,
+        "max_response_length": T, "temperature": TEMPERATURE, "eval_every": 0, "rollout_backend": "hf",
+        "micro_batch_tokens": 5 * T, "logits_chunk_tokens": 11,
+    }  # fmt: skip
+    return module, module.Args(**{**same, **own, **flags})
+
+
+def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
+    """Return a step's loss and its gradient (N, T) by the equations of its script, of given log-probabilities.
+
+    A step that is an earlier one with other advantages, or with an entropy, has no such loss.
+    """
+    module, args = arguments(step, folder, x, G)
+    ratio_of_responses = getattr(args, "ratio", "token") == "sequence"
+    if args.entropy_coef or module is ppo or module is rloo and (args.kl_coef or not ratio_of_responses):
+        return {}
+    mask, leaf = x["mask"], x["logprobs"].clone().requires_grad_()
+    if module is rloo:
+        advantages = rloo.token_advantages(args.advantage, x["scores"], None, None, mask, G, 0.0, 1.0)
+        log_ratio = rloo.masked_sum(leaf - x["old_logprobs"], mask, 1)[:, None].expand_as(leaf)
+        losses, _ = rloo.clipped_loss(log_ratio, advantages, args.clip_low, args.clip_high)
+        how = args.loss_aggregation
+    else:
+        kind, how, _, low, high = grpo.VARIANTS[args.loss]
+        low, high = (default if x is None else x for x, default in ((args.clip_low, low), (args.clip_high, high)))
+        how = args.loss_aggregation or how
+        advantages = grpo.group_advantages(x["scores"], G, args.advantage_scale)[:, None].expand_as(leaf)
+        losses, _ = grpo.policy_loss(leaf, x["old_logprobs"], advantages, mask, kind, low, high, args.dual_clip)
+    weights = grpo.correction_weights(
+        x["old_logprobs"], x["rollout_logprobs"], mask, args.rollout_correction, args.rollout_correction_cap
+    )
+
+    def reduce_loss(losses: Tensor) -> Tensor:
+        return grpo.aggregate(losses, mask, how, mask.sum().item(), len(mask), mask.shape[1])
+
+    choices = {"": reduce_loss(losses * weights)}
+    if args.kl_coef:
+        kl = grpo.kl_estimate(leaf, x["ref_logprobs"], args.kl_estimator)
+        choices[", as verl has it"] = choices[""] + args.kl_coef * reduce_loss(kl.clamp(max=10))
+        choices[""] = choices[""] + args.kl_coef * reduce_loss(kl)
+    found = {}
+    for choice, loss in choices.items():
+        found[f"loss: {step}{choice}"] = loss.detach()
+        found[f"gradient of the log-probs: {step}{choice}"] = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+    return found
+
+
+def gradient_of_parameters(step: str, folder: str, x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
+    """Return the gradient of all parameters, and of the critic's, in the second update of a script's `main`."""
+    module, args = arguments(step, folder, x, G)
+    N, rows = len(x["mask"]), token_ids(x)
+    batch = Batch(
+        rows=[{"query": query, "prompt": ""} for query, _ in rows], responses=[ids for _, ids in rows], texts=[""] * N,
+        stopped=torch.ones(N, dtype=torch.bool), reward_components={}, scores=x["scores"],
+        tokens={"response_mask": x["mask"], "rollout_logprobs": x["rollout_logprobs"]},
+    )  # fmt: skip
+    experience = Experience(batch, {"objective/scores": 0.0}, 0, 0, [0.0, 0.0, 0.0], 0, G, "")
+    run, found = mock.MagicMock(checkpoint=None), {}
+    run.start.side_effect = lambda *inputs: run.configure_mock(state=inputs[5])  # what the script wants to keep
+    run.steps.return_value = [1]
+
+    def update(optimizer: utils.Optimizer) -> None:
+        """Set the weights to those of the new model in place of a first update; note the gradient of a second one."""
+        critic = optimizer.prefix == "critic_"
+        kind = transformers.AutoModelForSequenceClassification if critic else transformers.AutoModelForCausalLM
+        if optimizer.updates == 0:
+            new = kind.from_pretrained(os.path.join(folder, f"{optimizer.prefix}new"), dtype=torch.float64)
+            for parameter, value in zip(optimizer.parameters, new.parameters()):
+                parameter.data.copy_(value.data)
+        else:
+            name = f"gradient of the parameters: {step}" + (", critic" if critic else "")
+            found[name] = torch.cat([p.grad.flatten() for p in optimizer.parameters])
+        optimizer.adam.zero_grad()
+        optimizer.updates += 1
+
+    replaced = contextlib.ExitStack()
+    for owner, name, value in (
+        (module, "collect", lambda *_, **options: experience), (module, "Run", lambda *_: run),
+        (module, "Rewards", mock.MagicMock()), (models, "load_tokenizer", mock.MagicMock()),
+        (models, "stop_token_ids", lambda *_: [1]), (models, "check_can_read", lambda *_: None),
+        (utils.Optimizer, "step", update),
+        (data, "load_train_and_eval", lambda *_: ([{"query": []}], [])),
+    ):  # fmt: skip
+        replaced.enter_context(mock.patch.object(owner, name, value))
+    with replaced, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        module.main(args)
+    if step == "GRPO":
+        found |= {f"{name}, its fused head": value for name, value in list(found.items())}
+    return found
+
+
+# ---- the comparison --------------------------------------------------------------------------------------------------
+
+
+def sketch(quantities: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the quantities with 8 random projections of each gradient of the parameters in its place, to be stored."""
+
+    def projections(x: Tensor) -> Tensor:
+        return torch.from_numpy(utils.generator("sketch").standard_normal((8, len(x)))) @ x
+
+    return {name: projections(x) if "parameters" in name else x for name, x in quantities.items()}
+
+
+def difference(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """Return the largest difference of an entry, and its share of the largest entry of theirs; inf for NaN."""
+    if mine.shape != theirs.shape:
+        raise ValueError(f"shapes {tuple(mine.shape)} and {tuple(theirs.shape)}")
+    largest = (mine - theirs).abs().nan_to_num(nan=torch.inf).max().item()
+    return largest, largest / max(theirs.abs().max().item(), 1e-300)
+
+
+def tables(mine: dict[str, Tensor], peers: dict[str, dict[str, Tensor]]) -> tuple[list, list]:
+    """Return two tables of cells, headers first: what is to agree, and what differs on purpose.
+
+    A * stands behind a difference that is due to the 1e-8 of COUNTS.
+    """
+    header = [f"{who}, {kind}" for who in peers for kind in ("absolute", "relative")]
+    same, other = [["quantity", *header]], [["quantity", "of", "relative", "with its choice here", "why"]]
+    unknown = {name for quantities in peers.values() for name in quantities} - set(mine)
+    if unknown:
+        raise KeyError(f"not made here: {sorted(unknown)}")
+    for name, value in mine.items():
+        cells = []
+        for who, quantities in peers.items():
+            if name not in quantities:
+                cells += ["", ""]
+                continue
+            found = difference(value, quantities[name])
+            if name in DELIBERATE[who]:
+                chosen = mine.get(f"{name}, as {who} has it")
+                with_choice = "" if chosen is None else f"{difference(chosen, quantities[name])[1]:.0e}"
+                other.append([name, who, f"{found[1]:.0e}", with_choice, DELIBERATE[who][name]])
+                cells += ["", ""]
+            else:
+                mark = " *" if who == "verl" and name in COUNTS else ""
+                cells += [f"{number:.0e}{mark}" for number in found]
+        if any(cells):
+            same.append([name, *cells])
+    return same, other
+
+
+def theirs(who: str, python: str, folder: str) -> tuple[dict[str, Tensor], str]:
+    """Return the quantities that agree_trl.py or agree_verl.py makes, and the version of the package."""
+    if shutil.which(python) is None:
+        utils.fail(f"--{who}_python {python}: there is no such program")
+    program = os.path.join(utils.ROOT, "scripts", f"agree_{who}.py")
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([python, program, folder], env=env, capture_output=True, text=True)
+    if done.returncode:
+        utils.fail(f"--{who}_python {python}: {(done.stderr.splitlines() or ['it gave no reason'])[-1]}")
+    with safe_open(os.path.join(folder, f"{who}.safetensors"), "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()["version"]
+
+
+def compare(pythons: dict[str, str], store: str = "") -> tuple[list[str], list[list]]:
+    """Run the comparison; return lines about it and its tables.
+
+    Args:
+        pythons: {"trl" or "verl": the Python of its environment}.
+        store: folder in which to keep what the others make of small inputs, in place of large ones; "" for none.
+    """
+    if not pythons:
+        utils.fail("agree: give --trl_python, --verl_python or both: the Python of an environment that has the package")
+    with tempfile.TemporaryDirectory() as folder:
+        write_inputs(folder, SMALL if store else LARGE)
+        peers = {who: theirs(who, python, folder) for who, python in pythons.items()}
+        mine = ours(folder)
+    if store:
+        os.makedirs(store, exist_ok=True)
+        for who, (quantities, version) in peers.items():
+            save_file(sketch(quantities), os.path.join(store, f"{who}.safetensors"), {"version": version})
+    about = [f"{who} {version}" for who, (_, version) in peers.items()]
+    about.append("* it adds 1e-8 to counts that it divides by")
+    return about, list(tables(mine, {who: quantities for who, (quantities, _) in peers.items()}))
