@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -414,6 +415,15 @@ def may_be_null(script: str, v: SimpleNamespace, row: dict) -> str:
     return "|".join(patterns)
 
 
+def processes_of(running: helpers.Running) -> list[str]:
+    """Return the ids of the processes that a run has started and that still are there."""
+    found, mark = [], f"RUN_TEST_LOG={running.log}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            found += [path.parent.name] if mark in path.read_bytes().split(b"\0") else []
+    return found
+
+
 def run_once(script: str, values: dict, ranks: int) -> SimpleNamespace:
     """Run a script to its end; return code and what it said, with one or two ranks."""
     start = helpers.start_ranks(values, 2, script=script) if ranks == 2 else [helpers.start(values, script=script)]
@@ -423,6 +433,10 @@ def run_once(script: str, values: dict, ranks: int) -> SimpleNamespace:
     finally:
         for running in start:
             running.process.kill()
+    end = time.monotonic() + 5
+    while (left := [number for running in start for number in processes_of(running)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left, f"processes {left} outlive their run"
     codes = {running.code for running in start}
     assert len(codes) == 1, (codes, [running.err[-3000:] for running in start])
     lines = [line for r in start for line in re.split(r"[\r\n]+", r.err)]
