@@ -30,11 +30,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import record
 
 import utils
 from plumbing import command_line, data, flags, lora, models, prompts
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from plumbing.ranks import record
 from plumbing.rows import arithmetic_pairs, is_number, read_rows
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync
@@ -285,7 +285,7 @@ def held_models(args: Args) -> models.ModelNames:
     return models.ModelNames(trained=[], scalar=[("--model", args.model)], frozen=[])
 
 
-@record  # an exception's traceback stands in torchrun's report
+@record
 def main(args: Args) -> None:
     # ---- setting up ----
     flags.check_training_args(args)

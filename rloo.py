@@ -36,7 +36,6 @@ from typing import Callable, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
@@ -44,6 +43,7 @@ import utils
 from plumbing import command_line, data, engines, evaluation, flags, lora, models
 from plumbing.conversations import ConversationArgs, load_conversations
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
+from plumbing.ranks import record
 from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
 from plumbing.rollout import Batch, Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
 from plumbing.run import Run
@@ -431,7 +431,7 @@ def load_reference(
     model = models.load_model(flag.split()[0], name, dtype, sharding.load_device).requires_grad_(False)
     reference = Policy(model, args.temperature, args.logits_chunk_tokens)
     models.check_head(flag, model, reference.logits)
-    models.check_same_shapes(flag, reference, policy, everything=args.ref_refresh_every > 0)
+    models.check_same_shapes(flag, reference, policy, everything=not args.ref_model or args.ref_refresh_every > 0)
     # The exact KL uses its head in the policy's forward, where sharded weights outside of blocks would not be gathered.
     return sharding.shard(reference, blocks_only=args.kl_estimator == "full")
 
@@ -686,7 +686,7 @@ def check_args(args: Args) -> None:
         utils.fail("--advantage remax: compares with the greedy response of the same policy; takes --async_steps 0")
 
 
-@record  # an exception's traceback stands in torchrun's report
+@record
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     check_args(args)

@@ -3,6 +3,7 @@
 Imports nothing of this project. All that has a subject of its own is a module of plumbing/.
 """
 
+import contextlib
 import hashlib
 import math
 import os
@@ -49,6 +50,25 @@ def warn(message: str) -> None:
     """Print one line on stderr, from rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
+class Console:
+    """stdout or stderr, where an error ends no run: a terminal may be gone after days, or the disk of a log full."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self.stream.flush()
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
 
 
 @dataclass
@@ -146,6 +166,7 @@ class World:
 
 def setup_processes() -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, be the only process."""
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     # transformers would print its progress and warnings once a rank.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -203,8 +224,9 @@ class Interrupt:
 
     @staticmethod
     def _say(line: str) -> None:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # not by print, which the signal may have interrupted
-            os.write(2, f"\n{line}\n".encode())
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            with contextlib.suppress(OSError):  # not by print, which the signal may have interrupted
+                os.write(2, f"\n{line}\n".encode())
 
     def agreed(self) -> bool:
         return self.world.any(self.requested)

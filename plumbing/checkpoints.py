@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import warnings
+from typing import Callable
 
 import numpy as np
 import torch
@@ -51,18 +52,23 @@ def save_checkpoint(
         keep: number of checkpoints that stay, the newest ones; 0 keeps all.
     """
 
-    def write(path: str) -> None:
-        torch.save(random_state(), os.path.join(path, f"random_state_{world.rank}.pt"))
+    def write(path: str, on_main: Callable) -> None:
         for name, model in models.items():
-            save_model(model, os.path.join(path, name), world)
+            save_model(model, os.path.join(path, name), on_main)
         for name, optimizer in optimizers.items():
             if optimizer.adam.state:  # else torch would make an update to get one
                 tensors = trained_state(models[name], optimizer)
                 dcp.save(tensors, checkpoint_id=os.path.join(path, name, "optimizer"), no_dist=world.size == 1)
-        if world.main:
+        random_states = world.all_gather([random_state()])
+
+        def write_state() -> None:
             tokenizer.save_pretrained(path)
+            for rank, saved in enumerate(random_states):
+                torch.save(saved, os.path.join(path, f"random_state_{rank}.pt"))
             counters = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
             torch.save({**state, "optimizers": counters}, os.path.join(path, "trainer_state.pt"))
+
+        on_main(write_state)
 
     path = os.path.join(folder, "checkpoints", f"step_{state['step']}")
     # There is one already where a run is interrupted again after the same step.
@@ -80,28 +86,30 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
     """
     model.to(load_config("--model", source).dtype or torch.float32)
 
-    def write(path: str) -> None:
+    def write(path: str, on_main: Callable) -> None:
         if getattr(model, "peft_config", None):
-            save_model(model, os.path.join(path, "adapter"), world)
-            save_merged(model, path, world)
+            save_model(model, os.path.join(path, "adapter"), on_main)
+            save_merged(model, path, world, on_main)
         else:
-            save_model(model, path, world)
-        if world.main:
-            tokenizer.save_pretrained(path)
+            save_model(model, path, on_main)
+        on_main(lambda: tokenizer.save_pretrained(path))
 
     save_folder(os.path.join(folder, "final"), world, write)
 
 
-def save_model(model, path: str, world: World) -> None:
-    """Save a model folder from rank 0, where the weights are gathered; that of a model with an adapter is peft's."""
+def save_model(model, path: str, on_main: Callable) -> None:
+    """Save a model folder from rank 0, where the weights are gathered; that of a model with an adapter is peft's.
+
+    Args:
+        on_main: lets rank 0 write, see `plumbing.files.save_folder`.
+    """
     weights = get_model_state_dict(model, options=GATHERED)
-    if world.main:
-        for name in model.all_tied_weights_keys:  # gathered twice, transformers would not see that it is tied
-            weights.pop(name, None)
-        model.save_pretrained(path, state_dict=weights)
+    for name in model.all_tied_weights_keys:  # gathered twice, transformers would not see that it is tied
+        weights.pop(name, None)
+    on_main(lambda: model.save_pretrained(path, state_dict=weights))
 
 
-def save_merged(model, path: str, world: World) -> None:
+def save_merged(model, path: str, world: World, on_main: Callable) -> None:
     """Save a model folder with the adapter merged into the weights, which stay as they are."""
     weights = {}
     for name, tensor, layer in base_weights(model):
@@ -111,8 +119,7 @@ def save_merged(model, path: str, world: World) -> None:
         plain = type(model)(model.config)
     if model.can_generate():
         plain.generation_config = model.generation_config
-    if world.main:
-        plain.save_pretrained(path, state_dict=weights)
+    on_main(lambda: plain.save_pretrained(path, state_dict=weights))
 
 
 def trained_state(model, optimizer: Optimizer) -> dict:
@@ -149,7 +156,8 @@ def load_state(folder: str, world: World) -> dict:
     """Return the `state` of a checkpoint, and set this rank's global random generators as they were."""
     path = os.path.join(folder, f"random_state_{world.rank}.pt")
     if os.path.exists(path):  # a resumed run may have more ranks than before; nothing in it depends on these
-        set_random_state(torch.load(path, weights_only=True))
+        with readable(folder):
+            set_random_state(torch.load(path, weights_only=True))
     state = read_trainer_state(folder)
     with readable(folder):
         del state["optimizers"]
@@ -163,7 +171,7 @@ def read_trainer_state(folder: str) -> dict:
 
 @contextlib.contextmanager
 def readable(folder: str):
-    """End the run if what this context reads of a checkpoint is damaged."""
+    """End the run if what this context reads of a checkpoint, which is as it was saved, does not fit the run."""
     try:
         yield
     except dcp.api.CheckpointException as failed:
@@ -173,7 +181,7 @@ def readable(folder: str):
         reason = first_line(error)
     else:
         return
-    fail(f"--resume: {folder} cannot be read ({reason}); remove it to go on from the one before")
+    fail(f"--resume: {folder} cannot be loaded ({reason}); is it from another script, or --model not what it was?")
 
 
 def random_state() -> dict:

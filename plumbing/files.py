@@ -11,13 +11,13 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable
 
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from utils import World, fail, first_line
+from utils import World, fail, first_line, warn
 
 CHECKSUMS = "checksums.json"  # of the files of a folder, in it: {path: CRC-32}
 TORCH_WRITER = "inline_container.cc"  # the file of torch that writes what torch.save saves
+RUST_ERROR = "(os error"  # in the errors of safetensors, and of tokenizers, which has no class for them
 
 
 @contextlib.contextmanager
@@ -27,8 +27,8 @@ def writing(path: str):
         yield
     except CheckpointException as failed:  # on all ranks
         fail(f"{path}: cannot be written ({why_not_written(next(iter(failed.failures.values()))[0])})")
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, RuntimeError) and TORCH_WRITER not in str(error):
+    except Exception as error:
+        if not isinstance(error, OSError) and not any(words in str(error) for words in (TORCH_WRITER, RUST_ERROR)):
             raise
         fail(f"{path}: cannot be written ({why_not_written(error)})", local=True)
 
@@ -99,49 +99,65 @@ def fsync(path: str) -> None:
     os.close(descriptor)
 
 
-def save_folder(folder: str, world: World, write: Callable[[str], None], with_checksums: bool = False) -> None:
-    """Let all ranks `write` into a folder that appears complete or not at all: a temporary one, fsynced and renamed.
+def save_folder(folder: str, world: World, write: Callable, with_checksums: bool = False) -> None:
+    """Save a folder that appears complete or not at all: a temporary one, fsynced and renamed.
 
-    If it cannot be written, the run ends with one line, and nothing of it is left.
+    If it cannot be written, all ranks end, with one line, and nothing of it is left.
+
+    Args:
+        write: called on all ranks as `write(path, on_main)`. `on_main(act)` is a collective that lets rank 0 write.
     """
     parent, name = os.path.split(folder)
     temporary, replaced = os.path.join(parent, f".{name}.tmp"), os.path.join(parent, f".{name}.old")
+
+    def on_main(act: Callable[[], None]) -> None:
+        def acting() -> None:
+            with writing(folder):
+                act()
+
+        world.on_main(acting)
+
+    def begin() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.makedirs(temporary)
+
+    def publish() -> None:
+        if with_checksums:
+            with open(os.path.join(temporary, CHECKSUMS), "w") as file:
+                json.dump(checksums(temporary), file, indent=1)
+        for path, folders, files in os.walk(temporary):
+            for item in (*files, *folders):
+                fsync(os.path.join(path, item))
+        fsync(temporary)
+        if os.path.exists(folder):
+            shutil.rmtree(replaced, ignore_errors=True)  # left by a kill
+            os.rename(folder, replaced)
+        os.rename(temporary, folder)
+        fsync(parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
     try:
+        on_main(begin)
         with writing(folder):
-            if world.main:
-                shutil.rmtree(temporary, ignore_errors=True)
-                os.makedirs(temporary)
-            world.barrier()
-            write(temporary)
-            world.barrier()
-            if world.main:
-                if with_checksums:
-                    with open(os.path.join(temporary, CHECKSUMS), "w") as file:
-                        json.dump(checksums(temporary), file, indent=1)
-                for path, folders, files in os.walk(temporary):
-                    for item in (*files, *folders):
-                        fsync(os.path.join(path, item))
-                fsync(temporary)
-                if os.path.exists(folder):
-                    shutil.rmtree(replaced, ignore_errors=True)  # left by a kill
-                    os.rename(folder, replaced)
-                os.rename(temporary, folder)
-                fsync(parent)
-                shutil.rmtree(replaced, ignore_errors=True)
+            write(temporary, on_main)
+        world.barrier()
+        on_main(publish)
     except SystemExit:  # leave room on a full disk
         if world.main:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    world.barrier()
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder that is gone for its readers before any file in it is."""
+    """Remove a folder that is gone for its readers before any file in it is; warn if it cannot be removed."""
     parent, name = os.path.split(folder)
     removed = os.path.join(parent, f".{name}.old")
-    shutil.rmtree(removed, ignore_errors=True)
-    os.rename(folder, removed)
-    shutil.rmtree(removed)
+    try:
+        shutil.rmtree(removed, ignore_errors=True)
+        os.rename(folder, removed)
+        shutil.rmtree(removed)
+    except OSError as error:
+        warn(f"{folder}: cannot be removed ({why_not_written(error)})")
 
 
 def checksums(folder: str) -> dict[str, int]:

@@ -286,7 +286,7 @@ def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module
         fail(f"{flag}: its vocabulary has {sizes[0]} tokens, that of --model {sizes[1]}")
     shapes = [{name: p.shape for name, p in m.named_parameters()} for m in (model, policy)]
     if everything and shapes[0] != shapes[1]:
-        fail(f"{flag}: --ref_refresh_every takes a reference of the same architecture as --model")
+        fail(f"{flag}: has other layers than the model that trains; --resume and --ref_refresh_every take the same")
 
 
 @torch.no_grad()

@@ -176,12 +176,13 @@ def open_folder(origin: Origin, script: str, ranks: int, step: int) -> None:
         except OSError as error:  # another run may have made it since `find` looked
             fail(f"--output_dir {os.path.dirname(folder)}: cannot make {folder} ({first_line(error)})")
         lock(folder)
-    for unfinished in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".step_*")):
-        shutil.rmtree(unfinished)
-    for path in origin.damaged:  # kept, but out of the way of the checkpoint of that step which is to come
-        aside = os.path.join(os.path.dirname(path), f"damaged_{os.path.basename(path)}")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
+    with writing(folder):
+        for unfinished in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".step_*")):
+            shutil.rmtree(unfinished)
+        for path in origin.damaged:  # kept, but out of the way of the checkpoint of that step which is to come
+            aside = os.path.join(os.path.dirname(path), f"damaged_{os.path.basename(path)}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
     # Steps that the checkpoint does not have are run again. The row of its own step is in it, see plumbing.run.Run.
     for name, last in (("metrics.jsonl", step - 1), ("samples.jsonl", step)):
         kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]

@@ -1,7 +1,8 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop.
 
 Imports plumbing.resume (where it begins), plumbing.checkpoints (what it leaves on disk), plumbing.run_log (what it
-shows) and, for --push_to_hub, plumbing.hub.
+shows), plumbing.ranks (in which phase a rank is), plumbing.models (whether a tokenizer is the one that was) and, for
+--push_to_hub, plumbing.hub.
 """
 
 import math
@@ -11,6 +12,8 @@ from typing import Callable, Iterator, NoReturn
 
 import utils
 from plumbing import checkpoints, resume
+from plumbing.models import check_can_read
+from plumbing.ranks import begin_phase
 from plumbing.run_log import RunLog, check_tracking
 
 SHOWN = {  # what stands in the progress bar, as far as a run has it
@@ -32,6 +35,7 @@ class Run:
 
     def __init__(self, args, script: str, world: utils.World):
         """Find the run's folder and the checkpoint to go on from (`checkpoint`, None for a new run); create nothing."""
+        begin_phase("load", world)
         self.args, self.script, self.world, self.interrupt = args, script, world, utils.Interrupt(world)
         self.origin = world.on_main(lambda: resume.find(args, script))
         self.folder, self.checkpoint = self.origin.folder, self.origin.checkpoint
@@ -60,6 +64,7 @@ class Run:
         # metrics: of the step. results: of its evaluation. evaluated: whether that is done, or none was due.
         self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "results": {}, "evaluated": False, **state}
         if self.checkpoint:
+            check_can_read("--resume", self.checkpoint, tokenizer)  # the weights are from there, this from --model
             self.state |= checkpoints.load_state(self.checkpoint, self.world)
             for name, optimizer in optimizers.items():
                 checkpoints.load_optimizer(self.checkpoint, name, models[name], optimizer)

@@ -1,10 +1,9 @@
 """What a run shows and logs: progress, metrics.jsonl, samples.jsonl, curves.png, Weights & Biases.
 
-Imports plumbing.files (how a file is written and read).
+Imports plumbing.files (how a file is written and read) and plumbing.ranks (which phase a rank is in).
 """
 
 import contextlib
-import faulthandler
 import math
 import os
 import shutil
@@ -17,8 +16,9 @@ from typing import Callable
 import numpy as np
 from tqdm import tqdm
 
-from plumbing.files import append, read_jsonl, writing
-from utils import ROOT, World, fail, first_line, progress_bars
+from plumbing.files import append, read_jsonl, replace_file, why_not_written
+from plumbing.ranks import Phase, begin_phase
+from utils import ROOT, World, fail, first_line, progress_bars, warn
 
 
 class RunLog:
@@ -26,8 +26,6 @@ class RunLog:
 
     Every rank makes one and makes the same calls; rank 0 writes.
     """
-
-    STUCK_AFTER = 600.0  # seconds in one phase after which a rank prints where it is, again and again
 
     def __init__(self, origin, args, world: World, total_steps: int, step: int, data: dict):
         """
@@ -56,8 +54,7 @@ class RunLog:
 
         id_file = os.path.join(self.folder, "wandb_run_id.txt")
         if not origin.checkpoint or not os.path.exists(id_file):
-            with open(id_file, "w") as file:
-                file.write(uuid.uuid4().hex)
+            replace_file(id_file, uuid.uuid4().hex)
         with open(id_file) as file:
             run_id = file.read()
         try:
@@ -81,16 +78,10 @@ class RunLog:
             self.wandb.log(histograms, step=0, commit=False)
 
     def phase(self, name: str) -> None:
-        """Show the phase that begins in the progress bar.
-
-        With several ranks, a rank that is in it for longer than STUCK_AFTER seconds prints the traceback of all its
-        threads: one may wait in a collective for another that is stuck elsewhere.
-        """
+        """Begin a phase, which the progress bar shows."""
+        begin_phase(name, self.world)
         if self.progress is not None:
             self.progress.set_description(name)
-        if self.world.size > 1:
-            # A second more for each rank: tracebacks do not mix on the terminal, and "Timeout (0:10:03)!" is rank 3's.
-            faulthandler.dump_traceback_later(self.STUCK_AFTER + self.world.rank, repeat=True)
 
     def log(self, metrics: dict, shown: dict[str, str]) -> None:
         """Append a row to metrics.jsonl and send it to wandb; values that are not finite become null.
@@ -99,10 +90,10 @@ class RunLog:
             metrics: all values of a step, with "step".
             shown: the few that stand in the progress bar, {name there: name in metrics}.
         """
+        row = finite(metrics)
+        self.world.on_main(lambda: append(os.path.join(self.folder, "metrics.jsonl"), [row]))
         if not self.world.main:
             return
-        row = finite(metrics)
-        append(os.path.join(self.folder, "metrics.jsonl"), [row])
         if self.wandb:
             self.wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
         self.shown.update({name: f"{row[key]:.3g}" for name, key in shown.items() if row.get(key) is not None})
@@ -111,8 +102,8 @@ class RunLog:
 
     def samples(self, step: int, rows: list[dict]) -> None:
         """Append rows to samples.jsonl."""
-        if self.world.main:
-            append(os.path.join(self.folder, "samples.jsonl"), [{"step": step, **finite(row)} for row in rows])
+        path, rows = os.path.join(self.folder, "samples.jsonl"), [{"step": step, **finite(row)} for row in rows]
+        self.world.on_main(lambda: append(path, rows))
 
     def table(self, step: int, rows: list[dict], lengths: list[int]) -> None:
         """Print held-out samples as a table.
@@ -150,14 +141,16 @@ class RunLog:
         Args:
             push: publishes the model: address of the tracked run, if there is one -> address of the model.
         """
-        faulthandler.cancel_dump_traceback_later()
+        Phase.now.end()
         if not self.world.main:
             return
         self.progress.close()
         print(message, flush=True)  # before the picture, which takes a moment and may be interrupted
         curves = os.path.join(self.folder, "curves.png")
-        with writing(curves):
+        try:
             plot_curves([self.folder], curves)
+        except OSError as error:  # all that it shows is in metrics.jsonl
+            warn(f"{curves}: cannot be written ({why_not_written(error)})")
         rows = read_jsonl(os.path.join(self.folder, "metrics.jsonl"))
         for name, key in SUMMARY.items():
             values = {row["step"]: row[key] for row in rows if row.get(key) is not None}

@@ -308,14 +308,13 @@ def main(args: Args) -> None:
     }
 
     def write(path: str) -> None:
-        if world.main:
-            with open(os.path.join(path, "results.json"), "w") as file:
-                json.dump(results, file, indent=2, allow_nan=False)
-            with open(os.path.join(path, "samples.jsonl"), "w") as file:
-                for sample in samples:
-                    file.write(json.dumps(run_log.finite(sample), allow_nan=False, default=str) + "\n")
+        with open(os.path.join(path, "results.json"), "w") as file:
+            json.dump(results, file, indent=2, allow_nan=False)
+        with open(os.path.join(path, "samples.jsonl"), "w") as file:
+            for sample in samples:
+                file.write(json.dumps(run_log.finite(sample), allow_nan=False, default=str) + "\n")
 
-    checkpoints.save_folder(folder, world, write)
+    checkpoints.save_folder(folder, world, lambda path, on_main: on_main(lambda: write(path)))
     if world.main:
         show(args, results)
         print(os.path.join(folder, "results.json"), flush=True)

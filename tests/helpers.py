@@ -224,7 +224,9 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
     module = __import__(script)
     if backend := environment.get("COMPILE_BACKEND"):  # torch reads its own variable when it is imported
         torch._dynamo.config.debug_backend_override = f"0-10000:{backend}"
-    if place:
+    if callable(place):
+        place()
+    elif place:
         _signal_at(place)
     if not curves:
         run_log.plot_curves = lambda *args: None
@@ -339,7 +341,8 @@ def run(values: dict, code: int = 0, **options) -> Running:
 def start_ranks(
     values: dict, size: int, places: dict | None = None, environment: dict | None = None, **options
 ) -> list[Running]:
-    """The same over several ranks; `places` gives one rank a signal: {1: "grpo.generate:3:SIGTERM"}."""
+    """The same over several ranks; `places` gives one rank a signal, {1: "grpo.generate:3:SIGTERM"}, or calls there
+    what breaks something (picklable)."""
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,7 @@
-"""What a run of several ranks says, and how soon it ends, when one of them is killed, raises or is stuck."""
+"""What torchrun says of a rank that is killed or raises, and how it starts again; what a rank says that is stuck.
+
+Each phase in which a rank can fail is in tests/faults/test_ranks.py.
+"""
 
 import contextlib
 import json
@@ -10,11 +13,13 @@ import sys
 import time
 from pathlib import Path
 
+import forked_python
 import helpers
 import pytest
 
 import grpo
 import utils
+from plumbing import ranks as of_ranks
 from plumbing import resume, run_log
 
 # Rank 1 kills itself, or raises, before a call of a function.
@@ -42,18 +47,24 @@ def base(tmp_path_factory) -> dict:
     return {**helpers.workspace(tmp_path_factory.mktemp("ranks")), "eval_every": 0, "total_episodes": 4000}
 
 
-def torchrun(log: Path, script, values: dict, *options: str, **environment) -> subprocess.Popen:
-    """Start two ranks, whose output goes to a file."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
-    with open(log, "w") as file:
-        return subprocess.Popen(
-            [sys.executable, *words, *helpers.words(values)],
-            stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        )  # fmt: skip
+@pytest.fixture(scope="module")
+def torchrun():
+    """A function that starts two ranks, whose output goes to a file. All processes are forked ones."""
+    with forked_python.python() as python:
+
+        def start(log: Path, script, values: dict, *options: str, **environment) -> subprocess.Popen:
+            words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
+            settings = {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python, **environment}
+            with open(log, "a") as file:
+                return subprocess.Popen(
+                    [python, *words, *helpers.words(values)], stdout=file, stderr=file, env={**os.environ, **settings}
+                )
+
+        yield start
 
 
 @pytest.mark.parametrize("function, raises", [("data.take_prompts", False), ("utils.Optimizer.step", True)])
-def test_a_rank_that_fails_ends_all_and_is_named(base, tmp_path, function, raises):
+def test_a_rank_that_fails_ends_all_and_is_named(base, tmp_path, torchrun, function, raises):
     """By torchrun, soon, with its rank and the signal, or the exception and where it was raised."""
     values = {**base, "output_dir": str(tmp_path), "run_name": "run"}
     script, log, marker = (tmp_path / name for name in ("failing.py", "log", "marker"))
@@ -64,7 +75,8 @@ def test_a_rank_that_fails_ends_all_and_is_named(base, tmp_path, function, raise
     assert code == 1 and time.time() - marker.stat().st_mtime < 60, text[-3000:]
     cause = text[text.index("Root Cause (first observed failure)") :]
     assert "rank      : 1 (local_rank: 1)" in cause, text[-3000:]
-    assert ("ValueError: no such luck" in cause and "in main\n" in cause) if raises else "(SIGKILL)" in cause, cause
+    said = ("ValueError: no such luck", "in main\n", "(rank 1 of 2, in the phase 'training')")
+    assert all(line in cause for line in said) if raises else "(SIGKILL)" in cause, cause
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo", "reward_model"])
@@ -89,7 +101,7 @@ def score(prompts, responses, **columns):
 """
 
 
-def test_torchrun_starts_again_and_resumes(base, tmp_path):
+def test_torchrun_starts_again_and_resumes(base, tmp_path, torchrun):
     """With --max_restarts a killed rank ends all and the next start goes on from the newest checkpoint by itself."""
     (tmp_path / "deadly.py").write_text(DEADLY)
     marker, log = tmp_path / "marker", tmp_path / "log"
@@ -106,7 +118,7 @@ def test_torchrun_starts_again_and_resumes(base, tmp_path):
 
 
 def slow_reward() -> None:
-    time.sleep(7)
+    time.sleep(3.5)
 
 
 def a_rank(rank: int, port: int, folder: str) -> None:
@@ -115,7 +127,7 @@ def a_rank(rank: int, port: int, folder: str) -> None:
     sys.stderr = open(2, "w", closefd=False)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
-    run_log.RunLog.STUCK_AFTER = 2.0
+    of_ranks.STUCK_AFTER = 1.0
     log = run_log.RunLog(resume.Origin(folder, {}), grpo.Args(), world, 1, 0, {"prompts": [1]})
     log.phase("rollout")
     if rank == 1:
@@ -124,7 +136,7 @@ def a_rank(rank: int, port: int, folder: str) -> None:
     log.phase("training")  # does not last long enough
     world.barrier()
     log.close("done")
-    time.sleep(3)  # the run is over
+    time.sleep(2.5)  # the run is over
     world.barrier()
 
 
@@ -142,6 +154,6 @@ def test_ranks_that_wait_say_where(tmp_path):
     said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert [each.exitcode for each in ranks] == [0, 0], said
     for rank, function in enumerate(("barrier", "slow_reward")):
-        assert len(re.findall(r"Timeout \(0:00:\d\d\)!", said[rank])) == 7 // (2 + rank), said[rank]
-        assert f"Timeout (0:00:0{2 + rank})!" in said[rank], "its header tells the rank"
+        lines = re.findall(rf"^rank {rank} of 2, in the phase 'rollout' for (\d+) seconds, is here:$", said[rank], re.M)
+        assert lines == [["1", "2", "3"], ["2"]][rank] and said[rank].count(", in the phase") == len(lines), said[rank]
         assert f" in {function}\n" in said[rank] and " in a_rank\n" in said[rank]

@@ -206,11 +206,11 @@ def test_a_file_in_the_place_of_the_folder(tmp_path, capsys):
 
 def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world):
     """Between its two renames, or before what it replaced was removed."""
-    write = lambda text: lambda path: Path(path, "a").write_text(text)
+    write = lambda path, on_main: Path(path, "a").write_text("1")
     for left in ("final", ".final.old", ".final.tmp"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "b").write_text("")
-    files.save_folder(str(tmp_path / "final"), world, write("1"))
+    files.save_folder(str(tmp_path / "final"), world, write)
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["final", "final/a"]
 
 

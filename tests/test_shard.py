@@ -184,8 +184,10 @@ def test_files_that_rank_0_cannot_read(base, tmp_path):
     broken.write_bytes(broken.read_bytes()[:5000])
     values = {**base["rloo"], "ref_model": str(broken.parent), "output_dir": str(tmp_path), "run_name": "none"}
     ranks = sharded(values, 3, "rloo", (2, 2, 2))
-    assert [len(rank.err.splitlines()) for rank in ranks] == [1, 1, 0]
-    assert ranks[0].errors[0].startswith(f"error: --ref_model {broken.parent}: ") and "rank 0" in ranks[1].errors[0]
+    assert [len(rank.err.splitlines()) for rank in ranks] == [1, 1, 1]
+    assert ranks[0].errors[0].startswith(f"error: --ref_model {broken.parent}: ")
+    for number in (1, 2):
+        assert f"rank {number} of 3, in the phase 'load': another rank has ended" in ranks[number].errors[0]
 
 
 def test_tensors_with_formats_of_their_own(base, tmp_path):
