@@ -151,6 +151,7 @@ class RunLog:
             plot_curves([self.folder], curves)
         except OSError as error:  # all that it shows is in metrics.jsonl
             warn(f"{curves}: cannot be written ({why_not_written(error)})")
+            curves = "none"
         rows = read_jsonl(os.path.join(self.folder, "metrics.jsonl"))
         for name, key in SUMMARY.items():
             values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
