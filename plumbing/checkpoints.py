@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from plumbing.files import remove_folder, save_folder
 from plumbing.lora import base_weights, merged
-from plumbing.models import load_config
+from plumbing.models import load_config, read_tokenizer, vocabulary_difference
 from utils import Optimizer, World, fail, first_line
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # dcp's, where `no_dist` asks for just that
@@ -150,6 +150,12 @@ def load_optimizer(folder: str, name: str, model, optimizer: Optimizer) -> None:
         state["adam"]["state"] = {key: adam[key] for key in adam if f"adam.state.{key}.step" in saved}
         dcp.load(state, checkpoint_id=path, no_dist=True)
     set_optimizer_state_dict(model, optimizer.adam, state["adam"], options=ALLOW_MISSING)
+
+
+def check_tokenizer(folder: str, tokenizer) -> None:
+    """End the run if the `tokenizer` of --model is another one than that of a checkpoint, whose weights go on."""
+    if difference := vocabulary_difference(tokenizer, read_tokenizer("--resume", folder)):
+        fail(f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}")
 
 
 def load_state(folder: str, world: World) -> dict:

@@ -1,8 +1,7 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop.
 
 Imports plumbing.resume (where it begins), plumbing.checkpoints (what it leaves on disk), plumbing.run_log (what it
-shows), plumbing.ranks (in which phase a rank is), plumbing.models (whether a tokenizer is the one that was) and, for
---push_to_hub, plumbing.hub.
+shows), plumbing.ranks (in which phase a rank is) and, for --push_to_hub, plumbing.hub.
 """
 
 import math
@@ -12,7 +11,6 @@ from typing import Callable, Iterator, NoReturn
 
 import utils
 from plumbing import checkpoints, resume
-from plumbing.models import check_can_read
 from plumbing.ranks import begin_phase
 from plumbing.run_log import RunLog, check_tracking
 
@@ -64,7 +62,7 @@ class Run:
         # metrics: of the step. results: of its evaluation. evaluated: whether that is done, or none was due.
         self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "results": {}, "evaluated": False, **state}
         if self.checkpoint:
-            check_can_read("--resume", self.checkpoint, tokenizer)  # the weights are from there, this from --model
+            checkpoints.check_tokenizer(self.checkpoint, tokenizer)
             self.state |= checkpoints.load_state(self.checkpoint, self.world)
             for name, optimizer in optimizers.items():
                 checkpoints.load_optimizer(self.checkpoint, name, models[name], optimizer)
