@@ -408,6 +408,8 @@ def may_be_null(script: str, v: SimpleNamespace, row: dict) -> str:
         patterns += [] if v.kl_coef else ["objective/kl", "objective/non_score_reward"]
         patterns += [] if verifiers else ["objective/verifiable_correct_rate"]
         patterns += ["val/zero_std_fraction"] if v.group_size == 1 else []
+        if v.dataset == "@named.jsonl":  # no row of it names the other sources
+            patterns += ["reward(_std|_correct)?/.*"]
         patterns += ["reward_std/.*"] if v.rollout_batch_size * v.group_size < 4 else []
         if script == "ppo" and row["step"] <= v.critic_warmup_steps:
             patterns += ["(objective|loss|policy|rollout)/.*"]
