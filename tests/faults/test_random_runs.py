@@ -294,7 +294,7 @@ def rl_rules(script: str, v: SimpleNamespace) -> list[tuple]:
         ("--async_steps", v.async_steps, {"async_steps": 0}),
         ("--ptx_coef", v.ptx_coef and not v.ptx_dataset, {"ptx_dataset": "@rows.jsonl"}),
         ("--ptx_dataset", v.ptx_dataset and not v.ptx_coef, {"ptx_coef": 0.1}),
-        ("--ptx_dataset", v.ptx_coef and v.ptx_dataset and v.max_response_length == 1, {"max_response_length": 2}),
+        ("--ptx_dataset", v.ptx_coef and v.ptx_dataset and v.max_response_length < 3, {"max_response_length": 10}),
         ("--ref_refresh_every", v.ref_refresh_every and v.lora_rank, {"lora_rank": 0}),
         ("--ref_refresh_every", v.ref_refresh_every and not v.kl_coef, {"kl_coef": 0.1}),
         ("--ref_model", v.ref_refresh_every and v.ref_model not in ("", v.model), {"ref_model": ""}),
@@ -390,7 +390,6 @@ def allowed_warnings(script: str, v: SimpleNamespace) -> str:
         some = any(name.endswith(":some") for name in v.reward)
         patterns += ["--reward .*: gave .* of the evaluation no score"] if some else []
         patterns += ["--dataset .*: left out .* rows whose prompts are evaluated on"] if v.eval_every else []
-        patterns += ["--ptx_dataset .*: left out .* too long"] if v.ptx_coef and v.max_response_length == 2 else []
         column = v.verifier_column not in ("", "none")
         patterns += [".*: has no column"] if column else []
         unused = v.environment and "environment" not in v.reward
