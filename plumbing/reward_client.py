@@ -2,7 +2,7 @@
 
 A key in the variable REWARD_API_KEY goes with every request, unless the server's address has a user and password.
 
-Rooms: plumbing/reward_worker.py (what a score is).
+Rooms: plumbing/reward_worker.py (what a score is, how long to wait for it).
 """
 
 import json
@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import urllib3
 from requests.utils import get_environ_proxies, select_proxy
 
-from plumbing.reward_worker import columns_of, finite_or_nan
+from plumbing.reward_worker import POLL, columns_of, finite_or_nan, never
 from utils import first_line, warn
 
 BATCH = 32  # responses in a request
@@ -79,15 +79,17 @@ class ServerSource:
         self.score(rows, texts, responses)
         return self.failure
 
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         self.failure, scores = "", []
         parts = [slice(start, start + BATCH) for start in range(0, len(rows), BATCH)]
         end = time.monotonic() + math.ceil(len(parts) / CONNECTIONS) * self.limit
         with ThreadPool(CONNECTIONS) as pool:  # of daemon threads: one that is stuck does not keep the process alive
             answers = [pool.apply_async(self._ask, (question(rows[part], texts[part]),)) for part in parts]
             for part, answer in zip(parts, answers):
+                while not (answer.ready() or interrupted() or time.monotonic() > end):
+                    answer.wait(POLL)
                 try:
-                    found, failure = answer.get(max(0.0, end - time.monotonic()))
+                    found, failure = answer.get(0.0)
                 except multiprocessing.TimeoutError:
                     found, failure = None, f"gave no complete answer within {self.limit:g} s"
                 scores += found or [math.nan] * len(rows[part])

@@ -3,7 +3,7 @@
 A model of the policy's vocabulary reads the sampled token ids themselves. Another one reads prompt and response as
 text, through its own tokenizer and chat template, as verl's reward workers do.
 
-Rooms: plumbing/models.py (loading) and plumbing/prompts.py (text to token ids).
+Rooms: plumbing/models.py (loading), plumbing/prompts.py (text to token ids) and plumbing/reward_worker.py (`never`).
 """
 
 import math
@@ -14,6 +14,7 @@ import torch
 
 from plumbing.models import load_scalar_model, read_tokenizer, scalar_config, stop_token_ids, vocabulary_difference
 from plumbing.prompts import encode_text
+from plumbing.reward_worker import never
 from utils import World, fail, first_line, micro_batches
 
 
@@ -70,7 +71,7 @@ class ModelSource:
             sharding.shard(self.model, reward_model=True)
 
     @torch.no_grad()
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         self.failure, scores = "", [math.nan] * len(rows)
         sequences = list(map(self._sequence, rows, texts, responses))
         readable = [i for i, sequence in enumerate(sequences) if sequence]

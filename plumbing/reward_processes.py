@@ -7,8 +7,9 @@ import math
 import os
 import queue
 from concurrent.futures import ThreadPoolExecutor
+from typing import Callable
 
-from plumbing.reward_worker import Worker, columns_of, finite_or_nan
+from plumbing.reward_worker import Worker, columns_of, finite_or_nan, never
 from plumbing.verifiers import VERIFIERS
 from utils import fail, warn
 
@@ -111,19 +112,22 @@ class WorkerSource:
         worker.send(self._request(rows, texts, responses))
         return worker.receive(self.workers.timeout).get("error", "")
 
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         if self.name not in VERIFIERS:
-            return self._score_by(0, rows, texts, responses)
+            return self._score_by(0, rows, texts, responses, interrupted)
         scores, count = [math.nan] * len(texts), len(self.workers.processes)
         with ThreadPoolExecutor(count) as pool:
             shares = pool.map(
-                lambda i: self._score_by(i, rows[i::count], texts[i::count], responses[i::count]), range(count)
+                lambda i: self._score_by(i, rows[i::count], texts[i::count], responses[i::count], interrupted),
+                range(count),
             )
         for i, share in enumerate(shares):
             scores[i::count] = share
         return scores
 
-    def _score_by(self, index: int, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
+    def _score_by(
+        self, index: int, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted: Callable
+    ) -> list[float]:
         """Return the scores by process `index`. If it gets stuck or dies, a new one goes on after that response."""
         scores: list[float] = []
         while len(scores) < len(texts):
@@ -131,7 +135,7 @@ class WorkerSource:
             worker.send(self._request(rows[rest], texts[rest], responses[rest]))
             answered_at_once = 1 if self.name in VERIFIERS else len(texts[rest])
             while len(scores) < len(texts):
-                answer = worker.receive(self.limit)
+                answer = worker.receive(self.limit, interrupted)
                 if "dead" in answer:
                     self.workers.replace(index)
                     if self.blames_response:

@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from typing import Callable
 
@@ -32,9 +33,16 @@ from plumbing.math_verifier import equal_answers
 from plumbing.reward_functions import load_function, score_by
 from plumbing.verifiers import VERIFIERS
 
+POLL = 0.1  # seconds between two looks at whether the run is interrupted
+
 # Not from utils, which imports torch.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LARGEST = 1e18  # score; the square of a larger one would not fit into float32, and its advantage become 0
+
+
+def never() -> bool:
+    """Return that the run is not interrupted."""
+    return False
 
 
 def start_python(*words: str, **files) -> subprocess.Popen:
@@ -69,16 +77,22 @@ class Worker:
             self.process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
             self.process.stdin.flush()
 
-    def receive(self, timeout: float):
-        """Return the next answer; if none comes, kill the process and return {"error": why, "dead": True}."""
-        try:
-            line = self.lines.get(timeout=timeout)
-        except queue.Empty:
-            self.kill()
-            return {"error": f"gave no answer within --reward_timeout {timeout:g} s", "dead": True}
-        if line is None:
-            return {"error": f"its process ended with exit code {self.process.wait()}", "dead": True}
-        return json.loads(line)
+    def receive(self, timeout: float, interrupted: Callable[[], bool] = never):
+        """Return the next answer; if none comes, kill the process and return {"error": why, "dead": True}.
+
+        Once the run is interrupted nobody waits for the answer: {"error": why} is returned.
+        """
+        end = time.monotonic() + timeout
+        while not interrupted() and (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                line = self.lines.get(timeout=min(POLL, left))
+                if line is None:
+                    return {"error": f"its process ended with exit code {self.process.wait()}", "dead": True}
+                return json.loads(line)
+        if interrupted():
+            return {"error": "the run is interrupted"}
+        self.kill()
+        return {"error": f"gave no answer within --reward_timeout {timeout:g} s", "dead": True}
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

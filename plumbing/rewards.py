@@ -1,8 +1,9 @@
 """The reward sources of a run: built-in verifiers, functions from files, reward models and reward servers.
 
-Each kind is a class with `score(rows, texts, responses) -> [float] * N`, NaN for a response without a score, and with
-`failure`, the last reason for that ("" for none). A source that raises, takes over --reward_timeout, or returns None,
-NaN, infinity or over 1e18 gives no score: never a silent zero.
+Each kind is a class with `score(rows, texts, responses, interrupted) -> [float] * N`, NaN for a response without a
+score, and with `failure`, the last reason for that ("" for none). A source that raises, takes over --reward_timeout, or
+returns None, NaN, infinity or over 1e18 gives no score: never a silent zero. Nobody waits for an answer any more once
+the function `interrupted` returns True: a run that ends does not use the scores.
 
 Where rows name their sources, as in open-instruct's mixtures, the others do not count for them: see `named_sources`.
 
@@ -13,6 +14,7 @@ plumbing/prompts.py (whether a column is filled) and plumbing/flags.py (what is 
 
 import atexit
 import os
+from typing import Callable
 
 import torch
 
@@ -20,7 +22,7 @@ from plumbing.flags import check_address
 from plumbing.prompts import is_filled
 from plumbing.reward_models import ModelSource
 from plumbing.reward_processes import Workers, WorkerSource
-from plumbing.reward_worker import LARGEST, finite_or_nan
+from plumbing.reward_worker import LARGEST, finite_or_nan, never
 from plumbing.verifiers import ANSWER_REWARDS, VERIFIERS
 from utils import fail, warn
 
@@ -172,19 +174,21 @@ class Rewards:
         for source in self.models.values():
             source.load(scale, dtype, device, autocast, token_budget, sharding)
 
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> dict[str, list[float]]:
+    def score(
+        self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted: Callable[[], bool] = never
+    ) -> dict[str, list[float]]:
         """Return each source's scores of the responses, NaN where there is none: {name: [float] * N}.
 
         A source that does not count for a row has 0 there, which adds nothing to the weighted sum.
 
         Args:
             rows: as `plumbing.data.load_prompts` makes them. texts: the responses as text. responses:
-                the same as token ids.
+                the same as token ids. interrupted: see above.
         """
         scores = {name: [0.0] * len(rows) for name in self.sources}
         for name, source in self.sources.items():
             own = [i for i, row in enumerate(rows) if is_scored_by(row, name)]
-            found = source.score(*([column[i] for i in own] for column in (rows, texts, responses)))
+            found = source.score(*([column[i] for i in own] for column in (rows, texts, responses)), interrupted)
             for i, score in zip(own, found):
                 scores[name][i] = score
         return scores
@@ -209,5 +213,5 @@ class EnvironmentSource:
         """Do nothing: there is no conversation yet."""
         return ""
 
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[float]:
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         return [finite_or_nan(row["environment"]) for row in rows]

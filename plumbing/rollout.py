@@ -228,7 +228,10 @@ def rollout(
         return None
     responses, values = [ids for ids, _ in sampled], [columns for _, columns in sampled]
     texts = [tokenizer.decode(response, skip_special_tokens=True) for response in responses]
-    scores = rewards.score([talk.scored_row() for talk in talks] if conversations else own_rows, texts, responses)
+    scored = [talk.scored_row() for talk in talks] if conversations else own_rows
+    scores = rewards.score(scored, texts, responses, interrupted)
+    if world.any(interrupted()):  # then some may be missing
+        return None
     gathered = world.unshard(list(zip(responses, texts, values, talks, *scores.values())), len(rows))
     responses, texts, values, talks, *columns = map(list, zip(*gathered))
     rows, scores = [talk.row for talk in talks] if conversations else rows, dict(zip(scores, columns))

@@ -90,10 +90,10 @@ class Run:
                 if step and every and step % every == 0:
                     self.save()
             self._log_row(step)
+            if self.interrupt.agreed() or 0 < self.args.stop_after_step <= step < self.total_steps:
+                self.leave()
             if step >= self.total_steps:
                 break
-            if self.interrupt.agreed() or 0 < self.args.stop_after_step <= step:
-                self.leave()
             self.clock.start()
             yield step + 1
 

@@ -194,17 +194,33 @@ def _before(name: str, action) -> None:
     setattr(owner, function, call)
 
 
+def _send_after(calls: int, what: signal.Signals) -> None:
+    """Make this process send itself a signal after so many further calls of functions in this thread, C's included."""
+    left = calls
+
+    def count(frame, event: str, argument) -> None:
+        nonlocal left
+        left -= event in ("call", "c_call")
+        if left <= 0:
+            sys.setprofile(None)
+            os.kill(os.getpid(), what)
+
+    sys.setprofile(count) if calls else os.kill(os.getpid(), what)
+
+
 def _signal_at(place: str) -> None:
     """Make this process send itself a signal before the n-th call of a function: "utils.Optimizer.step:3:SIGTERM".
 
     "A;B" stands for two such places, and "run_log.RunLog.log>json.dumps:2:SIGKILL" for the second call of json.dumps
-    after run_log.RunLog.log was called for the first time.
+    after run_log.RunLog.log was called for the first time. "utils.Optimizer.step:3:SIGTERM+500" is the 500th call of
+    any function after that of "utils.Optimizer.step:3:SIGTERM".
     """
     for part in place.split(";"):
         first, _, then = part.rpartition(">")
-        name, number, signal_name = then.split(":")
-        send = lambda calls, at=int(number), what=signal.Signals[signal_name]: (
-            os.kill(os.getpid(), what) if calls == at else None
+        name, number, what = then.split(":")
+        signal_name, _, later = what.partition("+")
+        send = lambda calls, at=int(number), what=signal.Signals[signal_name], later=int(later or 0): (
+            _send_after(later, what) if calls == at else None
         )
         if first:
             _before(first, lambda calls, name=name, send=send: _before(name, send) if calls == 1 else None)
@@ -305,16 +321,30 @@ class Running:
 
     @property
     def out(self) -> str:
-        return Path(f"{self.log}.out").read_text()
+        return self._said("out")
 
     @property
     def err(self) -> str:
-        return Path(f"{self.log}.err").read_text()
+        return self._said("err")
+
+    def _said(self, name: str) -> str:
+        file = Path(f"{self.log}.{name}")
+        return file.read_text() if file.exists() else ""  # killed at once
 
     @property
     def errors(self) -> list[str]:
         """The lines that say why a run ended. (A progress bar shares its line with what comes after it.)"""
         return [line for line in self.err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+
+
+def processes_of(running: Running) -> list[int]:
+    """The processes that a run has started and that are still there."""
+    mark, found = f"RUN_TEST_LOG={running.log}\0".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+            if mark in (process / "environ").read_bytes() + b"\0":
+                found.append(int(process.name))
+    return found
 
 
 def refusal(err: str) -> str:

@@ -184,7 +184,7 @@ def batch(tmp_path_factory):
     class Rewards:
         models, verifiers = {}, ("environment",)
 
-        def score(self, rows, texts, responses):
+        def score(self, rows, texts, responses, interrupted):
             return {"environment": [row["environment"] for row in rows]}
 
     found = rollout(
@@ -302,7 +302,7 @@ def test_failed_environments_are_left_out(batch, script):
     class Rewards:
         models, verifiers = {"model": None}, ()
 
-        def score(self, rows, texts, responses):
+        def score(self, rows, texts, responses, interrupted):
             return {"model": [2.0, 3.0, 3.0]}
 
     rewards, args = Rewards(), args_of(script, reward=("model",), rollout_batch_size=1, group_size=3)

@@ -418,7 +418,7 @@ class Scores:
     def __init__(self):
         self.seen = []
 
-    def score(self, rows, texts, responses):
+    def score(self, rows, texts, responses, interrupted):
         assert len(rows) == len(texts)
         self.seen += [(row["answer"], text) for row, text in zip(rows, texts)]
         return {"length": [100.0 * row["answer"] + len(text) for row, text in zip(rows, texts)]}

@@ -342,8 +342,8 @@ STOPS = {
         ("rollout", "torch.searchsorted:13", "rollout", 0),  # ten tokens in the first evaluation
         ("update", "utils.Optimizer.step:2", "training", 1),
         ("evaluation", "grpo.generate:3", "evaluate", 2),
-        ("scoring", "rewards.Rewards.score:3", "rollout", 3),  # comes after the generation: the step is finished first
-        ("log-probs", "grpo.forward_batch:1", "logprobs", 4),
+        ("scoring", "rewards.Rewards.score:3", "rollout", 2),
+        ("log-probs", "grpo.forward_batch:1", "logprobs", 3),
     ],
     "SIGTERM, saving": [
         ("save", "checkpoints.save_checkpoint:1", "save", 2),
@@ -367,7 +367,7 @@ def test_signals(straight, tmp_path, name):
         assert goes_on_after(done) == after[-1:], phase
         phases = re.findall(r"(evaluate|rollout|logprobs|training|save)(?=:)", done.err)
         phases = [each for each, following in zip(phases, [*phases[1:], None]) if each != following]
-        if phase not in ("scoring", "log-probs", "last update", "save"):  # these finish the step
+        if phase not in ("log-probs", "last update", "save"):  # these finish the step
             assert phases[-2] == shown, (phase, phases)
         assert shown in phases and "Traceback" not in done.err, phase
         after.append(step)
@@ -392,7 +392,7 @@ def test_signal_from_a_reward_function(base, tmp_path):
     )
     values = variant(base, tmp_path, reward=f"{tmp_path / 'reward.py'}:score", eval_every=0, save_every=0)
     run(values, code=75)
-    assert steps_of(values) == ["step_1"]
+    assert steps_of(values) == ["step_0"]
     run({**values, "resume": True})
     whole = {**values, "run_name": "whole"}
     run(whole)

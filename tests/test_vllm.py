@@ -107,7 +107,7 @@ def roll(setting, samples, engine, key=("rollout", 1, 1), conversations=None, **
     class Scores:
         models, verifiers = {}, ("a",)
 
-        def score(self, rows, texts, responses):
+        def score(self, rows, texts, responses, interrupted):
             return {"a": [float(len(text)) for text in texts]}
 
     return rollout.rollout(

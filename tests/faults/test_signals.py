@@ -1,0 +1,219 @@
+"""SIGTERM and SIGINT where a run waits for others, while it starts and ends, and under torchrun: 75 within 20 seconds.
+
+What comes at random instants is in test_kills.py; each phase of a step, of one process, in tests/test_run.py.
+"""
+
+import contextlib
+import http.server
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import helpers
+import pytest
+from helpers import folder_of, metrics_of, processes_of, read_lines, same_weights, steps_of
+
+# Sleeps where a file says so, and leaves another one to say that it does.
+SLOW = """
+import os, time
+
+def wait():
+    if os.path.exists({marker!r}):
+        open({marker!r} + ".reached", "w").close()
+        time.sleep(600)
+
+def score(prompts, responses, **columns):
+    if len(responses) > 2:  # not the trial call
+        wait()
+    return [len(response) % 5 / 5 for response in responses]
+
+class Game:
+    def reset(self, **row):
+        self.turns = 0
+
+    def step(self, response):
+        wait()
+        self.turns += 1
+        return ">", len(response) / 10, self.turns == 2
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("signals")
+    changes = {"total_episodes": 16, "eval_every": 0, "save_every": 0, "reward_timeout": 500.0, "run_name": "run"}
+    return {**helpers.workspace(folder), **changes}
+
+
+@pytest.fixture
+def marker(tmp_path) -> Path:
+    marker = tmp_path / "marker"
+    (tmp_path / "slow.py").write_text(SLOW.format(marker=str(marker)))
+    return marker
+
+
+@contextlib.contextmanager
+def reward_server(marker: Path):
+    """A reward server of which answers are as slow as the marker says; its address."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["response"]
+            while len(texts) > 2 and marker.exists():
+                Path(f"{marker}.reached").touch()
+                time.sleep(0.1)
+            body = json.dumps({"error_code": 0, "score": [len(text) % 5 / 5 for text in texts]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.wfile.write(body)
+
+        def log_message(self, *words):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def wait_for(path: Path, alive) -> None:
+    while not path.exists():
+        assert alive(), "ended before it waited"
+        time.sleep(0.02)
+
+
+def assert_equal(values: dict, whole: dict) -> None:
+    assert metrics_of(values) == metrics_of(whole)
+    ours, theirs = folder_of(values), folder_of(whole)
+    assert read_lines(ours / "samples.jsonl") == read_lines(theirs / "samples.jsonl")
+    assert same_weights(ours / "final", theirs / "final")
+
+
+CONVERSATION = {"reward": "environment", "max_turn_length": 5, "max_response_length": 20, "tool_timeout": 500.0}
+WAITS = {  # flags; whether all processes of the run get the signal, as from Slurm; the signal
+    "reward function": ({"reward": "slow.py:score"}, True, "SIGTERM"),
+    "evaluation": ({"reward": "slow.py:score", "eval_every": 1}, False, "SIGINT"),
+    "reward server": ({"reward": "http"}, False, "SIGTERM"),
+    "environment": ({"environment": "slow.py:Game"} | CONVERSATION, True, "SIGTERM"),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_run_that_waits(base, tmp_path, marker, name):
+    """It ends at once, and the run that goes on does not show it: it repeats the rollout, or the evaluation."""
+    changes, all_processes, how = WAITS[name]
+    values = {**base, **changes, "output_dir": str(tmp_path)}
+    values |= {key: str(tmp_path / x) for key, x in changes.items() if str(x).startswith("slow.py")}
+    with contextlib.ExitStack() as stack:
+        if changes.get("reward") == "http":
+            values["reward"] = stack.enter_context(reward_server(marker))
+        marker.touch()
+        running = helpers.start(values)
+        wait_for(Path(f"{marker}.reached"), running.process.is_alive)
+        marker.unlink()
+        begin = time.monotonic()
+        for process in [running.process.pid] + processes_of(running) * all_processes:
+            os.kill(process, signal.Signals[how])
+        assert running.wait(20).code == 75, running.err
+        assert time.monotonic() - begin < 10 and steps_of(values) == ["step_0"]
+        assert "Traceback" not in running.err and not running.errors, running.err
+        whole = {**values, "run_name": "whole"}
+        helpers.run(whole)
+        helpers.run({**values, "resume": True})
+    assert_equal(values, whole)
+
+
+@pytest.mark.parametrize("place", ["data.load_train_and_eval", "models.load_tokenizer", "sharding.Sharding.wrap"])
+def test_while_a_run_starts(base, tmp_path, place):
+    """There is nothing to save, and no folder is left."""
+    values = {**base, "output_dir": str(tmp_path)}
+    done = helpers.run(values, code=75, place=f"{place}:1:SIGTERM")
+    assert "SIGTERM: ends before the first step" in done.err and not os.listdir(tmp_path)
+
+
+def test_in_the_last_update_and_in_the_last_save(base, tmp_path):
+    """An update ends as in any other step; a run that is done, but for final/, ends as it should."""
+    values = {**base, "output_dir": str(tmp_path)}
+    helpers.run(values, code=75, place="utils.Optimizer.step:8:SIGTERM")
+    assert steps_of(values) == ["step_2"] and not (folder_of(values) / "final").exists()
+    helpers.run({**values, "resume": True}, place="checkpoints.save_final:1:SIGTERM")
+    assert (folder_of(values) / "final" / "model.safetensors").exists()
+
+
+# ---- torchrun --------------------------------------------------------------------------------------------------------
+
+# Rank 0 sends torchrun a signal before a call of a function, and waits until torchrun has passed it on.
+SENDING = """
+import os, signal, sys, time
+sys.path[:0] = {paths!r}
+import helpers
+import {script}
+from plumbing import command_line, run_log
+
+def send(calls):
+    if calls == {number} and os.environ["RANK"] == "0":
+        open({marker!r}, "w").close()
+        os.kill(os.getppid(), signal.{how})
+        time.sleep(2)
+
+run_log.plot_curves = lambda *args: None
+helpers._before({function!r}, send)
+{script}.main(command_line.parse({script}.Args))
+"""
+
+PHASES = {  # where torchrun gets the signal, and the step that is saved then; None: of a run that has not begun
+    "loading": ("sharding.Sharding.wrap:1", None),
+    "first evaluation": ("grpo.generate:1", 0),
+    "generation": ("grpo.generate:3", 0),
+    "scoring": ("rewards.Rewards.score:3", 0),
+    "log-probs": ("grpo.forward_batch:1", 1),
+    "update": ("utils.Optimizer.step:3", 1),
+    "save": ("checkpoints.save_checkpoint:1", 1),
+    "evaluation": ("grpo.generate:4", 1),
+    "turn": ("tool_processes.ToolProcess.step:16", 0),
+    "final save": ("checkpoints.save_final:1", 2),
+}
+IN_CI = [("scoring", "SIGTERM", "fsdp")]
+ALL = [(name, how, shard) for name in PHASES for how, shard in (("SIGTERM", "none"), ("SIGINT", "fsdp"))]
+
+
+@pytest.mark.parametrize("name, how, shard", IN_CI + [case for case in ALL if case not in IN_CI])
+def test_torchrun(base, tmp_path, long, name, how, shard):
+    """Two ranks are gone, with their last step saved, within its 30 seconds of grace; then they go on."""
+    if not long and (name, how, shard) not in IN_CI:
+        pytest.skip("takes --long")
+    values = {**base, "output_dir": str(tmp_path), "shard": shard, "eval_every": 1, "save_every": int(name == "save")}
+    if name == "turn":
+        values |= {**CONVERSATION, "environment": helpers.GAME, "max_response_length": 30}
+    (place, step), marker, script, log = PHASES[name], *(tmp_path / x for x in ("marker", "sending.py", "log"))
+    function, number = place.split(":")
+    paths = [str(path) for path in helpers.PATHS]
+    options = dict(paths=paths, script="grpo", function=function, number=number, marker=str(marker), how=how)
+    script.write_text(SENDING.format(**options))
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    with open(log, "w") as file:
+        running = subprocess.Popen([sys.executable, *words, *helpers.words(values)], stdout=file, stderr=file)
+    try:
+        code = running.wait(120)
+        text = log.read_text()
+        assert code == 1 and time.time() - marker.stat().st_mtime < 20, text[-3000:]
+    finally:
+        running.kill()
+    assert "forcefully exiting" not in text and f"{how}: " in text, text[-3000:]
+    found = re.findall(r"interrupted: step (\d+) is saved", text)
+    if step is None:
+        assert not found and f"{how}: ends before the first step" in text, text[-3000:]
+    elif name != "final save":
+        assert found == [str(step)], text[-3000:]
+    whole = {**values, "run_name": "whole"}
+    for each in (whole, {**values, "resume": True}):
+        helpers.run_ranks(each, 2, (0, 0))
+    assert_equal(values, whole)
