@@ -45,6 +45,7 @@ from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answ
 from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
 from plumbing.run import Run
 from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
+from plumbing.token_log import TokenLog
 
 # What each --loss stands for, unless a flag says otherwise:
 #             token loss    aggregation     scale    low    high   source
@@ -753,6 +754,7 @@ def main(args: Args) -> None:
         run.phase("training")
         model.train()  # for gradient checkpointing; there is no dropout
         sums = utils.Sums(dp)
+        token_log = TokenLog(batch, args)
         updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
         optimizer.updates += updates_a_step - len(updates)  # fewer where responses were left out; schedules go by steps
         for number, (epoch, mini) in enumerate(updates):
@@ -802,8 +804,9 @@ def main(args: Args) -> None:
                     kl = t.get("kl", token_kl.detach())
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
+                    latest = logprobs.detach() if old_from_engine else old_logprobs
+                    token_log.add(t, entropy=out[policy.entropy_name], logprob_diff=latest - t["rollout_logprobs"])
                     if number == 0 or not old_from_engine:  # else the first update only: nearest to what sampled
-                        latest = logprobs.detach() if old_from_engine else old_logprobs
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             optimizer.step()
         model.eval()
@@ -838,8 +841,9 @@ def main(args: Args) -> None:
         }
         engines.watch_agreement({"step": step, **metrics})
         mean_advantages = masked_mean(batch.tokens["advantages"], mask, 1)
+        shown = evaluation.sample_rows(batch, args.log_samples, mean_advantages, token_log.rows(tokenizer, dp))
         run.finish_step(
-            metrics, evaluation.sample_rows(batch, args.log_samples, mean_advantages), experience.sampled_tokens,
+            metrics, shown, experience.sampled_tokens,
             position=position, score_statistics=statistics, kl_coef=next_kl_coef,
             prefetched=prefetched and prefetched.state(),
         )  # fmt: skip

@@ -313,7 +313,8 @@ def main(args: Args) -> None:
             return None
         config.score_mean, config.score_std = scores.mean().item(), scores.std().item()
         found = pair_statistics(scores, [pair["subset"] for pair in pairs])
-        return {f"eval/{name}": x for name, x in found.items()}, sample_pairs(pairs[:4], scores), sides(pairs)
+        shown = sample_pairs(pairs[: max(4, args.log_samples)], scores)
+        return {f"eval/{name}": x for name, x in found.items()}, shown, sides(pairs)
 
     for _ in run.steps(evaluate if eval_pairs else None):
         # ---- update: one batch of pairs, cut into micro-batches ----

@@ -50,8 +50,8 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, list[dict]
     Args:
         sample: `plumbing.rollout.rollout` with all but its first three arguments. rows: held-out prompts.
     Returns:
-        Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no score), four samples
-        as `sample_rows` gives them, and the lengths of all responses in tokens; None if the run is interrupted.
+        Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no score), samples as
+        `sample_rows` gives them, one a prompt, and the lengths of all responses in tokens; None if interrupted.
     """
     metrics, k = {}, args.eval_samples
     for name, samples in (("greedy_", 0), ("", k)):
@@ -75,7 +75,7 @@ def evaluate(sample: Callable, rows: list[dict], args) -> tuple[dict, list[dict]
     for name, value in batch_metrics(batch).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
-    return metrics, sample_rows(batch, 4, every=k), batch.response_mask.sum(1).tolist()
+    return metrics, sample_rows(batch, max(4, args.log_samples), every=k), batch.response_mask.sum(1).tolist()
 
 
 def accuracy_of_data_sets(rows: list[dict], correct: torch.Tensor) -> dict[str, float]:
@@ -125,8 +125,14 @@ def conversation_metrics(conversations: list[Conversation]) -> dict[str, float]:
     }
 
 
-def sample_rows(batch: Batch, count: int, advantages: torch.Tensor | None = None, every: int = 1) -> list[dict]:
-    """Return `count` responses, one in `every`, for samples.jsonl and the console; advantages: (N,)."""
+def sample_rows(
+    batch: Batch, count: int, advantages: torch.Tensor | None = None, tokens: list[dict] = (), every: int = 1
+) -> list[dict]:
+    """Return `count` responses, one in `every`, for samples.jsonl and the console.
+
+    Args:
+        advantages: (N,), means over the tokens. tokens: of the first responses, see plumbing/token_log.py.
+    """
     rows = []
     for i in range(0, len(batch.texts), every)[:count]:
         row, components = batch.rows[i], batch.reward_components
@@ -137,6 +143,9 @@ def sample_rows(batch: Batch, count: int, advantages: torch.Tensor | None = None
         sample["stop_reason"] = "stop" if batch.stopped[i] else "length"
         if batch.conversations:
             sample |= {"stop_reason": batch.conversations[i].stop_reason, "turns": batch.conversations[i].turns}
+        sample["length"] = len(batch.responses[i])
+        if i < len(tokens):
+            sample["tokens"] = tokens[i]
         rows.append(sample)
     return rows
 

@@ -68,6 +68,18 @@ def replace_file(path: str, text: str) -> None:
         os.replace(f"{path}.tmp", path)
 
 
+@contextlib.contextmanager
+def replacing(path: str):
+    """Yield the path of a file to write, which then takes the place of `path`; if that fails, nothing of it is left."""
+    try:
+        yield f"{path}.tmp"
+        os.replace(f"{path}.tmp", path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(f"{path}.tmp")
+        raise
+
+
 def append(path: str, rows: list[dict]) -> None:
     """Append rows to a .jsonl file."""
     with writing(path), open(path, "a") as file:

@@ -65,6 +65,24 @@ Decay = in_range(float, lambda x: 0 <= x < 1, "0 or more and below 1")
 ZeroOrAboveOne = in_range(float, lambda x: x == 0 or x > 1, "above 1, or 0 for none")
 
 
+def read_tracker(words: list[str]) -> str:
+    """Return the value of --track for the words after it; raise ValueError for others than it takes."""
+    names = {"wandb": "wandb", "tensorboard": "tensorboard", "": ""}
+    names |= {"True": "wandb", "False": ""}  # of an args.json from when it was a flag of yes or no
+    if len(words) > 1 or not names.keys() >= set(words):
+        raise ValueError(f"has to be wandb or tensorboard, not {' '.join(words)}")
+    return names[words[0]] if words else "wandb"
+
+
+Tracker = Annotated[
+    str,
+    PrimitiveConstructorSpec(
+        nargs="*", metavar="{wandb,tensorboard}", instance_from_str=read_tracker,
+        is_instance=lambda value: isinstance(value, str), str_from_instance=lambda value: [value] if value else [],
+    ),
+]  # fmt: skip
+
+
 @dataclass
 class ConfigArgs:
     config: str = ""
@@ -98,8 +116,10 @@ class RunArgs(OutputArgs):
     """Save and leave after this step, as on a signal, with schedules as they are by the whole length; 0: at the end."""
     log_samples: NonNegativeInt = 16
     """Samples of each step written to samples.jsonl."""
-    track: bool = False
-    """Log to Weights & Biases too (WANDB_MODE=offline works)."""
+    report: bool = False
+    """Write report.html too, at each evaluation and at the end: all of the run so far on one page, for a browser."""
+    track: Tracker = ""
+    """Log to wandb (Weights & Biases; WANDB_MODE=offline works) or tensorboard too; alone, --track is --track wandb."""
     wandb_project: str = "rl-on-language-models"
     """Weights & Biases project."""
     push_to_hub: bool = False

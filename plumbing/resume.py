@@ -20,7 +20,7 @@ from utils import fail, first_line, warn
 MAY_CHANGE = set(
     # where it is, and what is saved, logged and evaluated
     "run_name output_dir resume resume_with_changes save_every keep_checkpoints eval_every eval_samples log_samples "
-    "track wandb_project push_to_hub hub_model_id hub_private_repo stop_after_step "
+    "report track wandb_project push_to_hub hub_model_id hub_private_repo stop_after_step "
     # how long and how fast it learns
     "total_episodes num_epochs learning_rate lr_schedule warmup_ratio min_learning_rate weight_decay max_grad_norm "
     "critic_learning_rate critic_lr_schedule critic_warmup_ratio critic_min_learning_rate critic_weight_decay "
@@ -41,6 +41,7 @@ class Origin:
 
     folder: str
     args: dict  # the flags as they were given: a run replaces some that are 0 by what fits its device
+    defaults: dict = field(default_factory=dict)  # of the flags
     exists: bool = False  # the folder, before this run
     checkpoint: str | None = None
     damaged: list[str] = field(default_factory=list)  # newer checkpoints that cannot be used
@@ -55,7 +56,7 @@ def find(args, script: str) -> Origin:
     """
     parts = [os.path.basename(part.rstrip("/")) for part in (script.removesuffix(".py"), args.model, args.dataset)]
     name = args.run_name or "__".join([*parts, str(args.seed)])
-    origin = Origin(run_folder(args.output_dir, name), as_json(args))
+    origin = Origin(run_folder(args.output_dir, name), as_json(args), as_json(type(args)()))
     if not os.path.exists(origin.folder):
         return origin
     if not args.resume:
@@ -63,7 +64,7 @@ def find(args, script: str) -> Origin:
         fail(f"--run_name {name}: {origin.folder} exists; {way_out}")
     origin.exists = True
     lock(origin.folder)
-    logged, _ = (read_log(origin.folder, name) for name in ("metrics.jsonl", "samples.jsonl"))
+    logged, *_ = (read_log(origin.folder, name) for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"))
     steps = max((row["step"] for row in logged), default=0)
     saved = checkpoint_folders(origin.folder)
     due = 0 < args.save_every <= steps or os.path.exists(os.path.join(origin.folder, "final"))
@@ -183,11 +184,12 @@ def open_folder(origin: Origin, script: str, ranks: int, step: int) -> None:
             aside = os.path.join(os.path.dirname(path), f"damaged_{os.path.basename(path)}")
             shutil.rmtree(aside, ignore_errors=True)
             os.rename(path, aside)
-    # Steps that the checkpoint does not have are run again. The row of its own step is in it, see plumbing.run.Run.
-    for name, last in (("metrics.jsonl", step - 1), ("samples.jsonl", step)):
+    # Steps that the checkpoint does not have are run again. The row of its own step is in it, see plumbing.run.Run, and
+    # so are the samples of its evaluation.
+    for name, last in (("metrics.jsonl", step - 1), ("held_out.jsonl", step - 1), ("samples.jsonl", step)):
         kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]
         replace_file(os.path.join(folder, name), "".join(kept))
     changes = [{"after_step": step, "changes": origin.changes}] if origin.changes else []
     about = {"versions": versions(), "git_commit": git_commit(), "ranks": ranks, "history": origin.history + changes}
-    facts = {"args": origin.args, "script": os.path.basename(script), **about}
+    facts = {"args": origin.args, "defaults": origin.defaults, "script": os.path.basename(script), **about}
     replace_file(os.path.join(folder, "args.json"), json.dumps(facts, indent=2))

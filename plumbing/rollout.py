@@ -82,14 +82,15 @@ class Batch:
         """Cut some of the responses into this rank's micro-batches.
 
         Yields:
-            what a model takes (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`, and whether it is the
-            last micro-batch.
+            what a model takes (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens` with "rows" (n,), where
+            they are in the batch, and whether it is the last micro-batch.
         """
         lengths = self.lengths
         cuts = utils.micro_batches([lengths[i] for i in chosen], token_budget, world)
         for number, cut in enumerate(cuts, 1):
             rows = [chosen[i] for i in cut]
-            yield self.collate(rows), {name: x[rows] for name, x in self.tokens.items()}, number == len(cuts)
+            slices = {name: x[rows] for name, x in self.tokens.items()}
+            yield self.collate(rows), {**slices, "rows": torch.tensor(rows)}, number == len(cuts)
 
 
 def join(batches: list[Batch]) -> Batch:

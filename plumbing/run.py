@@ -1,7 +1,7 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop.
 
 Imports plumbing.resume (where it begins), plumbing.checkpoints (what it leaves on disk), plumbing.run_log (what it
-shows), plumbing.ranks (in which phase a rank is) and, for --push_to_hub, plumbing.hub.
+shows), plumbing.tracking (elsewhere), plumbing.ranks (in which phase a rank is) and, for --push_to_hub, plumbing.hub.
 """
 
 import math
@@ -12,7 +12,8 @@ from typing import Callable, Iterator, NoReturn
 import utils
 from plumbing import checkpoints, resume
 from plumbing.ranks import begin_phase
-from plumbing.run_log import RunLog, check_tracking
+from plumbing.run_log import RunLog
+from plumbing.tracking import TRACKERS
 
 SHOWN = {  # what stands in the progress bar, as far as a run has it
     "objective/scores": "score",
@@ -38,7 +39,7 @@ class Run:
         self.origin = world.on_main(lambda: resume.find(args, script))
         self.folder, self.checkpoint = self.origin.folder, self.origin.checkpoint
         if args.track:
-            world.on_main(check_tracking)
+            world.on_main(TRACKERS[args.track].check)
         if args.push_to_hub:
             from plumbing import hub
 
@@ -59,8 +60,9 @@ class Run:
         """
         self.total_steps, self.tokenizer, self.episodes_a_step = total_steps, tokenizer, episodes_a_step
         self.models, self.optimizers, self.engine = models, optimizers, engine
-        # metrics: of the step. results: of its evaluation. evaluated: whether that is done, or none was due.
-        self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "results": {}, "evaluated": False, **state}
+        # metrics: of the step. results: of its evaluation; held_out: samples of it; evaluated: it is done or not due.
+        self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "results": {}, "held_out": [], "evaluated": False}
+        self.state |= state
         if self.checkpoint:
             checkpoints.check_tokenizer(self.checkpoint, tokenizer)
             self.state |= checkpoints.load_state(self.checkpoint, self.world)
@@ -110,21 +112,24 @@ class Run:
         return hub.push(self.folder, self.repository, self.args, self.tokenizer, tracked)
 
     def _evaluate(self, step: int, evaluate: Callable | None) -> None:
-        results, every = {}, self.args.eval_every
+        results, held_out, every = {}, [], self.args.eval_every
         if evaluate and every and (step % every == 0 or step >= self.total_steps):
             self.log.phase("evaluate")
             found = evaluate()
             if found is None:
                 self.leave()
-            results, rows, lengths = found
-            self.log.table(step, rows, lengths)
-        self.state.update(results=results, evaluated=True)
+            results, held_out, lengths = found
+            self.log.table(step, held_out[:4], lengths)
+        self.state.update(results=results, held_out=held_out[: self.args.log_samples], evaluated=True)
 
     def _log_row(self, step: int) -> None:
         metrics = {**self.state["metrics"], **self.state["results"]}
         if metrics:
             counts = {"step": step} | ({"episode": step * self.episodes_a_step} if self.episodes_a_step else {})
             self.log.log({**counts, **metrics}, {SHOWN[key]: key for key in metrics if key in SHOWN})
+        self.log.samples(step, self.state["held_out"], "held_out.jsonl")
+        if self.world.main and self.state["results"] and step < self.total_steps:  # `RunLog.close` draws the end
+            self.log.draw()
 
     def phase(self, name: str) -> None:
         """Begin a phase of a step: the progress bar shows it, and time/{name} is what it takes."""

@@ -1,24 +1,25 @@
-"""What a run shows and logs: progress, metrics.jsonl, samples.jsonl, curves.png, Weights & Biases.
+"""What a run shows and logs: progress, metrics.jsonl, samples.jsonl, curves.png and report.html.
 
-Imports plumbing.files (how a file is written and read) and plumbing.ranks (which phase a rank is in).
+Imports plumbing.files (how a file is written and read), plumbing.curves and plumbing.report (what is drawn),
+plumbing.tracking (Weights & Biases, TensorBoard) and plumbing.ranks (which phase a rank is in).
 """
 
 import contextlib
 import math
 import os
-import shutil
 import subprocess
 import sys
-import uuid
-from dataclasses import asdict
 from typing import Callable
 
 import numpy as np
 from tqdm import tqdm
 
-from plumbing.files import append, read_jsonl, replace_file, why_not_written
+from plumbing.curves import plot_curves
+from plumbing.files import append, read_jsonl, why_not_written
 from plumbing.ranks import Phase, begin_phase
-from utils import ROOT, World, fail, first_line, progress_bars, warn
+from plumbing.report import write_report
+from plumbing.tracking import TRACKERS
+from utils import ROOT, World, progress_bars, warn
 
 
 class RunLog:
@@ -34,11 +35,11 @@ class RunLog:
             step: that the run goes on after; 0 for a new one.
             data: lengths in tokens of what the run reads: {name: [int]}.
         """
-        self.folder, self.world, self.args, self.wandb, self.progress = origin.folder, world, args, None, None
+        self.folder, self.world, self.args, self.tracker, self.progress = origin.folder, world, args, None, None
         self.shown: dict[str, str] = {}  # the values in the progress bar
         resumed = origin.checkpoint is not None
         if args.track:
-            world.on_main(lambda: self._start_wandb(origin))
+            world.on_main(lambda: self._track(origin))
         if world.main:
             print(f"run: {self.folder}" + (f" (goes on after step {step})" if resumed else ""), flush=True)
             for name, (before, now) in origin.changes.items():
@@ -48,34 +49,15 @@ class RunLog:
             progress_bars.append(self.progress)
         self.phase("start")
 
-    def _start_wandb(self, origin) -> None:
-        """Start tracking, under the id that the run had before if it is resumed; leave no new folder if that fails."""
-        import wandb
-
-        id_file = os.path.join(self.folder, "wandb_run_id.txt")
-        if not origin.checkpoint or not os.path.exists(id_file):
-            replace_file(id_file, uuid.uuid4().hex)
-        with open(id_file) as file:
-            run_id = file.read()
-        try:
-            self.wandb = wandb.init(
-                project=self.args.wandb_project, name=os.path.basename(self.folder), id=run_id, resume="allow",
-                dir=self.folder, config=asdict(self.args), settings=wandb.Settings(silent=True),
-            )  # fmt: skip
-        except wandb.Error as error:
-            if not origin.exists:
-                shutil.rmtree(self.folder)
-            fail(f"--track: Weights & Biases does not start ({first_line(error)})")
+    def _track(self, origin) -> None:
+        self.tracker = TRACKERS[self.args.track](origin, self.args)
 
     def _describe(self, data: dict, resumed: bool) -> None:
-        """Print the lengths of the data; send them to wandb as histograms, once a run."""
+        """Print the lengths of the data; track their histograms, once a run."""
         for name, lengths in data.items():
             print(f"{name}: {length_statistics(lengths)}", flush=True)
-        if self.wandb and not resumed:
-            import wandb
-
-            histograms = {f"data/{name}": wandb.Histogram(lengths) for name, lengths in data.items()}
-            self.wandb.log(histograms, step=0, commit=False)
+            if self.tracker and not resumed:
+                self.tracker.histogram(f"data/{name}", lengths, 0)
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
@@ -84,7 +66,7 @@ class RunLog:
             self.progress.set_description(name)
 
     def log(self, metrics: dict, shown: dict[str, str]) -> None:
-        """Append a row to metrics.jsonl and send it to wandb; values that are not finite become null.
+        """Append a row to metrics.jsonl and track it; values that are not finite become null.
 
         Args:
             metrics: all values of a step, with "step".
@@ -94,15 +76,15 @@ class RunLog:
         self.world.on_main(lambda: append(os.path.join(self.folder, "metrics.jsonl"), [row]))
         if not self.world.main:
             return
-        if self.wandb:
-            self.wandb.log({k: v for k, v in row.items() if v is not None}, step=row["step"])
+        if self.tracker:
+            self.tracker.metrics(row)
         self.shown.update({name: f"{row[key]:.3g}" for name, key in shown.items() if row.get(key) is not None})
         self.progress.set_postfix(self.shown)
         self.progress.update(row["step"] - self.progress.n)
 
-    def samples(self, step: int, rows: list[dict]) -> None:
-        """Append rows to samples.jsonl."""
-        path, rows = os.path.join(self.folder, "samples.jsonl"), [{"step": step, **finite(row)} for row in rows]
+    def samples(self, step: int, rows: list[dict], name: str = "samples.jsonl") -> None:
+        """Append rows to samples.jsonl, or to held_out.jsonl, which has those of evaluations."""
+        path, rows = os.path.join(self.folder, name), [{"step": step, **finite(row)} for row in rows]
         self.world.on_main(lambda: append(path, rows))
 
     def table(self, step: int, rows: list[dict], lengths: list[int]) -> None:
@@ -110,7 +92,7 @@ class RunLog:
 
         Args:
             rows: a few samples, all with the same columns.
-            lengths: tokens of every held-out response; a histogram of them goes to wandb with the samples.
+            lengths: tokens of every held-out response; a histogram of them is tracked with the samples.
         """
         if not self.world.main:
             return
@@ -118,7 +100,8 @@ class RunLog:
         import rich.table
         import rich.text
 
-        for row in rows:
+        for row in (rows := [dict(row) for row in rows]):
+            row.pop("length", None)
             if "turns" in row:
                 row["response"] = "\n".join(f"{turn['role']}: {turn['content']}" for turn in row.pop("turns"))
         title = f"held-out samples after step {step}"
@@ -129,11 +112,25 @@ class RunLog:
             table.add_row(*(rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}") for c in cells))
         with tqdm.external_write_mode():
             rich.console.Console().print(table)
-        if self.wandb:
-            import wandb
+        if self.tracker:
+            self.tracker.table(rows, step)
+            self.tracker.histogram("lengths", lengths, step)
 
-            samples = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-            self.wandb.log({"samples": samples, "lengths": wandb.Histogram(lengths)}, step=step, commit=False)
+    def draw(self) -> dict[str, str]:
+        """Draw curves.png and, with --report, report.html; return {"curves": path or "none", ...}. For rank 0 alone.
+
+        A failure is a warning: what they show is in the run's other files.
+        """
+        found = {}
+        for name, draw in (("curves.png", plot_curves), ("report.html", write_report))[: 1 + self.args.report]:
+            path = os.path.join(self.folder, name)
+            try:
+                draw([self.folder], path)
+            except Exception as error:  # a full disk, or whatever a damaged file made of it
+                warn(f"{path}: cannot be written ({why_not_written(error)})")
+                path = "none"
+            found[name.partition(".")[0]] = path
+        return found
 
     def close(self, message: str, push: Callable[[str | None], str] | None = None) -> None:
         """End the progress bar and the tracking, print `message` and the accuracies, and draw curves.png.
@@ -146,26 +143,21 @@ class RunLog:
             return
         self.progress.close()
         print(message, flush=True)  # before the picture, which takes a moment and may be interrupted
-        curves = os.path.join(self.folder, "curves.png")
-        try:
-            plot_curves([self.folder], curves)
-        except OSError as error:  # all that it shows is in metrics.jsonl
-            warn(f"{curves}: cannot be written ({why_not_written(error)})")
-            curves = "none"
+        drawn = self.draw()
         rows = read_jsonl(os.path.join(self.folder, "metrics.jsonl"))
         for name, key in SUMMARY.items():
             values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
             if values:
                 ends = dict.fromkeys((min(values), max(values)))  # one step if there is only one
                 print(f"{name}: " + ", ".join(f"{values[step]:.3f} at step {step}" for step in ends))
-        print(f"curves: {curves}", flush=True)
+        for name, path in drawn.items():
+            print(f"{name}: {path}", flush=True)
+        summary = {}
         if push:
-            published = push(self.wandb.url if self.wandb else None)
-            print(f"published: {published}", flush=True)
-            if self.wandb:
-                self.wandb.summary["published_model"] = published
-        if self.wandb:
-            self.wandb.finish()
+            summary["published_model"] = push(self.tracker.url if self.tracker else None)
+            print(f"published: {summary['published_model']}", flush=True)
+        if self.tracker:
+            self.tracker.close(**summary)
 
 
 SUMMARY = {  # the last lines of a run, as far as it has these metrics
@@ -173,54 +165,6 @@ SUMMARY = {  # the last lines of a run, as far as it has these metrics
     "held-out accuracy, greedy": "eval/greedy_accuracy",
     "held-out pairs ranked right": "eval/pair_accuracy",
 }
-
-CURVES = {  # what curves.png shows, as far as a run has it
-    "eval/accuracy": "held-out accuracy (sampled)",
-    "eval/pair_accuracy": "held-out pairs ranked right",
-    "train/loss": "loss",
-    "eval/margin": "held-out margin (chosen - rejected)",
-    "train/pair_accuracy": "training pairs ranked right",
-    "objective/scores": "mean score",
-    "objective/kl": "KL to the reference (sum over tokens)",
-    "policy/entropy_avg": "entropy per token (nats)",
-    "val/explained_variance": "explained variance of the values",
-    "val/sequence_lengths": "response length (tokens)",
-    "loss/grad_norm": "gradient norm",
-}
-
-
-def plot_curves(folders: list[str], path: str) -> bool:
-    """Draw the CURVES of one or several run folders into a picture; return whether they have any of them.
-
-    A run is called by the part of its path that the others do not share.
-    """
-    from matplotlib.figure import Figure
-
-    paths = [os.path.abspath(folder) for folder in folders]
-    shared = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
-    names = [os.path.relpath(path, shared) for path in paths]
-    runs = {name: read_jsonl(os.path.join(path, "metrics.jsonl")) for name, path in zip(names, paths)}
-    keys = [k for k in CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
-    if not keys:
-        return False
-    width = min(3, len(keys))
-    height = math.ceil(len(keys) / width)
-    figure = Figure((4.2 * width, 2.9 * height), layout="tight")  # not pyplot, which would want a display
-    for place, key in enumerate(keys, 1):
-        axis = figure.add_subplot(height, width, place)
-        for number, (name, rows) in enumerate(runs.items()):
-            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-            if points:
-                marker = "o" if len(points) < 20 else None
-                axis.plot(*zip(*points), color=f"C{number}", marker=marker, markersize=3, linewidth=1.4, label=name)
-        axis.set_title(CURVES[key], fontsize=10)
-        axis.set_xlabel("step", fontsize=9)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-    if len(runs) > 1:
-        figure.axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    return True
 
 
 def length_statistics(lengths: list[int]) -> str:
@@ -238,18 +182,6 @@ def length_statistics(lengths: list[int]) -> str:
 def finite(row: dict) -> dict:
     """Return a row with None for numbers that are not finite, which JSON does not have."""
     return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
-
-
-def check_tracking() -> None:
-    """End the run if Weights & Biases is not installed or has no login (which it needs unless WANDB_MODE says so)."""
-    try:
-        import wandb
-    except ImportError:
-        fail("--track: the package wandb is not installed (pip install wandb)")
-    try:
-        wandb.login()
-    except wandb.Error as error:
-        fail(f"--track: {first_line(error)} WANDB_MODE=offline needs no login")
 
 
 def versions() -> dict[str, str]:

@@ -93,6 +93,12 @@ def differences(recorded: dict, now: dict) -> list[str]:
         if isinstance(before, str) and isinstance(after, str):
             at = len(os.path.commonprefix([before, after]))
             found.append(f"{key} from character {at}: {before[at : at + 40]!r} recorded, {after[at : at + 40]!r} now")
+        elif isinstance(before, dict) and isinstance(after, dict):  # the tokens of a sample
+            found += [f"{key}: {line}" for line in differences(before, after)]
+        elif isinstance(before, list) and isinstance(after, list):
+            shorter = min(len(before), len(after))
+            at = next((i for i in range(shorter) if before[i] != after[i]), shorter)
+            found.append(f"{key} from entry {at}: {before[at : at + 4]} recorded, {after[at : at + 4]} now")
         else:
             found.append(f"{key}: {before} recorded, {after} now")
     return found
@@ -123,7 +129,8 @@ def main(args: Args) -> None:
         fail(f"--output_dir {args.output_dir}: {folder} exists; remove it, or take another --output_dir")
     values = flags_of_step(facts, args.step)
     values |= dict(run_name=name, output_dir=args.output_dir, resume=True, stop_after_step=args.step)
-    values |= dict(save_every=0, keep_checkpoints=0, track=False, log_samples=args.log_samples or values["log_samples"])
+    values |= dict(save_every=0, keep_checkpoints=0, report=False, track="")
+    values |= dict(log_samples=args.log_samples or values["log_samples"])
     values |= dict(push_to_hub=False, hub_model_id="", hub_private_repo=False)
     print(f"{args.run}: step {args.step} again, from {checkpoint or 'the start'}", flush=True)
     if checkpoint:

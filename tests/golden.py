@@ -206,7 +206,9 @@ def record_one(root: str, out_dir: str, name: str) -> str:
         run = os.path.join(work, "runs", "run")
         rows_of = lambda part: [json.loads(line) for line in open(os.path.join(run, f"{part}.jsonl"))]
         timeless = lambda row: {key: x for key, x in row.items() if not key.startswith(("time/", "perf/"))}
-        found = {"metrics": [timeless(row) for row in rows_of("metrics")], "samples": rows_of("samples")}
+        # Values of single tokens have four digits, which rounding changes; their sums are among the metrics.
+        texts = [{key: x for key, x in row.items() if key not in ("tokens", "length")} for row in rows_of("samples")]
+        found = {"metrics": [timeless(row) for row in rows_of("metrics")], "samples": texts}
         found["weights"] = [norms(each) for each in sorted(glob.glob(f"{run}/final/**/*.safetensors", recursive=True))]
     parts = (f'"{part}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for part, rows in found.items())
     with open(path, "w") as file:

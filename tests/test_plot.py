@@ -1,5 +1,6 @@
 """scripts/plot.py, and the scripts of scripts/debug/ with a fork."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from helpers import ROOT, write_rows
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from plumbing import run_log
+from plumbing import curves
 
 
 @pytest.fixture
@@ -42,6 +43,23 @@ def test_two_runs_of_one_name(runs, tmp_path, monkeypatch):
     assert len({line.get_color() for line in lines}) == 2 and imread(tmp_path / "a.png").std() > 0.01
 
 
+def test_seeds_share_a_line_in_a_band(runs, tmp_path, monkeypatch):
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
+    for seed, folder in enumerate(runs):
+        facts = {"script": "grpo.py", "args": {"seed": seed, "run_name": str(seed), "kl_coef": 0.1}}
+        with open(f"{folder}/args.json", "w") as file:
+            json.dump(facts, file)
+    words = plot.Args(runs=tuple(runs), output=str(tmp_path / "a.svg"), metrics=("objective/scores",), log="y")
+    plot.main(words)
+    (axis,) = drawn[0].axes
+    (line,), (band,) = axis.get_lines(), axis.collections
+    assert list(line.get_ydata()) == pytest.approx([(s + 0.5) / 9 for s in range(4)]) and axis.get_yscale() == "log"
+    edges = {(x, round(y, 6)) for x, y in band.get_paths()[0].vertices}
+    assert {(s, round((s + i) / 9, 6)) for s in range(4) for i in (0, 1)} <= edges
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml") and sorted(os.listdir(tmp_path))[0] == "a.svg"
+
+
 @pytest.mark.parametrize("output", ["no/such/folder/a.png", "a.xyz", "."])
 def test_an_output_that_cannot_be_written(runs, tmp_path, capsys, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
@@ -66,7 +84,7 @@ def test_no_arguments(tmp_path):
 
 
 def test_a_run_of_its_own_is_called_by_its_name(runs, tmp_path):
-    assert run_log.plot_curves([runs[0]], str(tmp_path / "a.png"))
+    assert curves.plot_curves([runs[0]], str(tmp_path / "a.png"))
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])

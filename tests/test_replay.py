@@ -111,3 +111,11 @@ def test_bad_input(again, record, tmp_path):
         assert code == 2 and "args.json" in refusal(out)
     code, out = again(tmp_path / "gone", 1)
     assert code == 2 and "gone" in refusal(out)
+
+
+def test_where_lists_of_tokens_differ():
+    before = {"tokens": {"text": ["a", "b", "c"], "logprob": [-0.1, -0.2]}, "turns": [1, 2]}
+    now = {"tokens": {"text": ["a", "x", "c"], "logprob": [-0.1, -0.2]}, "turns": [1]}
+    assert replay.differences(before, now) == [
+        "tokens: text from entry 1: ['b', 'c'] recorded, ['x', 'c'] now", "turns from entry 1: [2] recorded, [] now",
+    ]  # fmt: skip

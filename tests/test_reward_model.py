@@ -451,7 +451,8 @@ def test_what_a_run_leaves(straight):
     """Its files; a model that transformers loads, which scores what was held out as the run says it does."""
     folder = folder_of(straight)
     names = {path.name for path in folder.iterdir()}
-    assert names == {".lock", "args.json", "checkpoints", "curves.png", "final", "metrics.jsonl", "samples.jsonl"}
+    files = "args.json checkpoints curves.png final held_out.jsonl metrics.jsonl samples.jsonl"
+    assert names == {".lock", *files.split()}
     rows = metrics_of(straight)
     assert [row["step"] for row in rows] == list(range(7)) and helpers.finite_or_null(rows)
     assert ["eval/score_mean" in row for row in rows] == [True, False] * 3 + [True]

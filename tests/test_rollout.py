@@ -644,7 +644,10 @@ def test_a_further_value_travels_from_the_sampler_to_the_loss(setting):
         cuts = list(again.batch.micro_batches([0, 1, 2, 4], 20, utils.World(rank, 2, CPU)))
         assert [last for *_, last in cuts] == [False] * (len(cuts) - 1) + [True]
         for (input_ids, mask), t, _ in cuts:
-            assert set(t) == {"response_mask", "rollout_logprobs", "counted"} and len(mask) == max(1, len(t["counted"]))
+            assert set(t) == {"response_mask", "rollout_logprobs", "counted", "rows"}
+            assert len(mask) == max(1, len(t["counted"])) and torch.equal(
+                t["counted"], again.batch.tokens["counted"][t["rows"]]
+            )
             seen += t["counted"][t["response_mask"]].tolist()
             ids += input_ids[mask].tolist()
             assert torch.equal(t["counted"] // 1000, pad_rows(input_ids[mask], t["response_mask"]))

@@ -70,7 +70,7 @@ def test_what_a_run_leaves(base, tmp_path):
     assert not re.search(r"\b(nan|inf)\b", done.stdout + done.stderr, re.IGNORECASE)
     folder = tmp_path / "here" / "run"
     assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "args.json", "checkpoints", "curves.png", "final", "metrics.jsonl", "samples.jsonl",
+        ".lock", "args.json", "checkpoints", "curves.png", "final", "held_out.jsonl", "metrics.jsonl", "samples.jsonl",
     ]  # fmt: skip
 
     facts = json.loads((folder / "args.json").read_text())

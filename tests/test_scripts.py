@@ -431,8 +431,8 @@ def test_every_metric_of_a_run_is_in_the_table(straight, script):
 def test_what_a_run_leaves(straight, script):
     values = straight[script]
     folder = folder_of(values)
-    names = [".lock", "args.json", "checkpoints", "curves.png", "final", "metrics.jsonl", "samples.jsonl"]
-    assert sorted(path.name for path in folder.iterdir()) == names
+    names = "args.json checkpoints curves.png final held_out.jsonl metrics.jsonl samples.jsonl"
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", *names.split()]
     facts = json.loads((folder / "args.json").read_text())["args"]
     assert facts.keys() == {field.name for field in dataclasses.fields(SCRIPTS[script].Args)}
     assert all(facts[name] in (value, [value]) for name, value in values.items())
