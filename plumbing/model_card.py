@@ -1,6 +1,6 @@
 """The model card of a run's final model: what was trained by what command, how it went, and how to load it.
 
-Imports plumbing.files, plumbing.rows (lists of data sets) and plumbing.run_log (which metrics are shown).
+Imports plumbing.files, plumbing.rows (lists of data sets) and plumbing.curves (which metrics are shown).
 """
 
 import json
@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData, constants
 
 from plumbing.files import read_jsonl
 from plumbing.rows import is_list_of_data_sets, read_file
-from plumbing.run_log import CURVES
+from plumbing.curves import CURVES
 
 ALGORITHMS = {  # by --loss, --advantage or the script: name, arXiv number of the paper
     "grpo": ("GRPO", "2402.03300"),
