@@ -9,9 +9,9 @@ import shlex
 
 from huggingface_hub import ModelCard, ModelCardData, constants
 
+from plumbing.curves import CURVES
 from plumbing.files import read_jsonl
 from plumbing.rows import is_list_of_data_sets, read_file
-from plumbing.curves import CURVES
 
 ALGORITHMS = {  # by --loss, --advantage or the script: name, arXiv number of the paper
     "grpo": ("GRPO", "2402.03300"),
