@@ -253,7 +253,7 @@ def test_a_picture_that_cannot_be_drawn(base, tmp_path):
     done = run(values, 75, curves=True, place=partial(interrupted_without_room, "curves.png.tmp"))
     warning = f"warning: {folder_of(values) / 'curves.png'}: cannot be written (No space left on device)"
     lines = [line for line in done.err.replace("\r", "\n").split("\n") if "curves.png" in line]
-    assert len(lines) == 2 and all(line.endswith(warning) for line in lines)  # at step 0, behind the bar, and at the end
+    assert len(lines) == 2 and all(line.endswith(warning) for line in lines)  # at step 0 (behind the bar), at the end
     assert "step 1 is saved, go on with --resume" in done.out
 
 
