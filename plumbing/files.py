@@ -46,9 +46,9 @@ def run_folder(output_dir: str, name: str) -> str:
         fail("--output_dir: is empty; . is the folder that you are in")
     if not os.path.normpath(os.path.join(os.sep, "runs", name)).startswith(os.path.join(os.sep, "runs", "")):
         fail(f"--run_name {name}: has to name a folder in --output_dir")
-    parent = os.path.abspath(output_dir)
+    parent = output_dir
     while not os.path.exists(parent):
-        parent = os.path.dirname(parent)
+        parent = os.path.dirname(parent) or os.curdir
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
         fail(f"--output_dir {output_dir}: {parent} is no folder that can be written to")
     try:
