@@ -335,5 +335,5 @@ def test_track_without_a_login(whole, tmp_path):
     done = run(
         values, code=2, environment={"HOME": str(tmp_path / "home"), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
     )
-    assert len(done.errors) == 1 and done.errors[0].startswith("error: --track: ") and "login" in done.errors[0]
+    assert len(done.errors) == 1 and done.errors[0].startswith("error: --track wandb: ") and "login" in done.errors[0]
     assert "Traceback" not in done.err and not (tmp_path / "runs").exists()
