@@ -13,12 +13,9 @@ if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     .venv/bin/python -m pip --disable-pip-version-check install --quiet $tools $engine
     # It brings CUDA builds of these, which break transformers' imports on a CPU; nothing here needs them.
     [ -z "$engine" ] || .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-    # A browser for tests/test_report.py, which skips its clicks where there is none: Playwright's own or, in a container
-    # (as root), the distribution's.
-    if ! timeout 100 .venv/bin/python -m playwright install chromium-headless-shell >/dev/null 2>&1 &&
-        ! command -v chromium-headless-shell chromium google-chrome >/dev/null && [ "$(id -u)" = 0 ]; then
-        timeout 100 apt-get install --yes --quiet --no-install-recommends chromium-headless-shell >/dev/null 2>&1 || true
-    fi
+    # A browser for tests/test_report.py, which skips its clicks where there is none.
+    command -v chromium-headless-shell chromium google-chrome >/dev/null ||
+        timeout 100 .venv/bin/python -m playwright install chromium-headless-shell >/dev/null 2>&1 || true
     echo "$tools" >.venv/installed-test-tools.txt
 fi
 # Else each of the thousands of processes that tests start compiles our modules again.
