@@ -343,6 +343,7 @@ def distinct(count: int, start: int = 0) -> list[dict]:
 def split(tmp_path, rows: list, held_out: list | None = None, **flags) -> tuple[list[str], list[str]]:
     """Prompts trained on, and evaluated on."""
     flags = dict(dataset=write_rows(tmp_path / "train.jsonl", rows), batch_size=1) | flags
+    flags["model"] = str(helpers.ROOT / "assets/tiny")
     if held_out is not None:
         flags["eval_dataset"] = write_rows(tmp_path / "eval.jsonl", held_out)
     pairs = reward_model.load_train_and_eval(Args(**flags), PLAIN, [1])
