@@ -91,6 +91,7 @@ class World:
 
     def rollout_world(self, ranks_per_engine: int) -> "World":
         """Return the same processes in a CPU group of their own, for the thread that makes the next rollout."""
+        self.barrier()  # fails at once where a rank has ended; a new group would wait for it for half an hour
         group = dist.new_group(backend="gloo") if self.size > 1 else None
         return World(self.rank, self.size, torch.device("cpu"), group, ranks_per_engine)
 

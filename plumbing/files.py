@@ -192,11 +192,12 @@ def damage(folder: str) -> str:
     listed = os.path.join(folder, CHECKSUMS)
     try:
         with open(listed) as file:
-            expected = dict(json.load(file))
+            # As pairs: a dict would keep one of two entries, where damage has given a file the name of another one.
+            expected = [(name, value) for name, value in json.load(file, object_pairs_hook=list)]
         found = checksums(folder)
     except (OSError, ValueError, TypeError) as error:
         return f"{listed} cannot be read ({first_line(error)})"
-    for name, value in expected.items():
+    for name, value in expected:
         if found.get(name) != value:
             return f"{os.path.join(folder, name)} is {'damaged' if name in found else 'missing'}"
     return ""
