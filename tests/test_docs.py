@@ -11,7 +11,8 @@ from helpers import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAP = ROOT / "docs" / "reading_map.md"
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `grpo.py: group_advantages`
-FOREIGN = {"nproc_per_node", "max_restarts", "shutdown_timeout", "help", "delete"}  # of torchrun, tyro, hf upload
+# of torchrun, tyro, hf upload, pytest
+FOREIGN = {"nproc_per_node", "max_restarts", "shutdown_timeout", "help", "delete", "long"}
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
 
