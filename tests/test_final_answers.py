@@ -388,8 +388,9 @@ def test_a_text_that_no_response_repeats_has_no_score():
 )
 def test_references_of_no_use_are_named_at_the_start(capsys, reward, answer, said):
     good = TWO if reward == "knights" else "12"
-    rows = {number: {"answer": answer if number in (2, 9) else good} for number in (1, 2, 3, 9)}
-    check_references("--dataset d", ("format", reward), {1: {"answer": good}})
+    row = lambda answer: {"answer": answer, "columns": {}}
+    rows = {number: row(answer if number in (2, 9) else good) for number in (1, 2, 3, 9)}
+    check_references("--dataset d", ("format", reward), {1: row(good)})
     assert capsys.readouterr().err == ""
     check_references("--dataset d", ("format", reward), rows)
     warning = capsys.readouterr().err
@@ -399,7 +400,7 @@ def test_references_of_no_use_are_named_at_the_start(capsys, reward, answer, sai
     )
     assert said in warning and "row 9: " in warning and warning.count("\n") == 1
     with pytest.raises(SystemExit):
-        check_references("--dataset d", (reward,), {7: {"answer": answer}})
+        check_references("--dataset d", (reward,), {7: row(answer)})
     assert "1 of 1 rows" in capsys.readouterr().err
 
 
