@@ -90,6 +90,7 @@ class ModelSource:
         """Return prompt and response as token ids of the reward model; [] and `failure` if it cannot read them."""
         try:
             ids = self._read_text(row, text) if self.difference else row["query"] + response
+            ids = [token for token in ids if token not in self.unknown]
             if max(ids) >= self.vocabulary:
                 raise ValueError(f"token {max(ids)} is in it, and the model has {self.vocabulary} tokens")
             if len(ids) > self.positions:
@@ -99,7 +100,7 @@ class ModelSource:
         except Exception as error:  # templates are programs of their own and raise whatever they like
             self.failure = f"cannot read a prompt: {first_line(error)}"
             return []
-        return [token for token in ids if token not in self.unknown]
+        return ids
 
     def _read_text(self, row: dict, text: str) -> list[int]:
         """Return prompt and response as token ids by the reward model's own template, or as they are without one."""
