@@ -11,6 +11,8 @@ import shutil
 import socket
 from dataclasses import asdict, dataclass, field
 
+import torch
+
 from plumbing.checkpoints import checkpoint_folders
 from plumbing.files import damage, read_jsonl, replace_file, run_folder, writing
 from plumbing.run_log import git_commit, versions
@@ -190,6 +192,7 @@ def open_folder(origin: Origin, script: str, ranks: int, step: int) -> None:
         kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]
         replace_file(os.path.join(folder, name), "".join(kept))
     changes = [{"after_step": step, "changes": origin.changes}] if origin.changes else []
-    about = {"versions": versions(), "git_commit": git_commit(), "ranks": ranks, "history": origin.history + changes}
+    about = {"versions": versions(), "git_commit": git_commit(), "ranks": ranks, "threads": torch.get_num_threads()}
+    about["history"] = origin.history + changes
     facts = {"args": origin.args, "defaults": origin.defaults, "script": os.path.basename(script), **about}
     replace_file(os.path.join(folder, "args.json"), json.dumps(facts, indent=2))

@@ -3,7 +3,7 @@
     python scripts/replay.py runs/grpo --step 812
 
 It runs the script again from the newest whole checkpoint before the step (or from the start) to that step, with the
-flags and the number of ranks of the run, in a folder of its own: OUTPUT_DIR/RUN-step_812. There it leaves what any run
+flags, ranks and threads of the run, in a folder of its own: OUTPUT_DIR/RUN-step_812. There it leaves what any run
 leaves, a checkpoint of the step included; the recorded run stays as it is. On a CPU metrics and samples agree bit for
 bit; the keys of the clock and of memory (time/, perf/) are not compared. Exit code 0 if all agrees, 1 if anything
 differs, 2 for bad input.
@@ -37,12 +37,12 @@ class Args:
 
 
 def read_facts(folder: str) -> dict:
-    """Return the args.json of a run: flags, script, ranks, versions, and the history of its flags."""
+    """Return the args.json of a run: flags, script, ranks, threads, versions, and the history of its flags."""
     path = os.path.join(folder, "args.json")
     try:
         with open(path) as file:
             facts = json.load(file)
-        return {name: facts[name] for name in ("args", "script", "ranks", "versions", "history")}
+        return {name: facts[name] for name in ("args", "script", "ranks", "threads", "versions", "history")}
     except (OSError, ValueError, TypeError, KeyError) as error:
         fail(f"{path}: is not what a run leaves ({error})")
 
@@ -75,12 +75,15 @@ def make_folder(folder: str, values: dict, facts: dict, recorded: dict[str, list
     files.replace_file(os.path.join(folder, "args.json"), json.dumps({**facts, "args": values, "history": []}))
 
 
-def run_script(script: str, ranks: int, config: str) -> int:
-    """Run a script over this many ranks with the flags of a file, and return its exit code."""
+def run_script(facts: dict, config: str) -> int:
+    """Run the script of a run with the flags of a file, over as many ranks and threads, and return its exit code."""
+    ranks = facts["ranks"]
     launch = [sys.executable]
     if ranks > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return subprocess.run([*launch, os.path.join(ROOT, script), "--config", config]).returncode
+    command = [*launch, os.path.join(ROOT, facts["script"]), "--config", config]
+    # Over another number of threads, sums would be rounded otherwise.
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(facts["threads"])}).returncode
 
 
 def differences(recorded: dict, now: dict) -> list[str]:
@@ -138,7 +141,7 @@ def main(args: Args) -> None:
     os.makedirs(args.output_dir, exist_ok=True)
     config = f"{folder}.json"
     files.replace_file(config, json.dumps(values))
-    code = run_script(facts["script"], facts["ranks"], config)
+    code = run_script(facts, config)
     os.remove(config)
     now = {name: resume.read_log(folder, name) for name in recorded}
     if not any(row["step"] == args.step for row in now["metrics.jsonl"]):

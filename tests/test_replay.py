@@ -23,7 +23,8 @@ def again(monkeypatch, tmp_path, capsys):
     """A function that replays in this process, with the script in forked ones; it returns exit code and output."""
     ranks = []
 
-    def run(command: list[str]):
+    def run(command: list[str], env: dict):
+        assert env["OMP_NUM_THREADS"] == "1"  # as the recorded runs have it
         config = {"config": command[-1]}
         ranks.append(int(command[command.index("--nproc_per_node") + 1]) if "--nproc_per_node" in command else 1)
         if ranks[-1] == 1:
