@@ -74,9 +74,10 @@ def long(request) -> bool:
     return request.config.getoption("--long")
 
 
-SLOWEST = (  # files that take a minute or more
-    "test_vllm", "test_recipes", "test_shard", "test_reward_model", "test_invariance", "test_vllm_server", "test_run",
-    "test_compile", "test_scripts", "test_evaluate", "test_failing_ranks", "test_sequence_parallel",
+SLOWEST = (  # files that take half a minute or more
+    "test_vllm", "test_recipes", "test_shard", "test_invariance", "test_vllm_server", "test_run", "test_compile",
+    "test_code", "test_random_runs", "test_sequence_parallel", "test_scripts", "test_signals", "test_kills",
+    "test_memory", "test_reward_server", "test_input", "test_reward_model", "test_golden",
 )  # fmt: skip
 
 
