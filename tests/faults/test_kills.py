@@ -59,7 +59,10 @@ KINDS = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, long) -> dict:
     folder, steps = tmp_path_factory.mktemp("kills"), STEPS if long else STEPS_IN_CI
-    pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 18), write_pairs(folder / "held.jsonl", helpers.HELD_OUT, 3)
+    pairs = (
+        write_pairs(folder / "pairs.jsonl", helpers.ROWS, 18),
+        write_pairs(folder / "held.jsonl", helpers.HELD_OUT, 3),
+    )
     return helpers.workspace(folder) | {"save_every": 1, "total_episodes": 8 * steps, "pairs": pairs}
 
 
