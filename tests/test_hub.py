@@ -17,6 +17,7 @@ import helpers
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from helpers import ROOT, folder_of, run_here
 from hub_server import Hub
 from huggingface_hub import ModelCard, constants
@@ -40,6 +41,7 @@ def server(tmp_path, monkeypatch):
     with Hub(xet_folder=str(tmp_path / "xet")) as hub_server:
         monkeypatch.setattr(constants, "ENDPOINT", hub_server.url)
         monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", hub_server.url)  # of its functions
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # made once a process, with the endpoint of then
         template = hub_server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         (tmp_path / "xet").mkdir()
