@@ -1,14 +1,7 @@
-"""Measure speed and memory. Each sub-command prints tables; the files in results/ are what these commands wrote:
+"""Measure speed and memory. Each sub-command prints tables; docs/benchmarks.md has each figure with its command:
 
-    trl-venv/bin/python scripts/benchmark.py trl --output results/benchmark.md    # and benchmark.json, with each step
     python scripts/benchmark.py training --output results/training.md             # on a GPU: the shapes of Qwen2.5
-    python scripts/benchmark.py training --shapes 10m-large 10m-small --variants compile --sequences 8 --length 112 \\
-        --output results/compile.md                                               # on a CPU
-    python scripts/benchmark.py rollout --output results/rollout.md
-    python scripts/benchmark.py turns --output results/conversations.md
-    python scripts/benchmark.py rewards --output results/rewards.md
-    python scripts/benchmark.py padding --output results/padding.md
-    python scripts/benchmark.py agree --trl_python trl-venv/bin/python --verl_python verl-venv/bin/python
+    trl-venv/bin/python scripts/benchmark.py trl --output results/benchmark.md    # and benchmark.json, with each step
 
 TRL is in an environment of its own, with the same versions of all else (python -m venv trl-venv; trl-venv/bin/pip
 install -r requirements.txt trl==1.16.0). Linux only: a process's memory is read from /proc.
@@ -29,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from importlib import metadata
-from typing import Annotated, Literal
+from typing import Annotated, Callable, Literal
 from unittest import mock
 
 import torch
 import transformers
+import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -43,11 +36,10 @@ import agree
 
 import grpo
 import utils
-from plumbing import checkpoints, rewards, run, run_log, verifiers
+from plumbing import checkpoints, rewards, run, run_log
 from plumbing.command_line import parse, run_subcommand
-from plumbing.conversations import load_conversations
+from plumbing.files import read_jsonl
 from plumbing.flags import PositiveInt, in_range
-from plumbing.rows import arithmetic_rows
 
 TINY, GPU = os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
 SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabulary
@@ -78,8 +70,11 @@ def output_file(words: list[str]) -> str:
 
 
 OutputFile = Annotated[
-    str, PrimitiveConstructorSpec(1, "FILE", output_file, lambda name: isinstance(name, str), lambda name: [name])
+    str,
+    PrimitiveConstructorSpec(1, "FILE", output_file, lambda name: isinstance(name, str), lambda name: [name]),
+    tyro.conf.arg(help="Markdown file to write."),
 ]
+Rounds = Annotated[PositiveInt, tyro.conf.arg(help="Processes of each kind, in turns.")]
 
 
 def report(output: str, title: str, about: list[str], *tables: list) -> None:
@@ -157,36 +152,53 @@ def run_grpo(folder: str, flags: dict, more: list[str]) -> dict:
     ends = mock.patch.multiple(checkpoints, save_checkpoint=lambda *_: memory.end(), save_final=lambda *_: None)
     with ends, mock.patch.object(run.Run, "start", training_begins):
         grpo.main(args)
-    steps, ended = run_log.read_jsonl(os.path.join(folder, args.run_name, "metrics.jsonl")), 0.0
+    steps, ended = read_jsonl(os.path.join(folder, args.run_name, "metrics.jsonl")), 0.0
     for step in steps:
         step["time/whole"], ended = step["time/from_scratch"] - ended, step["time/from_scratch"]
     allocated = max(step["perf/peak_memory_gb"] for step in steps) * 1e9 / 2**20
     return {"steps": steps, "peak": allocated if GPU else memory.mib}
 
 
-def compare(kinds: dict[str, tuple], rounds: int, threads: int = 1) -> dict[str, list[dict] | str]:
-    """Return what the function of each kind returned, round by round, or a line that says why it could not.
+def in_process(function: Callable, flags: dict, more, threads: int) -> dict | str:
+    """Return what a function of this file returns in a process of its own, or a line that says why it could not.
+
+    It is called with an empty folder, the flags and `more`. The machine's load when it began is added, as "load".
+    """
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    with tempfile.TemporaryDirectory() as folder:
+        env["TORCHINDUCTOR_CACHE_DIR"] = folder  # empty, so that the first update compiles all
+        words = [sys.executable, os.path.abspath(__file__), "--call", function.__name__]
+        words.append(json.dumps([folder, flags, more]))
+        load = os.getloadavg()[0]
+        done = subprocess.run(words, cwd=utils.ROOT, env=env, capture_output=True, text=True)
+    if done.returncode == 0:
+        return {**json.loads(done.stdout.splitlines()[-1]), "load": load}
+    lines = [line for line in done.stderr.splitlines() if "rror" in line] or [f"exit code {done.returncode}"]
+    return lines[-1].removeprefix("error: ")[:300]
+
+
+def compare(flags: dict, kinds: dict[str, tuple], rounds: int, threads: int = 1) -> dict[str, list[dict] | str]:
+    """Return what each kind of run measured, round by round, or a line that says why it could not.
 
     Args:
-        kinds: {name: (function of this file, flags, more)}; it is called with a folder, the flags and a seed, and more.
+        flags: of grpo.py, for all kinds. Of a model that SHAPES names, a random one is made.
+        kinds: {name: (function of this file, more)}, see `in_process`. Each round has a seed of its own.
     """
     results: dict[str, list[dict] | str] = {kind: [] for kind in kinds}
-    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    env |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    for number, (kind, (function, flags, more)) in enumerate(list(kinds.items()) * rounds):
-        if isinstance(results[kind], str):
-            continue
-        with tempfile.TemporaryDirectory() as work:  # with an empty cache, so that the first update compiles all
-            job = json.dumps([work, {**flags, "seed": 1 + number // len(kinds)}, more])
-            words = [sys.executable, os.path.abspath(__file__), "--call", function.__name__, job]
-            inherited, load = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": work}, os.getloadavg()[0]
-            done = subprocess.run(words, cwd=utils.ROOT, env=inherited | env, capture_output=True, text=True)
-        if done.returncode == 0:
-            results[kind].append({**json.loads(done.stdout.splitlines()[-1]), "load": load})
-        else:
-            lines = [line for line in done.stderr.splitlines() if "rror" in line] or [f"exit code {done.returncode}"]
-            results[kind] = lines[-1].removeprefix("error: ")[:300]
-        print(f"{kind}, round {1 + number // len(kinds)}: {'measured' if done.returncode == 0 else results[kind]}")
+    with tempfile.TemporaryDirectory() as folder:
+        if flags["model"] in SHAPES:
+            flags = {**flags, "model": random_model(flags["model"], folder)}
+        for number in range(1, rounds + 1):
+            for kind, (function, more) in kinds.items():
+                if isinstance(results[kind], str):
+                    continue
+                found = in_process(function, {**flags, "seed": number}, more, threads)
+                if isinstance(found, str):
+                    results[kind] = found
+                else:
+                    results[kind].append(found)
+                print(f"{kind}, round {number}: {found if isinstance(found, str) else 'measured'}")
     return results
 
 
@@ -216,92 +228,38 @@ def run_table(title: str, results: dict[str, list[dict] | str], ratio_of: tuple[
 
 # ---- grpo.py and TRL's GRPOTrainer -----------------------------------------------------------------------------------
 
-CASES = {
-    "short": "the demo without KL: 32 prompts x 8 responses of up to 48 tokens; the strict #### reward",
-    "long tail": "a model that stops after each token with probability 1/64: 32 x 8 responses of up to 256 tokens; the "
-    "reward is the parity of a checksum, so that groups have advantages; the learning rate is negligible",
-    "memory, at once": "a vocabulary of 151,936; 2 prompts x 8 responses of up to 256 tokens in one micro-batch",
-    "memory, one by one": "the same in micro-batches of one response",
-}
-
-
+DEMO = {
+    "model": TINY, "learning_rate": 3e-4, "rollout_batch_size": 32, "mini_batch_size": 256, "max_response_length": 48,
+    "total_episodes": 12 * 256,
+}  # fmt: skip
+TAIL = {
+    **DEMO, "model": "long tail", "reward": "scripts/benchmark_trl.py:checksum_parity", "learning_rate": 1e-9,
+    "max_response_length": 256, "total_episodes": 6 * 256,
+}  # fmt: skip
+LARGE = {
+    **TAIL, "model": "large vocabulary", "rollout_batch_size": 2, "mini_batch_size": 16, "total_episodes": 2 * 16
+}  # fmt: skip
+CASES = {  # what it is, flags of grpo.py, TRL's micro-batch in responses
+    "short": ("the demo without KL: 32 prompts x 8 responses of up to 48 tokens; the strict #### reward", DEMO, 128),
+    "long tail": (
+        "a model that stops after each token with probability 1/64: 32 x 8 responses of up to 256 tokens; the reward "
+        "is the parity of a checksum, so that groups have advantages; the learning rate is negligible", TAIL, 64,
+    ),
+    "memory, at once": (
+        "a vocabulary of 151,936; 2 prompts x 8 responses of up to 256 tokens in one micro-batch",
+        {**LARGE, "micro_batch_tokens": 16_384}, 16,
+    ),
+    "memory, one by one": ("the same in micro-batches of one response", {**LARGE, "micro_batch_tokens": 1}, 1),
+}  # fmt: skip
 Case = Literal[tuple(CASES)]
-
-
-def trl_cases(work: str) -> dict[str, tuple[dict, int]]:
-    """Make models and prompts in a folder; return by case the flags of grpo.py, and TRL's micro-batch in responses."""
-    prompts, tail, large = (os.path.join(work, name) for name in ("arithmetic.jsonl", "tail", "large"))
-    with open(prompts, "w") as file:  # as many as "short" takes, so both systems train on each of them once
-        file.writelines(json.dumps(row) + "\n" for row in arithmetic_rows("train", 12 * 32))
-    short = {
-        "model": TINY, "dataset": prompts, "reward": "gsm8k", "learning_rate": 3e-4, "rollout_batch_size": 32,
-        "mini_batch_size": 256, "max_response_length": 48, "total_episodes": 12 * 256,
-    }  # fmt: skip
-    long = {"model": random_model("long tail", tail), "max_response_length": 256, "total_episodes": 6 * 256}
-    long = {**short, **long, "reward": "scripts/benchmark.py:checksum_parity", "learning_rate": 1e-9}
-    large = {**long, "model": random_model("large vocabulary", large), "rollout_batch_size": 2, "mini_batch_size": 16}
-    large["total_episodes"] = 2 * 16
-    at_once, one_by_one = ({**large, "micro_batch_tokens": tokens} for tokens in (16_384, 1))
-    return dict(zip(CASES, ((short, 128), (long, 64), (at_once, 16), (one_by_one, 1))))
-
-
-def checksum_parity(prompts: list[str], responses: list[str], **columns) -> list[float]:
-    return [float(zlib.crc32(response.encode()) % 2) for response in responses]
 
 
 def run_trl(folder: str, flags: dict, micro_batch: int) -> dict:
     """Return what `run_grpo` does, of the same run by TRL; micro_batch: responses."""
-    import trl
-    from datasets import Dataset
+    import benchmark_trl
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    steps, memory, now = [], PeakMemory(), time.perf_counter
-
-    class Timed(trl.GRPOTrainer):
-        def _generate_and_score_completions(self, inputs):
-            begin = now()
-            out = super()._generate_and_score_completions(inputs)
-            self.rollout_end, self.tokens = now(), out["completion_mask"].sum(1).double().mean().item()
-            self.rollout = self.rollout_end - begin
-            return out
-
-    class Clock(transformers.TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            memory.begin()
-            self.last = now()
-
-        def on_step_end(self, *args, **kwargs):
-            end, found = now(), {"time/rollout": trainer.rollout, "val/sequence_lengths": trainer.tokens}
-            steps.append({"time/whole": end - self.last, "time/training": end - trainer.rollout_end, **found})
-            self.last = end
-
-    config = trl.GRPOConfig(
-        output_dir=folder, seed=flags["seed"], use_cpu=True, bf16=False, gradient_checkpointing=False,
-        # one rollout, one update
-        per_device_train_batch_size=micro_batch, num_generations=8, num_iterations=1,
-        gradient_accumulation_steps=flags["mini_batch_size"] // micro_batch,
-        max_steps=flags["total_episodes"] // flags["mini_batch_size"],
-        max_completion_length=flags["max_response_length"],
-        # the loss
-        loss_type="grpo", beta=0.0, epsilon=0.2, scale_rewards="group", temperature=1.0, top_p=1.0, top_k=0,
-        # the optimizer
-        learning_rate=flags["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, adam_beta1=0.9,
-        adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
-        # what is not the work
-        save_strategy="no", eval_strategy="no", logging_strategy="no", report_to="none", log_completions=False,
-        disable_tqdm=True,
-    )  # fmt: skip
-    reward = lambda completions, prompts, **columns: checksum_parity(prompts, completions)
-    if flags["reward"] == "gsm8k":
-        reward = lambda completions, answer, **columns: list(map(verifiers.gsm8k, completions, answer))
-    trainer = Timed(
-        model=transformers.AutoModelForCausalLM.from_pretrained(flags["model"], dtype=torch.float32),
-        processing_class=transformers.AutoTokenizer.from_pretrained(flags["model"], padding_side="left"),
-        train_dataset=Dataset.from_list(run_log.read_jsonl(flags["dataset"])), reward_funcs=reward, args=config,
-        callbacks=[Clock()],
-    )  # fmt: skip
-    trainer.train()
+    memory = PeakMemory()
+    steps = benchmark_trl.train(folder, RUN | flags, micro_batch, memory.begin)
     memory.end()
     return {"steps": steps, "peak": memory.mib}
 
@@ -313,25 +271,24 @@ def trl(
 
     A pair is one process of each, one after the other: the same model, prompts, loss, optimizer, reward, float32
     arithmetic and number of threads. What is not the work (evaluation, checkpoints, trackers, gradient checkpointing)
-    is off in both. TRL has the fastest of the micro-batch sizes that were tried by hand.
+    is off in both. TRL has the fastest of the micro-batch sizes that were tried by hand. The steps' numbers go into a
+    .json file beside the output.
 
     Args:
         rounds: pairs of each case; a case that is about memory has one.
         threads: threads of each process.
         cases: which of the cases.
-        output: Markdown file to write; each step's numbers go into a .json file of the same name.
     """
     if importlib.util.find_spec("trl") is None:
         utils.fail("trl: the package trl is not installed here; the top of this file says how to")
-    with tempfile.TemporaryDirectory() as work:
-        results = {}
-        for case, (flags, micro_batch) in trl_cases(work).items():
-            if case in cases:
-                kinds = {"TRL": (run_trl, flags, micro_batch), "grpo.py": (run_grpo, flags, [])}
-                results[case] = compare(kinds, 1 if case.startswith("memory") else rounds, threads)
     versions = {**run_log.versions(), "trl": metadata.version("trl")}
     about = [", ".join(f"{name} {version}" for name, version in versions.items()) + f", {threads} thread(s) each"]
-    about += [f"{case}: {CASES[case]}" for case in results]
+    results = {}
+    for case in cases:
+        text, flags, micro_batch = CASES[case]
+        about.append(f"{case}: {text}")
+        kinds = {"TRL": (run_trl, micro_batch), "grpo.py": (run_grpo, [])}
+        results[case] = compare(flags, kinds, 1 if case.startswith("memory") else rounds, threads)
     tables = [run_table(case, found, ("time/whole",)) for case, found in results.items()]
     report(output, "grpo.py and TRL's GRPOTrainer on a CPU", about, *tables)
     if output:
@@ -349,7 +306,7 @@ VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "p
 def training(
     shapes: tuple[Shape, ...] = ("0.5b", "1.5b"), variants: tuple[str, ...] = VARIANTS, base: tuple[str, ...] = (),
     sequences: in_range(int, lambda x: x > 0 and x % 8 == 0, "a multiple of 8") = 16, length: PositiveInt = 1024,
-    rounds: PositiveInt = 3, steps: PositiveInt = 3, output: OutputFile = "",
+    rounds: Rounds = 3, steps: PositiveInt = 3, output: OutputFile = "",
 ) -> None:  # fmt: skip
     """Time an update (forward, backward, AdamW) and a pass for log-probs of one micro-batch, with random weights.
 
@@ -359,58 +316,46 @@ def training(
         base: flags of grpo.py of all that is measured.
         sequences: responses of a micro-batch.
         length: tokens of each.
-        rounds: processes of each kind, in turns.
         steps: steps of a process after the first two.
-        output: Markdown file to write.
     """
     flags = {
         "rollout_batch_size": sequences // 8, "mini_batch_size": sequences, "min_response_length": length,
         "max_response_length": length, "micro_batch_tokens": sequences * (length + 16), "num_epochs": 2,
         "rollout_backend": "hf", "total_episodes": sequences * (WARM_UP + steps),
     }  # fmt: skip
-    words = lambda flags: [word for flag in flags for word in f"--{flag}".split()]
-    kinds = {"base": words(base), **{f"--{flag}": words((*base, flag)) for flag in variants}}
+    added = {"base": (), **{f"--{flag}": (flag,) for flag in variants}}
+    kinds = {kind: (run_grpo, " ".join(f"--{flag}" for flag in (*base, *own)).split()) for kind, own in added.items()}
     tables = []
     for shape in shapes:
-        with tempfile.TemporaryDirectory() as folder:
-            flags["model"] = random_model(shape, folder)
-            results = compare({kind: (run_grpo, flags, more) for kind, more in kinds.items()}, rounds)
+        results = compare({**flags, "model": shape}, kinds, rounds)
         tables.append(run_table(shape, results, ("time/training", "time/logprobs")))
-    about = (
-        f"a step: {sequences} responses of {length} tokens, one pass for log-probs and two updates of one micro-batch"
-    )
+    about = f"a step: {sequences} responses of {length} tokens, one pass for log-probs, two updates of one micro-batch"
     report(output, "Updates and log-probs", [about], *tables)
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------
 
 
-def measure_rollouts(rounds: PositiveInt = 3, steps: PositiveInt = 8, output: OutputFile = "") -> None:
+def measure_rollouts(rounds: Rounds = 3, steps: PositiveInt = 8, output: OutputFile = "") -> None:
     """Time steps with rollouts by transformers and by vLLM, before the training and during it, where what is shown as
     the rollout is the waiting for it.
 
     Args:
-        rounds: processes of each kind, in turns.
-        steps: steps of each.
-        output: Markdown file to write.
+        steps: steps of each process.
     """
+    backends = ("hf", "vllm", "vllm --async_steps 1")
+    kinds = {backend: (run_grpo, ["--rollout_backend", *backend.split()]) for backend in backends}
     tables = []
-    with tempfile.TemporaryDirectory() as work:
-        random_model("10m-rollout", work)
-        for name, model, n, length in (("the demo's", TINY, 256, 48), ("Qwen2 of 10 M parameters", work, 64, 96)):
-            flags = {
-                "model": model, "max_response_length": length, "rollout_batch_size": n // 8, "mini_batch_size": n,
-                "total_episodes": n * steps, "kv_cache_gb": 0.0 if GPU else 0.5,
-            }  # fmt: skip
-            kinds = {"hf": ["hf"], "vllm": ["vllm"], "vllm --async_steps 1": ["vllm", "--async_steps", "1"]}
-            results = compare({k: (run_grpo, flags, ["--rollout_backend", *more]) for k, more in kinds.items()}, rounds)
-            tables.append(run_table(f"{name}: {n} x up to {length} tokens", results, ("time/whole",)))
+    for name, model, n, length in (("the demo's", TINY, 256, 48), ("Qwen2 of 10 M parameters", "10m-rollout", 64, 96)):
+        flags = {
+            "model": model, "max_response_length": length, "rollout_batch_size": n // 8, "mini_batch_size": n,
+            "total_episodes": n * steps, "kv_cache_gb": 0.0 if GPU else 0.5,
+        }  # fmt: skip
+        results = compare(flags, kinds, rounds)
+        tables.append(run_table(f"{name}: {n} x up to {length} tokens", results, ("time/whole",)))
     report(output, "Rollouts", [f"--rollout_backend; {rounds} runs of each, {steps} steps"], *tables)
 
 
-# ---- conversations ---------------------------------------------------------------------------------------------------
-
-RESPONSES = 32  # of a rollout
 GOES_ON = """
 class GoesOn:
     def reset(self, **row):
@@ -421,40 +366,8 @@ class GoesOn:
 """
 
 
-def run_turns(folder: str, flags: dict, more: list[str]) -> dict:
-    """Return the seconds and the sampled tokens a response of rollouts by vLLM, as steps, and the process's memory.
-
-    Each rollout begins with an empty prefix cache, as after an update. `more`: further words of the command line.
-    """
-    from plumbing.vllm_engine import Engine
-
-    args = parse(grpo.Args, [*(f"--{name}={x}" for name, x in (RUN | flags).items()), *more])
-    memory, device = PeakMemory(), torch.device("cuda" if GPU else "cpu")
-    memory.begin()
-    tokenizer, steps, never = transformers.AutoTokenizer.from_pretrained(args.model), [], lambda: False
-    stop_ids = [tokenizer.eos_token_id]
-    conversations = load_conversations(args, tokenizer, stop_ids)
-    engine = Engine(args, utils.World(0, 1, device), torch.bfloat16 if GPU else None, load_format="auto")
-    rows = [{"query": tokenizer.encode(row["prompt"]), "columns": {}} for row in arithmetic_rows("train", RESPONSES)]
-    for step in range(args.total_episodes // RESPONSES):
-        draws = utils.generator("turns", args.seed, step).integers(2**62, size=(RESPONSES, args.max_turns))
-        seeds = draws[:, 0].tolist()
-        engine.llm.reset_prefix_cache()
-        begin = time.perf_counter()
-        if conversations:
-            found = conversations.sample(rows, seeds, draws, never, engine)
-            tokens = [sum(talk.values["response_mask"]) for talk in found]
-        else:
-            responses, _ = engine.generate([row["query"] for row in rows], seeds, stop_ids, args, never)
-            tokens = list(map(len, responses))
-        seconds = time.perf_counter() - begin
-        steps.append({"time/whole": seconds, "time/rollout": seconds, "val/sequence_lengths": statistics.mean(tokens)})
-    memory.end()
-    return {"steps": steps, "peak": memory.mib}
-
-
 def turns(
-    turns: PositiveInt = 8, turn_length: PositiveInt = 32, rounds: PositiveInt = 3, steps: PositiveInt = 4,
+    turns: PositiveInt = 8, turn_length: PositiveInt = 32, rounds: Rounds = 3, steps: PositiveInt = 4,
     output: OutputFile = "",
 ) -> None:  # fmt: skip
     """Time rollouts of conversations by vLLM beside those of single turns with as many tokens.
@@ -464,28 +377,26 @@ def turns(
     Args:
         turns: turns of a conversation.
         turn_length: tokens of each.
-        rounds: processes of each kind, in turns.
-        steps: rollouts of each.
-        output: Markdown file to write.
+        steps: steps of each process.
     """
-    tokens, tables = turns * turn_length, []
+    n, tokens, tables = 32, turns * turn_length, []
+    flags = {
+        "rollout_backend": "vllm", "kv_cache_gb": 0.5, "max_response_length": tokens + turns, "learning_rate": 1e-9,
+        "rollout_batch_size": n // 8, "mini_batch_size": n, "total_episodes": n * steps,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as work:
         with open(f"{work}/goes_on.py", "w") as file:
             file.write(GOES_ON)
+        talk = ["--environment", f"{work}/goes_on.py:GoesOn", "--max_turn_length"]
+        kinds = {
+            "no environment": (run_grpo, ["--max_response_length", str(tokens)]),
+            "one turn": (run_grpo, [*talk, str(tokens), "--max_turns", "1"]),
+            f"{turns} turns": (run_grpo, [*talk, str(turn_length), "--max_turns", str(turns)]),
+        }
         for shape in ("1m-rollout", "10m-rollout"):
-            flags = {
-                "model": random_model(shape, f"{work}/{shape}"), "rollout_backend": "vllm",
-                "max_response_length": tokens + turns, "total_episodes": RESPONSES * steps, "kv_cache_gb": 0.5,
-            }  # fmt: skip
-            talk = ["--environment", f"{work}/goes_on.py:GoesOn", "--max_turn_length"]
-            kinds = {
-                "no environment": ["--max_response_length", str(tokens)],
-                "one turn": [*talk, str(tokens), "--max_turns", "1"],
-                f"{turns} turns": [*talk, str(turn_length), "--max_turns", str(turns)],
-            }
-            results = compare({name: (run_turns, flags, more) for name, more in kinds.items()}, rounds)
+            results = compare({**flags, "model": shape}, kinds, rounds)
             tables.append(run_table(f"Qwen2 of {SHAPES[shape][1]} layers", results, ("time/rollout",)))
-    about = f"{RESPONSES} responses of {tokens} tokens at once; {rounds} processes of each, {steps} rollouts"
+    about = f"{n} responses of {tokens} tokens at once; {rounds} processes of each, {steps} steps"
     report(output, "Conversations with vLLM", [about], *tables)
 
 
@@ -524,24 +435,24 @@ def measure_rewards(responses: PositiveInt = 512, repeats: PositiveInt = 5, outp
     Args:
         responses: responses of a measurement.
         repeats: measurements, of which the median counts.
-        output: Markdown file to write.
     """
     table = [["source", "responses a second, one process", "by a reward server here, seconds", "directly"]]
-    os.environ["LOCAL_WORLD_SIZE"] = str(os.cpu_count())  # one process, as for a rank among that many
-    for name, (source, text, answer) in SOURCES.items():
-        command = [sys.executable, f"{utils.ROOT}/scripts/reward_server.py", "--reward", source, "--port", "0"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        address = re.search(r"http\S+", server.stdout.readline())[0]
-        directly, by_server = (score_seconds(x, 30.0, [text] * responses, answer, repeats) for x in (source, address))
-        server.terminate()
-        table.append([name, f"{responses / directly:,.0f}", f"{by_server:.3f}", f"{directly:.3f}"])
-    del os.environ["LOCAL_WORLD_SIZE"]
+    # One process, as for a rank among that many.
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(os.cpu_count())):
+        for name, (source, text, answer) in SOURCES.items():
+            command = [sys.executable, f"{utils.ROOT}/scripts/reward_server.py", "--reward", source, "--port", "0"]
+            server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            address = re.search(r"http\S+", server.stdout.readline())[0]
+            directly, by_server = (
+                score_seconds(x, 30.0, [text] * responses, answer, repeats) for x in (source, address)
+            )
+            server.terminate()
+            table.append([name, f"{responses / directly:,.0f}", f"{by_server:.3f}", f"{directly:.3f}"])
     stuck = ["```python\nwhile True: pass\n```" if i in (40, 41) else CODE for i in range(64)]
     usual, longer = (score_seconds("code", 2.0, texts, ASSERTS, 1) for texts in ([CODE] * 64, stuck))
-    about = [f"median of {repeats}, {responses} responses"]
-    about += [f"64 programs on all cores: {usual:.1f} s; with two endless loops among them and --reward_timeout 2"]
-    about[-1] += f" {longer:.1f} s, and the others keep their scores"
-    report(output, "Reward sources", about, table)
+    about = f"64 programs on all cores: {usual:.1f} s; with two endless loops among them and --reward_timeout 2"
+    about += f" {longer:.1f} s, and the others keep their scores"
+    report(output, "Reward sources", [f"median of {repeats}, {responses} responses", about], table)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -567,7 +478,6 @@ def padding(draws: PositiveInt = 20, output: OutputFile = "") -> None:
 
     Args:
         draws: draws of which the mean is shown.
-        output: Markdown file to write.
     """
     count, budgets = 512, [4096, 8192, 16_384, 32_768]  # sequences of an update, over all ranks; --micro_batch_tokens
     table = [["lengths", "ranks", *(f"{budget:,} tokens at once" for budget in budgets)]]
@@ -586,14 +496,13 @@ def padding(draws: PositiveInt = 20, output: OutputFile = "") -> None:
 # ---- agreement with TRL and verl -------------------------------------------------------------------------------------
 
 
-def measure_agreement(trl_python: str = "", verl_python: str = "", store: str = "", output: str = "") -> None:
+def measure_agreement(trl_python: str = "", verl_python: str = "", store: str = "", output: OutputFile = "") -> None:
     """Compare equations, losses and gradients with those of TRL's and verl's own code on the same inputs (agree.py).
 
     Args:
         trl_python: Python of an environment with TRL; "" leaves TRL out.
         verl_python: Python of one with verl.
         store: folder in which to keep what they make of small inputs; tests/agreement is what the tests compare with.
-        output: Markdown file to write.
     """
     pythons = {who: python for who, python in (("trl", trl_python), ("verl", verl_python)) if python}
     about, tables = agree.compare(pythons, store)

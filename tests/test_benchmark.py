@@ -15,11 +15,8 @@ FLAGS = {
 
 def test_runs_in_turns():
     """Seconds, tokens and memory of the steps of a run, and the line that says why another cannot be."""
-    kinds = {
-        "base": (benchmark.run_grpo, FLAGS, []),
-        "flash": (benchmark.run_grpo, FLAGS, ["--attention", "flash_attention_2"]),
-    }
-    results = benchmark.compare(kinds, 1)
+    kinds = {"base": (benchmark.run_grpo, []), "flash": (benchmark.run_grpo, ["--attention", "flash_attention_2"])}
+    results = benchmark.compare(FLAGS, kinds, 1)
     (found,) = results["base"]
     assert len(found["steps"]) == 3 and found["peak"] > 0
     for step in found["steps"]:
