@@ -443,9 +443,8 @@ def measure_rewards(responses: PositiveInt = 512, repeats: PositiveInt = 5, outp
             command = [sys.executable, f"{utils.ROOT}/scripts/reward_server.py", "--reward", source, "--port", "0"]
             server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             address = re.search(r"http\S+", server.stdout.readline())[0]
-            directly, by_server = (
-                score_seconds(x, 30.0, [text] * responses, answer, repeats) for x in (source, address)
-            )
+            directly = score_seconds(source, 30.0, [text] * responses, answer, repeats)
+            by_server = score_seconds(address, 30.0, [text] * responses, answer, repeats)
             server.terminate()
             table.append([name, f"{responses / directly:,.0f}", f"{by_server:.3f}", f"{directly:.3f}"])
     stuck = ["```python\nwhile True: pass\n```" if i in (40, 41) else CODE for i in range(64)]

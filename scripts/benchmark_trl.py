@@ -1,4 +1,4 @@
-"""The runs of benchmark.py by TRL's GRPOTrainer: `scripts/benchmark.py trl` calls it, in an environment that has TRL."""
+"""A run of grpo.py that benchmark.py measures, by TRL's GRPOTrainer. `benchmark.py trl` calls it where TRL is."""
 
 import os
 import sys
