@@ -133,13 +133,32 @@ def trained_state(model, optimizer: Optimizer) -> dict:
     return state
 
 
-def load_optimizer(folder: str, name: str, model, optimizer: Optimizer) -> None:
-    """Load what a checkpoint has of the optimizer called `name`, and of the adapter of the optimizer's model.
+def load_checkpoint(
+    folder: str, world: World, tokenizer, models: dict[str, torch.nn.Module], optimizers: dict[str, Optimizer]
+) -> dict:
+    """Load what `save_checkpoint` has saved, but for the models' folders, and return its `state`.
 
-    Neither the number of ranks nor the sharding need be those of the run that saved it.
+    This sets the optimizers, the weights of an adapter that trains, and this rank's global random generators. Neither
+    the number of ranks nor the sharding need be those of the run that saved it. End the run for what does not fit.
     """
+    if difference := vocabulary_difference(tokenizer, read_tokenizer("--resume", folder)):
+        fail(f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}")
     with readable(folder):
-        optimizer.load_state_dict(read_trainer_state(folder)["optimizers"][name])
+        state = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
+        counters = state.pop("optimizers")
+        for name, optimizer in optimizers.items():
+            optimizer.load_state_dict(counters[name])
+    for name, optimizer in optimizers.items():
+        load_optimizer(folder, name, models[name], optimizer)
+    path = os.path.join(folder, f"random_state_{world.rank}.pt")
+    if os.path.exists(path):  # a resumed run may have more ranks than before; nothing in it depends on these
+        with readable(folder):
+            set_random_state(torch.load(path, weights_only=True))
+    return state
+
+
+def load_optimizer(folder: str, name: str, model, optimizer: Optimizer) -> None:
+    """Load the state of Adam that a checkpoint has for the model called `name`, and the weights of its adapter."""
     path = os.path.join(folder, name, "optimizer")
     if not os.path.isdir(path):  # saved before the first update
         return
@@ -152,42 +171,16 @@ def load_optimizer(folder: str, name: str, model, optimizer: Optimizer) -> None:
     set_optimizer_state_dict(model, optimizer.adam, state["adam"], options=ALLOW_MISSING)
 
 
-def check_tokenizer(folder: str, tokenizer) -> None:
-    """End the run if the `tokenizer` of --model is another one than that of a checkpoint, whose weights go on."""
-    if difference := vocabulary_difference(tokenizer, read_tokenizer("--resume", folder)):
-        fail(f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}")
-
-
-def load_state(folder: str, world: World) -> dict:
-    """Return the `state` of a checkpoint, and set this rank's global random generators as they were."""
-    path = os.path.join(folder, f"random_state_{world.rank}.pt")
-    if os.path.exists(path):  # a resumed run may have more ranks than before; nothing in it depends on these
-        with readable(folder):
-            set_random_state(torch.load(path, weights_only=True))
-    state = read_trainer_state(folder)
-    with readable(folder):
-        del state["optimizers"]
-    return state
-
-
-def read_trainer_state(folder: str) -> dict:
-    with readable(folder):
-        return torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
-
-
 @contextlib.contextmanager
 def readable(folder: str):
     """End the run if what this context reads of a checkpoint, which is as it was saved, does not fit the run."""
     try:
         yield
-    except dcp.api.CheckpointException as failed:
-        ((error, _),) = failed.failures.values()
-        reason = first_line(error)
-    except (RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        reason = first_line(error)
-    else:
-        return
-    fail(f"--resume: {folder} cannot be loaded ({reason}); is it from another script, or --model not what it was?")
+    except (dcp.api.CheckpointException, RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        if isinstance(error, dcp.api.CheckpointException):
+            ((error, _),) = error.failures.values()
+        reason = f"{folder} cannot be loaded ({first_line(error)})"
+        fail(f"--resume: {reason}; is it from another script, or --model not what it was?")
 
 
 def random_state() -> dict:

@@ -64,10 +64,7 @@ class Run:
         self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "results": {}, "held_out": [], "evaluated": False}
         self.state |= state
         if self.checkpoint:
-            checkpoints.check_tokenizer(self.checkpoint, tokenizer)
-            self.state |= checkpoints.load_state(self.checkpoint, self.world)
-            for name, optimizer in optimizers.items():
-                checkpoints.load_optimizer(self.checkpoint, name, models[name], optimizer)
+            self.state |= checkpoints.load_checkpoint(self.checkpoint, self.world, tokenizer, models, optimizers)
         self.world.on_main(lambda: resume.open_folder(self.origin, self.script, self.world.size, self.state["step"]))
         self.log = RunLog(self.origin, self.args, self.world, total_steps, self.state["step"], lengths)
         self.clock = utils.Clock(self.world.device, self.state["seconds"], engine)

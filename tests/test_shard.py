@@ -132,7 +132,8 @@ def test_an_optimizer_goes_on_from_what_it_had(load, tokenizer, world, tmp_path)
         checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, {"step": step}, {"": model}, {"": optimizer}, 0)
         other, again = new()
         before = [parameter.clone() for parameter in other.parameters()]
-        checkpoints.load_optimizer(str(tmp_path / "checkpoints" / f"step_{step}"), "", other, again)
+        folder = str(tmp_path / "checkpoints" / f"step_{step}")
+        checkpoints.load_checkpoint(folder, world, tokenizer, {"": other}, {"": again})
         assert all(map(torch.equal, before, other.parameters()))
         assert again.state_dict() == optimizer.state_dict()
         return again

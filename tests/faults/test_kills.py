@@ -27,7 +27,7 @@ SIGNALS = ("SIGKILL", "SIGTERM SIGINT")  # of a run, one drawn each time
 
 # What the random instants come after: functions, each with the number of calls from which one is drawn.
 STARTING = {"resume.find": 1, "resume.open_folder": 1}
-LOADING = {"checkpoints.load_state": 1, "checkpoints.load_optimizer": 1}  # a checkpoint
+LOADING = {"checkpoints.load_checkpoint": 1, "checkpoints.load_optimizer": 1}  # a checkpoint
 SAVING = {
     "checkpoints.save_checkpoint": 2, "checkpoints.save_model": 4, "torch.distributed.checkpoint.save": 2,
     "files.checksums": 2, "os.rename": 4, "checkpoints.remove_folder": 1, "run_log.RunLog.log": 2,
