@@ -2,7 +2,7 @@
 
 What is pushed is the run's final/, into which the model card and the files that it refers to are put first. So
 `hf upload REPOSITORY final/` pushes the same.
-Imports plumbing.files, plumbing.model_card and plumbing.resume (flags as JSON).
+Imports plumbing.files and plumbing.model_card.
 """
 
 import os
@@ -16,7 +16,6 @@ from huggingface_hub.utils import validate_repo_id
 
 from plumbing.files import replace_file, writing
 from plumbing.model_card import address, model_card
-from plumbing.resume import as_json
 from utils import fail, first_line
 
 WEIGHTS = "*.safetensors*"  # and their index
@@ -75,7 +74,7 @@ def push(folder: str, repository: str, args, tokenizer, tracked: str | None) -> 
             if os.path.exists(os.path.join(folder, name)):
                 shutil.copy(os.path.join(folder, name), final)
         chat = tokenizer.chat_template is not None and args.chat_template != "none"
-        model_card(final, repository, as_json(type(args)()), chat, tracked).save(os.path.join(final, "README.md"))
+        model_card(final, repository, chat, tracked).save(os.path.join(final, "README.md"))
     print(f"pushes {final} to {address(repository)}", flush=True)
     try:
         # Weights of a model that was there before go: those in other files would be loaded in place of the new ones.

@@ -70,18 +70,17 @@ With {ranks}, {versions}, commit {commit}.
 """
 
 
-def model_card(final: str, repository: str, defaults: dict, chat: bool, tracked: str | None) -> ModelCard:
+def model_card(final: str, repository: str, chat: bool, tracked: str | None) -> ModelCard:
     """Return the card of a model.
 
     Args:
         final: the model's folder, with the args.json and the metrics.jsonl of its run.
-        defaults: of the script's flags.
         chat: whether the chat template of the tokenizer makes the prompts.
         tracked: address of the run in Weights & Biases, if it has one.
     """
     with open(os.path.join(final, "args.json")) as file:
         facts = json.load(file)
-    args, script = {**defaults, **facts["args"]}, facts["script"]
+    args, script = facts["args"], facts["script"]
     rows = read_jsonl(os.path.join(final, "metrics.jsonl"))
     method = args.get("loss") or args.get("advantage") or script.removesuffix(".py")
     data_sets, generates = names_of_data_sets(args["dataset"]), "rollout_batch_size" in args
@@ -103,8 +102,8 @@ def model_card(final: str, repository: str, defaults: dict, chat: bool, tracked:
             examples=examples.rstrip(),
             evaluations=evaluation_table(rows),
             last_step=last_step_table(rows[-1]),
-            command=command(script, args, defaults),
-            changes=" Some changed on the way, see `history` there." if facts.get("history") else "",
+            command=command(script, args, facts["defaults"]),
+            changes=" Some changed on the way, see `history` there." if facts["history"] else "",
             ranks=f"{facts['ranks']} ranks" if facts["ranks"] > 1 else "1 rank",
             versions=", ".join(f"{package} {version}" for package, version in facts["versions"].items()),
             commit=facts["git_commit"] or "unknown",
@@ -184,7 +183,7 @@ def command(script: str, args: dict, defaults: dict) -> str:
     """Return the command line of a run: the flags that are not at their defaults."""
     words = ["python", script]
     for name, value in args.items():
-        if name in NOT_SHOWN or value == defaults.get(name):
+        if name in NOT_SHOWN or value == defaults[name]:
             continue
         if isinstance(value, bool):
             words.append(f"--{'' if value else 'no-'}{name}")

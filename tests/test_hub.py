@@ -122,8 +122,8 @@ def finished(folder: Path, args, script: str = "grpo.py") -> Path:
     """A run's folder, as it is when its model is saved."""
     (folder / "final").mkdir(parents=True, exist_ok=True)
     (folder / "final" / "model.safetensors").touch()
-    facts = {"args": as_json(args), "script": script, "versions": {"torch": "2.13"}, "git_commit": "abc"}
-    (folder / "args.json").write_text(json.dumps({**facts, "ranks": 2, "history": []}))
+    facts = {"args": as_json(args), "defaults": as_json(type(args)()), "script": script, "ranks": 2, "history": []}
+    (folder / "args.json").write_text(json.dumps({**facts, "versions": {"torch": "2.13"}, "git_commit": "abc"}))
     helpers.write_rows(folder / "metrics.jsonl", ROWS)
     (folder / "curves.png").write_bytes(os.urandom(3000))
     return folder
@@ -214,7 +214,7 @@ def card_of(folder: Path, args, script: str = "grpo.py") -> ModelCard:
     finished(folder, args, script)
     for name in ("args.json", "metrics.jsonl"):
         (folder / name).rename(folder / "final" / name)
-    return model_card.model_card(str(folder / "final"), "me/run", as_json(type(args)()), False, None)
+    return model_card.model_card(str(folder / "final"), "me/run", False, None)
 
 
 def test_the_card(tmp_path):
