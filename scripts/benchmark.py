@@ -36,7 +36,7 @@ import agree
 
 import grpo
 import utils
-from plumbing import checkpoints, rewards, run, run_log
+from plumbing import checkpoints, resume, rewards, run
 from plumbing.command_line import parse, run_subcommand
 from plumbing.files import read_jsonl
 from plumbing.flags import PositiveInt, in_range
@@ -281,7 +281,7 @@ def trl(
     """
     if importlib.util.find_spec("trl") is None:
         utils.fail("trl: the package trl is not installed here; the top of this file says how to")
-    versions = {**run_log.versions(), "trl": metadata.version("trl")}
+    versions = {**resume.versions(), "trl": metadata.version("trl")}
     about = [", ".join(f"{name} {version}" for name, version in versions.items()) + f", {threads} thread(s) each"]
     results = {}
     for case in cases:

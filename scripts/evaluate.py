@@ -42,7 +42,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
-from plumbing import checkpoints, command_line, data, files, flags, models, run_log
+from plumbing import checkpoints, command_line, data, files, flags, models, resume, run_log
 from plumbing.answers import harness_answer, harness_text, plain_answer, voted_answer
 from plumbing.conversations import Conversation, ConversationArgs, Conversations, load_conversations
 from plumbing.evaluation import conversation_metrics
@@ -303,8 +303,8 @@ def main(args: Args) -> None:
         "votes_as_text": votes_as_text,
         "generation": {"seconds": seconds, "tokens_per_second": sum(lengths) / seconds, "ranks": world.size},
         "args": asdict(args),
-        "versions": run_log.versions(),
-        "git_commit": run_log.git_commit(),
+        "versions": resume.versions(),
+        "git_commit": resume.git_commit(),
     }
 
     def write(path: str) -> None:

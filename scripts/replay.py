@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from plumbing import checkpoints, command_line, files, flags, resume, run_log
+from plumbing import checkpoints, command_line, files, flags, resume
 from utils import ROOT, fail
 
 CLOCK = ("time/", "perf/")  # metrics of the clock and of memory
@@ -148,7 +148,7 @@ def main(args: Args) -> None:
         print(f"{facts['script']} ended with exit code {code} before step {args.step}", file=sys.stderr)
         sys.exit(code or 1)
 
-    for name, version in run_log.versions().items():
+    for name, version in resume.versions().items():
         if version != facts["versions"].get(name):
             print(f"{name}: {facts['versions'].get(name, 'none')} recorded, {version} now")
     for step in range(start + 1, args.step + 1):

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -337,3 +338,16 @@ def test_track_without_a_login(whole, tmp_path):
     )
     assert len(done.errors) == 1 and done.errors[0].startswith("error: --track wandb: ") and "login" in done.errors[0]
     assert "Traceback" not in done.err and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_git_commit_marks_changed_files(tmp_path, monkeypatch):
+    command = ["git", "-C", str(tmp_path)]
+    git = lambda *words: subprocess.run([*command, *words], check=True, capture_output=True, text=True)
+    monkeypatch.setattr(resume, "ROOT", str(tmp_path))
+    assert resume.git_commit() is None
+    git("init")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "x")
+    assert resume.git_commit() == git("rev-parse", "HEAD").stdout.strip()
+    (tmp_path / "new.py").touch()
+    assert resume.git_commit() == git("rev-parse", "HEAD").stdout.strip() + "+"

@@ -33,7 +33,7 @@ from make_tiny_model import make_tokenizer
 
 import grpo
 import utils
-from plumbing import checkpoints, flags, models, run_log
+from plumbing import checkpoints, flags, models
 from plumbing.rewards import Rewards
 
 
@@ -113,20 +113,6 @@ def test_what_a_run_leaves(base, tmp_path):
         weights = weights_of(folder / name)
         assert all_finite(folder / name) and any(not torch.equal(weights[key], start[key]) for key in start)
     assert same_weights(folder / "checkpoints/step_2", folder / "final")
-
-
-@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
-def test_git_commit_marks_changed_files(tmp_path, monkeypatch):
-    git = lambda *words: subprocess.run(
-        ["git", "-C", str(tmp_path), *words], check=True, capture_output=True, text=True
-    )
-    monkeypatch.setattr(run_log, "ROOT", str(tmp_path))
-    assert run_log.git_commit() is None
-    git("init")
-    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "x")
-    assert run_log.git_commit() == git("rev-parse", "HEAD").stdout.strip()
-    (tmp_path / "new.py").touch()
-    assert run_log.git_commit() == git("rev-parse", "HEAD").stdout.strip() + "+"
 
 
 def test_track_offline(base, tmp_path):
