@@ -60,14 +60,6 @@ def run_folder(output_dir: str, name: str) -> str:
     return os.path.join(output_dir, name)
 
 
-def replace_file(path: str, text: str) -> None:
-    """Write a file that has its old or its new content, whatever happens meanwhile."""
-    with writing(path):
-        with open(f"{path}.tmp", "w") as file:
-            file.write(text)
-        os.replace(f"{path}.tmp", path)
-
-
 @contextlib.contextmanager
 def replacing(path: str):
     """Yield the path of a file to write, which then takes the place of `path`; if that fails, nothing of it is left."""
@@ -78,6 +70,12 @@ def replacing(path: str):
         with contextlib.suppress(OSError):
             os.remove(f"{path}.tmp")
         raise
+
+
+def replace_file(path: str, text: str) -> None:
+    """Write a file that has its old or its new content, whatever happens meanwhile."""
+    with writing(path), replacing(path) as temporary, open(temporary, "w") as file:
+        file.write(text)
 
 
 def append(path: str, rows: list[dict]) -> None:

@@ -25,26 +25,25 @@ class Phase:
 
     def __init__(self, name: str):
         rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        self.name, self.place, self.timer = name, f"rank {rank} of {size}, in the phase {name!r}", None
+        self.place, self.ended = f"rank {rank} of {size}, in the phase {name!r}", threading.Event()
 
-    def watch(self, seconds: float, so_far: float = 0.0) -> None:
-        """Print the tracebacks of this process's threads every so many seconds, until the next phase begins.
+    def watch(self, seconds: float) -> None:
+        """Print the tracebacks of this process's threads every so many seconds, until the phase ends.
 
         One may wait in a collective for another rank that is stuck elsewhere.
         """
 
-        def stuck() -> None:
-            print(f"\n{self.place} for {so_far + seconds:g} seconds, is here:", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback()
-            self.watch(seconds, so_far + seconds)
+        def wait() -> None:
+            waited = seconds
+            while not self.ended.wait(seconds):
+                print(f"\n{self.place} for {waited:g} seconds, is here:", file=sys.stderr, flush=True)
+                faulthandler.dump_traceback()
+                waited += seconds
 
-        self.timer = threading.Timer(seconds, stuck)
-        self.timer.daemon = True
-        self.timer.start()
+        threading.Thread(target=wait, daemon=True).start()
 
     def end(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
+        self.ended.set()
 
 
 Phase.now = Phase("start")

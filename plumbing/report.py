@@ -5,6 +5,7 @@ in; the scripts there draw everything from the data. Imports plumbing.curves (wh
 plumbing.files.
 """
 
+import html
 import json
 import math
 import os
@@ -35,20 +36,19 @@ def write_report(folders: list[str], path: str) -> None:
             run.update(group=number, group_name=name)
     data = {"written": time.time(), "titles": CURVES, "runs": shown}
     texts = {
-        "title": runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs",
-        "style": "\n".join(map(part, STYLES)),
+        "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
+        "style": "\n".join(map(read_part, STYLES)),
         # An HTML parser would take "</script>" in a sample for the end of the data.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "library": part("uplot/uPlot.iife.min.js"),
-        "script": "\n".join(map(part, SCRIPTS)),
+        "library": read_part("uplot/uPlot.iife.min.js"),
+        "script": "\n".join(map(read_part, SCRIPTS)),
     }
-    texts["title"] = texts["title"].replace("&", "&amp;").replace("<", "&lt;")
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], part("page.html"))
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], read_part("page.html"))
     with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         file.write(page)
 
 
-def part(name: str) -> str:
+def read_part(name: str) -> str:
     """Return the text of a file of the page."""
     with open(os.path.join(PARTS, name), encoding="utf-8") as file:
         return file.read()
