@@ -111,11 +111,12 @@ def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = (), lo
                 draw_group(axis, key, members, COLORS[number % len(COLORS)], label)
             axis.set_title(CURVES.get(key, key), loc="left")
             axis.set_xlabel("step")
-            axis.set_xscale("symlog" if "x" in log else "linear")  # step 0 has no logarithm
-            axis.set_yscale("log" if "y" in log else "linear")
-            if not log:
+            if "x" in log:
+                axis.set_xscale("symlog")  # step 0 has no logarithm
+            else:
                 axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-                axis.yaxis.set_major_locator(MaxNLocator(5))
+            if "y" in log:
+                axis.set_yscale("log")
         if len(groups) > 1:
             handles = {label: line for axis in figure.axes for line, label in zip(*axis.get_legend_handles_labels())}
             figure.legend(handles.values(), handles, loc="outside lower left", ncols=4)

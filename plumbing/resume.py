@@ -69,20 +69,19 @@ def find(args, script: str) -> Origin:
         fail(f"--run_name {name}: {origin.folder} exists; {way_out}")
     origin.exists = True
     lock(origin.folder)
-    logged, *_ = (read_log(origin.folder, name) for name in ("metrics.jsonl", "samples.jsonl", "held_out.jsonl"))
-    steps = max((row["step"] for row in logged), default=0)
+    for log in ("samples.jsonl", "held_out.jsonl"):
+        read_log(origin.folder, log)  # ends the run at a bad line
+    steps = max((row["step"] for row in read_log(origin.folder, "metrics.jsonl")), default=0)
     saved = checkpoint_folders(origin.folder)
-    due = 0 < args.save_every <= steps or os.path.exists(os.path.join(origin.folder, "final"))
-    if not saved and due:
+    if saved:
+        origin.checkpoint = newest_whole(saved, origin.damaged)
+    elif 0 < args.save_every <= steps or os.path.exists(os.path.join(origin.folder, "final")):
         what = f"has logged {steps} steps but has no checkpoint to go on from"
         fail(f"--resume: {origin.folder} {what}; take another --run_name, or remove it to start anew")
-    if not saved:
-        if steps:  # killed before its first checkpoint
-            compare(origin, args, os.path.basename(script))
-            warn(f"--resume: {origin.folder} has no checkpoint yet, so its {steps} steps are run again")
-        return origin
-    origin.checkpoint = newest_whole(saved, origin.damaged)
-    compare(origin, args, os.path.basename(script))
+    if saved or steps:
+        compare(origin, args, os.path.basename(script))
+    if steps and not saved:  # killed before its first checkpoint
+        warn(f"--resume: {origin.folder} has no checkpoint yet, so its {steps} steps are run again")
     return origin
 
 
@@ -111,7 +110,7 @@ def lock(folder: str) -> None:
 
 
 def read_log(folder: str, name: str) -> list[dict]:
-    """Return the rows of metrics.jsonl or samples.jsonl; end the run at one without a step."""
+    """Return the rows of metrics.jsonl, samples.jsonl or held_out.jsonl; end the run at one without a step."""
     path = os.path.join(folder, name)
     rows = read_jsonl(path)
     for number, row in enumerate(rows, 1):
@@ -144,7 +143,7 @@ def compare(origin: Origin, args, script: str) -> None:
         with open(path) as file:
             facts = json.load(file)
         # A flag that an older version did not have is taken to have had its default.
-        before = {**as_json(type(args)()), **facts["args"]}
+        before = {**origin.defaults, **facts["args"]}
         origin.history = list(facts.get("history", []))
         before_script = str(facts.get("script", script))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:

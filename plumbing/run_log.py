@@ -20,6 +20,12 @@ from plumbing.resume import Origin
 from plumbing.tracking import TRACKERS
 from utils import World, progress_bars, warn
 
+SUMMARY = {  # the last lines of a run, as far as it has these metrics
+    "held-out accuracy, sampled": "eval/accuracy",
+    "held-out accuracy, greedy": "eval/greedy_accuracy",
+    "held-out pairs ranked right": "eval/pair_accuracy",
+}
+
 
 class RunLog:
     """The console output of a run, and its metrics.jsonl, samples.jsonl and curves.png.
@@ -48,7 +54,7 @@ class RunLog:
             progress_bars.append(self.progress)
         self.phase("start")
 
-    def _track(self, origin) -> None:
+    def _track(self, origin: Origin) -> None:
         self.tracker = TRACKERS[self.args.track](origin, self.args)
 
     def _describe(self, data: dict, resumed: bool) -> None:
@@ -99,8 +105,8 @@ class RunLog:
         import rich.table
         import rich.text
 
-        for row in (rows := [dict(row) for row in rows]):
-            row.pop("length", None)
+        rows = [{name: x for name, x in row.items() if name != "length"} for row in rows]
+        for row in rows:
             if "turns" in row:
                 row["response"] = "\n".join(f"{turn['role']}: {turn['content']}" for turn in row.pop("turns"))
         title = f"held-out samples after step {step}"
@@ -157,13 +163,6 @@ class RunLog:
             print(f"published: {summary['published_model']}", flush=True)
         if self.tracker:
             self.tracker.close(**summary)
-
-
-SUMMARY = {  # the last lines of a run, as far as it has these metrics
-    "held-out accuracy, sampled": "eval/accuracy",
-    "held-out accuracy, greedy": "eval/greedy_accuracy",
-    "held-out pairs ranked right": "eval/pair_accuracy",
-}
 
 
 def length_statistics(lengths: list[int]) -> str:
