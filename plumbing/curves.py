@@ -32,8 +32,11 @@ STYLE = {  # matplotlib's names
     "grid.color": "#ecebe6", "axes.axisbelow": True, "lines.linewidth": 1.6, "lines.markersize": 3,
     "legend.frameon": False, "svg.fonttype": "none",
 }  # fmt: skip
-# Flags that say nothing of what a run learns.
-OF_A_RUN = {"seed", "run_name", "output_dir", "resume", "resume_with_changes", "report", "track", "wandb_project"}
+# Flags that say where and how a run was started, not what it is.
+OF_A_START = {
+    "run_name", "output_dir", "resume", "resume_with_changes", "report", "track", "wandb_project", "push_to_hub",
+    "hub_model_id", "hub_private_repo",
+}  # fmt: skip
 
 
 def read_metrics(folder: str) -> tuple[list[dict], int]:
@@ -67,7 +70,7 @@ def groups_of_seeds(runs: list[dict]) -> list[tuple[str, list[dict]]]:
     """
     groups = {}
     for number, run in enumerate(runs):
-        flags = {name: x for name, x in run["args"].items() if name not in OF_A_RUN}
+        flags = {name: x for name, x in run["args"].items() if name not in OF_A_START | {"seed"}}
         key = json.dumps([run["script"], flags], sort_keys=True) if flags else number
         groups.setdefault(key, []).append(run)
     return [(common_name([run["name"] for run in members]), members) for members in groups.values()]

@@ -21,7 +21,7 @@ def decode_without_balance(model: torch.nn.Module) -> None:
         model.forward = functools.partial(model.forward, output_router_logits=False)
 
 
-def balance_losses(config, router_logits: tuple[torch.Tensor, ...], mask: torch.Tensor) -> torch.Tensor:
+def balance_losses(config, outputs, mask: torch.Tensor) -> torch.Tensor | None:
     """Return the balance loss of each row's tokens, weighted by the configuration's `router_aux_loss_coef`.
 
     coef * experts * sum over experts e of f_e * P_e: f_e is the share of the row's tokens that are routed to e, which
@@ -30,10 +30,14 @@ def balance_losses(config, router_logits: tuple[torch.Tensor, ...], mask: torch.
     whole batch is a product of means over the batch, so it would depend on how the batch is cut.
 
     Args:
-        router_logits: (N * L, experts), of each layer. mask: (N, L) bool, the tokens that count.
+        outputs: of the model's body, whose `router_logits` are (N * L, experts) of each layer.
+        mask: (N, L) bool, the tokens that count.
     Returns:
-        (tokens,): at each set entry of the mask, row by row, the loss of its row.
+        (tokens,): at each set entry of the mask, row by row, the loss of its row. None if there are no router logits.
     """
+    router_logits = getattr(outputs, "router_logits", None)
+    if not router_logits:
+        return None
     counts, routed, probability = mask.sum(1, keepdim=True).clamp(min=1), 0.0, 0.0
     for logits in router_logits:
         probs = logits.view(*mask.shape, -1).float().softmax(-1) * mask[..., None]  # (N, L, experts)

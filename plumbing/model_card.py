@@ -1,6 +1,6 @@
 """The model card of a run's final model: what was trained by what command, how it went, and how to load it.
 
-Imports plumbing.files, plumbing.rows (lists of data sets) and plumbing.curves (which metrics are shown).
+Imports plumbing.files, plumbing.rows (lists of data sets) and plumbing.curves (which metrics and flags are shown).
 """
 
 import json
@@ -9,7 +9,7 @@ import shlex
 
 from huggingface_hub import ModelCard, ModelCardData, constants
 
-from plumbing.curves import CURVES
+from plumbing.curves import CURVES, OF_A_START
 from plumbing.files import read_jsonl
 from plumbing.rows import is_list_of_data_sets, read_file
 
@@ -30,14 +30,7 @@ ALGORITHMS = {  # by --loss, --advantage or the script: name, arXiv number of th
     "reward_model": ("the Bradley-Terry loss of preference pairs", "2203.02155"),
 }
 
-# Flags that say where and how a run was started, not what it is.
-NOT_SHOWN = {
-    "run_name", "output_dir", "resume", "resume_with_changes", "track", "wandb_project", "push_to_hub", "hub_model_id",
-    "hub_private_repo",
-}  # fmt: skip
-
 QUESTION, RESPONSE = "What is 17 * 24?", "17 * 24 = 408"  # of the examples
-
 
 CARD = """---
 {metadata}
@@ -183,7 +176,7 @@ def command(script: str, args: dict, defaults: dict) -> str:
     """Return the command line of a run: the flags that are not at their defaults."""
     words = ["python", script]
     for name, value in args.items():
-        if name in NOT_SHOWN or value == defaults[name]:
+        if name in OF_A_START or value == defaults[name]:
             continue
         if isinstance(value, bool):
             words.append(f"--{'' if value else 'no-'}{name}")

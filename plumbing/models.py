@@ -6,7 +6,6 @@ Imports plumbing.experts (what mixtures of experts need).
 import functools
 import inspect
 import math
-from dataclasses import dataclass
 from typing import Callable, Iterable, NamedTuple
 
 import torch
@@ -24,8 +23,7 @@ from plumbing.experts import asks_for_balance, balance_losses, decode_without_ba
 from utils import fail, first_line, warn
 
 
-@dataclass(frozen=True)
-class ModelNames:
+class ModelNames(NamedTuple):
     """The models that a script holds, as (flag, folder or hub name): what its memory is planned by.
 
     A fork that trains or keeps another model adds it here.
@@ -257,7 +255,8 @@ def check_can_read(flag: str, name: str, tokenizer, policy: str) -> None:
     """End the run unless a model knows every token that --model `policy` writes by the id that `tokenizer` gives it."""
     if difference := vocabulary_difference(tokenizer, read_tokenizer(flag, name)):
         fail(f"{flag} {name}: cannot read what --model writes: its vocabulary {difference}")
-    ours, theirs = (load_config(*model).get_text_config().vocab_size for model in (("--model", policy), (flag, name)))
+    ours = load_config("--model", policy).get_text_config().vocab_size
+    theirs = load_config(flag, name).get_text_config().vocab_size
     if theirs < min(ours, 1 + max(tokenizer.get_vocab().values())):
         fail(f"{flag} {name}: cannot read what --model writes: it has {theirs} tokens, --model {ours}")
 
@@ -270,13 +269,13 @@ def vocabulary_difference(ours, theirs) -> str:
     mine, other = ours.get_vocab(), theirs.get_vocab()
     for pad in {ours.pad_token, theirs.pad_token}:
         if (pad in mine) != (pad in other):
-            mine.pop(pad, None), other.pop(pad, None)
+            (mine if pad in mine else other).pop(pad)
     if len(mine) != len(other):
         return f"has {len(other)} tokens, that of --model {len(mine)}"
     different = sorted(token for token, index in mine.items() if other.get(token) != index)
-    return (
-        f"gives other ids to {len(different)} of the {len(mine)} tokens, such as {different[0]!r}" if different else ""
-    )
+    if different:
+        return f"gives other ids to {len(different)} of the {len(mine)} tokens, such as {different[0]!r}"
+    return ""
 
 
 def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
@@ -342,9 +341,7 @@ def last_hidden_states(
     if parallel is not None:
         return parallel.last_hidden_states(model, input_ids)[mask], None
     outputs = model.base_model(input_ids=input_ids, use_cache=False)
-    router_logits = getattr(outputs, "router_logits", None)
-    losses = balance_losses(model.config, router_logits, mask) if router_logits else None
-    return outputs.last_hidden_state[mask], losses
+    return outputs.last_hidden_state[mask], balance_losses(model.config, outputs, mask)
 
 
 def gather_positions(model: torch.nn.Module, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
