@@ -134,17 +134,17 @@ class WorkerSource:
             rest, worker = slice(len(scores), None), self.workers.processes[index]
             worker.send(self._request(rows[rest], texts[rest], responses[rest]))
             answered_at_once = 1 if self.name in VERIFIERS else len(texts[rest])
-            while len(scores) < len(texts):
+            died = False
+            while len(scores) < len(texts) and not died:
                 answer = worker.receive(self.limit, interrupted)
-                if "dead" in answer:
+                died = "dead" in answer
+                if died:
                     self.workers.replace(index)
                     if self.blames_response:
                         answer = self._score_reference(index, rows[len(scores)])
                 if "error" in answer:
                     self.failure = answer["error"]
                 scores += map(finite_or_nan, answer.get("scores", [None] * answered_at_once))
-                if worker is not self.workers.processes[index]:
-                    break
         return scores
 
     def _score_reference(self, index: int, row: dict) -> dict:

@@ -127,7 +127,8 @@ class RunLog:
         A failure is a warning: what they show is in the run's other files.
         """
         found = {}
-        for name, draw in (("curves.png", plot_curves), ("report.html", write_report))[: 1 + self.args.report]:
+        drawn_by = {"curves.png": plot_curves} | ({"report.html": write_report} if self.args.report else {})
+        for name, draw in drawn_by.items():
             path = os.path.join(self.folder, name)
             try:
                 draw([self.folder], path)

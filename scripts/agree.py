@@ -189,13 +189,13 @@ def write_inputs(folder: str, sizes: dict, seed: int = 1) -> None:
     turns = mask & (torch.from_numpy(numbers.random((N, T))) < 0.7)
     turns[torch.arange(N), lengths - 1] = True
     inputs = {
-        "scores": scores, "scores_missing": missing, "greedy_scores": (normal(N // G) * 8).round() / 8,
+        "scores": scores, "scores_missing": missing,
+        "greedy_scores": ((normal(N // G) * 8).round() / 8).repeat_interleave(G),
         "mask": mask, "turn_mask": turns, "prompts": prompts, "responses": responses, "logits": logits,
         "old_logprobs": old_logprobs, "logprobs": old_logprobs + spread * normal(N, T),
         "ref_logprobs": old_logprobs + 0.5 * normal(N, T) + far, "rollout_logprobs": old_logprobs + 0.3 * normal(N, T),
         "old_values": normal(N, T), "values": normal(N, T), "returns": normal(N, T), "rewards": normal(N, T),
     }  # fmt: skip
-    inputs["greedy_scores"] = inputs["greedy_scores"].repeat_interleave(G)
     save_file({name: x.contiguous() for name, x in inputs.items()}, os.path.join(folder, "inputs.safetensors"))
     settings = {"group_size": G, "temperature": TEMPERATURE, "beta": BETA}
     settings |= {"trl": {name: x for name, (_, x, _) in STEPS.items() if x is not None}}
@@ -335,7 +335,8 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         how = args.loss_aggregation
     else:
         kind, how, _, low, high = grpo.VARIANTS[args.loss]
-        low, high = (default if x is None else x for x, default in ((args.clip_low, low), (args.clip_high, high)))
+        low = low if args.clip_low is None else args.clip_low
+        high = high if args.clip_high is None else args.clip_high
         how = args.loss_aggregation or how
         advantages = grpo.group_advantages(x["scores"], G, args.advantage_scale)[:, None].expand_as(leaf)
         losses, _ = grpo.policy_loss(leaf, x["old_logprobs"], advantages, mask, kind, low, high, args.dual_clip)
