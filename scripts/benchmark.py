@@ -15,7 +15,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import statistics
 import subprocess
@@ -33,10 +32,12 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import agree
+import benchmark_rewards
+from benchmark_trl import CASES, train
 
 import grpo
 import utils
-from plumbing import checkpoints, resume, rewards, run
+from plumbing import checkpoints, resume, run
 from plumbing.command_line import parse, run_subcommand
 from plumbing.files import read_jsonl
 from plumbing.flags import PositiveInt, in_range
@@ -228,38 +229,13 @@ def run_table(title: str, results: dict[str, list[dict] | str], ratio_of: tuple[
 
 # ---- grpo.py and TRL's GRPOTrainer -----------------------------------------------------------------------------------
 
-DEMO = {
-    "model": TINY, "learning_rate": 3e-4, "rollout_batch_size": 32, "mini_batch_size": 256, "max_response_length": 48,
-    "total_episodes": 12 * 256,
-}  # fmt: skip
-TAIL = {
-    **DEMO, "model": "long tail", "reward": "scripts/benchmark_trl.py:checksum_parity", "learning_rate": 1e-9,
-    "max_response_length": 256, "total_episodes": 6 * 256,
-}  # fmt: skip
-LARGE = {
-    **TAIL, "model": "large vocabulary", "rollout_batch_size": 2, "mini_batch_size": 16, "total_episodes": 2 * 16
-}  # fmt: skip
-CASES = {  # what it is, flags of grpo.py, TRL's micro-batch in responses
-    "short": ("the demo without KL: 32 prompts x 8 responses of up to 48 tokens; the strict #### reward", DEMO, 128),
-    "long tail": (
-        "a model that stops after each token with probability 1/64: 32 x 8 responses of up to 256 tokens; the reward "
-        "is the parity of a checksum, so that groups have advantages; the learning rate is negligible", TAIL, 64,
-    ),
-    "memory, at once": (
-        "a vocabulary of 151,936; 2 prompts x 8 responses of up to 256 tokens in one micro-batch",
-        {**LARGE, "micro_batch_tokens": 16_384}, 16,
-    ),
-    "memory, one by one": ("the same in micro-batches of one response", {**LARGE, "micro_batch_tokens": 1}, 1),
-}  # fmt: skip
 Case = Literal[tuple(CASES)]
 
 
 def run_trl(folder: str, flags: dict, micro_batch: int) -> dict:
     """Return what `run_grpo` does, of the same run by TRL; micro_batch: responses."""
-    import benchmark_trl
-
     memory = PeakMemory()
-    steps = benchmark_trl.train(folder, RUN | flags, micro_batch, memory.begin)
+    steps = train(folder, RUN | flags, micro_batch, memory.begin)
     memory.end()
     return {"steps": steps, "peak": memory.mib}
 
@@ -402,32 +378,6 @@ def turns(
 
 # ---- rewards ---------------------------------------------------------------------------------------------------------
 
-CODE = "```python\ndef twice(x):\n    return 2 * x\n```"
-ASSERTS = ["assert twice(1) == 2", "assert twice(0) == 0", "assert twice(-3) == -6"]
-STDIN = "```python\nprint(2 * int(input()))\n```"
-SOURCES = {  # what it is: (source, response, answer)
-    "math": ("math", "So the answer is $\\boxed{\\frac{1}{2}}$.", "0.5"),
-    "gsm8k": ("gsm8k", "6*7=42\n#### 42", "6*7=42\n#### 42"),
-    "exact": ("exact", "42", "42"),
-    "format": ("format", "<think>6*7=42</think><answer>42</answer>", None),
-    "code, three asserts": ("code", CODE, ASSERTS),
-    "code, three inputs": ("code", STDIN, {"inputs": ["1", "2", "-3"], "outputs": ["2", "4", "-6"]}),
-}
-
-
-def score_seconds(source: str, timeout: float, texts: list[str], answer, repeats: int) -> float:
-    """Return the median seconds that it takes to score these responses, all of which but endless loops are right."""
-    rows, taken = [{"prompt": "", "query": [], "answer": answer}] * len(texts), []
-    sources = rewards.Rewards((source,), timeout, None)
-    sources.score(rows[:32], texts[:32], [[]] * 32)  # what is slow the first time only
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        scores = sources.score(rows, texts, [[]] * len(rows))[source]
-        taken.append(time.perf_counter() - begin)
-    sources.close()
-    assert [score == 1 for score in scores] == ["while True" not in text for text in texts], f"{source}: {scores}"
-    return statistics.median(taken)
-
 
 def measure_rewards(responses: PositiveInt = 512, repeats: PositiveInt = 5, output: OutputFile = "") -> None:
     """Measure reward sources: responses a second on one core, by way of a reward server, and what stuck calls cost.
@@ -436,22 +386,8 @@ def measure_rewards(responses: PositiveInt = 512, repeats: PositiveInt = 5, outp
         responses: responses of a measurement.
         repeats: measurements, of which the median counts.
     """
-    table = [["source", "responses a second, one process", "by a reward server here, seconds", "directly"]]
-    # One process, as for a rank among that many.
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(os.cpu_count())):
-        for name, (source, text, answer) in SOURCES.items():
-            command = [sys.executable, f"{utils.ROOT}/scripts/reward_server.py", "--reward", source, "--port", "0"]
-            server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            address = re.search(r"http\S+", server.stdout.readline())[0]
-            directly = score_seconds(source, 30.0, [text] * responses, answer, repeats)
-            by_server = score_seconds(address, 30.0, [text] * responses, answer, repeats)
-            server.terminate()
-            table.append([name, f"{responses / directly:,.0f}", f"{by_server:.3f}", f"{directly:.3f}"])
-    stuck = ["```python\nwhile True: pass\n```" if i in (40, 41) else CODE for i in range(64)]
-    usual, longer = (score_seconds("code", 2.0, texts, ASSERTS, 1) for texts in ([CODE] * 64, stuck))
-    about = f"64 programs on all cores: {usual:.1f} s; with two endless loops among them and --reward_timeout 2"
-    about += f" {longer:.1f} s, and the others keep their scores"
-    report(output, "Reward sources", [f"median of {repeats}, {responses} responses", about], table)
+    about, table = benchmark_rewards.measure(responses, repeats)
+    report(output, "Reward sources", about, table)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------

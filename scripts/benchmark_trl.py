@@ -1,7 +1,5 @@
 """A run of grpo.py that benchmark.py measures, by TRL's GRPOTrainer. `benchmark.py trl` calls it where TRL is."""
 
-import os
-import sys
 import time
 import zlib
 from typing import Callable
@@ -9,8 +7,31 @@ from typing import Callable
 import torch
 import transformers
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from plumbing import rows, verifiers
+
+DEMO = {
+    "model": "assets/tiny", "learning_rate": 3e-4, "rollout_batch_size": 32, "mini_batch_size": 256,
+    "max_response_length": 48, "total_episodes": 12 * 256,
+}  # fmt: skip
+TAIL = {
+    **DEMO, "model": "long tail", "reward": "scripts/benchmark_trl.py:checksum_parity", "learning_rate": 1e-9,
+    "max_response_length": 256, "total_episodes": 6 * 256,
+}  # fmt: skip
+LARGE = {
+    **TAIL, "model": "large vocabulary", "rollout_batch_size": 2, "mini_batch_size": 16, "total_episodes": 2 * 16
+}  # fmt: skip
+CASES = {  # what it is, flags of grpo.py, TRL's micro-batch in responses
+    "short": ("the demo without KL: 32 prompts x 8 responses of up to 48 tokens; the strict #### reward", DEMO, 128),
+    "long tail": (
+        "a model that stops after each token with probability 1/64: 32 x 8 responses of up to 256 tokens; the reward "
+        "is the parity of a checksum, so that groups have advantages; the learning rate is negligible", TAIL, 64,
+    ),
+    "memory, at once": (
+        "a vocabulary of 151,936; 2 prompts x 8 responses of up to 256 tokens in one micro-batch",
+        {**LARGE, "micro_batch_tokens": 16_384}, 16,
+    ),
+    "memory, one by one": ("the same in micro-batches of one response", {**LARGE, "micro_batch_tokens": 1}, 1),
+}  # fmt: skip
 
 
 def checksum_parity(prompts: list[str], responses: list[str], **columns) -> list[float]:
