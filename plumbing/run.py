@@ -15,14 +15,6 @@ from plumbing.ranks import begin_phase
 from plumbing.run_log import RunLog
 from plumbing.tracking import TRACKERS
 
-SHOWN = {  # what stands in the progress bar, as far as a run has it
-    "objective/scores": "score",
-    "objective/kl": "kl",
-    "train/loss": "loss",
-    "eval/accuracy": "held-out",
-    "eval/pair_accuracy": "held-out",
-}
-
 
 class Run:
     """The life of a run. `state` is what the next step depends on, beside weights and optimizers, and is saved with
@@ -123,7 +115,7 @@ class Run:
         metrics = {**self.state["metrics"], **self.state["results"]}
         if metrics:
             counts = {"step": step} | ({"episode": step * self.episodes_a_step} if self.episodes_a_step else {})
-            self.log.log({**counts, **metrics}, {SHOWN[key]: key for key in metrics if key in SHOWN})
+            self.log.log({**counts, **metrics})
         self.log.samples(step, self.state["held_out"], "held_out.jsonl")
         if self.world.main and self.state["results"] and step < self.total_steps:  # `RunLog.close` draws the end
             self.log.draw()

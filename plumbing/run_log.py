@@ -20,6 +20,13 @@ from plumbing.resume import Origin
 from plumbing.tracking import TRACKERS
 from utils import World, progress_bars, warn
 
+SHOWN = {  # what stands in the progress bar, as far as a run has it
+    "objective/scores": "score",
+    "objective/kl": "kl",
+    "train/loss": "loss",
+    "eval/accuracy": "held-out",
+    "eval/pair_accuracy": "held-out",
+}
 SUMMARY = {  # the last lines of a run, as far as it has these metrics
     "held-out accuracy, sampled": "eval/accuracy",
     "held-out accuracy, greedy": "eval/greedy_accuracy",
@@ -70,20 +77,15 @@ class RunLog:
         if self.progress is not None:
             self.progress.set_description(name)
 
-    def log(self, metrics: dict, shown: dict[str, str]) -> None:
-        """Append a row to metrics.jsonl and track it; values that are not finite become null.
-
-        Args:
-            metrics: all values of a step, with "step".
-            shown: the few that stand in the progress bar, {name there: name in metrics}.
-        """
+    def log(self, metrics: dict) -> None:
+        """Append a row of metrics, with "step", to metrics.jsonl, and track it; null stands for what is not finite."""
         row = finite(metrics)
         self.world.on_main(lambda: append(os.path.join(self.folder, "metrics.jsonl"), [row]))
         if not self.world.main:
             return
         if self.tracker:
             self.tracker.metrics(row)
-        self.shown.update({name: f"{row[key]:.3g}" for name, key in shown.items() if row.get(key) is not None})
+        self.shown |= {SHOWN[key]: f"{x:.3g}" for key, x in row.items() if key in SHOWN and x is not None}
         self.progress.set_postfix(self.shown)
         self.progress.update(row["step"] - self.progress.n)
 
