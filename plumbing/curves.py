@@ -1,4 +1,4 @@
-"""The metrics of run folders as curves: their names, those of one run with several seeds, a picture.
+"""Curves of the metrics of run folders: which ones a picture shows, which runs share a curve, and the picture.
 
 Imports plumbing.files.
 """

@@ -165,7 +165,7 @@ def compare(origin: Origin, args, script: str) -> None:
 
 def shown(value) -> str:
     """Return a flag's value as one would write it."""
-    return " ".join(map(str, value)) if isinstance(value, list) else '""' if value == "" else str(value)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value) or '""'
 
 
 def open_folder(origin: Origin, script: str, ranks: int, step: int) -> None:

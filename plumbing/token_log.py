@@ -1,4 +1,4 @@
-"""Values a token of a step's first responses, as samples.jsonl has them for those who look at single tokens.
+"""Log-probabilities, entropies and so on of single tokens, in samples.jsonl: those of a step's first responses.
 
 Imports plumbing.rollout (the batch).
 """
@@ -8,7 +8,7 @@ import torch
 from plumbing.rollout import Batch
 from utils import World
 
-TOKENS = 2048  # of a step's samples have their values logged, or one response if that is longer
+TOKENS = 2048  # most tokens of a step that are logged; one response is, however long
 
 
 class TokenLog:
@@ -30,9 +30,9 @@ class TokenLog:
             self.parts.append((t["rows"][logged], {name: x.detach()[logged] for name, x in values.items()}))
 
     def rows(self, tokenizer, world: World) -> list[dict]:
-        """Return for each response its tokens, {"text": [str], "logprob": [number or None], ...}. For all ranks alike.
+        """Return for each response its tokens, {"text": [str], "logprob": [number or None], ...}, on all ranks alike.
 
-        Next to what `add` took there is the log-probability by what sampled and, where it differs within a response,
+        Beside what `add` took there is the log-probability by what sampled and, where it differs within a response,
         the advantage. None: the token was not sampled, or its response does not train. Four digits are kept.
         """
         found = [
