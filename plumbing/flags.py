@@ -67,11 +67,9 @@ ZeroOrAboveOne = in_range(float, lambda x: x == 0 or x > 1, "above 1, or 0 for n
 
 def read_tracker(words: list[str]) -> str:
     """Return the value of --track for the words after it; raise ValueError for others than it takes."""
-    names = {"wandb": "wandb", "tensorboard": "tensorboard", "": ""}
-    names |= {"True": "wandb", "False": ""}  # of an args.json from when it was a flag of yes or no
-    if len(words) > 1 or not names.keys() >= set(words):
+    if len(words) > 1 or not {"wandb", "tensorboard", ""} >= set(words):
         raise ValueError(f"has to be wandb or tensorboard, not {' '.join(words)}")
-    return names[words[0]] if words else "wandb"
+    return words[0] if words else "wandb"
 
 
 Tracker = Annotated[
