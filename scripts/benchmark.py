@@ -213,15 +213,15 @@ def run_table(title: str, results: dict[str, list[dict] | str], ratio_of: tuple[
         return statistics.median([step.get(key) or math.nan for step in run["steps"][WARM_UP:]] or [math.nan])
 
     for kind, found in results.items():
-        if isinstance(found, str) or isinstance(base, str):
-            rows.append([kind, str(found), *[""] * (len(header) - 2)])
+        if isinstance(found, str):
+            rows.append([kind, found, *[""] * (len(header) - 2)])
             continue
         numbers = [[median(run, key) for run in found] for key in COLUMNS.values()]
         numbers.append([run["steps"][0]["time/whole"] for run in found])
         numbers += [[run[key] for run in found] for key in ("peak", "load")]
         cells = ["" if math.isnan(x) else f"{x:,.4g}" for x in map(statistics.median, numbers)]
         total = lambda run: sum(median(run, key) for key in ratio_of)
-        ratios = [total(run) / total(other) for run, other in zip(found, base)]
+        ratios = [math.nan] if isinstance(base, str) else [total(run) / total(other) for run, other in zip(found, base)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         rows.append([kind, *cells, "" if math.isnan(ratios[0]) else spread])
     return [header, *rows]

@@ -39,6 +39,8 @@ def test_a_table_pairs_the_rounds():
         a[1] == "3" and cells["step, s"] == "4.5" and cells["peak, MiB"] == "2,000" and cells["first step, s"] == "90"
     )
     assert b[-1] == "1.25 (0.50 to 2.00)" and cells["tokens"] == ""
+    without_base = benchmark.run_table("title", {**results, "a": "no GPU"}, ("time/whole",))[1:]
+    assert without_base == [["a", "no GPU", *[""] * (len(header) - 2)], [*b[:-1], ""]]
 
 
 def test_long_tail(tmp_path):
