@@ -117,7 +117,7 @@ def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = (), lo
             if "x" in log:
                 axis.set_xscale("symlog")  # step 0 has no logarithm
             else:
-                axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+                axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
             if "y" in log:
                 axis.set_yscale("log")
         if len(groups) > 1:
