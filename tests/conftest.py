@@ -1,67 +1,22 @@
-"""What the tests share: tiny random models of several families, and a tokenizer of one token a character."""
+"""How the tests run: what is importable, the flag --long, and the order of the files."""
 
 import gc
 import os
 import sys
+from pathlib import Path
+
+import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: no test waits for a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import transformers  # noqa: E402
-from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig  # noqa: E402
 
-import utils  # noqa: E402
-from plumbing import models  # noqa: E402
-
-torch.set_num_threads(1)
-transformers.utils.logging.set_verbosity_error()
-transformers.utils.logging.disable_progress_bar()
-
-CPU = torch.device("cpu")
-SMALL = dict(
-    vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-    max_position_embeddings=128, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-)  # fmt: skip
-KV = dict(num_key_value_heads=1)
-FAMILIES = {  # each does something that the others do not
-    "qwen2": dict(SMALL, **KV, tie_word_embeddings=True),
-    "llama": dict(SMALL, **KV, tie_word_embeddings=False),
-    "gemma": dict(SMALL, **KV, head_dim=8),
-    "gemma2": dict(
-        SMALL, **KV, head_dim=8, query_pre_attn_scalar=8, sliding_window=4, final_logit_softcapping=1.5,
-        attn_logit_softcapping=None,  # which float64 does not take; see test_models.py
-    ),
-    "gpt_neox": dict(SMALL, hidden_dropout=0.2, attention_dropout=0.2),
-    "gpt2": dict(
-        vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=128, bos_token_id=None, eos_token_id=1,
-        pad_token_id=0, resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2,
-    ),
-    "granite": dict(SMALL, **KV, logits_scaling=8.0),
-    "cohere": dict(SMALL, **KV, logit_scale=0.0625),
-}  # fmt: skip
-
-
-def make_tokenizer(**options):
-    """One token a byte. AutoTokenizer opens every folder with a Qwen2 model as Qwen2Tokenizer, so this is one."""
-    tokens = ["<pad>", "<eos>", "<unk>"] + sorted(ByteLevel.alphabet())
-    special = dict(pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left")
-    return transformers.Qwen2Tokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], **special | options)
-
-
-def random_model(family: str, seed: int = 0, **changes):
-    """A model of which every parameter, biases and norms included, is random and large enough to matter."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family] | changes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.25)
-    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
-    return model.eval()
+def pytest_configure(config):
+    """Import the fixtures, which takes seconds, where tests run: with --numprocesses that is not in this process."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin("tiny_models")
 
 
 def pytest_addoption(parser):
@@ -74,11 +29,29 @@ def long(request) -> bool:
     return request.config.getoption("--long")
 
 
-SLOWEST = (  # files that take half a minute or more
-    "test_vllm", "test_recipes", "test_shard", "test_invariance", "test_vllm_server", "test_run", "test_compile",
-    "test_code", "test_random_runs", "test_sequence_parallel", "test_scripts", "test_signals", "test_kills",
-    "test_memory", "test_reward_server", "test_input", "test_reward_model", "test_golden",
+SLOWEST = (  # files that take half a minute or so
+    "test_vllm", "test_recipes", "test_vllm_server", "test_invariance", "test_run", "test_shard", "test_compile",
+    "test_sequence_parallel", "test_scripts", "test_random_runs", "test_memory", "test_code", "test_kills",
+    "test_signals", "test_reward_server", "test_ppo", "test_samples", "test_drift", "test_input",
 )  # fmt: skip
+
+
+OF_VLLM = ("test_vllm", "test_recipes", "test_vllm_server")  # import vLLM, in 20 seconds: see helpers.vllm_preloaded
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give a file to one process, and those of OF_VLLM to the same one."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "vLLM" if Path(file).stem in OF_VLLM else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items):
@@ -87,47 +60,3 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     gc.collect()
     gc.freeze()  # what is imported by now stays: no collection goes through it again
-
-
-@pytest.fixture(scope="session")
-def model_folder(tmp_path_factory):
-    """A function (family, seed, **config changes) -> folder of that random model, which is made once."""
-    made = {}
-
-    def folder(family: str = "qwen2", seed: int = 0, **changes) -> str:
-        key = (family, seed, *sorted(changes.items()))
-        if key not in made:
-            made[key] = str(tmp_path_factory.mktemp(family))
-            random_model(family, seed, **changes).save_pretrained(made[key])
-        return made[key]
-
-    return folder
-
-
-@pytest.fixture(scope="session")
-def load(model_folder):
-    """A function (family, dtype, seed, **config changes) -> the model, loaded the way the scripts load it."""
-
-    def load(family: str = "qwen2", dtype: torch.dtype = torch.float32, seed: int = 0, **changes):
-        return models.load_model("--model", model_folder(family, seed, **changes), dtype, CPU)
-
-    return load
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return make_tokenizer()
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory, tokenizer):
-    """A tiny random Qwen2 with a tokenizer of one token a character, as `--model` takes it."""
-    folder = str(tmp_path_factory.mktemp("tiny"))
-    random_model("qwen2", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def world():
-    return utils.World(0, 1, CPU)

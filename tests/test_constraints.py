@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import make_tokenizer
+from tiny_models import make_tokenizer
 
 from plumbing.constraints import constraints_of, ifeval
 from plumbing.prompts import prompt_and_answer

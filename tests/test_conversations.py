@@ -8,8 +8,8 @@ import math
 import helpers
 import pytest
 import torch
-from conftest import CPU, make_tokenizer
 from helpers import folder_of, metrics_of, read_lines, run, run_ranks
+from tiny_models import CPU, make_tokenizer
 
 import grpo
 import ppo

@@ -3,7 +3,7 @@
 import helpers
 import pytest
 import torch
-from conftest import CPU, KV, SMALL
+from tiny_models import CPU, KV, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 

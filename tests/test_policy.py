@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from conftest import CPU, random_model
+from tiny_models import CPU, random_model
 from transformers import GenerationConfig
 
 import utils

@@ -8,9 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, make_tokenizer
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import make_tokenizer
 
 from plumbing import answers
 from plumbing import verifiers as verifier

@@ -17,7 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import urllib3
-from conftest import ROOT, make_tokenizer
+from conftest import ROOT
+from tiny_models import make_tokenizer
 
 from plumbing import reward_client
 from plumbing.rewards import Rewards

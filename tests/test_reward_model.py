@@ -9,11 +9,11 @@ from unittest import mock
 import helpers
 import pytest
 import torch
-from conftest import CPU
 from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights, weights_of, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rollout import TEMPLATE, bos_tokenizer
+from tiny_models import CPU
 from transformers import AutoModelForSequenceClassification
 
 import grpo

@@ -7,7 +7,7 @@ import helpers
 import pytest
 import torch
 import transformers
-from conftest import CPU, make_tokenizer
+from tiny_models import CPU, make_tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as cores
 from tokenizers.pre_tokenizers import ByteLevel

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from conftest import make_tokenizer
+from tiny_models import make_tokenizer
 
 from plumbing import evaluation
 from plumbing.rewards import Rewards, named_sources, needs_answer

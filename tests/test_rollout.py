@@ -10,7 +10,7 @@ import helpers
 import pytest
 import torch
 import transformers
-from conftest import CPU, make_tokenizer
+from tiny_models import CPU, make_tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import test_data
-from conftest import make_tokenizer
+from tiny_models import make_tokenizer
 
 from plumbing import data, prompts
 from plumbing.tool_calls import ToolCall, hermes_calls, llama_calls, pattern_reader, xml_calls

@@ -7,7 +7,7 @@ tests/test_reward_client.py, and runs whose rewards fail in tests/test_run.py.
 import math
 
 import pytest
-from conftest import make_tokenizer
+from tiny_models import make_tokenizer
 
 from plumbing.reward_worker import Worker
 from plumbing.rewards import Rewards
