@@ -40,21 +40,21 @@ ONCE = dict(num_epochs=1, mini_batch_size=8)  # one update a step, in which the 
 LORA = dict(lora_rank=3, lora_alpha=8.0, learning_rate=1e-2)
 STAYS = dict(ref_refresh_every=0)  # the reference of LoRA
 # Row of the table, script, flags beside those of `exact_runs`, cuts in float64 and in float32; those after a space are
-# run with --long only.
+# run with --long only. The names of a row share all that knows of ranks, and the short form cuts each over some ranks.
 TRAINED = {
-    "grpo": ("grpo, dr_grpo", "grpo", dict(loss="grpo", kl_estimator="k3"), "go ej", "m q"),
-    "dr_grpo": ("grpo, dr_grpo", "grpo", dict(loss="dr_grpo", kl_estimator="k1"), "dn gr", "d"),
-    "dapo": ("dapo, bnpo", "grpo", dict(loss="dapo", kl_estimator="k2"), "dn lr", "e h"),
-    "bnpo": ("dapo, bnpo", "grpo", dict(loss="bnpo", kl_estimator="abs", kl_in="reward"), "fn i", "m"),
+    "grpo": ("grpo, dr_grpo", "grpo", dict(loss="grpo", kl_estimator="k3"), "g ejo", "m q"),
+    "dr_grpo": ("grpo, dr_grpo", "grpo", dict(loss="dr_grpo", kl_estimator="k1"), "n dgr", " d"),
+    "dapo": ("dapo, bnpo", "grpo", dict(loss="dapo", kl_estimator="k2"), "d lnr", " eh"),
+    "bnpo": ("dapo, bnpo", "grpo", dict(loss="bnpo", kl_estimator="abs", kl_in="reward"), "n fi", "m"),
     "gspo": ("gspo", "grpo", dict(loss="gspo", kl_estimator="full"), "fm hjr", "o i"),
-    "cispo": ("cispo, sapo", "grpo", dict(loss="cispo", loss_aggregation="sequence_sum"), "eo cg", "f g"),
-    "sapo": ("cispo, sapo", "grpo", dict(loss="sapo", advantage_scale="batch"), "en kq", "d r"),
+    "cispo": ("cispo, sapo", "grpo", dict(loss="cispo", loss_aggregation="sequence_sum"), "o ceg", " fg"),
+    "sapo": ("cispo, sapo", "grpo", dict(loss="sapo", advantage_scale="batch"), "e knq", "d r"),
     "reinforce": ("reinforce", "grpo", dict(loss="reinforce", **ONCE), "en ailq", "e m"),
-    "rloo": ("rloo, opo, remax", "rloo", dict(advantage="rloo", ratio="sequence"), "dm q", "j"),
-    "opo": ("rloo, opo, remax", "rloo", dict(advantage="opo", kl_estimator="full"), "fn hl", "d h"),
-    "remax": ("rloo, opo, remax", "rloo", dict(advantage="remax", kl_estimator="k2"), "fm", "o"),
-    "reinforce++": ("reinforce++, baseline", "rloo", dict(advantage="reinforce++", gamma=0.95), "dn gjo", "f"),
-    "baseline": ("reinforce++, baseline", "rloo", dict(advantage="reinforce++-baseline", kl_in="loss"), "fo r", "m q"),
+    "rloo": ("rloo, opo, remax", "rloo", dict(advantage="rloo", ratio="sequence"), "d mq", " j"),
+    "opo": ("rloo, opo, remax", "rloo", dict(advantage="opo", kl_estimator="full"), "n fhl", "d h"),
+    "remax": ("rloo, opo, remax", "rloo", dict(advantage="remax", kl_estimator="k2"), "f m", " o"),
+    "reinforce++": ("reinforce++, baseline", "rloo", dict(advantage="reinforce++", gamma=0.95), "d gjno", " f"),
+    "baseline": ("reinforce++, baseline", "rloo", dict(advantage="reinforce++-baseline", kl_in="loss"), "o fr", "m q"),
     "ppo": ("ppo, actor and critic", "ppo", {}, "dr biln", "n g"),
     "reward_model": ("reward_model", "reward_model", dict(centre_coef=0.05), "em cgjr", "f r"),
     "grpo lora": ("grpo, LoRA", "grpo", dict(kl_estimator="full", **LORA, **STAYS), "fn hjr", "n f"),
@@ -69,7 +69,7 @@ def cases(long: bool) -> list[tuple[str, str, str]]:
         (name, precision, cut)
         for name, (*_, in_float64, in_float32) in TRAINED.items()
         for precision, cuts in (("float64", in_float64), ("float32", in_float32))
-        for cut in (cuts.replace(" ", "") if long else cuts.split()[0])
+        for cut in (cuts.replace(" ", "") if long else cuts.partition(" ")[0])
     ]
 
 
@@ -166,7 +166,8 @@ def choices(module, field: str) -> set:
 
 
 def test_all_is_covered():
-    """Each value of a flag; all trained with DDP, with FSDP and in float32; with --long all columns of each row."""
+    """Each value of a flag; each row by DDP, by FSDP and in float32, and each name over ranks. With --long each name
+    with all of that, and all columns of each row."""
     flags = {name: {"loss": "grpo", "kl_estimator": "full", **changes} for name, (_, _, changes, *_) in TRAINED.items()}
     of_grpo = [flags[name] for name, (_, script, *_) in TRAINED.items() if script == "grpo"]
     aggregation = lambda values: values.get("loss_aggregation", grpo.VARIANTS[values["loss"]][1])
@@ -180,10 +181,12 @@ def test_all_is_covered():
             for key in (precision, (precision, name), (precision, TRAINED[name][0])):
                 done[key].append(CUTS[cut])
         for name, (row, *_) in TRAINED.items():
-            assert done["float32", name]
+            whom = name if long else row
+            assert done["float32", whom]
             assert {"none", "fsdp"} <= {
-                shard for ranks, shard, *_ in done["float64", name] if (ranks, shard) != (1, "none")
+                shard for ranks, shard, *_ in done["float64", whom] if (ranks, shard) != (1, "none")
             }
+            assert any(ranks > 1 for ranks, *_ in done["float64", name])
             assert not long or all(any(has(*cut) for cut in done["float64", row]) for has in COLUMNS.values()), row
         missing = [name for name, has in COLUMNS.items() if not any(has(*cut) for cut in done["float64"])]
         assert missing == ([] if long else ["FSDP 1"])
@@ -218,16 +221,18 @@ def test_the_runs_differ_from_step_to_step(runs):
     names = [name for name, (_, script, *_) in TRAINED.items() if script != "reward_model"]
     missing = clipped = 0
     for name in names:
-        for precision in TOLERANCES:
-            if (name, precision) not in runs.whole:
-                runs.difference(name, precision, TRAINED[name][3][0])
-            values = runs.flags(name, precision, WHOLE)
-            rows = metrics_of(values)
-            assert len(rows) == 3 and len({row["policy/entropy_avg"] for row in rows}) == 3
-            assert len({row["objective/kl_coef"] for row in rows}) > 1
-            assert len({len(row["response"]) for row in read_lines(folder_of(values) / "samples.jsonl")}) > 4
-            missing += sum(row["val/missing_scores"] for row in rows)
-            clipped += sum(row["policy/clipfrac_avg"] > 0 for row in rows)
+        if (name, "float64") not in runs.whole:
+            runs.difference(name, "float64", TRAINED[name][3][0])
+    for name, precision in runs.whole:
+        if name not in names:
+            continue
+        values = runs.flags(name, precision, WHOLE)
+        rows = metrics_of(values)
+        assert len(rows) == 3 and len({row["policy/entropy_avg"] for row in rows}) == 3
+        assert len({row["objective/kl_coef"] for row in rows}) > 1
+        assert len({len(row["response"]) for row in read_lines(folder_of(values) / "samples.jsonl")}) > 4
+        missing += sum(row["val/missing_scores"] for row in rows)
+        clipped += sum(row["policy/clipfrac_avg"] > 0 for row in rows)
     assert missing > len(names) and clipped > len(names)
 
 
