@@ -8,9 +8,9 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from conftest import CPU
 from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights, scalar_folder, weights_of
 from test_policy import EXACT, gradient_of, plain_logprobs, random_batch, relative
+from tiny_models import CPU
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 import plumbing.critic
@@ -454,24 +454,30 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def exact(base, tmp_path_factory) -> dict:
+    """Flags of a run of two steps in float64, which has been made."""
+    values = {**base, "precision": "float64", "total_episodes": 16, "save_every": 1, "micro_batch_tokens": 1000}
+    values |= {"reward_normalization": True, "output_dir": str(tmp_path_factory.mktemp("exact"))}
+    helpers.run(values, script="ppo")
+    return values
+
+
 @pytest.mark.parametrize("name", VARIANTS)
-def test_ranks_and_micro_batches_change_nothing(base, name, tmp_path):
-    """A token a micro-batch, all of them in one, and two ranks: the same metrics and weights, with two epochs."""
+def test_ranks_and_micro_batches_change_nothing(base, exact, name, tmp_path):
+    """All tokens in a micro-batch, and a token in each on two ranks: the same metrics and weights, with two epochs."""
     option = VARIANTS[name] | ({"ptx_dataset": beside(base, "ptx.jsonl")} if name == "ptx" else {})
-    exact = {**base, "precision": "float64", "total_episodes": 16, "output_dir": str(tmp_path), "save_every": 1}
-    exact |= {"reward_normalization": True, "micro_batch_tokens": 1000}
-    one, cut, two = ({**exact, **option, "run_name": each} for each in ("one", "cut", "two"))
-    started = [helpers.start(each, script="ppo") for each in (one, {**cut, "micro_batch_tokens": 1}, exact)]
-    run_ranks(two, 2, (0, 0), script="ppo")
-    assert [each.wait().code for each in started] == [0, 0, 0], started[0].err[-2000:]
-    for other in (cut, two):
-        for row, expected in zip(metrics_of(other), metrics_of(one), strict=True):
-            assert [key for key, x in row.items() if x is None] == [key for key, x in expected.items() if x is None]
-            row, expected = ({key: x for key, x in each.items() if x is not None} for each in (row, expected))
-            assert row == pytest.approx(expected, rel=1e-9, abs=1e-11)
-        for part in ("checkpoints/step_2", "checkpoints/step_2/critic"):
-            ours, theirs = (weights_of(folder_of(each) / part) for each in (other, one))
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    one, two = ({**exact, **option, "output_dir": str(tmp_path), "run_name": each} for each in ("one", "two"))
+    started = helpers.start(one, script="ppo")
+    run_ranks({**two, "micro_batch_tokens": 1}, 2, (0, 0), script="ppo")
+    assert started.wait().code == 0, started.err[-2000:]
+    for row, expected in zip(metrics_of(two), metrics_of(one), strict=True):
+        assert [key for key, x in row.items() if x is None] == [key for key, x in expected.items() if x is None]
+        row, expected = ({key: x for key, x in each.items() if x is not None} for each in (row, expected))
+        assert row == pytest.approx(expected, rel=1e-9, abs=1e-11)
+    for part in ("checkpoints/step_2", "checkpoints/step_2/critic"):
+        ours, theirs = (weights_of(folder_of(each) / part) for each in (two, one))
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
     both = [metrics_of(each)[1] for each in (one, exact)]
     assert (both[0]["val/returns"] == both[1]["val/returns"]) == (name == "plain")  # the option does something
     assert len({len(line["response"]) for line in read_lines(folder_of(one) / "samples.jsonl")}) > 2
