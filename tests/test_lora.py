@@ -1,7 +1,5 @@
-"""LoRA: the reference is the model without its adapter, and what is saved computes the same merged, as an adapter, and
-in the rollout engine. (What ranks and shards do to it: test_invariance.py.)"""
-
-import importlib.util
+"""LoRA: the reference is the model without its adapter, and what is saved computes the same merged and as an adapter.
+(What ranks and shards do to it: test_invariance.py; the rollout engine's weights: test_vllm.py.)"""
 
 import helpers
 import pytest
@@ -154,15 +152,6 @@ def test_reward_model(base, tmp_path, shard):
     assert moved and all(name.endswith("weight") for name in moved)
     scalar, new_head = models.load_scalar_model("", str(folder_of(values) / "final"), torch.float32, CPU)
     assert not new_head
-
-
-def test_the_engine_gets_merged_weights(base, tmp_path):
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    values = variant(base, tmp_path, model=helpers.tiny_model(tmp_path / "model", hidden_size=64), precision="float32")
-    run({**values, "rollout_backend": "vllm", "kv_cache_gb": 0.02, "max_prompt_length": 64})
-    rows = metrics_of(values)[1:]
-    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows) and rows[-1]["objective/kl"] != 0
 
 
 def test_no_refresh_of_a_reference_that_is_the_base(base, capsys):

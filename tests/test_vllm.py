@@ -378,6 +378,14 @@ def test_the_engine_follows_the_weights(made, name, monkeypatch):
     assert difference() < 1e-4
 
 
+def test_the_engine_gets_merged_weights(base, tmp_path):
+    """Of a model with a LoRA adapter."""
+    values = variant(base, tmp_path, total_episodes=24, learning_rate=1e-2, lora_rank=3, lora_alpha=8.0)
+    run_here(values)
+    rows = metrics_of(values)
+    assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in rows) and rows[-1]["objective/kl"] != 0
+
+
 def test_conversations_are_those_of_the_decode_loop(made):
     """Greedy turns, with an environment whose answers hang on what was said; sampled ones by the same log-probs."""
     flags = {"environment": helpers.GAME, "reward": ("environment",), "max_turn_length": 6}
