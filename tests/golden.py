@@ -184,7 +184,7 @@ def write_inputs(folder: str) -> None:
             file.write(text)
 
 
-def record_one(root: str, out_dir: str, name: str) -> str:
+def record_one(root: str, out_dir: str, name: str, python: str) -> str:
     """Make one run in a folder of its own and write OUT_DIR/NAME.json; return "" or why it failed."""
     case, precision = name.split("-")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -199,7 +199,7 @@ def record_one(root: str, out_dir: str, name: str) -> str:
             ranks = int(words.pop(0)) if words[0].isdigit() else 1
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] * (ranks > 1)
             flags = ["--model", os.path.join(root, "assets", "tiny"), *shlex.split(BASE[words[0]]), *words[1:]]
-            line = [sys.executable, *launch, os.path.join(root, f"{words[0]}.py"), *flags, "--precision", precision]
+            line = [python, *launch, os.path.join(root, f"{words[0]}.py"), *flags, "--precision", precision]
             done = subprocess.run(line, cwd=work, env=environment, capture_output=True, text=True, timeout=600)
             if done.returncode:
                 return f"{command}: exit code {done.returncode}\n{done.stderr[-2000:]}"
@@ -216,12 +216,12 @@ def record_one(root: str, out_dir: str, name: str) -> str:
     return ""
 
 
-def record(root: str, out_dir: str, names: list[str]) -> bool:
-    """Record the named runs of the code in `root`; return whether all of them ended well."""
+def record(root: str, out_dir: str, names: list[str], python: str = sys.executable) -> bool:
+    """Record the named runs of the code in `root` by a `python`; return whether all of them ended well."""
     os.makedirs(out_dir, exist_ok=True)
 
     def timed(name: str) -> bool:
-        begin, why = time.monotonic(), record_one(os.path.abspath(root), out_dir, name)
+        begin, why = time.monotonic(), record_one(os.path.abspath(root), out_dir, name, python)
         print(f"{name}: {time.monotonic() - begin:.0f} s{' FAILED: ' * bool(why)}{why}", flush=True)
         return not why
 

@@ -13,13 +13,13 @@ import functools
 import json
 import math
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import socket
 import sys
 import tempfile
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -264,32 +264,31 @@ PRELOADED = ["helpers", "preloaded"]
 
 
 @functools.cache
-def _server():
-    """The process that has imported everything and forks the runs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+def _fork_server(*preloaded: str) -> forkserver.ForkServer:
+    """A process that has imported some modules and forks the runs."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(list(preloaded))
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "VLLM_LOGGING_LEVEL")}
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))  # Python 3.11's server does not take over sys.path
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # as the engine sets it, before vLLM is imported
-    multiprocessing.forkserver.ensure_running()
+    server.ensure_running()
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return context
+    return server
+
+
+def _server() -> multiprocessing.context.ForkServerContext:
+    """The context of which a process is forked from the server of PRELOADED."""
+    forkserver.connect_to_new_process = _fork_server(*PRELOADED).connect_to_new_process
+    return multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager
 def vllm_preloaded():
-    """Fork the runs from a server that has imported vLLM, too. Other runs get another: it changes torch.compile."""
+    """Fork the runs from a server that has imported vLLM, too, which other runs do not: it changes torch.compile."""
     PRELOADED.append("preloaded_vllm")
-    restart_server()
     yield
     PRELOADED.remove("preloaded_vllm")
-    restart_server()
-
-
-def restart_server() -> None:
-    multiprocessing.forkserver._forkserver._stop()
-    _server.cache_clear()
 
 
 class Running:

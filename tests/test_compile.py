@@ -2,17 +2,14 @@
 micro-batches of many shapes take. --attention: what is computed, and what cannot be."""
 
 import math
-import os
-import subprocess
-import sys
 
 import helpers
 import pytest
 import torch
-from conftest import CPU
 from helpers import metrics_of, run
 from test_policy import gradient_of, random_batch, relative
 from test_shard import SCRIPTS, base, compare  # noqa: F401
+from tiny_models import CPU
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import grpo
@@ -135,13 +132,16 @@ def test_half_precision(load):
     assert all(ours.dtype == torch.float32 and relative(ours, theirs) < 0.005 for ours, theirs in zip(*found))
 
 
+def without_compiler() -> None:
+    torch._inductor.config.cpp.cxx = ("/no/such/compiler",)  # torch reads $CXX when it is imported
+
+
 def test_no_compiler_is_one_line(base, tmp_path):  # noqa: F811
     values = {**base["reward_model"], "output_dir": str(tmp_path), "run_name": "none", "compile": True}
-    environment = {**os.environ, "CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, str(helpers.ROOT / "reward_model.py"), *helpers.words(values)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = run(values, 2, script="reward_model", environment=environment, place=without_compiler)
+    lines = [line for line in done.err.splitlines() if "error" in line.lower()]
+    assert "Traceback" not in done.err
     assert len(lines) == 1 and lines[0].startswith("error: --compile: torch.compile does not work here (")
 
 

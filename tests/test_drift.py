@@ -405,6 +405,15 @@ def test_shell_scripts_parse():
         assert done.returncode == 0, done.stderr
 
 
+def test_commands_find_what_they_import():
+    """From any folder, though Python looks in that of the script only."""
+    for path in ROOT.glob("scripts/*.py"):
+        text = path.read_text()
+        first = re.search(r"^(import|from) (utils|plumbing|grpo)\b", text, re.M)
+        if first and "__main__" in text:
+            assert 0 < text.find("\nsys.path.insert(0, ") < first.start(), path
+
+
 def tracked_files() -> list:
     if not shutil.which("git"):
         pytest.skip("needs git")

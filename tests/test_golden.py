@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import forked_python
 import golden
 import pytest
 
@@ -13,7 +14,8 @@ NAMES = ["grpo_loss_grpo-float64", "rloo-float64", "ppo-float64", "reward_model-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("golden")
-    assert golden.record(str(ROOT), str(folder), NAMES)
+    with forked_python.python() as python:
+        assert golden.record(str(ROOT), str(folder), NAMES, python)
     return folder
 
 

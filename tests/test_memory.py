@@ -4,9 +4,9 @@ import json
 import math
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
+import forked_python
 import helpers
 import memory as command  # helpers made scripts/ importable
 import pytest
@@ -426,8 +426,9 @@ def test_command(qwen_7b, tiny, capsys):
     assert "\ntry --gradient_checkpointing, --shard fsdp, " in out
     out = said("--model", qwen_7b, "--gpus", "8", "--shard", "fsdp", "--cpu_offload")
     assert "GB in the memory of all machines together" in out
-    line = [sys.executable, f"{ROOT}/scripts/memory.py", "--model", tiny]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    with forked_python.python() as python:
+        line = [python, f"{ROOT}/scripts/memory.py", "--model", tiny]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stderr and "\nfits into 80 GB" in done.stdout
 
 

@@ -4,8 +4,8 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 
+import forked_python
 import plot
 import pytest
 from helpers import ROOT, write_rows
@@ -76,9 +76,9 @@ def test_runs_that_cannot_be_drawn(runs, tmp_path, capsys):
 
 
 def test_no_arguments(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "plot.py")], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    with forked_python.python() as python:
+        words = [python, str(ROOT / "scripts" / "plot.py")]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "Traceback" not in done.stderr and not os.listdir(tmp_path), done.stderr
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
 

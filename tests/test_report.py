@@ -3,9 +3,9 @@
 import json
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
+import forked_python
 import helpers
 import pytest
 import report as command
@@ -133,9 +133,9 @@ def test_token_texts_join_to_the_text():
 
 
 def test_a_character_of_several_tokens():
-    import conftest
+    import tiny_models
 
-    tokenizer = conftest.make_tokenizer()  # a token a byte
+    tokenizer = tiny_models.make_tokenizer()  # a token a byte
     texts = token_log.token_texts(tokenizer, tokenizer.encode("aé€b"))
     assert texts == ["a", "", "é", "", "", "€", "b"]
 
@@ -345,6 +345,7 @@ def test_a_page_that_goes_on(chromium, tmp_path):
 
 
 def test_the_command_from_elsewhere(tmp_path):
-    words = [sys.executable, str(ROOT / "scripts" / "report.py"), make_run(tmp_path / "run"), "--output", "a.html"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    with forked_python.python() as python:
+        words = [python, str(ROOT / "scripts" / "report.py"), make_run(tmp_path / "run"), "--output", "a.html"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout == "a.html\n" and (tmp_path / "a.html").exists(), done.stderr

@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 
+import forked_python
 import helpers
 import pytest
 import safetensors.torch
@@ -151,11 +152,11 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
     run(cut)
     assert_close(cut, one, 3)
     two = variant(base, tmp_path, run_name="two", **EXACT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [*torchrun, str(ROOT / "grpo.py"), *helpers.words(two)]
-    done = subprocess.run(
-        words, capture_output=True, text=True, timeout=180, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    with forked_python.python() as python:  # the ranks are none
+        torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        words = [*torchrun, str(ROOT / "grpo.py"), *helpers.words(two)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(words, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr
     assert_close(two, one, 3)
     assert json.loads((folder_of(two) / "args.json").read_text())["ranks"] == 2
@@ -415,7 +416,8 @@ def two_ranks(base) -> dict:
 
 def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
     """By number, not by name: step_11 is newer than step_9."""
-    values = variant(base, tmp_path, total_episodes=88, save_every=1, keep_checkpoints=2, eval_every=0, num_epochs=1)
+    values = variant(base, tmp_path, total_episodes=22, save_every=1, keep_checkpoints=2, eval_every=0, num_epochs=1)
+    values |= {"rollout_batch_size": 1, "group_size": 2, "mini_batch_size": 2}
     run_here(values)
     assert steps_of(values) == ["step_10", "step_11"]
     assert checkpoints.checkpoint_folders(str(folder_of(values)))[-1].endswith("step_11")

@@ -10,11 +10,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
+import forked_python
 import helpers
 import pytest
 from helpers import folder_of, metrics_of, processes_of, read_lines, same_weights, steps_of
@@ -161,7 +161,7 @@ from plumbing import command_line, run_log
 def send(calls):
     if calls == {number} and os.environ["RANK"] == "0":
         open({marker!r}, "w").close()
-        os.kill(os.getppid(), signal.{how})
+        os.kill(int(open({torchrun!r}).read()), signal.{how})
         time.sleep(2)
 
 run_log.plot_curves = lambda *args: None
@@ -194,19 +194,22 @@ def test_torchrun(base, tmp_path, long, name, how, shard):
     if name == "turn":
         values |= {**CONVERSATION, "environment": helpers.GAME, "max_response_length": 30}
     (place, step), marker, script, log = PHASES[name], *(tmp_path / x for x in ("marker", "sending.py", "log"))
+    torchrun = tmp_path / "process of torchrun"
     function, number = place.split(":")
     paths = [str(path) for path in helpers.PATHS]
     options = dict(paths=paths, script="grpo", function=function, number=number, marker=str(marker), how=how)
-    script.write_text(SENDING.format(**options))
+    script.write_text(SENDING.format(**options, torchrun=str(torchrun)))
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    with open(log, "w") as file:
-        running = subprocess.Popen([sys.executable, *words, *helpers.words(values)], stdout=file, stderr=file)
-    try:
-        code = running.wait(120)
-        text = log.read_text()
-        assert code == 1 and time.time() - marker.stat().st_mtime < 20, text[-3000:]
-    finally:
-        running.kill()
+    with forked_python.python() as python, open(log, "w") as file:
+        words, environment = [python, *words, *helpers.words(values)], {**os.environ, "PYTHON_EXEC": python}
+        running = subprocess.Popen(words, stdout=file, stderr=file, env=environment)
+        torchrun.write_text(str(running.pid))
+        try:
+            code = running.wait(120)
+        finally:
+            running.kill()
+    text = log.read_text()
+    assert code == 1 and time.time() - marker.stat().st_mtime < 20, text[-3000:]
     assert "forcefully exiting" not in text and f"{how}: " in text, text[-3000:]
     found = re.findall(r"interrupted: step (\d+) is saved", text)
     if step is None:
