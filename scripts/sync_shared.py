@@ -1,13 +1,13 @@
 """Keeps equal what the algorithm scripts share by design: each holds its own copy, so that it can be read alone.
 
     python scripts/sync_shared.py grpo.py                   copy from grpo.py into the other scripts
-    python scripts/sync_shared.py grpo.py my_fork.py        copy into my_fork.py alone
-    python scripts/sync_shared.py grpo.py my_fork.py --only generate collect     of these parts only
     python scripts/sync_shared.py grpo.py --check           change nothing; a line for each difference, and exit code 1
+    python scripts/sync_shared.py grpo.py my_fork.py --only generate collect     copy these parts into a fork
 
 Shared are top-level functions and classes of the same name, and fields of `Args` of the same name (type and docstring;
-the default is the script's own). If a part uses a flag, an import or another name that a target lacks, nothing is
-copied, one line says what is missing, and the exit code is 2.
+the default is the script's own). Into a fork, which differs on purpose, goes only what --only names. If a part uses a
+flag, an import or another name that a target lacks, nothing is copied, one line says what is missing, and the exit code
+is 2.
 """
 
 import argparse
@@ -151,11 +151,16 @@ def sync(source: Path, targets: list[Path], check: bool, only: list[str] | None 
     """Copy into the targets, or with `check` compare with them; return a line for each difference.
 
     Raises:
-        ValueError: if a target lacks what a part uses; nothing is copied then.
+        ValueError: if a target lacks what a part uses, or what to copy into a fork is not said; nothing is copied then.
     """
     text = source.read_bytes()
+    if unknown := [name for name in only or [] if name not in parts(text)]:
+        raise ValueError(f"--only {' '.join(unknown)}: {source.name} has no such part to share")
     names = {path: differences(text, path.read_bytes()) for path in targets}
     names = {path: [name for name in found if not only or name in only] for path, found in names.items()}
+    for path, found in names.items():
+        if found and path.name not in SCRIPTS and not check and not only:
+            raise ValueError(f"{path.name} differs on purpose: name with --only what to copy of {' '.join(found)}")
     missing = {path: lacking(text, path, found) for path, found in names.items()}
     if not check and any(missing.values()):
         lines = [f"{path.name} lacks {', '.join(found)}" for path, found in missing.items() if found]

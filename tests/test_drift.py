@@ -142,13 +142,16 @@ def test_drift_is_found_and_mended(tmp_path, drift):
 
 
 def test_some_parts_of_a_fork(tmp_path):
-    """A file of any name is a target, alone; --only names what is copied of what differs."""
+    """A file of any name is a target, alone; --only names what is copied of what differs, else a fork would be lost."""
     drifted = SECOND.replace("len(x)", "2").replace("rows: list", "rows: set")
     (tmp_path / "fork.py").write_text(drifted)
-    code, said, after = sync(tmp_path, drifted, "grpo.py", "fork.py", "--only", "mean", "main")
+    code, said, after = sync(tmp_path, drifted, "grpo.py", "fork.py", "--only", "mean")
     assert code == 0 and said == "fork.py: mean copied from grpo.py\n" and after == drifted
     fork = (tmp_path / "fork.py").read_text()
     assert ast.dump(ast.parse(fork)) == ast.dump(ast.parse(SECOND.replace("rows: list", "rows: set")))
+    for words, reason in (((), "with --only what to copy of Batch"), (("--only", "men", "main"), "--only men main: ")):
+        code, said, _ = sync(tmp_path, drifted, "grpo.py", "fork.py", *words)
+        assert code == 2 and reason in said and (tmp_path / "fork.py").read_text() == fork
     code, said, after = sync(tmp_path, drifted, "fork.py", "ppo.py")  # a fork is a source, too
     assert code == 0 and said == "ppo.py: mean copied from fork.py\n" and "len(x)" in after
 
