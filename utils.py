@@ -299,6 +299,9 @@ class Optimizer:
         self.norms.append(norm)
         if not self.rescale(math.isfinite(norm)):  # else it was the scale's fault
             self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+            if self.skipped_in_a_row:
+                name = f"{self.prefix}update".replace("_", " ")
+                warn(f"{name} {self.updates}: its loss or gradient is not finite, so it changes no weight")
         if self.skipped_in_a_row > self.max_skipped:
             fail(
                 f"--max_skipped_updates {self.max_skipped}: the gradient was not finite in {self.skipped_in_a_row} "

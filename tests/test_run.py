@@ -671,7 +671,7 @@ def first(prompts, responses, **columns):
 WEIGHT = 1e21
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted(base, tmp_path):
+def test_a_gradient_that_is_not_finite_is_skipped_counted_and_said(base, tmp_path, capsys):
     (tmp_path / "huge.py").write_text(HUGE)
     values = variant(
         base, tmp_path, reward=f"{tmp_path / 'huge.py'}:first", eval_every=0, total_episodes=16, save_every=1,
@@ -680,6 +680,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(base, tmp_path):
     run_here(values)
     first, second = metrics_of(values)
     assert first["val/skipped_updates"] == 4 and second["val/skipped_updates"] == 0
+    assert capsys.readouterr().err.count("its loss or gradient is not finite, so it changes no weight") == 4
     assert finite_or_null([first, second]) and second["loss/grad_norm"] > 0 and first["loss/grad_norm"] is None
     assert second["objective/kl_coef"] is not None
     assert same_weights(folder_of(values) / "checkpoints" / "step_1", values["model"])
