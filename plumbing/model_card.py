@@ -13,6 +13,7 @@ from plumbing.curves import CURVES, OF_A_START
 from plumbing.files import read_jsonl
 from plumbing.rows import is_list_of_data_sets, read_file
 
+SCRIPTS = ("grpo.py", "rloo.py", "ppo.py", "reward_model.py")  # what any other trains by is only in its own source
 ALGORITHMS = {  # by --loss, --advantage or the script: name, arXiv number of the paper
     "grpo": ("GRPO", "2402.03300"),
     "dr_grpo": ("Dr. GRPO", "2503.20783"),
@@ -76,13 +77,14 @@ def model_card(final: str, repository: str, chat: bool, tracked: str | None) -> 
     args, script = facts["args"], facts["script"]
     rows = read_jsonl(os.path.join(final, "metrics.jsonl"))
     method = args.get("loss") or args.get("advantage") or script.removesuffix(".py")
+    method = method if script in SCRIPTS else os.path.basename(script)
     data_sets, generates = names_of_data_sets(args["dataset"]), "rollout_batch_size" in args
     metadata = ModelCardData(
         base_model=None if os.path.exists(args["model"]) else args["model"],
         datasets=[name.partition(":")[0] for name in data_sets if is_hub_data_set(name)] or None,
         library_name="transformers",
         pipeline_tag="text-generation" if generates else "text-classification",
-        tags=[method, "reinforcement-learning" if generates else "reward-model"],
+        tags=[method.removesuffix(".py"), "reinforcement-learning" if generates else "reward-model"],
     )
     examples = (generation_examples if generates else scoring_examples)(repository, args, chat)
     if generates and args["lora_rank"]:  # without the head of a reward model, which trains, too, it is of no use
@@ -95,11 +97,11 @@ def model_card(final: str, repository: str, chat: bool, tracked: str | None) -> 
             examples=examples.rstrip(),
             evaluations=evaluation_table(rows),
             last_step=last_step_table(rows[-1]),
-            command=command(script, args, facts["defaults"]),
+            command=command(script, facts["ranks"], args, facts["defaults"]),
             changes=" Some changed on the way, see `history` there." if facts["history"] else "",
             ranks=f"{facts['ranks']} ranks" if facts["ranks"] > 1 else "1 rank",
             versions=", ".join(f"{package} {version}" for package, version in facts["versions"].items()),
-            commit=facts["git_commit"] or "unknown",
+            commit=(facts["git_commit"] or "unknown").replace("+", " and changes that are not in it"),
         )
     )
 
@@ -172,9 +174,9 @@ def table(head: str, rows: dict[str, list]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def command(script: str, args: dict, defaults: dict) -> str:
+def command(script: str, ranks: int, args: dict, defaults: dict) -> str:
     """Return the command line of a run: the flags that are not at their defaults."""
-    words = ["python", script]
+    words = ["python", script] if ranks == 1 else ["torchrun", "--nproc_per_node", str(ranks), script]
     for name, value in args.items():
         if name in OF_A_START or value == defaults[name]:
             continue

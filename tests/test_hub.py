@@ -237,8 +237,8 @@ def test_the_card(tmp_path):
     assert "| | step 0 (first) | step 1 (best) | step 2 (last) |\n|---|---|---|---|\n" in card.text
     assert "| `eval/accuracy` | 0.25 | 0.75 | 0.5 |\n| `eval/pass@2` | 0.5 |  |  |\n\n" in card.text
     assert "| | step 2 |\n|---|---|\n| mean score | 0.5 |\n\n" in card.text
-    (line,) = re.findall("python grpo.py .*", card.text)
-    assert command_line.parse(grpo.Args, shlex.split(line)[2:]) == dataclasses.replace(args, output_dir="runs")
+    (line,) = re.findall("torchrun --nproc_per_node 2 grpo.py .*", card.text)
+    assert command_line.parse(grpo.Args, shlex.split(line)[4:]) == dataclasses.replace(args, output_dir="runs")
     assert "With 2 ranks, torch 2.13, commit abc." in card.text
 
 
@@ -248,6 +248,13 @@ def test_every_algorithm_has_its_paper(tmp_path, loss):
     known = loss in model_card.ALGORITHMS
     assert known or loss in ("reinforce", "a fork's")
     assert ("arxiv.org/abs/" in text) == known and ("trained by `" in text) != known
+
+
+def test_a_fork_has_its_own_name(tmp_path):
+    """Whatever it is called: a fork's --loss need not do what the paper says."""
+    text = card_of(tmp_path / "run", grpo.Args(loss="dapo", push_to_hub=True), "forks/dapo.py").text
+    assert "trained by `dapo.py` on" in text and "arxiv.org" not in text
+    assert "torchrun --nproc_per_node 2 forks/dapo.py --loss dapo\n" in text
 
 
 def test_papers_of_the_other_scripts():
