@@ -145,13 +145,14 @@ def compare(origin: Origin, args, script: str) -> None:
         # A flag that an older version did not have is taken to have had its default.
         before = {**origin.defaults, **facts["args"]}
         origin.history = list(facts.get("history", []))
-        before_script = str(facts.get("script", script))
+        before_script = os.path.basename(facts.get("script", script))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         if not args.resume_with_changes:
             reason = f"cannot be read ({getattr(error, 'strerror', None) or first_line(error)})"
             fail(f"--resume: {path} {reason}; --resume_with_changes goes on without comparing flags with it")
         return
-    origin.changes = {name: [before[name], now] for name, now in origin.args.items() if before[name] != now}
+    flags = {name: now for name, now in origin.args.items() if name not in ("resume", "resume_with_changes")}
+    origin.changes = {name: [before[name], now] for name, now in flags.items() if before[name] != now}
     others = {name: values for name, values in origin.changes.items() if name not in MAY_CHANGE}
     refused = [f"--{name} {shown(now)} (was {shown(was)})" for name, (was, now) in others.items()]
     if before_script != script:
@@ -196,7 +197,7 @@ def open_folder(origin: Origin, script: str, ranks: int, step: int) -> None:
     changes = [{"after_step": step, "changes": origin.changes}] if origin.changes else []
     about = {"versions": versions(), "git_commit": git_commit(), "ranks": ranks, "threads": torch.get_num_threads()}
     about["history"] = origin.history + changes
-    facts = {"args": origin.args, "defaults": origin.defaults, "script": os.path.basename(script), **about}
+    facts = {"args": origin.args, "defaults": origin.defaults, "script": os.path.relpath(script, ROOT), **about}
     replace_file(os.path.join(folder, "args.json"), json.dumps(facts, indent=2))
 
 

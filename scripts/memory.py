@@ -21,7 +21,7 @@ from utils import ROOT, fail
 @dataclass
 class Args:
     algorithm: str = "grpo"
-    """Script of the run, or of a fork, without .py."""
+    """Script of the run, or the path of a fork."""
     gpus: flags.PositiveInt = 1
     """GPUs that train."""
     gpu_gb: flags.PositiveFloat = 80.0
@@ -31,8 +31,9 @@ class Args:
 def read_args(words: list[str] | None = None) -> tuple[Args, object, list[memory.Model]]:
     """Return the flags of this command, those of the script, and the models that it holds with them."""
     own, words = command_line.parse_ungrouped(Args, words, return_unknown_args=True, description=__doc__)
-    name = own.algorithm.removesuffix(".py")
-    there = name.isidentifier() and os.path.isfile(os.path.join(ROOT, f"{name}.py"))
+    folder, name = os.path.split(os.path.join(ROOT, own.algorithm.removesuffix(".py")))
+    sys.path.append(folder)
+    there = name.isidentifier() and os.path.isfile(os.path.join(folder, f"{name}.py"))
     script = importlib.import_module(name) if there else None
     if not hasattr(script, "held_models"):
         fail(f"--algorithm {own.algorithm}: there is no such script")

@@ -82,8 +82,10 @@ def run_script(facts: dict, config: str) -> int:
     if ranks > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     command = [*launch, os.path.join(ROOT, facts["script"]), "--config", config]
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))  # of a fork in another folder
     # Over another number of threads, sums would be rounded otherwise.
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(facts["threads"])}).returncode
+    environment = {**os.environ, "OMP_NUM_THREADS": str(facts["threads"]), "PYTHONPATH": path}
+    return subprocess.run(command, env=environment).returncode
 
 
 def differences(recorded: dict, now: dict) -> list[str]:

@@ -322,12 +322,13 @@ SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
 
 def test_the_plan_goes_by_the_models_that_the_script_names(base, tmp_path, monkeypatch):
     """A copy of ppo.py under another name is planned with its critic, by a run and by the command."""
-    shutil.copy(f"{ROOT}/ppo.py", tmp_path / "mine.py")
-    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "forks").mkdir()
+    shutil.copy(f"{ROOT}/ppo.py", tmp_path / "forks" / "mine.py")
+    monkeypatch.syspath_prepend(tmp_path / "forks")
     monkeypatch.setattr(command, "ROOT", str(tmp_path))
     value_model, judge = base["value_model"], base["reward"][1]
     words = ("--ref_model", base["model"], "--value_model", value_model, "--reward", *base["reward"])
-    _, _, models = command.read_args(["--algorithm", "mine", "--model", base["model"], *words])
+    _, _, models = command.read_args(["--algorithm", "forks/mine.py", "--model", base["model"], *words])
     sizes = [utils.parameter_count(memory.without_weights("", name)) for name in (base["model"], base["model"])]
     scalar = [utils.parameter_count(memory.without_weights("", name, True)) for name in (value_model, judge)]
     assert [(m.parameters, m.trained > 0, m.logits) for m in models] == [

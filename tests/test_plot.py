@@ -98,7 +98,7 @@ def test_debug_scripts_take_a_fork(tmp_path, name, source):
     shutil.copy(ROOT / f"{source}.py", tmp_path / "my_fork.py")
     shutil.copy(ROOT / f"{source}.py", tmp_path)
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text("#!/bin/sh\necho $*\n")
+    (tmp_path / "bin" / "python").write_text("#!/bin/sh\n[ ${PYTHONPATH%%:*} = $PWD ] && echo $*\n")
     (tmp_path / "bin" / "python").chmod(0o755)
     path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     said = []

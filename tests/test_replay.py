@@ -1,12 +1,16 @@
 """scripts/replay.py: a recorded step comes out again bit for bit, and what was changed in the record is named."""
 
 import json
+import os
 import shutil
+from types import SimpleNamespace
 
 import helpers
 import pytest
 import replay
-from helpers import folder_of, read_lines, refusal
+from helpers import ROOT, folder_of, read_lines, refusal
+
+from plumbing import resume
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +116,20 @@ def test_bad_input(again, record, tmp_path):
         assert code == 2 and "args.json" in refusal(out)
     code, out = again(tmp_path / "gone", 1)
     assert code == 2 and "gone" in refusal(out)
+
+
+def test_a_fork_in_a_folder_is_found_again(tmp_path, monkeypatch):
+    """And finds utils.py and plumbing/, from wherever it is replayed."""
+    script, done = os.path.join(ROOT, "forks", "mine.py"), []
+    resume.open_folder(resume.Origin(str(tmp_path / "run"), {}), script, 1, 0)
+    facts = json.loads((tmp_path / "run" / "args.json").read_text())
+    monkeypatch.setattr(
+        replay.subprocess, "run", lambda words, env: done.append((words, env)) or SimpleNamespace(returncode=0)
+    )
+    assert replay.run_script(facts, "flags.json") == 0
+    [(words, env)] = done
+    assert words[-3:] == [script, "--config", "flags.json"]
+    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT) and env["OMP_NUM_THREADS"] == "1"
 
 
 def test_where_lists_of_tokens_differ():

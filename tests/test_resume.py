@@ -41,7 +41,7 @@ def folder(tmp_path) -> Path:
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 4}\n')
     (folder / "samples.jsonl").write_text('{"step": 2}\n{"step": 4}\n{"ste')
     facts = {
-        "args": resume.as_json(args_of(folder)),
+        "args": resume.as_json(args_of(folder, resume=False)),
         "script": "grpo.py",
         "history": [{"after_step": 1, "changes": {}}],
     }

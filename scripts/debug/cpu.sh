@@ -10,5 +10,6 @@ own+=(--system_prompt "" --reward gsm8k --max_prompt_length 16 --max_response_le
 # A fork of reward_model.py has other flags, as it has no rollout.
 grep -q "rollout_batch_size:" "$script" || own=(--max_length 64 --batch_size 512 --eval_pairs 64)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # for a fork in another folder
 python "$script" --run_name "debug-$(basename "$script" .py)-$(date +%Y%m%d-%H%M%S)" --model assets/tiny \
     --dataset arithmetic "${own[@]}" --micro_batch_tokens 2048 --learning_rate 3e-4 --eval_every 2 --save_every 2 "$@"
