@@ -111,7 +111,9 @@ def refuse(words: list[str], names: list[str], event: _errors.ParseErrorEvent) -
     if isinstance(event, _errors.BadValue):
         fail(f"{flag_of(event.argument)}: takes a value")
     if isinstance(event, _errors.InvalidChoice):
-        fail(f"{flag_of(event.argument)} {event.value}: has to be one of {', '.join(event.choices)}")
+        # Where a flag may have no value, tyro names None, too, and all in the order of a set.
+        choices = sorted({*event.choices} - {"None"}) if "None" in event.choices else event.choices
+        fail(f"{flag_of(event.argument)} {event.value}: has to be one of {', '.join(choices)}")
     if isinstance(event, _errors.InstantiationFailure) and event.argument is not None:
         # Of a value that may be None, tyro lists the errors of all types; the last is that of the number.
         fail(f"{flag_of(event.argument)}: {event.message.rpartition(']: ')[2]}")

@@ -6,6 +6,7 @@ Imports plumbing.experts (what mixtures of experts need).
 import functools
 import inspect
 import math
+import os
 from typing import Callable, Iterable, NamedTuple
 
 import torch
@@ -60,7 +61,8 @@ def read_tokenizer(flag: str, name: str):
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except Exception as error:  # files of any content; the tokenizers' own errors are plain ones
-        fail(f"{flag} {name}: no tokenizer could be loaded from it ({first_line(error)})")
+        where = "" if os.path.exists(name) else "there is no such folder here; as a name on the hub: "
+        fail(f"{flag} {name}: no tokenizer could be loaded from it ({where}{first_line(error)})")
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
         fail(f"{flag} {name}: has no tokenizer")
     return tokenizer

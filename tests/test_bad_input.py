@@ -310,6 +310,7 @@ COMMAND_LINES = {
     "--clip_low -1": "--clip_low: has to be between 0 and 1, not -1",
     "--async_steps 2": "--async_steps 2: has to be one of 0, 1",
     "--shard größe": "--shard größe: has to be one of auto, none, fsdp",
+    "--advantage_scale median": "--advantage_scale median: has to be one of batch, group, none",
 }
 
 

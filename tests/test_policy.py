@@ -462,6 +462,7 @@ def test_a_tokenizer_that_cannot_be_used_ends_the_run_with_one_line(tmp_path, ti
     empty = str(tmp_path / "empty")
     os.makedirs(empty)
     fails(capsys, f"--model {empty}: ", models.load_tokenizer, empty, "")
+    fails(capsys, "--model a/b: no tokenizer could be loaded from it (there is no", models.load_tokenizer, "a/b", "")
     fails(capsys, "--pad_token <nothing>: ", models.load_tokenizer, tiny_folder, "<nothing>")
     assert models.load_tokenizer(tiny_folder, "").pad_token_id == tokenizer.pad_token_id
     with_eos = models.load_tokenizer(tiny_folder, "eos")
