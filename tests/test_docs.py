@@ -5,6 +5,7 @@ import functools
 import re
 from pathlib import Path
 
+import helpers
 import pytest
 from helpers import ROOT
 
@@ -64,6 +65,7 @@ def flags() -> set[str]:
                 found |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
             if isinstance(node, ast.FunctionDef) and node.name in commands:
                 found |= {x.arg for x in node.args.args}
+        found |= set(re.findall(r'add_argument\("--(\w+)"', path.read_text()))
     return found | {f"no_{name}" for name in found}
 
 
@@ -82,7 +84,8 @@ def missing_paths(text: str) -> set[str]:
     in_a_folder = r"(?:plumbing|scripts|tests|docs|results|assets)/(?:[\w.-]+/?)*"
     named = re.findall(rf"(?<![\w/.:~*-])(?:{in_a_folder}|[\w-]+\.(?:py|sh|md))(?![\w/*])", code)
     folders = ("", "plumbing/", "scripts/")  # tables of a folder's files leave it out
-    made = {"my_reward.py", *re.findall(r"^# (\w+\.py)\b", text, re.MULTILINE)}  # files that the page itself shows
+    made = {"my_reward.py", "my_method.py", "scripts/train/my_method.sh"}
+    made |= set(re.findall(r"^# (\w+\.py)\b", text, re.MULTILINE))  # files that the page itself shows
     return {x for x in named if x not in made and not any((ROOT / folder / x).exists() for folder in folders)}
 
 
@@ -134,6 +137,22 @@ def test_what_does_not_exist_is_found():
     assert broken_references(text) == []
     text = "`grpo.py: generated` `grpo.py: Policy.no` `grpo.py: Args.no` `sac.py: main`"
     assert broken_references(text) == ["grpo.py: generated", "grpo.py: Policy.no", "grpo.py: Args.no", "sac.py: main"]
+
+
+def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
+    """Its diff fits grpo.py, and what comes of it logs the new metric."""
+    diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "forking.md").read_text(), re.DOTALL)[1]
+    fork = (ROOT / "grpo.py").read_text()
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        before, after = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+        assert fork.count(before) == 1, before
+        fork = fork.replace(before, after)
+    (tmp_path / "my_method.py").write_text(fork)
+    monkeypatch.syspath_prepend(tmp_path)
+    values = {**helpers.workspace(tmp_path), "run_name": "run", "uncertain_coef": 0.1, "total_episodes": 8}
+    helpers.run_here(values, "my_method")
+    assert 0 < helpers.metrics_of(values)[-1]["policy/uncertain_share"] <= 1
 
 
 def test_the_front_page_is_short():
