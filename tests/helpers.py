@@ -240,6 +240,7 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
     module = __import__(script)
     if backend := environment.get("COMPILE_BACKEND"):  # torch reads its own variable when it is imported
         torch._dynamo.config.debug_backend_override = f"0-10000:{backend}"
+        torch._inductor.config.compile_threads = 1  # not in processes that import torch
     if callable(place):
         place()
     elif place:
