@@ -68,11 +68,11 @@ def push(folder: str, repository: str, args, tokenizer, tracked: str | None) -> 
     """
     final = os.path.join(folder, "final")
     with writing(final):
-        with open(os.path.join(folder, "args.json")) as file:
-            replace_file(os.path.join(final, "args.json"), without_passwords(file.read()))
-        for name in ("metrics.jsonl", "curves.png"):
-            if os.path.exists(os.path.join(folder, name)):
-                shutil.copy(os.path.join(folder, name), final)
+        for name in ("args.json", "metrics.jsonl"):  # both name the rewards, which may be addresses
+            with open(os.path.join(folder, name)) as file:
+                replace_file(os.path.join(final, name), without_passwords(file.read()))
+        if os.path.exists(os.path.join(folder, "curves.png")):
+            shutil.copy(os.path.join(folder, "curves.png"), final)
         chat = tokenizer.chat_template is not None and args.chat_template != "none"
         model_card(final, repository, chat, tracked).save(os.path.join(final, "README.md"))
     print(f"pushes {final} to {address(repository)}", flush=True)
@@ -90,4 +90,4 @@ def push(folder: str, repository: str, args, tokenizer, tracked: str | None) -> 
 
 def without_passwords(text: str) -> str:
     """Return a text without the user:password@ that addresses of servers may have."""
-    return re.sub(r"(?<=://)[^/@\s\"]+@", "", text)
+    return re.sub(r"(?<=://)[^/?#\s\"]+@", "", text)

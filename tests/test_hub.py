@@ -124,7 +124,8 @@ def finished(folder: Path, args, script: str = "grpo.py") -> Path:
     (folder / "final" / "model.safetensors").touch()
     facts = {"args": as_json(args), "defaults": as_json(type(args)()), "script": script, "ranks": 2, "history": []}
     (folder / "args.json").write_text(json.dumps({**facts, "versions": {"torch": "2.13"}, "git_commit": "abc"}))
-    helpers.write_rows(folder / "metrics.jsonl", ROWS)
+    addresses = {f"eval/reward/{name}": 0.5 for name in getattr(args, "reward", ()) if "://" in name}
+    helpers.write_rows(folder / "metrics.jsonl", [row | addresses for row in ROWS])
     (folder / "curves.png").write_bytes(os.urandom(3000))
     return folder
 
@@ -172,8 +173,22 @@ def test_what_is_pushed(server, run_folder):
     assert found == {**files_below(run_folder / "final"), "notes.txt": b"x"}
     assert {"args.json", "metrics.jsonl", "curves.png", "README.md", "model.safetensors"} < found.keys()
     assert not any(b"secret" in content for content in found.values()) and b"http://host:80/r" in found["args.json"]
+    assert b"http://host:80/r" in found["metrics.jsonl"] and b"http://host:80/r" in found["README.md"]
     assert b"secret" in (run_folder / "args.json").read_bytes()
     assert server.messages == ["Model of run"]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('{"reward": ["http://user:secret@host:80/r"]}', '{"reward": ["http://host:80/r"]}'),
+        ("https://user@host, https://host", "https://host, https://host"),
+        ("http://user:p@ss-w%2Frd!@host/a@b?c@d", "http://host/a@b?c@d"),
+        ("http://host/a http://host?a@b user@host", "http://host/a http://host?a@b user@host"),
+    ],
+)
+def test_addresses_without_passwords(text, expected):
+    assert hub.without_passwords(text) == expected
 
 
 @pytest.mark.parametrize("fault", [("preupload", 500), ("PUT /large", "cut"), ("PUT /large", 500)])

@@ -53,6 +53,24 @@ def test_without_a_cap_attention_is_sdpa(load):
     assert load("gemma2", attn_logit_softcapping=None).config._attn_implementation == "sdpa"
 
 
+# ---- vocabularies ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: where rank 0 alone reads the weights of a sharded model
+def test_the_embedding_of_the_pad_token_gets_a_gradient(model_folder, device):
+    folder = model_folder("qwen2", pad_token_id=3)
+    model = models.load_model("--model", folder, torch.float32, torch.device(device))
+    assert model.config.pad_token_id == 3 and model.get_input_embeddings().padding_idx is None
+
+
+def test_the_last_token_of_a_vocabulary(model_folder, capsys):
+    """SMALL has 32."""
+    models.check_vocabulary(model_folder(), [[31], [0, 30]])
+    with pytest.raises(SystemExit):
+        models.check_vocabulary(model_folder(), [[1], [32, 2]])
+    assert "has 32 tokens, and its tokenizer writes token 32" in capsys.readouterr().err
+
+
 # ---- mixtures of experts ---------------------------------------------------------------------------------------------
 
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)

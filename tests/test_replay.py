@@ -72,6 +72,7 @@ def test_a_step_comes_out_again(again, record, tmp_path, step, said):
     assert (made / "checkpoints" / f"step_{step}" / "model.safetensors").exists()
     assert [row["step"] for row in read_lines(made / "metrics.jsonl")][-1] == step
     assert not (tmp_path / "replays" / f"run-step_{step}.json").exists()
+    assert (made / "final").exists() == (step == 4)  # which ends the run
 
 
 def test_what_differs_is_named(again, record, tmp_path):
@@ -101,6 +102,33 @@ def test_two_ranks_and_flags_that_changed_later(again, values, tmp_path):
     assert code == 0, out
     code, out = again(folder_of(two), 4)
     assert code == 0 and "checkpoints/step_3" in out, out
+
+
+def test_what_the_script_is_started_with(record, tmp_path, monkeypatch, capsys):
+    """The flags from before all later changes, without what would leave the machine, and the run's ranks and threads;
+    a damaged checkpoint is passed over. A script that fails before the step says so."""
+    facts = json.loads((record / "args.json").read_text()) | {"ranks": 2, "threads": 3}
+    facts["args"] |= {"push_to_hub": True, "hub_model_id": "me/model", "hub_private_repo": True, "track": "wandb"}
+    facts["history"] = [{"after_step": n, "changes": {"learning_rate": [n, n + 1]}} for n in (2, 3, 4)]
+    (record / "args.json").write_text(json.dumps(facts))
+    (record / "checkpoints" / "step_2" / "model.safetensors").write_bytes(b"")
+    started = []
+
+    def run(command: list[str], env: dict):
+        with open(command[-1]) as config:
+            started.append((command[:-3], env["OMP_NUM_THREADS"], json.load(config)))
+        return SimpleNamespace(returncode=7)
+
+    monkeypatch.setattr(replay.subprocess, "run", run)
+    with pytest.raises(SystemExit) as end:
+        replay.main(replay.Args(str(record), 3, str(tmp_path / "replays")))
+    said = capsys.readouterr()
+    assert end.value.code == 7 and "grpo.py ended with exit code 7 before step 3" in said.err
+    assert "step 3 again, from the start" in said.out
+    ((launch, threads, values),) = started
+    assert launch[-2:] == ["--nproc_per_node", "2"] and threads == "3" and values["learning_rate"] == 3
+    assert values["stop_after_step"] == 3 and not any(values[n] for n in ("push_to_hub", "hub_model_id", "track"))
+    assert not values["hub_private_repo"]
 
 
 def test_bad_input(again, record, tmp_path):

@@ -58,9 +58,10 @@ def data_of(page) -> dict:
 
 
 def test_a_page_needs_no_network_and_no_sample_ends_its_data(tmp_path):
-    command.main(command.Args(runs=(make_run(tmp_path / "run"),)))
-    page = tmp_path / "run" / "report.html"
+    command.main(command.Args(runs=(make_run(tmp_path / "<i>run & more"),)))
+    page = tmp_path / "<i>run & more" / "report.html"
     text = page.read_text()
+    assert "<title>&lt;i>run &amp; more</title>" in text
     assert not any(word in text.lower() for word in ("src=", "<link", "@import", "url(http", "fetch("))
     (run,) = data_of(page)["runs"]
     assert run["samples"][1]["prompt"] == "</script><b>bold</b>" and run["last_step"] == 11
@@ -156,6 +157,8 @@ def test_token_log():
     assert first["entropy"] == [4.0, 5.0, None, 7.0] and first["logprob"] == [-0.3333, -0.3333, None, -0.3333]
     assert "advantage" not in first and "entropy" not in second and second["advantage"] == [2.0, 1.0, 1.0, 1.0]
     assert "".join(first["text"]) == "12+3"
+    *_, third = token_log.TokenLog(batch, SimpleNamespace(log_samples=3)).rows(tokenizer, WORLD)
+    assert third == {"text": ["1"], "logprob": [-0.3333]}
 
 
 def test_long_responses_are_not_all_logged(monkeypatch):
@@ -280,12 +283,25 @@ def test_clicks(chromium, three):
     listed = lambda: page.locator("#sample-list li[data-id]").count()
     assert listed() == 3 * (24 + 3)
     for name, value, expected in (
-        ("text", "ANSWER 4", 3), ("text", "", 81), ("scoreMin", "0.4", 45), ("scoreMax", "0.6", 9),
+        ("text", "ANSWER 4", 3), ("text", "", 81), ("scoreMin", "0.5", 45), ("scoreMax", "0.5", 9),
         ("scoreMin", "", 45), ("scoreMax", "", 81),
         ("lengthMin", "50", 6), ("lengthMin", "", 81), ("stepMin", "11", 6), ("stepMin", "", 81),
     ):  # fmt: skip
         page.fill(f"#filter-{name}", value)
         assert listed() == expected, name
+    page.select_option("#filter-kind", "held-out")
+    assert listed() == 9
+    page.select_option("#filter-kind", "training")
+    shown = lambda: page.locator("#sample-list li[data-id] b").all_inner_texts()
+    for order, first, last in (("highest score", "1", "0"), ("lowest score", "0", "1")):
+        page.select_option("#filter-order", order)
+        assert (shown()[0], shown()[-1]) == (first, last)
+    page.select_option("#filter-order", "newest step")
+    page.select_option("#filter-kind", "")
+    # What a model writes is text here, too.
+    page.select_option("#filter-reason", "length")
+    page.click("#sample-list li >> nth=0")
+    assert "</script><b>bold</b>" in inner("#sample") and not page.locator("#sample b").count()
     page.select_option("#filter-reason", "done")
     page.select_option("#filter-run", "1")
     assert listed() == 12

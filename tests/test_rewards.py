@@ -8,6 +8,7 @@ import torch
 from tiny_models import make_tokenizer
 
 from plumbing import evaluation
+from plumbing.reward_worker import finite_or_nan
 from plumbing.rewards import Rewards, named_sources, needs_answer
 from plumbing.rollout import Batch
 
@@ -95,6 +96,11 @@ def test_a_trial_call_leaves_no_trace(file, make):
     assert [found[name] for name in ("exact", names[0], *names[2:])] == [[1, 0], [1, 1], [1, 0], [1, 0]]
     assert all(map(math.isnan, found[names[1]]))
     assert rewards.verifiers == ("exact", *names)
+
+
+@pytest.mark.parametrize("score, scored", [(1e18, True), (-1e18, True), (1.001e18, False), (-1.001e18, False)])
+def test_the_largest_score(score, scored):
+    assert finite_or_nan(score) == pytest.approx(score if scored else math.nan, nan_ok=True)
 
 
 # ---- rows that name their sources ------------------------------------------------------------------------------------

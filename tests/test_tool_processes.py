@@ -16,7 +16,7 @@ from transformers.utils import chat_template_utils
 
 from plumbing.reward_functions import load_function
 from plumbing.tool_processes import EnvironmentFailure, ToolError, ToolProcesses, misfit
-from plumbing.tool_worker import description
+from plumbing.tool_worker import description, fork
 
 TOOLS = '''
 import asyncio, os, random, subprocess, sys, time
@@ -560,6 +560,18 @@ def test_a_file_that_cannot_be_imported(tmp_path, capfd):
         with pytest.raises(SystemExit):
             ToolProcesses((f"{tmp_path}/broken.py:x",), "", 2.0)
         assert line in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error, code", [(None, 0), (ConnectionResetError(), 0), (ValueError(), 1), (SystemExit(0), 1)])
+def test_how_a_child_ends(capfd, error, code):
+    """The trainer being gone is no failure; and no child comes back into the code of the server."""
+
+    def act() -> None:
+        if error is not None:
+            raise error
+
+    assert os.waitstatus_to_exitcode(os.waitpid(fork(act), 0)[1]) == code
+    assert capfd.readouterr().err.count("Traceback") == code
 
 
 def test_the_server_does_not_import_torch(files):

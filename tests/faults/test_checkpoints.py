@@ -103,6 +103,18 @@ def test_each_bit_of_the_checksums(copy, long):
         assert files.damage(str(folder)), (bit, bytes(changed[bit // 8 - 20 : bit // 8 + 20]))
 
 
+def test_an_entry_that_got_the_name_of_another(tmp_path):
+    """By one bit: both are checked all the same."""
+    for name in ("state_0", "state_1"):
+        (tmp_path / name).write_text(name)
+    entries = json.dumps(files.checksums(str(tmp_path)))
+    (tmp_path / files.CHECKSUMS).write_text(entries)
+    assert not files.damage(str(tmp_path))
+    for was, now in (("state_0", "state_1"), ("state_1", "state_0")):
+        (tmp_path / files.CHECKSUMS).write_text(entries.replace(was, now))
+        assert f"{now} is damaged" in files.damage(str(tmp_path))
+
+
 def test_a_run_goes_on_whatever_is_damaged(whole, tmp_path, long, capsys):
     """From the checkpoint before, and ends as it has ended."""
     for number in range(20 if long else 2):

@@ -277,6 +277,17 @@ def test_a_console_that_is_full(base, straight, tmp_path):
     assert metrics_of(values) == metrics_of(straight)
 
 
+def test_what_a_full_console_cannot_take(tmp_path):
+    """A write may fail, or what it leaves to a flush."""
+    for buffering in (1, -1):
+        full = open("/dev/full", "w", buffering=buffering)
+        console = utils.Console(full)
+        assert console.write("text\n") == 5 and console.name == "/dev/full"
+        console.flush()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
 def test_an_old_checkpoint_that_cannot_be_removed(tmp_path, monkeypatch, capsys):
     """It takes room, and no more than that."""
     (tmp_path / "step_1").mkdir()

@@ -52,6 +52,7 @@ FILES = {
     "split/dataset_dict.json": b"{",
     "unanswered.jsonl": [{"prompt": "1+1="}] * 9,
     "untold.jsonl": [{"prompt": "1+1=", "answer": 2}] * 9,
+    "words.jsonl": [{"prompt": "1+1=", "answer": "two"}],
     "template.jinja": b"{% for",
     "raises.jinja": b"{{ raise_exception('never') }}",
     "drops.jinja": b"You are a robot.",
@@ -99,6 +100,7 @@ def folder(tmp_path_factory) -> Path:
         "model": {},
         "chat": {"chat": True},
         "small": {"vocab_size": 9},
+        "digits": {"vocab_size": 50},
         "large": {"vocab_size": 500},
     }.items():
         tiny_model(folder / name, **options)
@@ -201,6 +203,7 @@ COMMANDS = {
     "grpo --ref_model large": "--ref_model large: its vocabulary has 500 tokens, that of --model 259",
     "grpo --ref_model data.jsonl": "--ref_model data.jsonl: no model could be loaded from it",
     "grpo --model small": "--model small: has 9 tokens, and its tokenizer writes token ",
+    "grpo --model digits --ptx_coef 1 --ptx_dataset words.jsonl": "--model digits: has 50 tokens, and its tokenizer",
     "evaluate --model small": "--model small: has 9 tokens, and its tokenizer writes token ",
     "reward_model --model small": "--model small: has 9 tokens, and its tokenizer writes token ",
     "reward_model --model 'two labels'": "--model two labels: its head has 2 labels",
