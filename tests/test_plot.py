@@ -56,7 +56,10 @@ def test_seeds_share_a_line_in_a_band(runs, tmp_path, monkeypatch):
     plot.main(words)
     (axis,) = drawn[0].axes
     (line,), (band,) = axis.get_lines(), axis.collections
-    assert list(line.get_ydata()) == pytest.approx([*((s + 0.5) / 9 for s in range(4)), 0.75]) and axis.get_yscale() == "log"
+    assert (
+        list(line.get_ydata()) == pytest.approx([*((s + 0.5) / 9 for s in range(4)), 0.75])
+        and axis.get_yscale() == "log"
+    )
     edges = {(x, round(y, 6)) for x, y in band.get_paths()[0].vertices}
     assert {(s, round((s + i) / 9, 6)) for s in range(4) for i in (0, 1)} <= edges
     assert (tmp_path / "a.svg").read_text().startswith("<?xml") and sorted(os.listdir(tmp_path))[0] == "a.svg"

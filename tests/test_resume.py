@@ -76,8 +76,9 @@ OTHER_RUNS = {
     "reward": ("gsm8k", "format"), "system_prompt": "", "precision": "bf16", "eval_dataset": "x.jsonl",
 }  # fmt: skip
 SAME_RUN = {
-    "total_episodes": 999, "stop_after_step": 3, "learning_rate": 1e-3, "save_every": 1, "log_samples": 1, "track": True, "eval_every": 1,
+    "total_episodes": 999, "learning_rate": 1e-3, "save_every": 1, "log_samples": 1, "track": True, "eval_every": 1,
     "micro_batch_tokens": 9, "shard": "fsdp", "max_skipped_updates": 9, "rollout_servers": ("http://a",),
+    "stop_after_step": 3,
 }  # fmt: skip
 
 
