@@ -112,6 +112,8 @@ def test_runs_that_differ_by_their_seed_share_a_group(tmp_path):
     report.write_report(folders, str(tmp_path / "a.html"))
     runs = data_of(tmp_path / "a.html")["runs"]
     assert [run["group"] for run in runs] == [0, 0, 1] and runs[0]["group_name"] == "gsm8k"
+    fork = [{"name": x, "script": f"{x[0]}.py", "args": {"seed": 1, "model": "m"}} for x in ("a-s1", "a-s2", "b")]
+    assert [name for name, _ in curves.groups_of_seeds(fork)] == ["a", "b"]
     assert curves.common_name(["1", "2"]) == "1" and curves.common_name(["a/s1", "a/s2"]) == "a"
 
 

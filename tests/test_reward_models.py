@@ -13,6 +13,7 @@ from tokenizers import models as cores
 from tokenizers.pre_tokenizers import ByteLevel
 
 from plumbing import models, prompts
+from plumbing.reward_models import ModelSource
 from plumbing.rewards import Rewards
 
 POLICY_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
@@ -115,6 +116,15 @@ def test_the_same_vocabulary_reads_the_token_ids(tmp_path, capsys):
     expected = [direct(name, [*theirs.encode(text), 1]) for text in ("2+2=4", "1+1=2")]
     assert found[name] == pytest.approx(expected, rel=1e-9)
     assert capsys.readouterr().out == f"--reward {name}: reads the token ids that --model samples\n"
+
+
+def test_the_last_token_of_a_reward_models_vocabulary(tmp_path):
+    policy = make_tokenizer()
+    source = ModelSource(save(tmp_path / "rm", make_tokenizer()), policy)
+    source.vocabulary = 32  # as a model of fewer tokens than its tokenizer has it
+    assert source.try_out([{"query": [3]}] * 2, ["", ""], [[31], [1]]) == ""
+    said = source.try_out([{"query": [3]}] * 2, ["", ""], [[31], [32]])
+    assert said == "cannot read a prompt: token 32 is in it, and the model has 32 tokens"
 
 
 def test_vocabulary_difference():

@@ -52,4 +52,5 @@ def test_tensorboard(tmp_path):
     assert found.Tags()["scalars"] == ["objective/scores"] and "lengths" in found.Tags()["histograms"]
     assert [(x.step, x.value) for x in scores] == [(step, step / 2) for step in range(7)]
     texts = {name: found.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in found.Tags()["tensors"]}
+    assert texts["published_model/text_summary"] == "https://hub/model"
     assert "| 1\\|2 | a<br>b | 1.0 |" in texts["samples/text_summary"] and "| seed | 1 |" in texts["args/text_summary"]
