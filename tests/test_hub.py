@@ -254,6 +254,8 @@ def test_the_card(tmp_path):
     assert "| | step 2 |\n|---|---|\n| mean score | 0.5 |\n\n" in card.text
     (line,) = re.findall("torchrun --nproc_per_node 2 grpo.py .*", card.text)
     assert command_line.parse(grpo.Args, shlex.split(line)[4:]) == dataclasses.replace(args, output_dir="runs")
+    named = {word for word in shlex.split(line) if word.startswith("--")} - {"--nproc_per_node"}
+    assert named == {"--dataset", "--loss", "--mask_truncated", "--no-non_stop_penalty", "--reward", "--system_prompt"}
     assert "With 2 ranks, torch 2.13, commit abc." in card.text
 
 
@@ -331,7 +333,10 @@ class TrackedRun(types.SimpleNamespace):
     """What wandb.init returns, as far as a run log asks."""
 
     url = "https://wandb.ai/me/project/runs/1"
-    log = finish = lambda self, *arguments, **options: None
+    finish = lambda self: None
+
+    def log(self, values: dict, step: int, commit: bool = True) -> None:
+        self.logged |= {step: {**self.logged.get(step, {}), **values}}
 
 
 def test_a_run_that_is_pushed_when_it_is_resumed(server, tmp_path, monkeypatch, capsys):
@@ -344,7 +349,7 @@ def test_a_run_that_is_pushed_when_it_is_resumed(server, tmp_path, monkeypatch, 
     line = refused(capsys, run_here, values)
     assert "(401 Unauthorized: as told); push it by hf upload me/run " in line
     before = helpers.weights_of(folder_of(values) / "final")
-    tracked = TrackedRun(summary={})
+    tracked = TrackedRun(summary={}, logged={})
     wandb = dict(init=lambda **_: tracked, login=lambda: True, Error=OSError, Settings=dict, Histogram=len, Table=dict)
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(**wandb))
     run_here(values | dict(resume=True, track=True))
@@ -352,6 +357,8 @@ def test_a_run_that_is_pushed_when_it_is_resumed(server, tmp_path, monkeypatch, 
     assert server.repositories["me/run"] == {".gitattributes": b"", **files_below(final)}
     assert f"published: {server.url}/me/run" in capsys.readouterr().out
     assert tracked.summary == {"published_model": f"{server.url}/me/run"}
+    last = {name: x for name, x in helpers.read_lines(final / "metrics.jsonl")[-1].items() if x is not None}
+    assert last.items() <= tracked.logged[1].items()
     card = ModelCard.load("me/run")
     assert f"[The run in Weights & Biases]({tracked.url})." in card.text
     generation, adapter = examples(card.text)

@@ -159,8 +159,9 @@ def test_token_log():
     assert first["entropy"] == [4.0, 5.0, None, 7.0] and first["logprob"] == [-0.3333, -0.3333, None, -0.3333]
     assert "advantage" not in first and "entropy" not in second and second["advantage"] == [2.0, 1.0, 1.0, 1.0]
     assert "".join(first["text"]) == "12+3"
-    *_, third = token_log.TokenLog(batch, SimpleNamespace(log_samples=3)).rows(tokenizer, WORLD)
-    assert third == {"text": ["1"], "logprob": [-0.3333]}
+    others = SimpleNamespace(all_gather=lambda found: [*found, (2, {"entropy": [9.0, 0.0, 0.0, 0.0]})])  # of a rank
+    *_, third = token_log.TokenLog(batch, SimpleNamespace(log_samples=3)).rows(tokenizer, others)
+    assert third == {"text": ["1"], "logprob": [-0.3333], "entropy": [9.0]}
 
 
 def test_long_responses_are_not_all_logged(monkeypatch):
