@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import make_tokenizer
 
-from plumbing import evaluation
+from plumbing import evaluation, reward_processes
 from plumbing.reward_worker import finite_or_nan
 from plumbing.rewards import Rewards, named_sources, needs_answer
 from plumbing.rollout import Batch
@@ -101,6 +101,13 @@ def test_a_trial_call_leaves_no_trace(file, make):
 @pytest.mark.parametrize("score, scored", [(1e18, True), (-1e18, True), (1.001e18, False), (-1.001e18, False)])
 def test_the_largest_score(score, scored):
     assert finite_or_nan(score) == pytest.approx(score if scored else math.nan, nan_ok=True)
+
+
+def test_scores_are_in_the_order_of_the_responses(make, monkeypatch):
+    """However many processes share them."""
+    monkeypatch.setattr(reward_processes, "worker_count", lambda: 3)
+    rows, texts = [row(str(i % 7)) for i in range(8)], [str(i**2 % 7) for i in range(8)]
+    assert make("exact").score(rows, texts, [[]] * 8)["exact"] == [1, 1, 0, 0, 0, 0, 0, 1]
 
 
 # ---- rows that name their sources ------------------------------------------------------------------------------------

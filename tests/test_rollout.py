@@ -539,6 +539,15 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, rows, 
     assert sum(seen[1:]) == len(whole.responses)  # each response was scored on one rank
 
 
+def test_a_model_scores_equal_sequences_once(setting):
+    """Rounding would tell them apart; but what it has of a row that names other sources is no score."""
+    sources, rewards = (["exact"], None, ["length"]), Scores()
+    rows = [{**setting[0][0], "answer": i, "sources": names} for i, names in enumerate(sources)]
+    rewards.models = {"length": None}
+    found = roll(setting, samples=0, rows=rows, rewards=rewards).reward_components["length"]
+    assert (found - found[0]).tolist() == [0, 100, 100]
+
+
 def test_an_interrupted_rollout_is_none(setting):
     rewards = Scores()
     assert roll(setting, requested=True, rewards=rewards) is None

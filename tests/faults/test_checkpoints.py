@@ -113,6 +113,9 @@ def test_an_entry_that_got_the_name_of_another(tmp_path):
     for was, now in (("state_0", "state_1"), ("state_1", "state_0")):
         (tmp_path / files.CHECKSUMS).write_text(entries.replace(was, now))
         assert f"{now} is damaged" in files.damage(str(tmp_path))
+    for other in ("1", "[1]", "null", '"ab"', '["abc"]'):
+        (tmp_path / files.CHECKSUMS).write_text(other)
+        assert f"{files.CHECKSUMS} cannot be read" in files.damage(str(tmp_path)), other
 
 
 def test_a_run_goes_on_whatever_is_damaged(whole, tmp_path, long, capsys):

@@ -5,6 +5,7 @@ tests/test_reward_client.py, and runs whose rewards fail in tests/test_run.py.
 """
 
 import math
+import time
 
 import pytest
 from tiny_models import make_tokenizer
@@ -149,6 +150,18 @@ def test_functions(worker, name):
     assert scores == pytest.approx(CASES[name][0], nan_ok=True)
     assert failure.startswith(CASES[name][1]) and bool(failure) == bool(CASES[name][1])
     assert scores_of(rewards, f"{path}:good") == (ALL, "")
+
+
+def test_nobody_waits_for_an_answer_once_the_run_is_interrupted():
+    """The process is left as it is, and is not taken for one that hangs."""
+    worker, begin = Worker("-c", "import time; time.sleep(60)"), time.monotonic()
+    try:
+        answer = worker.receive(5.0, lambda: time.monotonic() > begin + 0.2)
+        assert answer == {"error": "the run is interrupted"} and worker.process.poll() is None
+        assert time.monotonic() - begin < 4
+    finally:
+        worker.kill()
+    assert worker.receive(5.0) == {"error": "its process ended with exit code -9", "dead": True}
 
 
 FILES = {  # a file: what is said of it, "" for a file that loads
