@@ -13,6 +13,7 @@ is 2.
 import argparse
 import ast
 import builtins
+import functools
 import symtable
 import sys
 from pathlib import Path
@@ -30,10 +31,13 @@ OWN = {  # what has one name and may differ, and why
 }
 
 
+tree = functools.cache(ast.parse)  # of a file's text: each is asked for many times
+
+
 def parts(source: bytes) -> dict[str, list[ast.AST]]:
     """Return what a script may share, {name: nodes}: a function, a class, or type and docstring of a field of Args."""
     found = {}
-    for node in ast.parse(source).body:
+    for node in tree(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = [node]
         if isinstance(node, ast.ClassDef) and node.name == "Args":
@@ -76,10 +80,11 @@ def copy(source: bytes, target: bytes, names: list[str]) -> bytes:
 # ---- what a part needs of the file that it stands in -----------------------------------------------------------------
 
 
+@functools.cache
 def definitions(source: bytes) -> dict[str, str]:
     """Return the top-level names of a file and where they are from: "plumbing.rollout.collate", "" for its own."""
     found = {}
-    for statement in ast.parse(source).body:
+    for statement in tree(source).body:
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             found[statement.name] = ""
             continue
@@ -101,7 +106,7 @@ def fields(path: Path, cls: str = "Args") -> set[str]:
         return set()
     source = path.read_bytes()
     known, found = definitions(source), set()
-    for node in ast.parse(source).body:
+    for node in tree(source).body:
         if isinstance(node, ast.ClassDef) and node.name == cls:
             found |= {field.target.id for field in node.body if isinstance(field, ast.AnnAssign)}
             for base in node.bases:
