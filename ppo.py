@@ -400,12 +400,12 @@ def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (probabilities * log_ratios).sum(-1)
 
 
-def entropy_from_logits(logits: Tensor, normaliser: Tensor) -> Tensor:
-    """Return the entropy of softmax(logits) in nats: logits (..., V) and their logsumexp (...) -> (...).
+def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
+    """Return the entropy H = -sum(p * log p) in nats over the vocabulary: log p (..., V) -> (...).
 
-    H = logsumexp(z) - sum(softmax(z) * z). A masked token (-inf) adds 0, which takes a finite number: 0 * -inf is NaN.
+    A masked token (-inf) adds 0, which takes a finite number: 0 * -inf is NaN.
     """
-    return normaliser - (logits.softmax(-1) * logits.clamp(min=-1e30)).sum(-1)
+    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -419,9 +419,13 @@ class Policy(nn.Module):
     All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
     """
 
-    def __init__(self, model: nn.Module, temperature: float, chunk_tokens: int, train_entropy: bool = False):
+    def __init__(
+        self, model: nn.Module, temperature: float, chunk_tokens: int, train_entropy: bool = False,
+        recompute_logits: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.model, self.temperature, self.chunk_tokens = model, temperature, chunk_tokens
+        self.recompute_logits = recompute_logits
         self.entropy_name = "entropies" if train_entropy else "detached_entropies"
 
     def forward(
@@ -447,7 +451,7 @@ class Policy(nn.Module):
         if reference is not None:
             with torch.no_grad(), lora.without_lora(reference.model):
                 ref_hidden, *_ = reference.hidden_and_labels(input_ids, predicts)
-        recompute = torch.is_grad_enabled() and len(labels) > self.chunk_tokens
+        recompute = torch.is_grad_enabled() and self.recompute_logits and len(labels) > self.chunk_tokens
         parts = zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden)))
         options = (self.temperature if temperature is None else temperature, reference, entropy)
         chunks = [self.chunk(recompute, *part, *options) for part in parts]
@@ -463,12 +467,13 @@ class Policy(nn.Module):
         hidden, router_losses = models.last_hidden_states(self.model, input_ids, predicts)
         return hidden, labels[predicts], router_losses
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's own head: (..., H) -> (..., V), float32 or better, not divided by the temperature."""
+    def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
+        """Apply the model's own head: (..., H) -> (..., V), float32 or better, divided by the temperature."""
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        return logits if temperature == 1 else logits / temperature
 
     def chunk(self, recompute: bool, *inputs) -> dict[str, Tensor]:
         """Call `chunk_outputs`, with recomputation in the backward pass if asked; one function for --compile."""
@@ -481,17 +486,15 @@ class Policy(nn.Module):
         entropy: bool,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Return log-probability, KL and entropy of each token of a chunk; see `forward`."""
-        logits = self.logits(hidden) / temperature  # (chunk, V)
-        chosen = logits.gather(-1, labels[:, None])[:, 0]  # first, so that its gradient, of (chunk, V), comes last
-        normaliser = logits.logsumexp(-1)  # (chunk,)
-        outputs = {"logprobs": chosen - normaliser}
+        logprobs = self.logits(hidden, temperature).log_softmax(-1)  # (chunk, V)
+        outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
         if reference is not None:
             with torch.no_grad():
-                ref_logprobs = (reference.logits(ref_hidden) / temperature).log_softmax(-1)
-            outputs["kl"] = exact_kl(logits.log_softmax(-1), ref_logprobs)
+                ref_logprobs = reference.logits(ref_hidden, temperature).log_softmax(-1)
+            outputs["kl"] = exact_kl(logprobs, ref_logprobs)
         if entropy:  # at the end: recomputation stops after what has a gradient, so one without is not computed twice
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_name == "entropies"):
-                outputs[self.entropy_name] = entropy_from_logits(logits, normaliser)
+                outputs[self.entropy_name] = entropy_from_logprobs(logprobs)
         return outputs
 
 
@@ -502,7 +505,10 @@ def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Po
         lora.add_lora(model, args)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0)
+    policy = Policy(
+        model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0,
+        recompute_logits=args.recompute_logits == "yes",
+    )  # fmt: skip
     models.check_head(f"--model {args.model}", model, policy.logits)
     return policy
 
@@ -537,6 +543,7 @@ def load_reference(
     model = models.load_model(flag.split()[0], name, dtype, sharding.load_device).requires_grad_(False)
     reference = Policy(model, args.temperature, args.logits_chunk_tokens)
     models.check_head(flag, model, reference.logits)
+    # Without --ref_model it is what the policy started from, which a resumed run loads again; a refresh mixes weights.
     models.check_same_shapes(flag, reference, policy, everything=not args.ref_model or args.ref_refresh_every > 0)
     # The exact KL uses its head in the policy's forward, where sharded weights outside of blocks would not be gathered.
     return sharding.shard(reference, blocks_only=args.kl_estimator == "full")
@@ -569,20 +576,20 @@ def update_critic(
     return sums
 
 
-def ptx_loss(wrapped: nn.Module, rows: list[dict], coef: float, token_budget: int, world, autocast) -> Tensor:
-    """Add the gradient of coef * cross-entropy per token on supervised rows (PTX: arXiv:2203.02155, eq. 2).
+def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimizer, world, autocast) -> Tensor:
+    """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX: arXiv:2203.02155, eq. 2).
 
     Leaves the average over ranks to the next backward pass. Returns this rank's share of the cross-entropy.
     """
     tokens = sum(len(row["response"]) for row in rows)
     lengths = [len(row["query"]) + len(row["response"]) for row in rows]
     total = torch.zeros((), device=world.device)
-    for cut in utils.micro_batches(lengths, token_budget, world):
+    for cut in utils.micro_batches(lengths, args.micro_batch_tokens, world):
         with gradient_sync(wrapped, False):
             with autocast():  # at temperature 1, whatever that of the rollout
                 inputs = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
                 loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
-            (coef * loss * world.size).backward()
+            optimizer.backward(args.ptx_coef * loss * world.size)
         total = total + loss.detach()  # float64 in a float64 run
     return total
 
@@ -635,8 +642,8 @@ def generate(
         token_logprobs = scores.log_softmax(-1)
         if uniforms is None:
             tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
-        else:  # float64: a float32 sum over 150,000 tokens would distort the rare ones
-            cdf = token_logprobs.double().exp().cumsum(-1)
+        else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
+            cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
             tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` says so, once it has all responses
         sequences[running, width + t] = tokens[:, 0]
@@ -780,7 +787,7 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = models.precision(args.precision, world.device)
     dtype, loss_dtype, compute_dtype, autocast = precision
-    # Also settles --micro_batch_tokens and --logits_chunk_tokens where they are 0, by the memory of the device.
+    # Also settles what --micro_batch_tokens, --logits_chunk_tokens and --recompute_logits leave open, by its memory.
     sharding = Sharding(args, world, precision, held_models(args))
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
     policy = load_policy(args, run.checkpoint, dtype, sharding.load_device)
@@ -907,8 +914,7 @@ def main(args: Args) -> None:
             if args.ptx_coef and policy_trains:
                 count = args.ptx_batch_size
                 rows = data.take_prompts(ptx_rows, optimizer.updates * count, count, args.seed)
-                coef = args.ptx_coef * optimizer.loss_scale
-                sums.add(ptx=ptx_loss(wrapped, rows, coef, args.micro_batch_tokens, dp, autocast))
+                sums.add(ptx=ptx_loss(wrapped, rows, args, optimizer, dp, autocast))
             for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, dp):
                 m = t["response_mask"]  # (n, T), as all of t and out
                 with gradient_sync(wrapped, last), torch.set_grad_enabled(policy_trains):

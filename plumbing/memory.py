@@ -189,8 +189,10 @@ def training_bytes(args, model: Model, sharded: bool) -> dict[str, float]:
       in w, with autocast's copy of the head, and two blocks in c (one computes, the next one arrives).
     - activations: tokens * (layers * `block_activations` + the last norm); with checkpointing tokens * layers *
       hidden * w and one block's, which are there only when the copies have gone.
-    - logits: of a chunk 4 times in float32 (logits, softmax or its gradient, two of the products between) and once in
-      c; the gradient of the head; the last hidden states of all tokens once more.
+    - logits: the log-probs over the vocabulary that the backward pass needs, of all tokens, or of a chunk if they are
+      recomputed, and two products more of a trained entropy and of an exact KL; of a chunk 3 times in float32
+      (gradients of log-probs and logits, a product between) and once in c; the gradient of the head; the last hidden
+      states of all tokens once more.
     - temporaries: gradients inside of a block's MLP, or that of the largest matrix in c and w, whichever is more.
     """
     hidden, layers, _, _, inner, vocabulary, _ = shape(model.config)
@@ -217,9 +219,11 @@ def training_bytes(args, model: Model, sharded: bool) -> dict[str, float]:
     recomputed = tokens * activations if recomputes else 0
     logits = 0
     if model.logits:
-        chunk = min(tokens, args.logits_chunk_tokens) * vocabulary
-        logits = chunk * (4 * max(4, weight) + (compute if compute < 4 else 0)) + tokens * hidden * weight
-        logits += head * compute
+        chunk = min(tokens, args.logits_chunk_tokens)
+        times = 1 + 2 * (args.entropy_coef > 0) + 2 * (args.kl_estimator == "full")
+        saved = times * (chunk if args.recompute_logits == "yes" else tokens)
+        logits = vocabulary * ((saved + 3 * chunk) * max(4, weight) + chunk * (compute if compute < 4 else 0))
+        logits += tokens * hidden * weight + head * compute
     largest = max(matrix, inner * hidden) * (compute + weight if autocast else weight)
     temporaries = max(largest, tokens * (2 * inner + hidden) * compute)
     forward = copies + kept + last_norm + logits
@@ -287,6 +291,15 @@ def estimate(args, models: list[Model], devices: Devices) -> dict[str, float]:
     return {**states, **training, **sampling, **totals, "peak": max(totals.values())}
 
 
+def describe_tokens(args, parts: dict[str, float]) -> str:
+    """Return words for how many tokens and logits are computed at once; parts: an estimate."""
+    words = f"{args.micro_batch_tokens:,} tokens at once"
+    if parts["logits"]:
+        words += f" and logits of {args.logits_chunk_tokens:,}, "
+        words += "recomputed" if args.recompute_logits == "yes" else "kept"
+    return words
+
+
 # ---- what a run asks -------------------------------------------------------------------------------------------------
 
 
@@ -297,21 +310,28 @@ def unsharded_bytes(args, names: ModelNames, stored: torch.dtype) -> float:
 
 
 def choose_tokens(args, models: list[Model], devices: Devices):
-    """Return the flags with what --micro_batch_tokens 0 and --logits_chunk_tokens 0 become.
+    """Return the flags with what --micro_batch_tokens 0, --recompute_logits auto and --logits_chunk_tokens 0 become.
 
     A micro-batch is halved while training takes over TRAINING_SHARE of a GPU and a GPU's part of the longest sequence
-    is shorter; then the chunk is doubled while training takes less. On a CPU both keep the numbers that they start at.
+    is shorter. Then logits are kept if training still takes less, and the chunk is doubled while it does. On a CPU
+    tokens keep the numbers that they start at.
     """
     limit = TRAINING_SHARE * devices.memory
     training = lambda args: estimate(args, models, devices)["while training"]
     free_chunk = hasattr(args, "logits_chunk_tokens") and not args.logits_chunk_tokens
+    free_logits = getattr(args, "recompute_logits", None) == "auto"
     if free_chunk:
         args = replace(args, logits_chunk_tokens=LOGITS_CHUNK_TOKENS[0])
+    if free_logits:
+        args = replace(args, recompute_logits="yes")
     if not args.micro_batch_tokens:
         args = replace(args, micro_batch_tokens=MICRO_BATCH_TOKENS)
         longest = longest_sequence(args) / args.sequence_parallel
         while args.micro_batch_tokens // 2 >= longest and training(args) > limit:
             args = replace(args, micro_batch_tokens=args.micro_batch_tokens // 2)
+    if free_logits and not args.gradient_checkpointing:
+        kept = replace(args, recompute_logits="no")
+        args = kept if training(kept) <= limit else args
     while free_chunk and math.isfinite(limit) and args.logits_chunk_tokens < LOGITS_CHUNK_TOKENS[1]:
         larger = replace(args, logits_chunk_tokens=2 * args.logits_chunk_tokens)
         if training(larger) > limit:
@@ -321,8 +341,11 @@ def choose_tokens(args, models: list[Model], devices: Devices):
 
 
 def plan_run(args, names: ModelNames, world: World, sharding: Sharding) -> None:
-    """Set --micro_batch_tokens and --logits_chunk_tokens, where they are 0, by what the run is expected to need of each
-    device, print that, and warn if it does not fit. All ranks take the least of what they choose."""
+    """Set --micro_batch_tokens, --logits_chunk_tokens and --recompute_logits, where they are left open, by what the run
+    is expected to need of each device, print that, and warn if it does not fit.
+
+    All ranks take the fewest tokens that they choose, and recompute if one of them does.
+    """
     gpu = world.device.type == "cuda"
     models, devices = read_models(names, args.lora_rank), Devices(world.size, sharding.memory, sharding.on)
     precision = ("bf16" if gpu else "float32") if args.precision == "auto" else args.precision
@@ -330,18 +353,16 @@ def plan_run(args, names: ModelNames, world: World, sharding: Sharding) -> None:
     if hasattr(args, "rollout_backend"):
         about = replace(about, rollout_backend=rollout_backend(args))
     about = choose_tokens(about, models, devices)
-    for name in ("micro_batch_tokens", "logits_chunk_tokens"):
-        if getattr(args, name, None) == 0:
-            chosen = min(world.all_gather([getattr(about, name)]))
+    for name, least in (("micro_batch_tokens", min), ("logits_chunk_tokens", min), ("recompute_logits", max)):
+        if getattr(args, name, None) in (0, "auto"):
+            chosen = least(world.all_gather([getattr(about, name)]))
             setattr(args, name, chosen)
             setattr(about, name, chosen)
     if not world.main:
         return
     parts = estimate(about, models, devices)
     named = [f"{name} {size / 1e9:.3g}" for name, size in parts.items() if size and " " not in name and name != "peak"]
-    tokens = f"{about.micro_batch_tokens:,} tokens at once"
-    tokens += f" and logits of {about.logits_chunk_tokens:,}" if parts["logits"] else ""
     peak = f"{parts['peak'] / 1e9:.3g} GB ({', '.join(named)})"
-    print(f"memory of each device with {tokens}, estimated: {peak}", flush=True)
+    print(f"memory of each device with {describe_tokens(about, parts)}, estimated: {peak}", flush=True)
     if not devices.fits(parts):
         warn(f"the GPU has {devices.memory / 1e9:.3g} GB: the run may not fit; try {ADVICE}")

@@ -32,8 +32,8 @@ MAY_CHANGE = set(
     "critic_max_grad_norm critic_num_epochs max_skipped_updates "
     # memory, speed, machines
     "attention compile gradient_checkpointing critic_gradient_checkpointing micro_batch_tokens logits_chunk_tokens "
-    "generation_batch_size shard shard_group_size cpu_offload sequence_parallel kv_cache_gb rollout_backend "
-    "rollout_servers vllm_tensor_parallel reward_timeout".split()
+    "recompute_logits generation_batch_size shard shard_group_size cpu_offload sequence_parallel kv_cache_gb "
+    "rollout_backend rollout_servers vllm_tensor_parallel reward_timeout".split()
 )
 
 LOCK = ".lock"

@@ -280,8 +280,7 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
     for kind, cap in (("truncate", 2.0), ("mask", 1.5), ("sequence_mask", 3.0)):
         weights = grpo.correction_weights(x["old_logprobs"], x["rollout_logprobs"], mask, kind, cap)
         found[f"rollout correction: {kind}"] = weights * mask
-    logits = x["logits"] / TEMPERATURE
-    found["entropies of logits"] = grpo.entropy_from_logits(logits, logits.logsumexp(-1))
+    found["entropies of logits"] = grpo.entropy_from_logprobs((x["logits"] / TEMPERATURE).log_softmax(-1))
     return found
 
 

@@ -64,9 +64,8 @@ def main(words: list[str] | None = None) -> None:
     own, args, models = read_args(words)
     args, devices = settle(own, args, models)
     parts = memory.estimate(args, models, devices)
-    tokens = f"{args.micro_batch_tokens:,} tokens"
-    tokens += f" and logits of {args.logits_chunk_tokens:,}" if parts["logits"] else ""
-    where = f"{own.algorithm} on {own.gpus} GPU{'s' * (own.gpus > 1)}, --shard {args.shard}, {tokens} at once"
+    tokens = memory.describe_tokens(args, parts)
+    where = f"{own.algorithm} on {own.gpus} GPU{'s' * (own.gpus > 1)}, --shard {args.shard}, {tokens}"
     print(f"{args.model}: {models[0].parameters:,} parameters, {where}; GB on each:")
     for name, size in parts.items():
         if size:

@@ -16,7 +16,7 @@ from grpo import (
     adapt_kl_coef,
     aggregate,
     correction_weights,
-    entropy_from_logits,
+    entropy_from_logprobs,
     equal_scores,
     exact_kl,
     final_scores,
@@ -460,7 +460,7 @@ def test_entropy_by_loops():
     for row in logits.tolist():
         weights = [math.exp(z) for z in row]
         expected.append(-math.fsum(w / sum(weights) * math.log(w / sum(weights)) for w in weights))
-    entropy = lambda x: entropy_from_logits(x, x.logsumexp(-1))  # noqa: E731
+    entropy = lambda x: entropy_from_logprobs(x.log_softmax(-1))  # noqa: E731
     close(entropy(logits), expected)
     close(entropy(logits + 1e4), expected, 1e-8)  # shifted logits, which overflow exp
     close(entropy(torch.zeros(1, 9, dtype=torch.float64)), [math.log(9)])
@@ -474,15 +474,15 @@ def test_entropy_with_masked_tokens():
     logits[0, 2], logits[1, :5] = -INF, -INF
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         x = logits.to(dtype).requires_grad_()
-        found = entropy_from_logits(x, x.logsumexp(-1))
+        found = entropy_from_logprobs(x.log_softmax(-1))
         expected = torch.distributions.Categorical(logits=x, validate_args=False).entropy()
         close(found, expected, tolerance)
         gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
         close(*gradients, tolerance)
-        scaled = entropy_from_logits(x, x.logsumexp(-1)) * 2.0**16
+        scaled = entropy_from_logprobs(x.log_softmax(-1)) * 2.0**16
         close(torch.autograd.grad(scaled.sum(), x)[0], gradients[1] * 2.0**16, tolerance * 2.0**16)
     bad = double([NAN, 0.0], [INF, 0.0], [-INF, -INF])
-    assert entropy_from_logits(bad, bad.logsumexp(-1)).isnan().all()
+    assert entropy_from_logprobs(bad.log_softmax(-1)).isnan().all()
 
 
 # ---- off-policy correction --------------------------------------------------------------------------------------

@@ -164,9 +164,10 @@ def test_log_probs_of_a_batch_in_any_cut(load):
 # ---- chunks of logits -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt_neox"])
-def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(load, family, exact):
+def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(load, family, exact, recompute):
     model, batch = load(family, F64), random_batch()
     reference = Policy(load(family, F64, seed=1), 0.6, 100) if exact else None
     rows = []  # how many positions each call of the head computes
@@ -174,7 +175,7 @@ def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(load, f
     hook = head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[:-1].numel()))
     tokens, results = int(batch.response_mask.sum()), {}
     for chunk in (1, 3, tokens, 1000):
-        policy = Policy(model, 0.6, chunk, train_entropy=True)
+        policy = Policy(model, 0.6, chunk, train_entropy=True, recompute_logits=recompute)
         rows.clear()
         out = policy(*batch.collate(list(range(8))), reference)
         assert list(out) == (["logprobs", "kl", "entropies"] if exact else ["logprobs", "entropies"])
@@ -182,8 +183,8 @@ def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(load, f
         weights = torch.linspace(-1, 1, tokens, dtype=F64)
         loss = (out["logprobs"] * weights).sum() + (out["entropies"] * weights.square()).sum()
         (loss + (out["kl"] * weights).sum() if exact else loss).backward()
-        assert max(rows) <= chunk  # in the backward pass, too, which computes them anew: they are not kept for it
-        assert sum(rows) == tokens * (2 if chunk < tokens else 1)
+        assert max(rows) <= chunk  # in the backward pass, too, which computes them anew if they are not kept for it
+        assert sum(rows) == tokens * (2 if recompute and chunk < tokens else 1)
         results[chunk] = torch.cat(list(out.values())).detach(), gradient_of(policy)
     hook.remove()
     for chunk in (1, 3, 1000):

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import statistics
+from types import SimpleNamespace
 
 import helpers
 import numpy as np
@@ -252,8 +253,11 @@ def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, budget, ranks):
     gradient, got = gradient_of(policy), 0.0
     policy.model.get_output_embeddings().weight.grad = before = torch.ones(32, 16, dtype=F64)
     rows = [{"query": q, "response": r} for q, r in pairs]
+    args = SimpleNamespace(ptx_coef=0.3, micro_batch_tokens=budget)
+    optimizer = SimpleNamespace(backward=torch.Tensor.backward)
     for rank in range(ranks):
-        got += ppo.ptx_loss(policy, rows, 0.3, budget, utils.World(rank, ranks, CPU), contextlib.nullcontext).item()
+        world = utils.World(rank, ranks, CPU)
+        got += ppo.ptx_loss(policy, rows, args, optimizer, world, contextlib.nullcontext).item()
     before -= 1
     assert relative(gradient_of(policy) / ranks, gradient) < 1e-10 and got == pytest.approx(expected.item(), rel=1e-12)
 

@@ -158,7 +158,7 @@ RL = {
     "reward_timeout": (20.0,), "generation_batch_size": (1, 3), "min_response_length": (1, 6, 11),
     "top_p": (0.5, 1e-6), "top_k": (1, 20), "repetition_penalty": (0.7, 1.3),
     "rollout_backend": ("hf",), "async_steps": (1,), "vllm_tensor_parallel": (2,),
-    "logits_chunk_tokens": (0, 1, 4096), "tools": (("@game:add",),),
+    "logits_chunk_tokens": (0, 1, 4096), "recompute_logits": ("yes", "no"), "tools": (("@game:add",),),
     "environment": ("@game:Game", "@game:Game", "@game:Counter"), "max_turns": (1, 2),
     "max_turn_length": (1, 3), "tool_timeout": (20.0,),
     "tool_call_pattern": (CALL,), "turn_stop": (("a", "1", "+"),),
@@ -216,7 +216,8 @@ BASE_RL = {
 
 ELSEWHERE = {  # what never changes a result, by more than rounding
     "ranks": (1, 2), "micro_batch_tokens": (1, 1000), "logits_chunk_tokens": (1, 4096), "generation_batch_size": (1, 3),
-    "gradient_checkpointing": (True, False), "shard": ("none", "fsdp"), "sequence_parallel": (1, 2),
+    "recompute_logits": ("yes", "no"), "gradient_checkpointing": (True, False), "shard": ("none", "fsdp"),
+    "sequence_parallel": (1, 2),
 }  # fmt: skip
 
 
