@@ -32,7 +32,11 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import agree
+import benchmark_bare
+import benchmark_padding
 import benchmark_rewards
+import benchmark_scaling
+from benchmark_scaling import PHASES
 from benchmark_trl import CASES, train
 
 import grpo
@@ -48,10 +52,12 @@ SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabula
     "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B
     "10m-large": (64, 4, 4, 2, 256, 151_936),  # 10 million parameters, most of them in the vocabulary
     "10m-small": (320, 8, 5, 5, 1280, 512),  # 13 million parameters, most of them in the blocks
+    "39m": (512, 8, 8, 2, 1536, 32_000),
     "10m-rollout": (256, 8, 4, 4, 1024, 8_192),
     "1m-rollout": (64, 2, 2, 2, 256, 8_192),
     "long tail": (64, 2, 4, 2, 256, 64),
     "large vocabulary": (64, 2, 4, 2, 256, 151_936),
+    **{f"vocabulary {n}": (128, 2, 2, 2, 512, n) for n in benchmark_scaling.VOCABULARIES},
 }
 Shape = Literal[tuple(SHAPES)]
 # Of all runs: the demo's task without a system turn, KL, evaluation and checkpoints.
@@ -139,6 +145,14 @@ class PeakMemory:
             return next(int(line.split()[1]) / 1024 for line in file if line.startswith(field))
 
 
+def read_steps(folder: str) -> list[dict]:
+    """Return the metrics of each step of the run in a folder, "time/whole" among them."""
+    steps, ended = read_jsonl(os.path.join(folder, RUN["run_name"], "metrics.jsonl")), 0.0
+    for step in steps:
+        step["time/whole"], ended = step["time/from_scratch"] - ended, step["time/from_scratch"]
+    return steps
+
+
 def run_grpo(folder: str, flags: dict, more: list[str]) -> dict:
     """Return the metrics of each step of a run with RUN and these flags, "time/whole" among them, and its peak memory
     over the loaded models in MiB (of a GPU: all that is allocated). `more`: further words of its command line."""
@@ -153,9 +167,7 @@ def run_grpo(folder: str, flags: dict, more: list[str]) -> dict:
     ends = mock.patch.multiple(checkpoints, save_checkpoint=lambda *_: memory.end(), save_final=lambda *_: None)
     with ends, mock.patch.object(run.Run, "start", training_begins):
         grpo.main(args)
-    steps, ended = read_jsonl(os.path.join(folder, args.run_name, "metrics.jsonl")), 0.0
-    for step in steps:
-        step["time/whole"], ended = step["time/from_scratch"] - ended, step["time/from_scratch"]
+    steps = read_steps(folder)
     allocated = max(step["perf/peak_memory_gb"] for step in steps) * 1e9 / 2**20
     return {"steps": steps, "peak": allocated if GPU else memory.mib}
 
@@ -203,27 +215,31 @@ def compare(flags: dict, kinds: dict[str, tuple], rounds: int, threads: int = 1)
     return results
 
 
-def run_table(title: str, results: dict[str, list[dict] | str], ratio_of: tuple[str, ...]) -> list[list[str]]:
-    """Return a table of what `compare` returned; ratio_of: metrics whose sum is divided by that of the first kind,
+def typical(run: dict, *keys: str) -> float:
+    """Return the median of a metric over the steps of a run that count, summed over the metrics; NaN without one."""
+    steps = run["steps"][WARM_UP:]
+    return sum(statistics.median([step.get(key) or math.nan for step in steps] or [math.nan]) for key in keys)
+
+
+def run_table(title: str, results: dict[str, list[dict] | str], *ratios_of: tuple[str, ...]) -> list[list[str]]:
+    """Return a table of what `compare` returned; ratios_of: metrics whose sum is divided by that of the first kind,
     round by round, shown as median (lowest to highest)."""
-    header = [title, *COLUMNS, "first step, s", "peak, MiB", "load", "ratio of " + " + ".join(ratio_of)]
+    header = [title, *COLUMNS, "first step, s", "peak, MiB", "load", *("ratio of " + " + ".join(x) for x in ratios_of)]
     base, rows = next(iter(results.values())), []
-
-    def median(run: dict, key: str) -> float:
-        return statistics.median([step.get(key) or math.nan for step in run["steps"][WARM_UP:]] or [math.nan])
-
     for kind, found in results.items():
         if isinstance(found, str):
             rows.append([kind, found, *[""] * (len(header) - 2)])
             continue
-        numbers = [[median(run, key) for run in found] for key in COLUMNS.values()]
+        numbers = [[typical(run, key) for run in found] for key in COLUMNS.values()]
         numbers.append([run["steps"][0]["time/whole"] for run in found])
         numbers += [[run[key] for run in found] for key in ("peak", "load")]
         cells = ["" if math.isnan(x) else f"{x:,.4g}" for x in map(statistics.median, numbers)]
-        total = lambda run: sum(median(run, key) for key in ratio_of)
-        ratios = [math.nan] if isinstance(base, str) else [total(run) / total(other) for run, other in zip(found, base)]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        rows.append([kind, *cells, "" if math.isnan(ratios[0]) else spread])
+        for keys in ratios_of:
+            pairs = [] if isinstance(base, str) else zip(found, base)
+            ratios = [typical(run, *keys) / typical(other, *keys) for run, other in pairs] or [math.nan]
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            cells.append("" if math.isnan(ratios[0]) else spread)
+        rows.append([kind, *cells])
     return [header, *rows]
 
 
@@ -309,6 +325,71 @@ def training(
     report(output, "Updates and log-probs", [about], *tables)
 
 
+# ---- passes beside bare ones -----------------------------------------------------------------------------------------
+
+
+def run_passes(folder: str, flags: dict, more: list) -> dict:
+    """Return the seconds of passes as steps, and the peak memory over the model; `more`: of `time_passes`."""
+    memory = PeakMemory()
+    memory.begin()
+    steps = benchmark_bare.time_passes(flags["model"], *more)
+    memory.end()
+    return {"steps": steps, "peak": memory.mib}
+
+
+def run_ranks(folder: str, flags: dict, ranks: int) -> dict:
+    """Return what `run_grpo` does, of a run of several ranks, without its memory."""
+    words = [f"--{name}={x}" for name, x in (RUN | flags | {"output_dir": folder}).items()]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "grpo.py"]
+    subprocess.run([*start, *words, "--no-non_stop_penalty"], check=True, stdout=subprocess.DEVNULL)
+    return {"steps": read_steps(folder), "peak": math.nan}
+
+
+def bare(rounds: Rounds = 3, output: OutputFile = "") -> None:
+    """Time passes of grpo.py beside bare ones of transformers, and a run of two ranks beside one of one rank, with one
+    thread each: at 100 % efficiency two ranks take half of the time."""
+    kinds = ("transformers", "grpo.py", "grpo.py --recompute_logits yes")
+    tables, passes = [], ["time/logprobs", "time/training"]
+    for shape, sequences, length in (("39m", 8, 256), ("10m-small", 8, 256)):
+        found = {kind: (run_passes, [kind, passes, sequences, length]) for kind in kinds}
+        results = compare({"model": shape}, found, rounds)
+        tables.append(run_table(f"{shape}: {sequences} x {length}", results, *([name] for name in passes)))
+    for shape, sequences, length in ((TINY, 256, 48), ("10m-rollout", 64, 96), ("10m-large", 32, 64)):
+        found = {kind: (run_passes, [kind, ["time/rollout"], sequences, length]) for kind in kinds[:2]}
+        results = compare({"model": shape}, found, rounds)
+        name = "the demo's" if shape == TINY else shape
+        tables.append(run_table(f"{name}: {sequences} x {length}", results, ["time/rollout"]))
+    flags = {
+        "model": "10m-small", "rollout_batch_size": 8, "mini_batch_size": 64, "num_epochs": 1, "kl_coef": 0.001,
+        "max_response_length": 96, "min_response_length": 96, "total_episodes": 64 * (WARM_UP + 3),
+    }  # fmt: skip
+    results = compare(flags, {f"{ranks} ranks": (run_ranks, ranks) for ranks in (1, 2)}, rounds)
+    tables.append(run_table("10m-small: 64 x 96, KL to a reference", results, ["time/whole"]))
+    about = f"{rounds} processes of each kind, in turns; peak memory includes the model and its gradient"
+    report(output, "Passes beside bare ones of transformers", [about], *tables)
+
+
+def scaling(rounds: Rounds = 1, output: OutputFile = "") -> None:
+    """Measure how seconds and memory of a step grow with responses, their length, the group and the vocabulary, with
+    one thread. Beside the output goes a picture (.png)."""
+    tables, drawn = [], {}
+    for axis, points in benchmark_scaling.AXES.items():
+        results = {}
+        for size, flags in points.items():
+            flags = benchmark_scaling.BASE | flags
+            flags["total_episodes"] = flags["mini_batch_size"] * (WARM_UP + 3)
+            (results[str(size)],) = compare(flags, {f"{axis} {size}": (run_grpo, [])}, rounds).values()
+        tables.append(run_table(axis, results, ["time/whole"]))
+        drawn[axis] = {
+            int(size): {key: statistics.median(typical(run, key) for run in found) for key in PHASES.values()}
+            | {"peak": statistics.median(run["peak"] for run in found)}
+            for size, found in results.items() if not isinstance(found, str)
+        }  # fmt: skip
+    report(output, "How a step grows", [f"{benchmark_scaling.BASE}", f"{rounds} processes of each"], *tables)
+    if output:
+        benchmark_scaling.draw(drawn, os.path.splitext(output)[0] + ".png")
+
+
 # ---- rollouts --------------------------------------------------------------------------------------------------------
 
 
@@ -390,45 +471,15 @@ def measure_rewards(responses: PositiveInt = 512, repeats: PositiveInt = 5, outp
     report(output, "Reward sources", about, table)
 
 
-# ---- padding ---------------------------------------------------------------------------------------------------------
-
-LENGTHS = {  # mean, standard deviation, least and most tokens of a log-normal distribution
-    "like GSM8K: mean 300, deviation 100": (300, 100, 40, 1500),
-    "long tail: mean 2,000, deviation 2,000, up to 8,192": (2000, 2000, 100, 8192),
-}
-
-
-def wasted(lengths: list[int], budget: int, ranks: int) -> tuple[float, int]:
-    """Return the share of tokens that are padding or waiting, and the number of micro-batches on each rank."""
-    worlds = [utils.World(rank, ranks, torch.device("cpu")) for rank in range(ranks)]
-    cuts = [utils.micro_batches(lengths, budget, world) for world in worlds]
-    cost = lambda rows: len(rows) * max((lengths[i] for i in rows), default=0)
-    slowest = sum(max(cost(rows) for rows in passes) for passes in zip(*cuts))
-    return 1 - sum(lengths) / ranks / slowest, len(cuts[0])
-
-
-def padding(draws: PositiveInt = 20, output: OutputFile = "") -> None:
+def measure_padding(draws: PositiveInt = 20, output: OutputFile = "") -> None:
     """Count how many of the tokens that ranks compute are padding, or stand for waiting for the rank with the longest
     rows. Lengths are drawn; nothing is computed but the cuts of `utils.micro_batches`.
 
     Args:
         draws: draws of which the mean is shown.
     """
-    count, budgets = 512, [4096, 8192, 16_384, 32_768]  # sequences of an update, over all ranks; --micro_batch_tokens
-    table = [["lengths", "ranks", *(f"{budget:,} tokens at once" for budget in budgets)]]
-    for name, (mean, deviation, least, most) in LENGTHS.items():
-        variance = math.log(1 + (deviation / mean) ** 2)
-        for size in (1, 8):
-            numbers = utils.generator("padding", name, size)
-            drawn = numbers.lognormal(math.log(mean) - variance / 2, math.sqrt(variance), (draws, count))
-            batches = drawn.clip(least, most).astype(int).tolist()
-            found = [zip(*(wasted(lengths, budget, size) for lengths in batches)) for budget in budgets]
-            cells = [f"{statistics.mean(share):.1%} ({statistics.mean(passes):.1f})" for share, passes in found]
-            table.append([name, str(size), *cells])
-    report(output, "Padding and waiting", [f"{count} rows, mean of {draws} draws (micro-batches a rank)"], table)
-
-
-# ---- agreement with TRL and verl -------------------------------------------------------------------------------------
+    about = f"{benchmark_padding.COUNT} rows, mean of {draws} draws (micro-batches a rank)"
+    report(output, "Padding and waiting", [about], benchmark_padding.table(draws))
 
 
 def measure_agreement(trl_python: str = "", verl_python: str = "", store: str = "", output: OutputFile = "") -> None:
@@ -445,8 +496,9 @@ def measure_agreement(trl_python: str = "", verl_python: str = "", store: str = 
 
 
 COMMANDS = {
-    "trl": trl, "training": training, "rollout": measure_rollouts, "turns": turns, "rewards": measure_rewards,
-    "padding": padding, "agree": measure_agreement,
+    "trl": trl, "training": training, "bare": bare, "scaling": scaling,
+    "rollout": measure_rollouts, "turns": turns, "rewards": measure_rewards,
+    "padding": measure_padding, "agree": measure_agreement,
 }  # fmt: skip
 
 if __name__ == "__main__":

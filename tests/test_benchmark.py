@@ -2,6 +2,7 @@
 
 import helpers  # isort: skip
 import benchmark  # helpers made scripts/ importable
+import benchmark_padding
 import pytest
 import torch
 
@@ -53,7 +54,7 @@ def test_long_tail(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_wasted_tokens(ranks):
     lengths = [10, 9, 5, 5, 3, 1]
-    share, count = benchmark.wasted(lengths, 20, ranks)
+    share, count = benchmark_padding.wasted(lengths, 20, ranks)
     worlds = [utils.World(rank, ranks, torch.device("cpu")) for rank in range(ranks)]
     cuts = [utils.micro_batches(lengths, 20, world) for world in worlds]
     slowest = 0
@@ -64,7 +65,7 @@ def test_wasted_tokens(ranks):
 
 def test_padding_is_what_results_say(capsys):
     """Nothing is timed, so that any machine gives the table of results/padding.md."""
-    benchmark.padding()
+    benchmark.measure_padding()
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     recorded = (helpers.ROOT / "results/padding.md").read_text()
     assert len(table) == 6 and "\n".join(table) in recorded
