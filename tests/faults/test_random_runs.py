@@ -411,6 +411,8 @@ def may_be_null(script: str, v: SimpleNamespace, row: dict) -> str:
         if v.dataset == "@named.jsonl":  # no row of it names the other sources
             patterns += ["reward(_std|_correct)?/.*"]
         patterns += ["reward_std/.*"] if v.rollout_batch_size * v.group_size < 4 else []
+        if "@rewards.py:some" in v.reward and v.eval_prompts == 1:  # no held-out prompt has all of its scores
+            patterns += ["eval/.*"]
         if script == "ppo" and row["step"] <= v.critic_warmup_steps:
             patterns += ["(objective|loss|policy|rollout)/.*"]
         if drops_responses(v) and row.get("loss/policy_avg") is None:  # no response of the step trains
