@@ -575,6 +575,16 @@ def test_lr_factor():
         assert all(0 <= factor <= 1 for factor in course(schedule, 50, 0.1))
 
 
+def test_weight_decay_is_for_matrices():
+    layer = torch.nn.Linear(3, 2)
+    weight, bias = (parameter.detach().clone() for parameter in layer.parameters())
+    optimizer = utils.Optimizer(layer, Args(weight_decay=0.5, learning_rate=0.1, warmup_ratio=0.0), 1)
+    (0 * (layer.weight.sum() + layer.bias.sum())).backward()
+    optimizer.step()
+    torch.testing.assert_close(layer.weight.detach(), 0.95 * weight)
+    assert torch.equal(layer.bias, bias)
+
+
 @quick
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=30), st.integers(1, 200), st.integers(1, 5))
 def test_micro_batches(lengths, budget, size):

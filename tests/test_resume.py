@@ -247,7 +247,8 @@ def copy(whole, tmp_path) -> dict:
 
 def assert_equal(values: dict, whole: dict) -> None:
     assert metrics_of(values) == metrics_of(whole)
-    assert read_lines(folder_of(values) / "samples.jsonl") == read_lines(folder_of(whole) / "samples.jsonl")
+    for name in ("samples.jsonl", "held_out.jsonl"):
+        assert read_lines(folder_of(values) / name) == read_lines(folder_of(whole) / name)
     assert same_weights(folder_of(values) / "final", folder_of(whole) / "final")
 
 

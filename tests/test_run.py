@@ -86,6 +86,7 @@ def test_what_a_run_leaves(base, tmp_path):
     assert all(set(METRICS) <= row.keys() for row in rows[1:])
     assert all("eval/accuracy" in rows[i] for i in (0, 2)) and "eval/accuracy" not in rows[1]
     assert finite_or_null(rows)
+    assert all(row["rollout/correction_mean"] == pytest.approx(1) for row in rows[1:])  # each token counts once
     assert [name for name, value in rows[2].items() if value is None] == (
         [] if torch.cuda.is_available() else ["perf/mfu"]
     )
@@ -291,7 +292,7 @@ def test_a_run_that_is_killed_again_and_again(straight, tmp_path):
     resume(values, straight, after=step)
 
 
-@pytest.mark.parametrize("number", [3, 4])  # a save has two renames: torch's and that of the folder
+@pytest.mark.parametrize("number", [3, 5])  # a save has two renames, torch's and that of the folder; or a third before
 def test_a_kill_while_a_checkpoint_is_saved_again(straight, tmp_path, number):
     """SIGTERM in step 3 saves step 2, which --save_every has saved; SIGKILL, as a scheduler sends after its grace time,
     in the middle of that, before any further rename, must leave a complete checkpoint of step 2."""
@@ -765,6 +766,24 @@ def runs_a_step(values: dict) -> dict:
 @pytest.mark.parametrize("changes", OPTIONS, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
 def test_options(base, tmp_path, changes):
     runs_a_step(variant(base, tmp_path, **{**ONCE, **changes}))
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+def test_the_reference_is_refreshed_after_its_steps(base, tmp_path, monkeypatch, script):
+    """A policy that was just taken over has no KL to itself. The controller gets that of a token, of which all
+    responses have ten."""
+    module, seen = __import__(script), []
+    adapt = module.adapt_kl_coef
+    monkeypatch.setattr(module, "adapt_kl_coef", lambda coef, kl, *rest: seen.append(kl) or adapt(coef, kl, *rest))
+    values = variant(
+        base, tmp_path, total_episodes=24, num_epochs=1, mini_batch_size=8, eval_every=0, save_every=0,
+        ref_refresh_every=2, kl_controller="adaptive", kl_estimator="k3", min_response_length=10,
+        max_response_length=10, warmup_ratio=0.0,
+    )  # fmt: skip
+    run_here(values, script)
+    first, second, third = (row["objective/kl"] for row in metrics_of(values))
+    assert second > 1e-4 and max(abs(first), abs(third)) < 1e-2 * second
+    assert seen == pytest.approx([first / 10, second / 10, third / 10], rel=1e-5, abs=1e-9)
 
 
 def test_gradient_checkpointing_changes_nothing(base, tmp_path):
