@@ -37,12 +37,13 @@ class Args:
 
 
 def read_facts(folder: str) -> dict:
-    """Return the args.json of a run: flags, script, ranks, threads, versions, and the history of its flags."""
+    """Return the args.json of a run: flags, script, ranks, threads, versions, commit, history of its flags."""
     path = os.path.join(folder, "args.json")
     try:
         with open(path) as file:
             facts = json.load(file)
-        return {name: facts[name] for name in ("args", "script", "ranks", "threads", "versions", "history")}
+        names = ("args", "script", "ranks", "threads", "versions", "git_commit", "history")
+        return {name: facts[name] for name in names}
     except (OSError, ValueError, TypeError, KeyError) as error:
         fail(f"{path}: is not what a run leaves ({error})")
 
@@ -150,9 +151,10 @@ def main(args: Args) -> None:
         print(f"{facts['script']} ended with exit code {code} before step {args.step}", file=sys.stderr)
         sys.exit(code or 1)
 
-    for name, version in resume.versions().items():
-        if version != facts["versions"].get(name):
-            print(f"{name}: {facts['versions'].get(name, 'none')} recorded, {version} now")
+    before = {**facts["versions"], "commit": facts["git_commit"]}
+    for name, version in {**resume.versions(), "commit": resume.git_commit()}.items():
+        if version != before.get(name):
+            print(f"{name}: {before.get(name, 'none')} recorded, {version} now")
     for step in range(start + 1, args.step + 1):
         found = compare(step, recorded, now)
         if found:

@@ -77,11 +77,14 @@ def test_a_step_comes_out_again(again, record, tmp_path, step, said):
 
 def test_what_differs_is_named(again, record, tmp_path):
     edit(record / "metrics.jsonl", lambda rows: rows[-1].update({"loss/grad_norm": 0.5}))
+    facts = json.loads((record / "args.json").read_text())
+    (record / "args.json").write_text(json.dumps({**facts, "git_commit": "abc"}))
     changed = read_lines(record / "samples.jsonl")[-1]["response"]
     edit(record / "samples.jsonl", lambda rows: rows[-1].update({"response": changed[:3] + "#" + changed[4:]}))
     code, out = again(record, 4)
     lines = out.splitlines()
     assert code == 1 and "step 4 is the first that differs:" in lines
+    assert any(line.startswith("commit: abc recorded, ") for line in lines)
     at = lines.index("step 4 is the first that differs:")
     assert lines[at + 1].startswith("  metrics.jsonl: loss/grad_norm: 0.5 recorded, ")
     assert "sample 8: response from character 3: '#" in lines[at + 2] and len(lines) == at + 3
