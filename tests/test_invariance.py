@@ -105,7 +105,7 @@ class Runs:
 
     def flags(self, name: str, precision: str, cut: tuple) -> dict:
         _, script, changes, *_ = TRAINED[name]
-        values = {**self.base[script], "eval_every": 0, **changes}
+        values = {**self.base.get(script, self.base["grpo"]), "eval_every": 0, **changes}  # that of grpo for its forks
         values |= {"model": self.models[precision], "precision": precision, "output_dir": self.output}
         if script != "reward_model":
             own, *judges = [values["reward"]] if isinstance(values["reward"], str) else values["reward"]

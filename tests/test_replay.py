@@ -36,7 +36,7 @@ def again(monkeypatch, tmp_path, capsys):
         codes = [rank.wait().code for rank in helpers.start_ranks(config, ranks[-1])]
         return type("Done", (), {"returncode": codes[0]})
 
-    monkeypatch.setattr(replay.subprocess, "run", run)
+    monkeypatch.setattr(replay, "subprocess", SimpleNamespace(run=run))
 
     def replayed(folder, step: int, **changes) -> tuple[int, str]:
         capsys.readouterr()
