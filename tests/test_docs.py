@@ -180,7 +180,8 @@ def test_every_metric_has_a_formula():
     named = set(re.findall(rf"`({metric})`", (ROOT / "docs" / "metrics.md").read_text()))
     named |= {name.replace("eval/", "train/") for name in named}
     found = set()
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py")):
+    scripts = [ROOT / f"{name}.py" for name in ("grpo", "rloo", "ppo", "reward_model", "utils")]  # not what a fork adds
+    for path in (*scripts, *ROOT.glob("plumbing/*.py")):
         found |= set(re.findall(rf'"({metric})"', path.read_text()))
     assert len(found) > 30
     assert found <= named

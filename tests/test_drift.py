@@ -348,8 +348,8 @@ def ours(text: str) -> str:
 
 
 def unknown_flags(text: str) -> set[str]:
-    scripts = [*SCRIPTS, *(f"scripts/{path.name}" for path in sorted((ROOT / "scripts").glob("*.py")))]
-    return flags_named(ours(text)) - TORCHRUN - {flag for name in scripts for flag in flags_of(name)}
+    scripts = [path.relative_to(ROOT) for path in (*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py"))]  # forks, too
+    return flags_named(ours(text)) - TORCHRUN - {flag for name in scripts for flag in flags_of(str(name))}
 
 
 def missing_paths(text: str) -> list[str]:
