@@ -53,10 +53,10 @@ def train(folder: str, flags: dict, micro_batch: int, begin: Callable[[], None])
 
     class Timed(trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
-            begin = now()
+            start = now()
             out = super()._generate_and_score_completions(inputs)
             self.rollout_end, self.tokens = now(), out["completion_mask"].sum(1).double().mean().item()
-            self.rollout = self.rollout_end - begin
+            self.rollout = self.rollout_end - start
             return out
 
     class Clock(transformers.TrainerCallback):
