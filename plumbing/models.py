@@ -165,9 +165,7 @@ def load_model(
         config._attn_implementation = "eager"
     if device.type == "meta":
         with device:
-            model = auto_class.from_config(config, dtype=dtype).eval()
-        prepare(model)
-        return model
+            return prepare(auto_class.from_config(config, dtype=dtype).eval())
     try:
         model, report = auto_class.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
     except Exception as error:  # files of any content
@@ -183,12 +181,11 @@ def load_model(
         # a run that is resumed from another file would not go on bit for bit.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    prepare(model)
-    return model.to(device)
+    return prepare(model).to(device)
 
 
-def prepare(model: torch.nn.Module) -> None:
-    """Let a model decode without its routers' balance loss, and train the embedding of its pad token.
+def prepare(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a model that decodes without its routers' balance loss and trains the embedding of its pad token.
 
     torch would leave that embedding without gradient. It may be the stop token's; padding is masked by length.
     """
@@ -196,6 +193,7 @@ def prepare(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
+    return model
 
 
 def caps_scores(config) -> bool:
