@@ -273,7 +273,8 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
     # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.
     config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
     if not saved:  # of another model's scores
-        vars(config).pop("score_mean", None), vars(config).pop("score_std", None)
+        for name in ("score_mean", "score_std"):
+            vars(config).pop(name, None)
     if new_head:
         values = utils.generator("head", args.seed).normal(0, 1 / math.sqrt(head.shape[1] + 1), head.shape)
         head.copy_(torch.from_numpy(values))

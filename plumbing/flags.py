@@ -267,12 +267,10 @@ class RolloutArgs(SamplingArgs):
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
     logits_chunk_tokens: NonNegativeInt = 0
-    """Response tokens whose logits are computed at once. Memory and speed only. 0: 512, or up to 4,096 where that still
-    fits into 80 % of a GPU."""
+    """Response tokens whose logits are computed at once; 0 for 512, or up to 4,096 if a GPU has the memory."""
     recompute_logits: Literal["auto", "yes", "no"] = "auto"
-    """Compute logits again in the backward pass instead of keeping them, one number for each response token and entry
-    of the vocabulary. Memory and speed only. auto: with --gradient_checkpointing, or where they do not fit into 80 %
-    of a GPU."""
+    """Compute logits again in the backward pass instead of keeping a number for each response token and entry of the
+    vocabulary. Memory and speed only. auto: with --gradient_checkpointing, or if a GPU lacks the memory."""
 
 
 def check_address(flag: str, address: str) -> None:

@@ -36,6 +36,7 @@ import benchmark_bare
 import benchmark_padding
 import benchmark_rewards
 import benchmark_scaling
+from benchmark_bare import KINDS
 from benchmark_scaling import PHASES
 from benchmark_trl import CASES, train
 
@@ -329,7 +330,7 @@ def training(
 
 
 def run_passes(folder: str, flags: dict, more: list) -> dict:
-    """Return the seconds of passes as steps, and the peak memory over the model; `more`: of `time_passes`."""
+    """Return the seconds of passes as steps, and the process's peak memory; `more`: of `time_passes`."""
     memory = PeakMemory()
     memory.begin()
     steps = benchmark_bare.time_passes(flags["model"], *more)
@@ -348,23 +349,15 @@ def run_ranks(folder: str, flags: dict, ranks: int) -> dict:
 def bare(rounds: Rounds = 3, output: OutputFile = "") -> None:
     """Time passes of grpo.py beside bare ones of transformers, and a run of two ranks beside one of one rank, with one
     thread each: at 100 % efficiency two ranks take half of the time."""
-    kinds = ("transformers", "grpo.py", "grpo.py --recompute_logits yes")
-    tables, passes = [], ["time/logprobs", "time/training"]
-    for shape, sequences, length in (("39m", 8, 256), ("10m-small", 8, 256)):
-        found = {kind: (run_passes, [kind, passes, sequences, length]) for kind in kinds}
-        results = compare({"model": shape}, found, rounds)
-        tables.append(run_table(f"{shape}: {sequences} x {length}", results, *([name] for name in passes)))
-    for shape, sequences, length in ((TINY, 256, 48), ("10m-rollout", 64, 96), ("10m-large", 32, 64)):
-        found = {kind: (run_passes, [kind, ["time/rollout"], sequences, length]) for kind in kinds[:2]}
-        results = compare({"model": shape}, found, rounds)
-        name = "the demo's" if shape == TINY else shape
-        tables.append(run_table(f"{name}: {sequences} x {length}", results, ["time/rollout"]))
-    flags = {
-        "model": "10m-small", "rollout_batch_size": 8, "mini_batch_size": 64, "num_epochs": 1, "kl_coef": 0.001,
-        "max_response_length": 96, "min_response_length": 96, "total_episodes": 64 * (WARM_UP + 3),
-    }  # fmt: skip
-    results = compare(flags, {f"{ranks} ranks": (run_ranks, ranks) for ranks in (1, 2)}, rounds)
-    tables.append(run_table("10m-small: 64 x 96, KL to a reference", results, ["time/whole"]))
+    tables = []
+    cases = [(*case, KINDS, ["time/logprobs", "time/training"]) for case in benchmark_bare.UPDATES]
+    cases += [(*case, KINDS[:2], ["time/rollout"]) for case in benchmark_bare.ROLLOUTS]
+    for model, sequences, length, kinds, passes in cases:
+        runs = {kind: (run_passes, [kind, passes, sequences, length]) for kind in kinds}
+        results = compare({"model": model}, runs, rounds)
+        tables.append(run_table(f"{model}: {sequences} x {length}", results, *([name] for name in passes)))
+    results = compare(benchmark_bare.RANKS, {f"{ranks} ranks": (run_ranks, ranks) for ranks in (1, 2)}, rounds)
+    tables.append(run_table("10m-small: 64 x 96, two ranks", results, ["time/whole"]))
     about = f"{rounds} processes of each kind, in turns; peak memory includes the model and its gradient"
     report(output, "Passes beside bare ones of transformers", [about], *tables)
 
@@ -376,9 +369,8 @@ def scaling(rounds: Rounds = 1, output: OutputFile = "") -> None:
     for axis, points in benchmark_scaling.AXES.items():
         results = {}
         for size, flags in points.items():
-            flags = benchmark_scaling.BASE | flags
-            flags["total_episodes"] = flags["mini_batch_size"] * (WARM_UP + 3)
-            (results[str(size)],) = compare(flags, {f"{axis} {size}": (run_grpo, [])}, rounds).values()
+            runs = {f"{axis} {size}": (run_grpo, [])}
+            (results[str(size)],) = compare(benchmark_scaling.BASE | flags, runs, rounds).values()
         tables.append(run_table(axis, results, ["time/whole"]))
         drawn[axis] = {
             int(size): {key: statistics.median(typical(run, key) for run in found) for key in PHASES.values()}

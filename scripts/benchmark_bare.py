@@ -10,6 +10,14 @@ from torch.nn.functional import cross_entropy
 import grpo
 
 REPEATS = 5  # of each pass
+KINDS = "transformers", "grpo.py", "grpo.py --recompute_logits yes"
+# A model, sequences, and the tokens of each.
+UPDATES = ("39m", 8, 256), ("10m-small", 8, 256)
+ROLLOUTS = ("assets/tiny", 256, 48), ("10m-rollout", 64, 96), ("10m-large", 32, 64)
+RANKS = {  # flags of the runs of one and two ranks, with a KL to a reference
+    "model": "10m-small", "rollout_batch_size": 8, "mini_batch_size": 64, "num_epochs": 1, "kl_coef": 0.001,
+    "max_response_length": 96, "min_response_length": 96, "total_episodes": 64 * 5,
+}  # fmt: skip
 
 
 def bare_passes(model, ids: torch.Tensor, stops: int) -> dict[str, Callable]:
@@ -49,7 +57,7 @@ def time_passes(folder: str, who: str, names: list[str], sequences: int, length:
     """Return the seconds of passes of a model in a folder, repeat by repeat.
 
     Args:
-        who: "transformers", "grpo.py" or "grpo.py --recompute_logits yes".
+        who: of KINDS.
         names: of the passes.
         length: tokens of a response; the prompt is one token.
     """
