@@ -2,7 +2,9 @@
 
 import helpers  # isort: skip
 import benchmark  # helpers made scripts/ importable
+import benchmark_bare
 import benchmark_padding
+import benchmark_scaling
 import pytest
 import torch
 
@@ -69,3 +71,32 @@ def test_padding_is_what_results_say(capsys):
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     recorded = (helpers.ROOT / "results/padding.md").read_text()
     assert len(table) == 6 and "\n".join(table) in recorded
+
+
+def test_bare_passes_do_the_same_work():
+    """The same log-probs, gradient and number of sampled tokens as grpo.py's."""
+    model = benchmark.transformers.AutoModelForCausalLM.from_pretrained(benchmark.TINY)
+    torch.manual_seed(0)
+    ids, found = torch.randint(2, 20, (3, 9)), []
+    both = benchmark_bare.bare_passes(model, ids, 1), benchmark_bare.our_passes(model, ids, 1, True)
+    for passes in both:
+        model.zero_grad()
+        passes["time/training"]()
+        found.append([passes["time/logprobs"](), model.model.embed_tokens.weight.grad.clone()])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert both[0]["time/rollout"]().shape == (3, 9) and [len(x) for x in both[1]["time/rollout"]()[0]] == [8] * 3
+    (row, *_) = benchmark_bare.time_passes(benchmark.TINY, "grpo.py", ["time/logprobs"], 2, 4)
+    assert 0 < row["time/logprobs"] == row["time/whole"]
+
+
+def test_scaling(tmp_path):
+    """All points are runs that grpo.py takes, and their picture is drawn."""
+    for axis, points in benchmark_scaling.AXES.items():
+        for size, flags in points.items():
+            words = [f"--{name}={x}" for name, x in (benchmark.RUN | benchmark_scaling.BASE | flags).items()]
+            args = benchmark.parse(benchmark.grpo.Args, words)
+            assert args.model in benchmark.SHAPES and args.group_size * args.rollout_batch_size == args.mini_batch_size
+            assert args.total_episodes == 5 * args.mini_batch_size, (axis, size)
+    rows = {n: dict.fromkeys((*benchmark.PHASES.values(), "peak"), float(n)) for n in (2, 4)}
+    benchmark_scaling.draw({"tokens": rows, "vocabulary": rows}, str(tmp_path / "scaling.png"))
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
