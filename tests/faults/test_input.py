@@ -318,7 +318,7 @@ COMMANDS = {
     "plot text_curves --output a.png": "text_curves/metrics.jsonl line 1: ",
     "plot curves --output=": "--output : has to end with .png, .pdf or .svg",
     "plot curves --ouput a.png": "--ouput: there is no such flag; did you mean --output?",
-    "benchmark": "the first word: has to be one of trl, training, rollout, turns, rewards, padding",
+    "benchmark": "the first word: has to be one of trl, training, bare, scaling, rollout, turns, rewards, padding",
     "benchmark pading": "pading: has to be one of trl, training",
     "benchmark --draws 1": "--draws: has to be one of trl, training",
     "benchmark padding --drws 1": "--drws: there is no such flag; did you mean --draws?",
