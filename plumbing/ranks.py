@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from typing import Callable
 
 import torch.distributed as dist
@@ -71,7 +72,10 @@ def record(main: Callable) -> Callable:
             main(args)
         except Exception as error:
             if is_lost_connection(error):
-                fail(f"{Phase.now.place}: another rank has ended, or does not answer; see what it said", local=True)
+                try:
+                    fail(f"{Phase.now.place}: another rank has ended, or does not answer; see what it said", local=True)
+                finally:
+                    time.sleep(2)  # torchrun takes the rank that ended first, in whole seconds, for the root cause
             error.add_note(f"({Phase.now.place})")
             raise
         finally:
