@@ -13,14 +13,14 @@ BASE = {  # flags of grpo.py of all runs; 64 responses of 64 tokens where nothin
     "min_response_length": 64, "num_epochs": 2, "learning_rate": 1e-9, "micro_batch_tokens": 2048,
     "total_episodes": 5 * 64,
 }  # fmt: skip
-VOCABULARIES = [512, 2048, 8192, 32_768, 131_072]
-SIZES = 16, 32, 64, 128, 256
+VOCABULARIES = 512, 2048, 8192, 32_768
+SIZES = 16, 32, 64, 128
 AXES = {  # what grows: {its size: flags of grpo.py}
     "responses a step": {
         n: {"rollout_batch_size": n // 8, "mini_batch_size": n, "total_episodes": 5 * n} for n in SIZES
     },
     "tokens a response": {n: {"max_response_length": n, "min_response_length": n} for n in SIZES},
-    "responses a prompt, 64 in all": {n: {"group_size": n, "rollout_batch_size": 64 // n} for n in (2, 4, 8, 32, 64)},
+    "responses a prompt, 64 in all": {n: {"group_size": n, "rollout_batch_size": 64 // n} for n in (2, 8, 32, 64)},
     "vocabulary": {n: {"model": f"vocabulary {n}"} for n in VOCABULARIES},
 }
 PHASES = {"rollout": "time/rollout", "log-probs": "time/logprobs", "two updates": "time/training"}

@@ -18,7 +18,8 @@ TAIL = {
     "max_response_length": 256, "total_episodes": 6 * 256,
 }  # fmt: skip
 LARGE = {
-    **TAIL, "model": "large vocabulary", "rollout_batch_size": 2, "mini_batch_size": 16, "total_episodes": 2 * 16
+    **TAIL, "model": "large vocabulary", "rollout_batch_size": 2, "mini_batch_size": 16, "total_episodes": 2 * 16,
+    "recompute_logits": "yes",
 }  # fmt: skip
 CASES = {  # what it is, flags of grpo.py, TRL's micro-batch in responses
     "short": ("the demo without KL: 32 prompts x 8 responses of up to 48 tokens; the strict #### reward", DEMO, 128),
