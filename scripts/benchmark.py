@@ -377,7 +377,7 @@ def scaling(rounds: Rounds = 1, output: OutputFile = "") -> None:
             | {"peak": statistics.median(run["peak"] for run in found)}
             for size, found in results.items() if not isinstance(found, str)
         }  # fmt: skip
-    report(output, "How a step grows", [f"{benchmark_scaling.BASE}", f"{rounds} processes of each"], *tables)
+    report(output, "How a step grows", [f"{benchmark_scaling.BASE}", f"{rounds} process(es) of each"], *tables)
     if output:
         benchmark_scaling.draw(drawn, os.path.splitext(output)[0] + ".png")
 

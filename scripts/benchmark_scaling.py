@@ -1,7 +1,5 @@
 """How a step of grpo.py grows with its sizes: the runs and their picture. `scripts/benchmark.py scaling` calls it."""
 
-import math
-
 import matplotlib
 from matplotlib.figure import Figure
 
@@ -27,7 +25,8 @@ PHASES = {"rollout": "time/rollout", "log-probs": "time/logprobs", "two updates"
 
 
 def draw(found: dict[str, dict[int, dict[str, float]]], path: str) -> None:
-    """Draw seconds of the phases of a step, and peak memory, over the sizes of each axis, beside straight lines.
+    """Draw seconds of the phases of a step, and peak memory, over the sizes of each axis; what is proportional is
+    parallel to the dashed line.
 
     Args:
         found: {axis: {size: {metric: median}}}, "peak" in MiB among the metrics.
@@ -41,11 +40,12 @@ def draw(found: dict[str, dict[int, dict[str, float]]], path: str) -> None:
             for color, (phase, key) in zip(COLORS, PHASES.items()):
                 time.plot(sizes, [rows[n][key] for n in sizes], color=color, marker="o", label=phase)
             memory.plot(sizes, [rows[n]["peak"] for n in sizes], color=COLORS[3], marker="o", label="peak memory")
-            for panel, largest in ((time, max(rows[sizes[-1]][key] for key in PHASES.values())), (memory, math.nan)):
-                line = [largest * n / sizes[-1] for n in sizes]
-                panel.plot(sizes, line, color="#b9b6b0", linestyle="--", linewidth=1, label="proportional")
+            line = [max(rows[sizes[-1]][key] for key in PHASES.values()) * n / sizes[-1] for n in sizes]
+            time.plot(sizes, line, color="#b9b6b0", linestyle="--", linewidth=1, label="proportional")
+            time.set_yscale("log")
+            memory.set_ylim(bottom=0)
+            for panel in (time, memory):
                 panel.set_xscale("log", base=2)
-                panel.set_yscale("log")
                 panel.set_xlabel(axis)
         panels[0, 0].set_ylabel("seconds a step")
         panels[1, 0].set_ylabel("MiB over the model")
