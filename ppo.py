@@ -787,7 +787,7 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = models.precision(args.precision, world.device)
     dtype, loss_dtype, compute_dtype, autocast = precision
-    # Also settles what --micro_batch_tokens, --logits_chunk_tokens and --recompute_logits leave open, by its memory.
+    # Also settles --micro_batch_tokens, --logits_chunk_tokens and --recompute_logits, if open, by the device's memory.
     sharding = Sharding(args, world, precision, held_models(args))
     dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
     policy = load_policy(args, run.checkpoint, dtype, sharding.load_device)

@@ -241,9 +241,9 @@ def sampling_bytes(args, policy: Model, devices: Devices) -> dict[str, float]:
     """Return the bytes of what samples on this GPU, beside the states.
 
     - sampler (hf): autocast's copies of the matrices, or with fsdp all weights, unsharded; keys (float32 in autocast,
-      after the rotation) and values of all rows; the most of: 36 bytes a row and vocabulary entry (logits as they are
-      and divided, log-probabilities, three of float64), keys and values of one layer once for each head, and, while
-      there are only the prompts, their way through one MLP.
+      after the rotation) and values of all rows; the most of: 40 bytes a row and vocabulary entry (logits as they are
+      and divided, log-probabilities, probabilities; in float64 a copy, the sums, and those of the token before), keys
+      and values of one layer once for each head, and, while there are only the prompts, their way through one MLP.
     - engine (vllm): c a parameter, over --vllm_tensor_parallel, and the cache, by default a quarter of the GPU's memory
       (1 GB on a CPU).
     """
@@ -254,7 +254,7 @@ def sampling_bytes(args, policy: Model, devices: Devices) -> dict[str, float]:
     if backend == "hf":
         rows, pair = args.generation_batch_size, compute + (max(4, compute) if compute < weight else weight)
         length, prompt = longest_sequence(args), args.max_prompt_length
-        end = length * layers * keys * pair + max(vocabulary * 36, length * queries * pair)
+        end = length * layers * keys * pair + max(vocabulary * 40, length * queries * pair)
         begin = prompt * ((layers * keys + queries) * pair + 3 * inner * compute + 3 * hidden * weight)
         embeddings, looked_up = embedding_parameters(policy)
         weights = (policy.parameters - looked_up) * compute if compute < weight else 0
@@ -353,9 +353,10 @@ def plan_run(args, names: ModelNames, world: World, sharding: Sharding) -> None:
     if hasattr(args, "rollout_backend"):
         about = replace(about, rollout_backend=rollout_backend(args))
     about = choose_tokens(about, models, devices)
-    for name, least in (("micro_batch_tokens", min), ("logits_chunk_tokens", min), ("recompute_logits", max)):
+    # Of "yes" and "no", "yes" is the larger one.
+    for name, choose in (("micro_batch_tokens", min), ("logits_chunk_tokens", min), ("recompute_logits", max)):
         if getattr(args, name, None) in (0, "auto"):
-            chosen = least(world.all_gather([getattr(about, name)]))
+            chosen = choose(world.all_gather([getattr(about, name)]))
             setattr(args, name, chosen)
             setattr(about, name, chosen)
     if not world.main:

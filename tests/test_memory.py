@@ -16,7 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import grpo
+import ppo
 import reward_model
+import rloo
 import utils
 from plumbing import memory
 from plumbing.models import ModelNames, ScalarModel
@@ -195,6 +197,36 @@ def test_peak_of_a_micro_batch(shape, precision, checkpointing):
     parts = estimate(model, precision=precision, gradient_checkpointing=checkpointing, recompute_logits=logits)
     expected = parts["while training"] - sum(parts[name] for name in STATES)
     assert peak_bytes(work) == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("recompute", ["no", "yes"])
+@pytest.mark.parametrize("entropy_coef, kl_estimator", [(0.1, "k3"), (0.0, "full"), (0.1, "full")])
+def test_peak_with_a_trained_entropy_and_an_exact_kl(entropy_coef, kl_estimator, recompute):
+    model, reference = make(**SHAPES["words"]), make(**SHAPES["words"]).requires_grad_(False)
+    ids, mask = batch()
+    mask[:, 1:] = True
+    policy = grpo.Policy(model, 1.0, CHUNK, entropy_coef > 0, recompute == "yes")
+    frozen = grpo.Policy(reference, 1.0, CHUNK) if kl_estimator == "full" else None
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def work():
+        out = policy(ids, mask, frozen)
+        sum(x.sum() for name, x in out.items() if not name.startswith("detached")).backward()
+
+    parts = estimate(model, entropy_coef=entropy_coef, kl_estimator=kl_estimator, recompute_logits=recompute)
+    expected = parts["while training"] - sum(parts[name] for name in STATES)
+    assert peak_bytes(work) == pytest.approx(expected, rel=0.15)
+
+
+def test_what_a_run_keeps(tiny):
+    """Logits where nothing is said, unless blocks are recomputed; the policy is told."""
+    for checkpointing, flag, kept in ((False, "auto", True), (True, "auto", False), (True, "no", True)):
+        args = grpo.Args(model=tiny, gradient_checkpointing=checkpointing, recompute_logits=flag, rollout_backend="hf")
+        plan_alone(args, ModelNames([("--model", tiny)], [], []))
+        for script in (grpo, ppo, rloo):
+            policy = script.load_policy(args, None, torch.float32, torch.device("cpu"))
+            assert args.recompute_logits == ("no" if kept else "yes") and policy.recompute_logits != kept
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
