@@ -37,15 +37,20 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 import utils
-from plumbing import command_line, data, engines, evaluation, flags, lora, models
-from plumbing.conversations import ConversationArgs, load_conversations
+from plumbing import command_line, flags
+from plumbing.data import mixture as data
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
-from plumbing.ranks import record
-from plumbing.rewards import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
-from plumbing.rollout import Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
-from plumbing.run import Run
-from plumbing.sharding import Sharding, gradient_sync, model_device, sync_reference
-from plumbing.token_log import TokenLog
+from plumbing.models import loading as models
+from plumbing.models import lora
+from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
+from plumbing.rewards.sources import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
+from plumbing.rollout import engines
+from plumbing.rollout.batch import Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
+from plumbing.run import evaluation
+from plumbing.run.ranks import record
+from plumbing.run.run import Run
+from plumbing.run.token_log import TokenLog
+from plumbing.turns.conversations import ConversationArgs, load_conversations
 
 # What each --loss stands for, unless a flag says otherwise:
 #             token loss    aggregation     scale    low    high   source

@@ -32,12 +32,16 @@ import torch
 from torch import Tensor, nn
 
 import utils
-from plumbing import command_line, data, flags, lora, models, prompts
+from plumbing import command_line, flags
+from plumbing.data import mixture as data
+from plumbing.data import prompts
+from plumbing.data.rows import arithmetic_pairs, is_number, read_rows
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.ranks import record
-from plumbing.rows import arithmetic_pairs, is_number, read_rows
-from plumbing.run import Run
-from plumbing.sharding import Sharding, gradient_sync
+from plumbing.models import loading as models
+from plumbing.models import lora
+from plumbing.models.sharding import Sharding, gradient_sync
+from plumbing.run.ranks import record
+from plumbing.run.run import Run
 
 
 @dataclass

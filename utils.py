@@ -331,7 +331,7 @@ class Optimizer:
         }
 
     def state_dict(self) -> dict:
-        """Return the counters; Adam's state is saved by the names of its parameters, see plumbing/checkpoints.py."""
+        """Return the counters; Adam's state is saved by the names of its parameters, see plumbing/run/checkpoints.py."""
         return {name: getattr(self, name) for name in self.COUNTERS}
 
     def load_state_dict(self, state: dict) -> None:

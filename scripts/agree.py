@@ -30,8 +30,9 @@ import grpo
 import ppo
 import rloo
 import utils
-from plumbing import data, models
-from plumbing.rollout import Batch, Experience, collate, forward_tokens
+from plumbing.data import mixture as data
+from plumbing.models import loading as models
+from plumbing.rollout.batch import Batch, Experience, collate, forward_tokens
 
 SMALL = {"prompts": 3, "group_size": 4, "tokens": 6, "vocabulary": 12, "hidden_size": 8}  # of the stored outputs
 LARGE = {"prompts": 16, "group_size": 8, "tokens": 48, "vocabulary": 96, "hidden_size": 32}

@@ -42,10 +42,10 @@ from benchmark_trl import CASES, train
 
 import grpo
 import utils
-from plumbing import checkpoints, resume, run
 from plumbing.command_line import parse, run_subcommand
-from plumbing.files import read_jsonl
 from plumbing.flags import PositiveInt, in_range
+from plumbing.run import checkpoints, resume, run
+from plumbing.run.files import read_jsonl
 
 TINY, GPU = os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
 SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabulary

@@ -9,7 +9,7 @@ import time
 from unittest import mock
 
 import utils
-from plumbing import rewards
+from plumbing.rewards import sources as rewards
 
 CODE = "```python\ndef twice(x):\n    return 2 * x\n```"
 ASSERTS = ["assert twice(1) == 2", "assert twice(0) == 0", "assert twice(-3) == -6"]

@@ -3,8 +3,8 @@
 import matplotlib
 from matplotlib.figure import Figure
 
-from plumbing.curves import COLORS, STYLE
-from plumbing.files import replacing
+from plumbing.run.curves import COLORS, STYLE
+from plumbing.run.files import replacing
 
 BASE = {  # flags of grpo.py of all runs; 64 responses of 64 tokens where nothing else is said
     "model": "vocabulary 8192", "rollout_batch_size": 8, "mini_batch_size": 64, "max_response_length": 64,

@@ -7,7 +7,8 @@ from typing import Callable
 import torch
 import transformers
 
-from plumbing import rows, verifiers
+from plumbing.data import rows
+from plumbing.rewards import verifiers
 
 DEMO = {
     "model": "assets/tiny", "learning_rate": 3e-4, "rollout_batch_size": 32, "mini_batch_size": 256,

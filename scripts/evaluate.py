@@ -14,9 +14,9 @@ P prompts, every number is a mean over prompts:
    expectation over draws and ties. Each response votes for its final answer; one without any, or cut off under
    --require_stop, does not vote, and where no one votes, the vote is wrong. An answer that got different scores is
    correct to the share of its votes that is. Answers are equal as mathematics with --reward math, else as text
-   (`voted_answer` in plumbing/answers.py); format, code and ifeval have none.
+   (`voted_answer` in plumbing/rewards/answers.py); format, code and ifeval have none.
 4. 95% confidence intervals take the prompts, not the responses, as the independent draws (arXiv:2411.00640, section
-   2.2): "se" is the standard deviation over prompts / sqrt(P), "ci95" an interval from it (plumbing/measures.py).
+   2.2): "se" is the standard deviation over prompts / sqrt(P), "ci95" an interval from it (plumbing/run/measures.py).
 5. Where every answer of the data set has a "####" (GSM8K), gsm8k_strict and gsm8k_flexible are lm-evaluation-harness's
    strict-match and flexible-extract: the first "#### number", the last number. They read the text, however it ended.
 6. With --tools or --environment a response is a conversation, as in training: what is voted on is its last turn, and
@@ -42,13 +42,17 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
-from plumbing import checkpoints, command_line, data, files, flags, models, resume, run_log
-from plumbing.answers import harness_answer, harness_text, plain_answer, voted_answer
-from plumbing.conversations import Conversation, ConversationArgs, Conversations, load_conversations
-from plumbing.evaluation import conversation_metrics
-from plumbing.measures import estimate, measures
-from plumbing.rewards import Rewards, check_sources, is_scored_by, needs_answer
-from plumbing.rollout import in_batches
+from plumbing import command_line, flags
+from plumbing.data import mixture as data
+from plumbing.models import loading as models
+from plumbing.rewards.answers import harness_answer, harness_text, plain_answer, voted_answer
+from plumbing.rewards.sources import Rewards, check_sources, is_scored_by, needs_answer
+from plumbing.rollout.batch import in_batches
+from plumbing.run import checkpoints, files, resume
+from plumbing.run import log as run_log
+from plumbing.run.evaluation import conversation_metrics
+from plumbing.run.measures import estimate, measures
+from plumbing.turns.conversations import Conversation, ConversationArgs, Conversations, load_conversations
 
 NO_ANSWERS = ("format", "code", "ifeval", "environment")  # sources whose responses have nothing to vote for
 
@@ -184,7 +188,7 @@ def main(args: Args) -> None:
     param_dtype, _, compute_dtype, autocast = models.precision(args.precision, world.device)
     model = engine = None
     if args.backend == "vllm":
-        from plumbing.vllm_engine import Engine
+        from plumbing.rollout.vllm_engine import Engine
 
         engine = Engine(args, world, compute_dtype, load_format="auto")
     else:

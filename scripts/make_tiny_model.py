@@ -31,8 +31,8 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from plumbing import command_line
+from plumbing.data.rows import arithmetic_rows, worked_addition
 from plumbing.flags import PositiveFloat, PositiveInt, Share, in_range
-from plumbing.rows import arithmetic_rows, worked_addition
 from utils import fail
 
 IGNORE = -100  # label of the positions that carry no loss

@@ -4,7 +4,7 @@
     python scripts/memory.py --algorithm ppo --gpus 16 --model Qwen/Qwen2.5-7B --shard fsdp --gradient_checkpointing
 
 All other flags are those of the script that --algorithm names, here taken as on GPUs where vLLM is installed. How it is
-estimated: plumbing/memory.py.
+estimated: plumbing/models/memory.py.
 """
 
 import importlib
@@ -13,8 +13,9 @@ import sys
 from dataclasses import dataclass, replace
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from plumbing import command_line, flags, memory
-from plumbing.sharding import Sharding
+from plumbing import command_line, flags
+from plumbing.models import memory
+from plumbing.models.sharding import Sharding
 from utils import ROOT, fail
 
 

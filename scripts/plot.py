@@ -12,8 +12,9 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import command_line, curves, resume
-from plumbing.rows import is_number
+from plumbing import command_line
+from plumbing.data.rows import is_number
+from plumbing.run import curves, resume
 
 
 @dataclass

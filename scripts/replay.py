@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from plumbing import checkpoints, command_line, files, flags, resume
+from plumbing import command_line, flags
+from plumbing.run import checkpoints, files, resume
 from utils import ROOT, fail
 
 CLOCK = ("time/", "perf/")  # metrics of the clock and of memory

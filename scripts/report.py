@@ -11,7 +11,8 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import command_line, curves, report
+from plumbing import command_line
+from plumbing.run import curves, report
 
 
 @dataclass

@@ -49,10 +49,12 @@ from starlette.requests import ClientDisconnect
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import command_line, models, prompts
+from plumbing import command_line
+from plumbing.data import prompts
+from plumbing.data.prompts import is_filled
 from plumbing.flags import Floats, Port, PositiveFloat, PositiveInt, Seconds
-from plumbing.prompts import is_filled
-from plumbing.rewards import (
+from plumbing.models import loading as models
+from plumbing.rewards.sources import (
     Rewards,
     check_name,
     check_sources,
@@ -62,7 +64,7 @@ from plumbing.rewards import (
     needs_answer,
     reward_weights,
 )
-from plumbing.verifiers import VERIFIERS
+from plumbing.rewards.verifiers import VERIFIERS
 
 GRACE = 3  # seconds that requests have to end in after SIGTERM
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # of answers with such a status

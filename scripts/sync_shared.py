@@ -82,7 +82,7 @@ def copy(source: bytes, target: bytes, names: list[str]) -> bytes:
 
 @functools.cache
 def definitions(source: bytes) -> dict[str, str]:
-    """Return the top-level names of a file and where they are from: "plumbing.rollout.collate", "" for its own."""
+    """Return the top-level names of a file and where they are from: "plumbing.rollout.batch.collate", "" for its own."""
     found = {}
     for statement in tree(source).body:
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):

@@ -6,7 +6,7 @@
 
 This process becomes vLLM's own OpenAI-compatible server, started with what a run needs: log-probabilities of the
 distribution that is sampled, the end points that take and return token ids, and weight transfer, by NCCL between GPUs
-and by gloo between CPUs (plumbing/vllm_worker.py). What follows `--` goes to vLLM as it is: `-- --max-num-seqs 512`.
+and by gloo between CPUs (plumbing/rollout/vllm_worker.py). What follows `--` goes to vLLM as it is: `-- --max-num-seqs 512`.
 
 Whoever gets an answer from this server can run code on its machine: vLLM's /collective_rpc calls functions by name, and
 its weight transfer connects to the address that it is told. So with a key in VLLM_API_KEY, every path but /health takes
@@ -30,9 +30,10 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import command_line, models
+from plumbing import command_line
 from plumbing.flags import NonNegativeFloat, NonNegativeInt, Port, PositiveInt
-from plumbing.vllm_engine import PREFILL_TOKENS
+from plumbing.models import loading as models
+from plumbing.rollout.vllm_engine import PREFILL_TOKENS
 
 
 @dataclass
@@ -69,7 +70,7 @@ def vllm_arguments(args: Args, port: int, gpu: bool, positions: int) -> list[str
         "generation-config": "vllm",  # the model's own defaults would change the distribution
         "logprobs-mode": "processed_logprobs",  # after the temperature
         "weight-transfer-config": json.dumps({"backend": "nccl" if gpu else "gloo"}),
-        "worker-extension-cls": "plumbing.vllm_worker.Worker",
+        "worker-extension-cls": "plumbing.rollout.vllm_worker.Worker",
         "uvicorn-log-level": "warning",
     }
     if args.max_length:
@@ -77,7 +78,7 @@ def vllm_arguments(args: Args, port: int, gpu: bool, positions: int) -> list[str
     if args.kv_cache_gb or not gpu:  # vLLM's default on a CPU is nearly all of the memory
         options["kv-cache-memory-bytes"] = int((args.kv_cache_gb or 1) * 2**30)
     if os.environ.get("VLLM_API_KEY"):
-        options["middleware"] = "plumbing.vllm_worker.CheckKey"
+        options["middleware"] = "plumbing.rollout.vllm_worker.CheckKey"
     switches = ["--enable-scale-out"]
     if not gpu:  # a prefill in chunks would turn a seeded request's generator back, which a CPU's cannot do
         options["max-num-batched-tokens"] = max(PREFILL_TOKENS, args.max_length or positions)
@@ -91,7 +92,9 @@ def vllm_environment(gpu: bool) -> dict[str, str]:
     ours |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}  # otherwise a page of warnings
     if not gpu:  # compiling takes longer than it saves, and workers bound to the same core would wait for each other
         ours |= {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    path = os.pathsep.join(filter(None, [utils.ROOT, os.environ.get("PYTHONPATH")]))  # for plumbing/vllm_worker.py
+    path = os.pathsep.join(
+        filter(None, [utils.ROOT, os.environ.get("PYTHONPATH")])
+    )  # for plumbing/rollout/vllm_worker.py
     return {**ours, **os.environ, "PYTHONPATH": path}
 
 

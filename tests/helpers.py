@@ -14,6 +14,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -40,8 +41,9 @@ import transformers  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 from make_tiny_model import make_tokenizer  # noqa: E402
 
-import plumbing.vllm_engine  # noqa: E402, F401
-from plumbing import command_line, run_log  # noqa: E402
+import plumbing.rollout.vllm_engine  # noqa: E402, F401
+from plumbing import command_line  # noqa: E402
+from plumbing.run import log as run_log  # noqa: E402
 
 GAME = f"{ROOT / 'tests/game.py'}:Game"  # an environment
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 40, 3), range(2, 93, 7))]  # 13
@@ -181,7 +183,8 @@ def words(values: dict) -> list[str]:
 def _before(name: str, action) -> None:
     """Make every call of a function call `action(how often)` first: "utils.Optimizer.step"."""
     *path, function = name.split(".")
-    owner = sys.modules.get(f"plumbing.{path[0]}") or sys.modules[path[0]]
+    rooms = [module for module in sys.modules if re.fullmatch(rf"plumbing\.(\w+\.)?{path[0]}", module)]
+    owner = sys.modules[max(rooms, key=len, default=path[0])]
     for part in path[1:]:
         owner = getattr(owner, part)
     original, calls = getattr(owner, function), []

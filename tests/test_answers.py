@@ -14,10 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import grpo
-from plumbing import data, models
-from plumbing import verifiers as verifier
-from plumbing.rewards import needs_answer
-from plumbing.rows import read_rows
+from plumbing.data import mixture as data
+from plumbing.data.rows import read_rows
+from plumbing.models import loading as models
+from plumbing.rewards import verifiers as verifier
+from plumbing.rewards.sources import needs_answer
 
 # The same examples every time: a formula that takes math-verify minutes is killed in a run, but would hang a test.
 FIXED = settings(derandomize=True, database=None, deadline=None)

@@ -12,7 +12,8 @@ import reward_server
 from helpers import HELD_OUT, ROWS, refusal, run_here, tiny_model, write_rows
 
 import grpo
-from plumbing import command_line, memory
+from plumbing import command_line
+from plumbing.models import memory
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ import pytest
 from conftest import ROOT
 from tiny_models import make_tokenizer
 
-from plumbing import code_tests, sandbox, verifiers
-from plumbing.reward_processes import worker_count
-from plumbing.rewards import Rewards
+from plumbing.rewards import code_tests, sandbox, verifiers
+from plumbing.rewards.reward_processes import worker_count
+from plumbing.rewards.sources import Rewards
 
 CLONE_NEWUSER = 0x10000000
 
@@ -54,7 +54,7 @@ class Worker:
         self.temporary.mkdir()
         environment = {"PYTHONPATH": f"{self.mark}:{ROOT}", "TMPDIR": str(self.temporary), "SECRET": "do-not-tell"}
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "plumbing.reward_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-P", "-m", "plumbing.rewards.reward_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=open(self.errors, "w"), text=True, start_new_session=True, env={**os.environ, **environment},
             preexec_fn=before,
         )  # fmt: skip

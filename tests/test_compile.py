@@ -13,7 +13,7 @@ from tiny_models import CPU
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import grpo
-from plumbing.sharding import compile_parts, set_attention
+from plumbing.models.sharding import compile_parts, set_attention
 
 # The backend inductor takes longest, ten seconds a graph: it gets a run with as few as can be, forward and backward
 # pass of a block and of the logits' statistics. The others take the graphs of all that is compiled.

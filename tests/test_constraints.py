@@ -5,9 +5,9 @@ import json
 import pytest
 from tiny_models import make_tokenizer
 
-from plumbing.constraints import constraints_of, ifeval
-from plumbing.prompts import prompt_and_answer
-from plumbing.rewards import Rewards
+from plumbing.data.prompts import prompt_and_answer
+from plumbing.rewards.constraints import constraints_of, ifeval
+from plumbing.rewards.sources import Rewards
 
 BOTH = {
     "instruction_id": ["punctuation:no_comma", "length_constraints:number_words"],

@@ -15,10 +15,10 @@ import grpo
 import ppo
 import rloo
 import utils
-from plumbing import evaluation
-from plumbing.conversations import STOP_REASONS, Conversation, Conversations, load_conversations
-from plumbing.rewards import EnvironmentSource
-from plumbing.rollout import Experience, forward_batch, in_batches, join, rollout
+from plumbing.rewards.sources import EnvironmentSource
+from plumbing.rollout.batch import Experience, forward_batch, in_batches, join, rollout
+from plumbing.run import evaluation
+from plumbing.turns.conversations import STOP_REASONS, Conversation, Conversations, load_conversations
 
 WORLD = utils.World(0, 1, CPU)
 never = lambda: False

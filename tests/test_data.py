@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from plumbing import data, evaluation, models, prompts
-from plumbing.rewards import needs_answer
-from plumbing.rows import read_rows
+from plumbing.data import mixture as data
+from plumbing.data import prompts
+from plumbing.data.rows import read_rows
+from plumbing.models import loading as models
+from plumbing.rewards.sources import needs_answer
+from plumbing.run import evaluation
 
 ARGS = dict(
     prompt_column="", answer_column="", system_prompt="", max_prompt_length=512, reward=("math",), eval_every=20,

@@ -56,7 +56,7 @@ def flags() -> set[str]:
     """Return the flags of all commands: the fields of every class called Args or SomethingArgs, and the parameters of
     every sub-command."""
     found = set()
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("plumbing/*.py"), *ROOT.glob("scripts/*.py")):
+    for path in (*ROOT.glob("*.py"), *ROOT.glob("plumbing/**/*.py"), *ROOT.glob("scripts/*.py")):
         tree = tree_of(str(path.relative_to(ROOT)))
         tables = [x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "COMMANDS"]
         commands = {ast.unparse(function) for table in tables for function in table.values}
@@ -161,7 +161,7 @@ def test_the_front_page_is_short():
 
 def test_every_room_stands_on_the_front_page():
     text = (ROOT / "README.md").read_text()
-    rooms = {path.name for path in ROOT.glob("plumbing/*.py")} - {"__init__.py"}
+    rooms = {path.name for path in ROOT.glob("plumbing/**/*.py")} - {"__init__.py"}
     assert not {name for name in rooms if f"`{name}`" not in text}
 
 
@@ -181,7 +181,7 @@ def test_every_metric_has_a_formula():
     named |= {name.replace("eval/", "train/") for name in named}
     found = set()
     scripts = [ROOT / f"{name}.py" for name in ("grpo", "rloo", "ppo", "reward_model", "utils")]  # not what a fork adds
-    for path in (*scripts, *ROOT.glob("plumbing/*.py")):
+    for path in (*scripts, *ROOT.glob("plumbing/**/*.py")):
         found |= set(re.findall(rf'"({metric})"', path.read_text()))
     assert len(found) > 30
     assert found <= named

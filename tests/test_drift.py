@@ -16,7 +16,7 @@ from helpers import ROOT
 from plumbing import command_line
 
 sync_shared = importlib.import_module("sync_shared")
-ROOMS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plumbing/*.py"))
+ROOMS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plumbing/**/*.py"))
 SCRIPTS = sync_shared.SCRIPTS
 SHELL = sorted(ROOT.glob("scripts/**/*.sh"))  # for README.md and docs/ see test_docs.py
 
@@ -299,7 +299,7 @@ def test_every_flag_is_read(name):
     assert not unread, f"nothing reads {sorted(unread)}"
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "plumbing/flags.py", "plumbing/critic.py"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "plumbing/flags.py", "plumbing/models/critic.py"])
 def test_every_flag_is_documented(name):
     """By a docstring right under it, which is what --help shows."""
     classes = [n for n in tree_of(name).body if isinstance(n, ast.ClassDef) and n.name.endswith("Args")]
@@ -456,7 +456,7 @@ def test_importing_a_script_loads_nothing_that_a_flag_asks_for():
 
 
 def imported(name: str) -> set[str]:
-    """Return what a file imports of the repository, wherever in it: "utils", "grpo", "plumbing.data"."""
+    """Return what a file imports of the repository, wherever in it: "utils", "grpo", "plumbing.data.mixture"."""
     found = set()
     for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):

@@ -11,7 +11,7 @@ from helpers import metrics_of, run_here, steps_of
 
 import grpo
 import utils
-from plumbing import engines, vllm_engine
+from plumbing.rollout import engines, vllm_engine
 
 
 class StandIn:

@@ -13,8 +13,8 @@ import helpers
 import pytest
 
 from plumbing import command_line
-from plumbing.tool_processes import ToolProcesses
-from plumbing.turns import ToolCall, pattern_reader
+from plumbing.turns.templates import ToolCall, pattern_reader
+from plumbing.turns.tool_processes import ToolProcesses
 
 PAGE = (helpers.ROOT / "docs" / "environments.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))

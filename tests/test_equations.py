@@ -27,7 +27,8 @@ from grpo import (
     policy_loss,
     weighted_sum,
 )
-from plumbing import data, measures
+from plumbing.data import mixture as data
+from plumbing.run import measures
 
 NAN, INF = math.nan, math.inf
 quick = settings(max_examples=60, deadline=None, derandomize=True)

@@ -19,9 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing import answers, command_line, math_verifier, measures
-from plumbing.reward_processes import Workers
-from plumbing.rows import arithmetic_rows
+from plumbing import command_line
+from plumbing.data.rows import arithmetic_rows
+from plumbing.rewards import answers, math_verifier
+from plumbing.rewards.reward_processes import Workers
+from plumbing.run import measures
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
 

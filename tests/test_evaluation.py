@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import grpo
-from plumbing import evaluation, flags
-from plumbing.rollout import Batch
+from plumbing import flags
+from plumbing.rollout.batch import Batch
+from plumbing.run import evaluation
 
 NAN = math.nan
 

@@ -19,8 +19,9 @@ import pytest
 
 import grpo
 import utils
-from plumbing import ranks as of_ranks
-from plumbing import resume, run_log
+from plumbing.run import log as run_log
+from plumbing.run import ranks as of_ranks
+from plumbing.run import resume
 
 # Rank 1 kills itself, or raises, before a call of a function.
 FAILING = """

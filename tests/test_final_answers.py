@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from plumbing import answers, math_verifier
-from plumbing import verifiers as verifier
-from plumbing.data import check_references
-from plumbing.rewards import Rewards
+from plumbing.data.mixture import check_references
+from plumbing.rewards import answers, math_verifier
+from plumbing.rewards import verifiers as verifier
+from plumbing.rewards.sources import Rewards
 
 
 @pytest.fixture(scope="module", autouse=True)

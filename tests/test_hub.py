@@ -25,8 +25,11 @@ from huggingface_hub import ModelCard, constants
 import grpo
 import reward_model
 import rloo
-from plumbing import command_line, flags, hub, model_card, models, prompts
-from plumbing.resume import as_json
+from plumbing import command_line, flags
+from plumbing.data import prompts
+from plumbing.models import loading as models
+from plumbing.run import hub, model_card
+from plumbing.run.resume import as_json
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ from helpers import folder_of, metrics_of, run, run_here, run_ranks, weights_of
 from transformers import AutoModelForCausalLM
 
 import grpo
-from plumbing import flags, lora, models
+from plumbing import flags
+from plumbing.models import loading as models
+from plumbing.models import lora
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])

@@ -20,8 +20,8 @@ import ppo
 import reward_model
 import rloo
 import utils
-from plumbing import memory
-from plumbing.models import ModelNames, ScalarModel
+from plumbing.models import memory
+from plumbing.models.loading import ModelNames, ScalarModel
 
 SHAPE = dict(
     vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,

@@ -8,8 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import grpo
-from plumbing import models, sharding
-from plumbing.rollout import collate, pad_rows
+from plumbing.models import loading as models
+from plumbing.models import sharding
+from plumbing.rollout.batch import collate, pad_rows
 
 IDS = torch.arange(2, 22)[None]
 

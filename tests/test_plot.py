@@ -12,7 +12,7 @@ from helpers import ROOT, write_rows
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from plumbing import curves
+from plumbing.run import curves
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from transformers import GenerationConfig
 
 import utils
 from grpo import Policy, aggregate, group_advantages, policy_loss
-from plumbing import lora, models
-from plumbing.rollout import Batch, forward_batch, forward_tokens, pad_rows
+from plumbing.models import loading as models
+from plumbing.models import lora
+from plumbing.rollout.batch import Batch, forward_batch, forward_tokens, pad_rows
 
 HERE = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F32, F64 = torch.float32, torch.float64

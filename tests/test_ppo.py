@@ -14,12 +14,13 @@ from test_policy import EXACT, gradient_of, plain_logprobs, random_batch, relati
 from tiny_models import CPU
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
-import plumbing.critic
+import plumbing.models.critic
 import ppo
 import utils
-from plumbing import data, models
-from plumbing.critic import Critic, explained_variance, has_stopped_rising, least_squares, warn_of_low
-from plumbing.rollout import pad_rows
+from plumbing.data import mixture as data
+from plumbing.models import loading as models
+from plumbing.models.critic import Critic, explained_variance, has_stopped_rising, least_squares, warn_of_low
+from plumbing.rollout.batch import pad_rows
 from ppo import filter_weights, gae, length_adaptive_lambda, resample, token_rewards, whiten
 
 NAN, INF, F64 = math.nan, math.inf, torch.float64
@@ -512,7 +513,9 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
 
 def test_critic_warm_up_ends_when_its_explained_variance_does_not_rise(base, tmp_path, monkeypatch, capsys):
     """In the second of at most three steps; the policy's schedule spans the rest. With updates of its own."""
-    monkeypatch.setattr(plumbing.critic, "has_stopped_rising", lambda history, patience: len(history) >= patience)
+    monkeypatch.setattr(
+        plumbing.models.critic, "has_stopped_rising", lambda history, patience: len(history) >= patience
+    )
     values = {**base, "output_dir": str(tmp_path), "critic_warmup_steps": 3, "critic_warmup_patience": 2}
     values |= dict(lr_schedule="linear", critic_num_epochs=3, critic_mini_batch_size=2)
     run_here(values, "ppo")

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import make_tokenizer
 
-from plumbing import answers
-from plumbing import verifiers as verifier
-from plumbing.rewards import Rewards
-from plumbing.rows import reasoning_gym_rows
+from plumbing.data.rows import reasoning_gym_rows
+from plumbing.rewards import answers
+from plumbing.rewards import verifiers as verifier
+from plumbing.rewards.sources import Rewards
 
 # ---- where the answer stands -----------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ def test_no_row_has_the_column():
 def test_a_missing_package_is_named_at_the_start(name, package):
     """A worker that finds no packages (-S) answers with one line."""
     settings = json.dumps({"load": ["exact", name], "timeout": 5.0})
-    words = [sys.executable, "-S", "-P", "-m", "plumbing.reward_worker"]
+    words = [sys.executable, "-S", "-P", "-m", "plumbing.rewards.reward_worker"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     worker = subprocess.run(words, input=settings, capture_output=True, text=True, timeout=60, env=environment)
     message = f"ModuleNotFoundError: takes the package {package} (pip install {package})"
@@ -286,11 +286,18 @@ def test_a_missing_package_is_named_at_the_start(name, package):
 
 def test_a_worker_imports_little():
     """It starts within a moment: no torch, and the sandbox only for the reward `code`."""
-    program = "import sys, plumbing.reward_worker; print(*sorted(sys.modules))"
+    program = "import sys, plumbing.rewards.reward_worker; print(*sorted(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     imported = set(shown.split())
-    assert "plumbing.verifiers" in imported
-    assert not imported & {"torch", "numpy", "utils", "math_verify", "plumbing.code_tests", "plumbing.sandbox"}
+    assert "plumbing.rewards.verifiers" in imported
+    assert not imported & {
+        "torch",
+        "numpy",
+        "utils",
+        "math_verify",
+        "plumbing.rewards.code_tests",
+        "plumbing.rewards.sandbox",
+    }
 
 
 def test_a_worker_does_not_import_from_the_current_folder(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 import replay
 from helpers import ROOT, folder_of, read_lines, refusal
 
-from plumbing import resume
+from plumbing.run import resume
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ import report as command
 import torch
 from helpers import ROOT, read_lines, write_rows
 
-from plumbing import curves, report, run_log, token_log
-from plumbing.rollout import Batch
+from plumbing.rollout.batch import Batch
+from plumbing.run import curves, report, token_log
+from plumbing.run import log as run_log
 from utils import World
 
 WORLD = World(0, 1, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Where a run goes on (plumbing/resume.py): which flags may change, damaged files, older checkpoints, the lock; a full
+"""Where a run goes on (plumbing/run/resume.py): which flags may change, damaged files, older checkpoints, the lock; a full
 disk; signals before the first step."""
 
 import json
@@ -19,7 +19,7 @@ import ppo
 import reward_model
 import rloo
 import utils
-from plumbing import files, resume
+from plumbing.run import files, resume
 
 # ---- a folder like that of a run, without a run ----------------------------------------------------------------------
 

@@ -20,8 +20,8 @@ import urllib3
 from conftest import ROOT
 from tiny_models import make_tokenizer
 
-from plumbing import reward_client
-from plumbing.rewards import Rewards
+from plumbing.rewards import client as reward_client
+from plumbing.rewards.sources import Rewards
 
 
 class Told(BaseHTTPRequestHandler):
@@ -175,7 +175,7 @@ def test_no_rows_no_question(serve):
     "answer, tgt",
     [
         (None, ""), ("", ""), ("é\n", "é\n"), (42, "42"), (0, "0"), (3.5, "3.5"),
-        (["assert f(1) == 2"], '["assert f(1) == 2"]'),  # as plumbing/code_tests.py reads it
+        (["assert f(1) == 2"], '["assert f(1) == 2"]'),  # as plumbing/rewards/code_tests.py reads it
         ({"inputs": ["1\n"], "outputs": ["2"]}, '{"inputs": ["1\\n"], "outputs": ["2"]}'),
     ],
 )  # fmt: skip

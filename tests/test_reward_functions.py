@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from plumbing.reward_functions import as_numbers, load_function, score_by
+from plumbing.rewards.functions import as_numbers, load_function, score_by
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
 COLUMNS = {"prompt": ["1+1=", MESSAGES], "answer": ["2", "2"], "level": [1, None]}

@@ -19,7 +19,8 @@ from transformers import AutoModelForSequenceClassification
 import grpo
 import reward_model
 import utils
-from plumbing import data, models
+from plumbing.data import mixture as data
+from plumbing.models import loading as models
 from reward_model import Args, collate, load_pairs, pair_statistics, preference_loss, read_pair, score_pairs
 
 F64, NAN = torch.float64, math.nan

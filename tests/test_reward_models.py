@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as cores
 from tokenizers.pre_tokenizers import ByteLevel
 
-from plumbing import models, prompts
-from plumbing.reward_models import ModelSource
-from plumbing.rewards import Rewards
+from plumbing.data import prompts
+from plumbing.models import loading as models
+from plumbing.rewards.reward_models import ModelSource
+from plumbing.rewards.sources import Rewards
 
 POLICY_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
 GEMMA_LIKE = (  # writes a BOS, knows no system turn, and calls the assistant model

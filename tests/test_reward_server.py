@@ -27,9 +27,11 @@ from tokenizers.processors import TemplateProcessing
 
 import reward_model
 import utils
-from plumbing import command_line, models, prompts
-from plumbing.rewards import Rewards
-from plumbing.verifiers import VERIFIERS
+from plumbing import command_line
+from plumbing.data import prompts
+from plumbing.models import loading as models
+from plumbing.rewards.sources import Rewards
+from plumbing.rewards.verifiers import VERIFIERS
 
 CPU = torch.device("cpu")
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"

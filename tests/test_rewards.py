@@ -7,10 +7,11 @@ import pytest
 import torch
 from tiny_models import make_tokenizer
 
-from plumbing import evaluation, reward_processes
-from plumbing.reward_worker import finite_or_nan
-from plumbing.rewards import Rewards, named_sources, needs_answer
-from plumbing.rollout import Batch
+from plumbing.rewards import reward_processes
+from plumbing.rewards.reward_worker import finite_or_nan
+from plumbing.rewards.sources import Rewards, named_sources, needs_answer
+from plumbing.rollout.batch import Batch
+from plumbing.run import evaluation
 
 FUNCTIONS = """
 import os, time

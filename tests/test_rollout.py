@@ -17,8 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import utils
 from grpo import Args, Policy, generate
-from plumbing import engines, models, prompts, vllm_engine
-from plumbing.rollout import Batch, Experience, join, pad_rows, rollout
+from plumbing.data import prompts
+from plumbing.models import loading as models
+from plumbing.rollout import engines, vllm_engine
+from plumbing.rollout.batch import Batch, Experience, join, pad_rows, rollout
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F32, F64 = torch.float32, torch.float64

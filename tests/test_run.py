@@ -34,8 +34,10 @@ from make_tiny_model import make_tokenizer
 
 import grpo
 import utils
-from plumbing import checkpoints, flags, models
-from plumbing.rewards import Rewards
+from plumbing import flags
+from plumbing.models import loading as models
+from plumbing.rewards.sources import Rewards
+from plumbing.run import checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,11 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import utils
-from plumbing import command_line, data, evaluation, flags, run_log
-from plumbing.rollout import Batch, join
+from plumbing import command_line, flags
+from plumbing.data import mixture as data
+from plumbing.rollout.batch import Batch, join
+from plumbing.run import evaluation
+from plumbing.run import log as run_log
 
 NAN = math.nan
 SCRIPTS = ["grpo", "rloo", "ppo"]

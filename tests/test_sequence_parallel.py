@@ -10,7 +10,8 @@ from helpers import run, run_ranks
 from test_shard import CPU, SCRIPTS, base, compare, whole  # noqa: F401
 
 import utils
-from plumbing import models, sequence_parallel
+from plumbing.models import loading as models
+from plumbing.models import sequence_parallel
 
 CUTS = [  # ranks, of a sequence-parallel group, sharding, tokens of a micro-batch on a rank, gradient checkpointing
     (2, 2, "none", 40, True),

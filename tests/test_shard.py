@@ -19,8 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import utils
-from plumbing import checkpoints, memory, models, vllm_engine
-from plumbing.sharding import Sharding, gradient_sync, unsharded
+from plumbing.models import loading as models
+from plumbing.models import memory
+from plumbing.models.sharding import Sharding, gradient_sync, unsharded
+from plumbing.rollout import vllm_engine
+from plumbing.run import checkpoints
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
 CPU = torch.device("cpu")

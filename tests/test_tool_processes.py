@@ -14,9 +14,9 @@ import pytest
 from conftest import ROOT
 from transformers.utils import chat_template_utils
 
-from plumbing.reward_functions import load_function
-from plumbing.tool_processes import EnvironmentFailure, ToolError, ToolProcesses, misfit
-from plumbing.tool_worker import description, fork
+from plumbing.rewards.functions import load_function
+from plumbing.turns.tool_processes import EnvironmentFailure, ToolError, ToolProcesses, misfit
+from plumbing.turns.tool_worker import description, fork
 
 TOOLS = '''
 import asyncio, os, random, subprocess, sys, time
@@ -575,7 +575,7 @@ def test_how_a_child_ends(capfd, error, code):
 
 
 def test_the_server_does_not_import_torch(files):
-    program = "import sys, plumbing.tool_worker; print(len(sys.modules), 'torch' in sys.modules)"
+    program = "import sys, plumbing.turns.tool_worker; print(len(sys.modules), 'torch' in sys.modules)"
     words = [sys.executable, "-c", program]
     count, torch = subprocess.run(words, capture_output=True, text=True, cwd=ROOT).stdout.split()
     assert torch == "False" and int(count) < 300
@@ -587,7 +587,7 @@ def python_tool(tmp_path_factory):
     mark = str(tmp_path_factory.mktemp("python") / "mark-packages")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", mark)
-        processes = ToolProcesses((f"{ROOT}/plumbing/python_tool.py:python",), "", 60.0)
+        processes = ToolProcesses((f"{ROOT}/plumbing/turns/python_tool.py:python",), "", 60.0)
     yield processes, mark
     processes.close()
 

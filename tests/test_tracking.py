@@ -5,8 +5,9 @@ import sys
 import pytest
 
 import grpo
-from plumbing import command_line, tracking
-from plumbing.resume import Origin
+from plumbing import command_line
+from plumbing.run import tracking
+from plumbing.run.resume import Origin
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ import pytest
 import test_data
 from tiny_models import make_tokenizer
 
-from plumbing import data, prompts
-from plumbing.tool_calls import ToolCall, hermes_calls, llama_calls, pattern_reader, xml_calls
-from plumbing.turns import Turns
+from plumbing.data import mixture as data
+from plumbing.data import prompts
+from plumbing.turns.templates import Turns
+from plumbing.turns.tool_calls import ToolCall, hermes_calls, llama_calls, pattern_reader, xml_calls
 
 CHATML = """
 {%- for m in messages %}

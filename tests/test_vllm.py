@@ -22,8 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import utils
-from plumbing import engines, flags, models, rollout, vllm_engine
-from plumbing.conversations import load_conversations
+from plumbing import flags
+from plumbing.models import loading as models
+from plumbing.rollout import batch as rollout
+from plumbing.rollout import engines, vllm_engine
+from plumbing.turns.conversations import load_conversations
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -465,7 +468,7 @@ def test_one_engine_for_two_ranks(base, tmp_path):
 def test_resume_is_exact(one, tmp_path):
     """Stopped in the rollout of step 3; an evaluation makes two."""
     stopped = variant(one[0], tmp_path, run_name="stopped")
-    run(stopped, code=75, place="plumbing.vllm_engine.Engine.generate:7:SIGTERM")
+    run(stopped, code=75, place="plumbing.rollout.vllm_engine.Engine.generate:7:SIGTERM")
     done = run({**stopped, "resume": True})
     assert "goes on after step 2" in done.out
     assert metrics_of(stopped) == metrics_of(one[0]) and len(metrics_of(stopped)) == 5
@@ -580,7 +583,7 @@ def test_resume_of_an_asynchronous_run_is_exact(base, tmp_path):
 def test_a_signal_while_the_next_rollout_runs(base, tmp_path):
     """The rollout is left, the step's training is kept, and the run goes on with a new rollout."""
     values = variant(base, tmp_path, **ASYNC)
-    run(values, code=75, place="plumbing.vllm_engine.Engine.generate:3:SIGTERM")
+    run(values, code=75, place="plumbing.rollout.vllm_engine.Engine.generate:3:SIGTERM")
     done = run({**values, "resume": True})
     assert "goes on after step" in done.out and len(metrics_of(values)) == 5
 
@@ -594,7 +597,7 @@ def test_two_ranks_asynchronously(one, tmp_path):
 
 BREAK = """
 import tyro
-import grpo, utils, plumbing.vllm_engine
+import grpo, utils, plumbing.rollout.vllm_engine
 calls, original = [], {what}
 def broken(*args, **options):
     calls.append(1)
@@ -606,7 +609,7 @@ grpo.main(tyro.cli(grpo.Args))
 """
 
 
-@pytest.mark.parametrize("what", ["plumbing.vllm_engine.Engine.generate", "utils.Optimizer.step"])
+@pytest.mark.parametrize("what", ["plumbing.rollout.vllm_engine.Engine.generate", "utils.Optimizer.step"])
 def test_an_error_in_either_thread_ends_the_run(base, tmp_path, what):
     """With its traceback and exit code 1; the other thread does not keep the process alive."""
     script = tmp_path / "broken.py"

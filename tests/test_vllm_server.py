@@ -23,8 +23,9 @@ import vllm_server
 from helpers import ROOT, tiny_model
 
 import utils
-from plumbing import command_line, vllm_servers
-from plumbing.vllm_servers import Servers
+from plumbing import command_line
+from plumbing.rollout import vllm_servers
+from plumbing.rollout.vllm_servers import Servers
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 

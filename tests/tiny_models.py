@@ -8,7 +8,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import utils
-from plumbing import models
+from plumbing.models import loading as models
 
 torch.set_num_threads(1)
 transformers.utils.logging.set_verbosity_error()

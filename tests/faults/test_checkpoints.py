@@ -15,7 +15,7 @@ import torch
 from helpers import folder_of, metrics_of, run_here, run_ranks, weights_of
 
 import grpo
-from plumbing import files, resume
+from plumbing.run import files, resume
 
 
 @pytest.fixture(scope="module")

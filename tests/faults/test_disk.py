@@ -25,8 +25,9 @@ from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks,
 
 import grpo
 import utils
-from plumbing import checkpoints, files, models, resume
-from plumbing.sharding import Sharding
+from plumbing.models import loading as models
+from plumbing.models.sharding import Sharding
+from plumbing.run import checkpoints, files, resume
 
 SIZE = 2 << 20  # bytes of the file system that is mounted
 

@@ -19,7 +19,7 @@ from helpers import folder_of, metrics_of, processes_of, read_lines, same_weight
 from test_scripts import MOVING, OF_PPO, write_pairs
 
 import utils
-from plumbing import files
+from plumbing.run import files
 
 STEPS, STOPS = 12, 30  # of each kind of run, with --long
 STEPS_IN_CI, STOPS_IN_CI = 6, 3

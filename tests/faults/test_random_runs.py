@@ -33,7 +33,7 @@ import grpo
 import ppo
 import reward_model
 import rloo
-from plumbing.conversations import STOP_REASONS
+from plumbing.turns.conversations import STOP_REASONS
 
 SCRIPTS = {"grpo": grpo.Args, "ppo": ppo.Args, "rloo": rloo.Args, "reward_model": reward_model.Args}
 

@@ -16,7 +16,7 @@ from helpers import folder_of, largest_difference, metrics_of, run_ranks, same_w
 from test_scripts import write_pairs
 
 import utils
-from plumbing import ranks as of_ranks
+from plumbing.run import ranks as of_ranks
 
 
 @pytest.fixture(scope="module")

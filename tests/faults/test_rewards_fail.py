@@ -10,8 +10,8 @@ import time
 import pytest
 from tiny_models import make_tokenizer
 
-from plumbing.reward_worker import Worker
-from plumbing.rewards import Rewards
+from plumbing.rewards.reward_worker import Worker
+from plumbing.rewards.sources import Rewards
 
 # A call with 20 responses, of which the text is the row's number.
 FUNCTIONS = """

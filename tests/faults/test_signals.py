@@ -156,7 +156,8 @@ import os, signal, sys, time
 sys.path[:0] = {paths!r}
 import helpers
 import {script}
-from plumbing import command_line, run_log
+from plumbing import command_line
+from plumbing.run import log as run_log
 
 def send(calls):
     if calls == {number} and os.environ["RANK"] == "0":

@@ -1,0 +1,142 @@
+"""Reward models as sources of scores.
+
+A model of the policy's vocabulary reads the sampled token ids themselves. Another one reads prompt and response as
+text, through its own tokenizer and chat template, as verl's reward workers do.
+
+Rooms: plumbing/models/loading.py (loading), plumbing/data/prompts.py (text to token ids) and plumbing/rewards/reward_worker.py (`never`).
+"""
+
+import math
+import os
+
+import jinja2
+import torch
+
+from plumbing.data.prompts import encode_text
+from plumbing.models.loading import (
+    load_scalar_model,
+    read_tokenizer,
+    scalar_config,
+    stop_token_ids,
+    vocabulary_difference,
+)
+from plumbing.rewards.reward_worker import never
+from utils import World, fail, first_line, micro_batches
+
+
+class ModelSource:
+    """A reward model, from a folder or the hub, that scores responses in this process."""
+
+    verifies = False
+
+    def __init__(self, name: str, tokenizer):
+        """End the run if `name` is no reward model, or has no way to read what the policy of `tokenizer` writes."""
+        self.name, self.failure, self.tokenizer = name, "", read_tokenizer("--reward", name)
+        config, trained = scalar_config("--reward", name)
+        if not trained:
+            fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
+        self.positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+        self.vocabulary = getattr(config.get_text_config(), "vocab_size", None) or math.inf
+        self.difference = vocabulary_difference(tokenizer, self.tokenizer)
+        known = set(self.tokenizer.get_vocab().values())
+        ours = set() if self.difference else set(tokenizer.get_vocab().values())
+        self.unknown = ours - known  # the policy's pad token, if it alone has one
+        self.stop_id = stop_token_ids(self.tokenizer, name, "eos")[0] if self.difference else None
+        if self.difference and tokenizer.chat_template and not self.tokenizer.chat_template:
+            fail(f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by")
+
+    def try_out(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> str:
+        """Say how the model reads responses; return why it cannot read these, "" if it can."""
+        way = "reads the token ids that --model samples"
+        if self.difference:
+            by = "chat template" if self.tokenizer.chat_template else "tokenizer"
+            way = f"reads text, by its own {by}, as its vocabulary {self.difference}"
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"--reward {self.name}: {way}", flush=True)
+        return "" if all(map(self._sequence, rows, texts, responses)) else self.failure
+
+    def load(self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int, sharding) -> None:
+        """Load the model.
+
+        Args:
+            scale: "raw" scores, "centred" by the mean that the model's config carries, or "standardized" by its mean
+                and standard deviation.
+            autocast: a function that returns the context to compute in. token_budget: of a forward pass.
+            sharding: a plumbing.models.sharding.Sharding; None for a model that is kept in one piece.
+        """
+        self.device, self.autocast, self.token_budget = device, autocast, token_budget
+        sharded = sharding is not None and sharding.shards_reward_models
+        self.world = sharding.world if sharded else World(0, 1, device)  # of the ranks that pass forward together
+        self.model, _ = load_scalar_model("--reward", self.name, dtype, sharding.load_device if sharded else device)
+        mean, std = (getattr(self.model.model.config, key, None) for key in ("score_mean", "score_std"))
+        self.shift, self.divisor = {"raw": (0.0, 1.0), "centred": (mean, 1.0), "standardized": (mean, std)}[scale]
+        if self.shift is None or not self.divisor:
+            fail(f"--reward_model_scale {scale}: the config of {self.name} has no score_mean or no score_std above 0")
+        self.model.requires_grad_(False)
+        if sharding is not None:
+            sharding.shard(self.model, reward_model=True)
+
+    @torch.no_grad()
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
+        self.failure, scores = "", [math.nan] * len(rows)
+        sequences = list(map(self._sequence, rows, texts, responses))
+        readable = [i for i, sequence in enumerate(sequences) if sequence]
+        batches = micro_batches([len(sequences[i]) for i in readable], self.token_budget, World(0, 1, self.device))
+        # Each rank has cut its own sequences; a rank with fewer batches takes part in the others' passes.
+        most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
+        for batch in batches + [[]] * (most - len(batches)):
+            chosen = [readable[place] for place in batch]
+            for i, score in zip(chosen, self._forward([sequences[i] for i in chosen] or [[0, 0]])):
+                scores[i] = (score - self.shift) / self.divisor if math.isfinite(score) else math.nan
+        if not self.failure and any(map(math.isnan, scores)):
+            self.failure = "its score is not finite"
+        return scores
+
+    def _sequence(self, row: dict, text: str, response: list[int]) -> list[int]:
+        """Return prompt and response as token ids of the reward model; [] and `failure` if it cannot read them."""
+        try:
+            ids = self._read_text(row, text) if self.difference else row["query"] + response
+            ids = [token for token in ids if token not in self.unknown]
+            if max(ids) >= self.vocabulary:
+                raise ValueError(f"token {max(ids)} is in it, and the model has {self.vocabulary} tokens")
+            if len(ids) > self.positions:
+                raise ValueError(
+                    f"it makes {len(ids)} tokens with its response, and the model has {self.positions} positions"
+                )
+        except Exception as error:  # templates are programs of their own and raise whatever they like
+            self.failure = f"cannot read a prompt: {first_line(error)}"
+            return []
+        return ids
+
+    def _read_text(self, row: dict, text: str) -> list[int]:
+        """Return prompt and response as token ids by the reward model's own template, or as they are without one."""
+        if self.tokenizer.chat_template is None:
+            return [*encode_text("the prompt", row["prompt"] + text, self.tokenizer), self.stop_id]
+        if row["messages"] is None:
+            raise ValueError("its text may hold a chat template already, as with --chat_template none")
+        shown = conversation_text(self.tokenizer, [*row["messages"], {"role": "assistant", "content": text}])
+        return encode_text("the prompt", shown, self.tokenizer, special=False)  # the template has written them
+
+    def _forward(self, sequences: list[list[int]]) -> list[float]:
+        """Return the model's output at the last token of each sequence."""
+        rows = [torch.tensor(sequence, device=self.device) for sequence in sequences]
+        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (n, L)
+        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
+        with self.autocast():
+            return self.model(input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None]).tolist()
+
+
+def conversation_text(tokenizer, messages: list[dict]) -> str:
+    """Return a conversation by a tokenizer's chat template.
+
+    A template without a system turn, such as Gemma's, raises an exception for one. It gets what the system says at the
+    beginning of the first turn of the user.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except jinja2.TemplateError:  # what raise_exception(...) in a template raises
+        if messages[0]["role"] != "system":
+            raise
+    system, user, *others = messages
+    user = {**user, "content": f"{system['content']}\n\n{user['content']}"}
+    return tokenizer.apply_chat_template([user, *others], tokenize=False)

@@ -1,0 +1,149 @@
+r"""The functions that check an answer: each takes a response and a column of its row, and returns a score.
+
+They run in the worker processes of plumbing/rewards/reward_worker.py, which are killed when a check hangs or crashes. A check
+that raises an exception gives no score, a wrong answer gives 0. What counts as the final answer: plumbing/rewards/answers.py.
+
+Packages, and plumbing/rewards/code_tests.py for the reward `code`, are imported by the check that needs them: the trainer
+imports this module too, for the names in VERIFIERS. Rooms: plumbing/rewards/answers.py, plumbing/rewards/math_verifier.py and
+plumbing/rewards/constraints.py.
+"""
+
+import functools
+import re
+from typing import Callable, NamedTuple
+
+from plumbing.rewards.answers import after_thought, final_answer, gold_answer, gold_number, marked_number, stated_text
+from plumbing.rewards.constraints import constraints_of, ifeval
+from plumbing.rewards.math_verifier import LIMIT, math, reference_text
+
+# ---- numbers and text ------------------------------------------------------------------------------------------------
+
+
+def gsm8k(response: str, answer) -> float:
+    """Return 1 if the last "#### number" of the response is the reference number (strict GSM8K)."""
+    return float(marked_number(response) == gold_number(answer))
+
+
+def exact(response: str, answer) -> float:
+    """Return 1 if the final answer of the response, or all of it, is the reference, white space around it aside."""
+    return float(not {stated_text(response), response.strip()}.isdisjoint({gold_answer(answer), str(answer).strip()}))
+
+
+def format(response: str, _=None) -> float:
+    """Return 1 for the form of DeepSeek-R1: <think> ... </think> <answer> ... </answer>, each tag once."""
+    has_form = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", response, re.DOTALL)
+    once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    return float(bool(has_form) and once)
+
+
+# ---- puzzles ---------------------------------------------------------------------------------------------------------
+
+
+def knights(response: str, answer) -> float:
+    """Return 1 if the response says of each person of the reference, and of no one else, who is a knight or a knave.
+
+    Reference: "Zoey is a knave, and Oliver is a knight." (the column solution_text of K-and-K/knights-and-knaves).
+    Of the response, the `final_answer` counts; without one, what follows the last "conclusion" after </think>; without
+    that too, the last paragraph. Each "knight" or "knave" there has to be part of a statement such as "Zoey is a
+    knave", "Zoey: knave" or "Zoey = knave" about a person of the reference. So a second role for a person, a choice
+    ("Zoey is a knave or a knight"), a person who is not in the reference and a missing person all give 0.
+
+    Raise ValueError if the reference names no one.
+    """
+    known = roles_of(answer)
+    text = final_answer(response)
+    if text is None:
+        *others, text = re.split("conclusion", after_thought(response), flags=re.IGNORECASE)
+        text = text if others else re.split(r"\n\s*\n", text)[-1]
+    text = re.sub(r"\\[a-z]+|_", " ", text.lower())  # LaTeX commands; an underscore would count as part of a word
+    gap = r"[^\w.,;!?\n]+"
+    people = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
+    person = rf"(?<!\w)(?<!\w['’-])({people})(?!['’-]?\w)"  # a complete name: not the Ann of Mary-Ann
+    statements = re.findall(rf"{person}{gap}(?:is{gap})?(?:an?{gap}|the{gap})?(knight|knave)\b", text)
+    roles = re.findall(r"knight|knave", text)
+    return float(len(statements) == len(roles) and set(statements) == set(known.items()))
+
+
+def roles_of(answer) -> dict[str, str]:
+    """Return {name: role} of a reference. Raise ValueError if it names no one."""
+    known = dict(re.findall(r"([^\W\d_][\w'’-]*) is an? (knight|knave)\b", str(answer).lower()))
+    if not known:
+        raise ValueError(f'the reference {answer!r} has no "NAME is a knight" or "NAME is a knave"')
+    return known
+
+
+def read_source(source) -> tuple[str, int, int, int]:
+    """Return (task, size, seed, index) of the column "reasoning_gym". Raise ValueError for anything else."""
+    if not (isinstance(source, list) and len(source) == 4):
+        raise ValueError('the row has no column "reasoning_gym": it is not from --dataset reasoning_gym:TASK')
+    return tuple(source)
+
+
+def reasoning_gym(response: str, source) -> float:
+    """Return the score of the reasoning_gym task itself, often between 0 and 1 for an answer that is partly right.
+
+    The task's scorer gets the `final_answer`, or without one all that follows </think>. Most tasks give little to a
+    text that only contains the right answer, so --system_prompt should ask for the tag. An answer that the scorer
+    cannot read (some raise an exception) gives 0, if it can read the right answer.
+
+    Args:
+        source: [task, size, seed, index], from which the problem is made again: the row's column "reasoning_gym".
+    """
+    task, size, seed, index = read_source(source)
+    dataset = reasoning_gym_dataset(task, size, seed)
+    entry = dataset[index]
+    try:
+        return float(dataset.score_answer(stated_text(response), entry=entry))
+    except Exception:
+        dataset.score_answer(entry["answer"], entry=entry)
+        return 0.0
+
+
+@functools.cache
+def reasoning_gym_dataset(task: str, size: int, seed: int):
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, size=size, seed=seed)
+
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+
+def code(response: str, answer, seconds: float = 24.0) -> float:
+    """Return 1 if the program of the response passes all tests of the row, 0 if not, be it by a crash or at a limit.
+
+    All tests together have so many seconds. What tests look like: see plumbing/rewards/code_tests.py.
+    """
+    from plumbing.rewards.code_tests import passes
+
+    return float(passes(response, answer, seconds))
+
+
+def read_tests(answer):
+    """Return the tests of a row. Raise ValueError for tests of another form."""
+    from plumbing.rewards import code_tests
+
+    return code_tests.read_tests(answer)
+
+
+class Verifier(NamedTuple):
+    """A built-in reward."""
+
+    check: Callable[..., float]
+    column: str  # of the row, whose value `check` gets as second argument; "" if it reads the response only
+    package: str = ""  # that has to be installed
+    reference: Callable = str  # reads the value, at no cost; raises ValueError for one that `check` can do nothing with
+    limit: float = float("inf")  # seconds of a call, after which the response is wrong if the reference is not to blame
+
+
+VERIFIERS = {
+    "math": Verifier(math, "answer", "math-verify", reference=reference_text, limit=LIMIT),
+    "gsm8k": Verifier(gsm8k, "answer", reference=gold_number),
+    "exact": Verifier(exact, "answer", reference=gold_answer),
+    "code": Verifier(code, "answer", reference=read_tests),
+    "knights": Verifier(knights, "answer", reference=roles_of),
+    "format": Verifier(format, ""),
+    "ifeval": Verifier(ifeval, "answer", "if-verifiable", reference=constraints_of),
+    "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning-gym", reference=read_source),
+}
+ANSWER_REWARDS = tuple(name for name, verifier in VERIFIERS.items() if verifier.column == "answer")
