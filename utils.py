@@ -238,6 +238,19 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+@contextlib.contextmanager
+def loading(flag: str):
+    """Report an error that a library raises while it loads what a flag names: one line, exit code 2.
+
+    Args:
+        flag: with its value, such as "--model Qwen/Qwen2.5-7B".
+    """
+    try:
+        yield
+    except Exception as error:  # files of any content: transformers, tokenizers and datasets raise errors of any type
+        fail(f"{flag}: {first_line(error)}")
+
+
 class Optimizer:
     """AdamW with a schedule, gradient clipping, and a guard: a gradient that is not finite never reaches the weights.
 
