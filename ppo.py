@@ -42,7 +42,7 @@ from plumbing.data import mixture as data
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
 from plumbing.models import loading as models
 from plumbing.models import lora
-from plumbing.models.critic import CriticArgs, check_critic_args, critic_schedule, explained_variance, load_critic
+from plumbing.models.critic import check_critic_args, critic_schedule, explained_variance, load_critic
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
 from plumbing.rollout import engines
@@ -60,13 +60,11 @@ from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
 from plumbing.run.token_log import TokenLog
-from plumbing.turns.conversations import ConversationArgs, load_conversations
+from plumbing.turns.conversations import load_conversations
 
 
 @dataclass
-class Args(
-    CriticArgs, flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs, ConversationArgs
-):
+class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs, flags.ConversationArgs):
     total_episodes: PositiveInt = 180_000
     """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
     rollout_batch_size: PositiveInt = 512
@@ -91,12 +89,30 @@ class Args(
     """Learning rate at the end of a linear or cosine schedule."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; biases and norms have none."""
-    adam_beta1: Decay = 0.9
-    """AdamW's decay of the mean gradient."""
-    adam_beta2: Decay = 0.999
-    """AdamW's decay of the mean squared gradient."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's decay of the mean gradient and of the mean squared gradient."""
     max_grad_norm: PositiveFloat = 1.0
     """Clip the norm of the gradient to this."""
+
+    value_model: str = ""
+    """Where the critic starts: a reward model with its head, or a language model with a head of zeros; default:
+    --model."""
+    critic_learning_rate: PositiveFloat = 1e-5
+    """Peak learning rate of the critic's AdamW."""
+    critic_lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the critic's learning rate after its warm-up."""
+    critic_warmup_ratio: Share = 0.03
+    """Fraction of the critic's updates over which its learning rate rises."""
+    critic_weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of the critic's matrices."""
+    critic_num_epochs: NonNegativeInt = 0
+    """Passes of the critic over one rollout; 0: --num_epochs."""
+    critic_mini_batch_size: NonNegativeInt = 0
+    """Responses an update of the critic, over all ranks; 0: --mini_batch_size."""
+    critic_gradient_checkpointing: bool = False
+    """Recompute the critic's activations in the backward pass, also where --gradient_checkpointing is off."""
+    critic_warmup_steps: NonNegativeInt = 0
+    """First steps, in which the critic trains and the policy does not (value pretraining, arXiv:2503.01491)."""
 
     gamma: Share = 1.0
     """Discount a token, where each has a reward of its own (GAE, reinforce++)."""
@@ -104,20 +120,11 @@ class Args(
     """GAE's lambda: 1 for the reward-to-go minus the value, 0 for the one-step difference."""
     critic_gae_lambda: Share | None = None
     """Lambda of the returns to which the critic is trained (VC-PPO, arXiv:2503.01491: 1); default: --gae_lambda."""
-    length_adaptive_lambda: NonNegativeFloat = 0.0
-    """Alpha of the advantages' lambda 1 - 1 / (alpha * response length) in place of --gae_lambda (VAPO,
-    arXiv:2504.05118: 0.05); 0 for none."""
-    turn_rewards: bool = False
-    """Give the rewards of an --environment to the last tokens of their turns, not their sum to that of the response."""
     whiten_advantages: bool = True
     """Whiten the advantages over all response tokens of the step."""
-    whiten_rewards: bool = False
-    """Scale the tokens' rewards to a standard deviation of 1 over the step around their mean, which stays."""
     pf_ppo: Literal["none", "pow", "max_min", "max_random"] = "none"
-    """PF-PPO: draw the responses to train on anew, by |score| to a power, from the best and the worst, or half of them
+    """PF-PPO: draw the responses to train on anew, by |score| (pow), from the best and the worst, or half of them
     from the best; among the responses to a prompt or, with --group_size 1, of the step."""
-    pf_ppo_power: NonNegativeFloat = 1.0
-    """The power of --pf_ppo pow."""
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] = "token"
     """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
     of sequence sums, or sum / (sequences * max_response_length)."""
@@ -141,20 +148,19 @@ class Args(
     """Weight beta of the KL to the reference; 0 needs, and loads, no reference model."""
     kl_in: Literal["loss", "reward"] = "reward"
     """Add the KL to the loss, or take it from the score."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
-    """Estimator of the KL per token; full sums over the vocabulary, exactly."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """Keep beta, or steer it to --kl_target (Ziegler et al. 2019)."""
-    kl_target: PositiveFloat = 0.1
-    """Mean KL per token that the adaptive controller steers to."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Estimator of the KL per token."""
+    kl_target: NonNegativeFloat = 0.0
+    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive); 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
-    """Responses over which the adaptive controller acts."""
+    """Responses over which --kl_target acts."""
     ref_model: str = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
     ref_refresh_every: NonNegativeInt = 0
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
-    ref_refresh_mix: Share = 1.0
-    """Share of the policy's weights in a refresh."""
+    ptx_dataset: str = ""
+    """Rows for a supervised loss added to the policy's (PPO-ptx, arXiv:2203.02155), named as those of --dataset: a
+    prompt, and the text to imitate in an answer column or in a last turn of the assistant."""
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the cross-entropy on --ptx_dataset."""
     ptx_batch_size: PositiveInt = 64
@@ -176,8 +182,6 @@ class Args(
     filter_groups: Literal["none", "drop", "refill"] = "none"
     """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
     sampling)."""
-    max_refills: NonNegativeInt = 9
-    """Most further rollouts of a step with --filter_groups refill; then the step goes on with what there is."""
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ import utils
 from plumbing import command_line, flags
 from plumbing.data import mixture as data
 from plumbing.data import prompts
-from plumbing.data.rows import arithmetic_pairs, is_number, read_rows
+from plumbing.data.rows import arithmetic_pairs, is_number, read_rows, split_of
 from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.models import loading as models
 from plumbing.models import lora
@@ -48,14 +48,11 @@ from plumbing.run.run import Run
 class Args(flags.RunArgs, flags.ModelArgs):
     dataset: str = "trl-lib/ultrafeedback_binarized"
     """Preference pairs: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or owner/name[:config] on
-    the hub. Columns: chosen and rejected, text or messages, with a prompt or without; or src, tgt, response, sort;
-    where there are any, margin (a number) and subset."""
-    dataset_split: str = "train"
-    """Split of --dataset to train on."""
+    the hub, each with @split after it for another split than train. Columns: chosen and rejected, text or messages,
+    with a prompt or without; or src, tgt, response, sort; where there are any, margin (a number) and subset."""
     eval_dataset: str = ""
-    """Pairs to evaluate on; default: the --eval_split of --dataset, or for a single file a tenth of it at most."""
-    eval_split: str = "test"
-    """Split to evaluate on."""
+    """Pairs to evaluate on, split test unless @split is given; default: those of --dataset, or for a single file a
+    tenth of it at most."""
     eval_every: NonNegativeInt = 50
     """Steps between evaluations; also before the first step and after the last. 0: never."""
     eval_pairs: NonNegativeInt = 1000
@@ -78,10 +75,8 @@ class Args(flags.RunArgs, flags.ModelArgs):
     """Learning rate at the end of a linear or cosine schedule."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; biases and norms have none."""
-    adam_beta1: Decay = 0.9
-    """AdamW's decay of the mean gradient."""
-    adam_beta2: Decay = 0.999
-    """AdamW's decay of the mean squared gradient."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's decay of the mean gradient and of the mean squared gradient."""
     max_grad_norm: PositiveFloat = 1.0
     """Clip the norm of the gradient to this."""
     centre_coef: NonNegativeFloat = 0.0
@@ -179,6 +174,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of prompt, response and stop
         token; "margin": float, 0 if the row has none; "subset": text or None}
     """
+    name, split = split_of(name, split)
     rows = arithmetic_pairs(split) if name == "arithmetic" else read_rows(flag, name, split)
     pairs, too_long = [], []
     for number, row in enumerate(rows, 1):
@@ -211,10 +207,11 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
 
 def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[list[dict], list[dict]]:
     """The pairs to train on, and those to evaluate on, which are never trained on ([] with --eval_every 0)."""
-    pairs, held_out = load_pairs("--dataset", args.dataset, args.dataset_split, tokenizer, stop_ids, args), []
-    if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
-        name = args.eval_dataset or args.dataset
-        held_out = load_pairs("--eval_dataset", name, args.eval_split, tokenizer, stop_ids, args)
+    pairs, held_out = load_pairs("--dataset", args.dataset, "train", tokenizer, stop_ids, args), []
+    dataset, _ = split_of(args.dataset)
+    if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
+        name = args.eval_dataset or dataset
+        held_out = load_pairs("--eval_dataset", name, "test", tokenizer, stop_ids, args)
         held_out = held_out[: args.eval_pairs or None]
     elif args.eval_every:
         count = min(args.eval_pairs or len(pairs), max(1, len(pairs) // 10))

@@ -62,11 +62,11 @@ from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
 from plumbing.run.token_log import TokenLog
-from plumbing.turns.conversations import ConversationArgs, load_conversations
+from plumbing.turns.conversations import load_conversations
 
 
 @dataclass
-class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs, ConversationArgs):
+class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs, flags.ConversationArgs):
     total_episodes: PositiveInt = 180_000
     """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
     rollout_batch_size: PositiveInt = 64
@@ -91,10 +91,8 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     """Learning rate at the end of a linear or cosine schedule."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices; biases and norms have none."""
-    adam_beta1: Decay = 0.9
-    """AdamW's decay of the mean gradient."""
-    adam_beta2: Decay = 0.999
-    """AdamW's decay of the mean squared gradient."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's decay of the mean gradient and of the mean squared gradient."""
     max_grad_norm: PositiveFloat = 1.0
     """Clip the norm of the gradient to this."""
 
@@ -125,24 +123,16 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     """Weight beta of the KL to the reference; 0 needs, and loads, no reference model."""
     kl_in: Literal["loss", "reward"] = "reward"
     """Add the KL to the loss, or take it from the score."""
-    kl_estimator: Literal["k1", "abs", "k2", "k3", "full"] = "k1"
-    """Estimator of the KL per token; full sums over the vocabulary, exactly."""
-    kl_controller: Literal["fixed", "adaptive"] = "fixed"
-    """Keep beta, or steer it to --kl_target (Ziegler et al. 2019)."""
-    kl_target: PositiveFloat = 0.1
-    """Mean KL per token that the adaptive controller steers to."""
+    kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
+    """Estimator of the KL per token."""
+    kl_target: NonNegativeFloat = 0.0
+    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive); 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
-    """Responses over which the adaptive controller acts."""
+    """Responses over which --kl_target acts."""
     ref_model: str = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
     ref_refresh_every: NonNegativeInt = 0
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
-    ref_refresh_mix: Share = 1.0
-    """Share of the policy's weights in a refresh."""
-    ptx_coef: NonNegativeFloat = 0.0
-    """Weight of the cross-entropy on --ptx_dataset."""
-    ptx_batch_size: PositiveInt = 64
-    """Rows of --ptx_dataset an optimizer update, over all ranks."""
 
     non_stop_penalty: bool = True
     """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
@@ -153,15 +143,9 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
     mask_truncated: bool = False
     """Leave responses without a stop token out, of the loss and of their group's baseline; no penalty touches them."""
-    reward_normalization: bool = False
-    """Normalise scores by their mean and standard deviation since the start of the run, before any penalty."""
-    reward_clip: NonNegativeFloat = 0.0
-    """Clip scores to +- this, before any penalty; 0 for no clip."""
     filter_groups: Literal["none", "drop", "refill"] = "none"
     """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
     sampling)."""
-    max_refills: NonNegativeInt = 9
-    """Most further rollouts of a step with --filter_groups refill; then the step goes on with what there is."""
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -65,22 +65,6 @@ Decay = in_range(float, lambda x: 0 <= x < 1, "0 or more and below 1")
 ZeroOrAboveOne = in_range(float, lambda x: x == 0 or x > 1, "above 1, or 0 for none")
 
 
-def read_tracker(words: list[str]) -> str:
-    """Return the value of --track for the words after it; raise ValueError for others than it takes."""
-    if len(words) > 1 or not {"wandb", "tensorboard", ""} >= set(words):
-        raise ValueError(f"has to be wandb or tensorboard, not {' '.join(words)}")
-    return words[0] if words else "wandb"
-
-
-Tracker = Annotated[
-    str,
-    PrimitiveConstructorSpec(
-        nargs="*", metavar="{wandb,tensorboard}", instance_from_str=read_tracker,
-        is_instance=lambda value: isinstance(value, str), str_from_instance=lambda value: [value] if value else [],
-    ),
-]  # fmt: skip
-
-
 @dataclass
 class ConfigArgs:
     config: str = ""
@@ -88,8 +72,31 @@ class ConfigArgs:
     line go over it."""
 
 
+class Removed:
+    """What flags that are gone stand for, until nothing reads them any more."""
+
+    report = resume_with_changes = compile = turn_rewards = whiten_rewards = fit_value_model = hub_private_repo = False
+    reward_normalization = False
+    stop_after_step = shard_group_size = top_k = max_turn_length = critic_warmup_patience = 0
+    length_adaptive_lambda = critic_min_learning_rate = reward_clip = ptx_coef = 0.0
+    sequence_parallel, max_skipped_updates, max_refills, logits_chunk_tokens = 1, 5, 9, 512
+    sapo_tau_positive, sapo_tau_negative, ref_refresh_mix, pf_ppo_power = 1.0, 1.05, 1.0, 1.0
+    verifier_column = pad_token = ptx_dataset = ""
+    reward_model_scale, overlong_prompts, rewritten_turns, wandb_project = "raw", "drop", "error", None
+    dataset_split, eval_split, ptx_split = "train", "test", "train"
+    recompute_logits = property(lambda args: "yes" if args.gradient_checkpointing else "no")
+    hub_model_id = property(lambda args: args.push_to_hub)
+    lora_alpha = property(lambda args: 2 * args.lora_rank)
+    adam_beta1 = property(lambda args: args.adam_betas[0])
+    adam_beta2 = property(lambda args: args.adam_betas[1])
+    kl_controller = property(lambda args: "adaptive" if args.kl_target else "fixed")
+    cpu_offload = property(lambda args: args.shard == "fsdp_offload")
+    reward_timeout = tool_timeout = property(lambda args: args.timeout)
+    critic_max_grad_norm = property(lambda args: args.max_grad_norm)
+
+
 @dataclass
-class OutputArgs:
+class OutputArgs(Removed):
     run_name: str = ""
     """Name of the run's folder; default: script, model, data set and seed."""
     output_dir: str = "runs"
@@ -102,30 +109,19 @@ class OutputArgs:
 class RunArgs(OutputArgs):
     resume: bool = False
     """Go on from the run's newest whole checkpoint; begin anew if it was killed before there was one."""
-    resume_with_changes: bool = False
-    """Go on even if flags have changed that make another run of it, such as --seed, --dataset or --loss."""
     save_every: NonNegativeInt = 50
     """Steps between checkpoints; there is one of the last step in any case. 0: only then, or when interrupted."""
     keep_checkpoints: NonNegativeInt = 2
     """Newest checkpoints that stay; 0 for all."""
     eval_every: NonNegativeInt = 20
     """Steps between evaluations; also before the first step and after the last. 0: never."""
-    stop_after_step: NonNegativeInt = 0
-    """Save and leave after this step, as on a signal, with schedules as they are by the whole length; 0: at the end."""
     log_samples: NonNegativeInt = 16
     """Samples of each step written to samples.jsonl."""
-    report: bool = False
-    """Write report.html too, at each evaluation and at the end: all of the run so far on one page, for a browser."""
-    track: Tracker = ""
-    """Log to wandb (Weights & Biases; WANDB_MODE=offline works) or tensorboard too; alone, --track is --track wandb."""
-    wandb_project: str = "rl-on-language-models"
-    """Weights & Biases project."""
-    push_to_hub: bool = False
-    """Push the final model to the Hugging Face hub, with a model card; takes a login (hf auth login, or HF_TOKEN)."""
-    hub_model_id: str = ""
-    """Repository to push to, as name or owner/name; default: the run's name."""
-    hub_private_repo: bool = False
-    """Make the repository private, if it is not there yet."""
+    track: Literal["", "wandb", "trackio"] = ""
+    """Log to Weights & Biases (wandb; WANDB_PROJECT and WANDB_MODE=offline work) or to trackio, too."""
+    push_to_hub: str = ""
+    """Push the final model to the Hugging Face hub with a model card, as NAME or OWNER/NAME; requires a login (hf auth
+    login, or HF_TOKEN). "": do not."""
 
 
 @dataclass
@@ -134,8 +130,6 @@ class PretrainedArgs:
     """Model to begin with: a causal language model's folder or hub name."""
     stop_token: str = "eos"
     """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
-    pad_token: str = ""
-    """Padding token in place of the tokenizer's; default: its own or, if it has none, eos (masks come from lengths)."""
     chat_template: str = ""
     """File of a chat template (jinja) in place of the tokenizer's, as for a base model; none for prompts that hold a
     template already: texts that stay as they are, without --system_prompt. Default: the tokenizer's."""
@@ -152,39 +146,25 @@ class ModelArgs(PretrainedArgs):
     ] = "auto"
     """Attention kernel, by transformers' names; auto is sdpa (torch's own) where the model has it, and eager for one
     that caps the scores of attention (Gemma 2), which sdpa would leave out."""
-    compile: bool = False
-    """Compile the decoder blocks of all models, and the statistics of the logits, by torch.compile; rollouts run
-    uncompiled."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    micro_batch_tokens: NonNegativeInt = 0
-    """Tokens, padding included, of a forward pass on one device. Memory and speed; results change by rounding only. 0:
-    16,384, or fewer where the estimate of scripts/memory.py is over 80 % of a GPU."""
+    """Recompute activations and logits in the backward pass: less memory, about a third more time."""
+    micro_batch_tokens: PositiveInt = 16_384
+    """Tokens, padding included, of a forward pass on one device. Memory and speed; results change by rounding only."""
     lora_rank: NonNegativeInt = 0
-    """Train LoRA adapters of this rank instead of the weights, with peft; the reference is then the model without them.
-    0: train all weights."""
-    lora_alpha: PositiveFloat = 32.0
-    """The adapters' product is scaled by this over --lora_rank."""
-    shard: Literal["auto", "none", "fsdp"] = "auto"
-    """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over the ranks; auto is
-    fsdp if whole models would take over 60 % of a GPU's memory."""
-    shard_group_size: NonNegativeInt = 0
-    """Ranks that share one sharded copy, such as those of a node, with --shard fsdp; 0 for all."""
-    cpu_offload: bool = False
-    """Keep sharded weights, gradients and Adam's state on the CPU, where the update is computed: slow, but small."""
-    sequence_parallel: PositiveInt = 1
-    """Neighbouring ranks that share each sequence in training, each with a slice of its positions; for long ones."""
-    max_skipped_updates: NonNegativeInt = 5
-    """Updates in a row that may be skipped for a gradient that is not finite before the run stops."""
+    """Train LoRA adapters of this rank (alpha is twice the rank) instead of the weights, with peft; the reference is
+    then the model without them. 0: train all weights."""
+    shard: Literal["auto", "none", "fsdp", "fsdp_offload"] = "auto"
+    """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over the ranks;
+    fsdp_offload also keeps them on the CPU, where the update is computed: slow, but small; auto is fsdp if whole models
+    would take over 60 % of a GPU's memory."""
 
 
 @dataclass
 class PromptArgs:
     dataset: str = "openai/gsm8k"
     """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json or .parquet file, a folder, owner/name or
-    owner/name:config on the hub, or a .json list of {"prob": weight, "filepath": any of these, "split": optional}."""
-    dataset_split: str = "train"
-    """Split of --dataset to train on."""
+    owner/name:config on the hub, each with @split after it for another split than train; or a .json list of {"prob":
+    weight, "filepath": any of these}."""
     prompt_column: str = ""
     """Column of the prompt, text or messages; a dot goes into an object. Default: the first that any row has something
     in of prompt, question, messages, problem, quiz, src."""
@@ -194,27 +174,18 @@ class PromptArgs:
     system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
     """System turn put before each prompt that has none; "" for none."""
     max_prompt_length: PositiveInt = 512
-    """Most tokens of a prompt."""
-    overlong_prompts: Literal["drop", "error"] = "drop"
-    """Leave prompts over --max_prompt_length out, and count them in a line, or end the run, naming the row."""
+    """Most tokens of a prompt; longer ones are left out, and counted."""
 
 
 @dataclass
 class DataArgs(PromptArgs):
     eval_dataset: str = ""
-    """Prompts to evaluate on, named as those of --dataset; default: the --eval_split of --dataset, or for a single file
-    nothing. Of a list, each data set has an accuracy of its own, too."""
-    eval_split: str = "test"
-    """Split to evaluate on."""
+    """Prompts to evaluate on, named as those of --dataset, split test unless @split is given; default: those of
+    --dataset, or for a single file nothing. Of a list, each data set has an accuracy of its own, too."""
     eval_prompts: NonNegativeInt = 256
     """Prompts of an evaluation, the first ones of the evaluation set, of a list in turns; 0 for all."""
     eval_samples: PositiveInt = 4
     """Sampled responses a prompt for accuracy and pass@k, beside the greedy one."""
-    ptx_dataset: str = ""
-    """Rows for a supervised loss beside the policy's (PPO-ptx, arXiv:2203.02155), named as those of --dataset: a
-    prompt, and the text to imitate in an answer column or in a last turn of the assistant."""
-    ptx_split: str = "train"
-    """Split of --ptx_dataset."""
 
 
 @dataclass
@@ -224,13 +195,9 @@ class ScoringArgs:
     against the row's tests), knights, ifeval, reasoning_gym, environment (the sum of what --environment gives),
     path/to/file.py:function, a reward model's folder or hub name, or a reward server's http:// address. A response
     counts as correct if the first source that is no model gives it 1 or more."""
-    verifier_column: str = ""
-    """Column with the sources of --reward, a name or a list, that alone score a row. Default: verifier or, with several
-    sources, dataset in rows with ground_truth (open-instruct's); none: every source scores every row."""
-    reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
-    """Take a reward model's score as it is, minus the mean that its config carries, or divided by its deviation too."""
-    reward_timeout: Seconds = 30.0
-    """Seconds that one call of a reward source may take before it is killed and its sample left out."""
+    timeout: Seconds = 30.0
+    """Seconds after which a call of a reward source, a tool or an environment is killed; the sample of such a reward is
+    left out."""
 
 
 @dataclass
@@ -249,8 +216,6 @@ class SamplingArgs:
     """Tokens before which a stop token cannot be sampled."""
     top_p: PositiveShare = 1.0
     """Sample from the smallest set of tokens with this probability; below 1 it biases training's ratio."""
-    top_k: NonNegativeInt = 0
-    """Sample from this many most likely tokens; 0 for all; above 0 it biases training's ratio."""
     repetition_penalty: PositiveFloat = 1.0
     """Divide the logits of tokens seen before; other than 1 it biases training's ratio."""
 
@@ -266,11 +231,22 @@ class RolloutArgs(SamplingArgs):
     """1: while a step trains, vLLM samples for the next one, with the weights from before the step."""
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
-    logits_chunk_tokens: NonNegativeInt = 0
-    """Response tokens whose logits are computed at once; 0 for 512, or up to 4,096 if a GPU has the memory."""
-    recompute_logits: Literal["auto", "yes", "no"] = "auto"
-    """Compute logits again in the backward pass instead of keeping a number for each response token and entry of the
-    vocabulary. Memory and speed only. auto: with --gradient_checkpointing, or if a GPU lacks the memory."""
+
+
+@dataclass
+class ConversationArgs:
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call, each as path/to/tools.py:function, with type hints and a docstring."""
+    environment: str = ""
+    """Class that answers the model's turns, as path/to/environment.py:Class, with an instance for each response; the
+    sum of its rewards is the source environment of --reward."""
+    max_turns: PositiveInt = 10
+    """Most turns of the model in a response."""
+    tool_call_pattern: str = ""
+    """Regular expression of a tool call, with groups name and arguments (without name: the only tool), in place of the
+    form of the chat template."""
+    turn_stop: tuple[str, ...] = ()
+    """Texts that end a turn as a stop token does, such as </search> for a model that goes on after a call."""
 
 
 def check_address(flag: str, address: str) -> None:
@@ -286,12 +262,6 @@ def check_address(flag: str, address: str) -> None:
 
 def check_training_args(args) -> None:
     """End the run for flags of any script that do not fit together."""
-    for name in ("shard_group_size", "cpu_offload"):
-        if getattr(args, name) and args.shard != "fsdp":
-            fail(f"--{name}: takes --shard fsdp")
-    for name in ("hub_model_id", "hub_private_repo"):
-        if getattr(args, name) and not args.push_to_hub:
-            fail(f"--{name}: takes --push_to_hub")
     for prefix in ("", "critic_"):
         floor, peak = getattr(args, f"{prefix}min_learning_rate", 0), getattr(args, f"{prefix}learning_rate", 0)
         if floor > peak:
@@ -314,15 +284,11 @@ def check_rl_args(args) -> None:
     if args.filter_groups != "none" and args.group_size < 2:
         fail(f"--filter_groups {args.filter_groups}: takes groups, so a --group_size of 2 or more")
     check_rollout_args(args)
-    if args.ptx_coef and not args.ptx_dataset:
-        fail(f"--ptx_coef {args.ptx_coef}: takes supervised rows, named by --ptx_dataset")
-    if args.ptx_dataset and not args.ptx_coef:
-        fail(f"--ptx_dataset {args.ptx_dataset}: has no effect without a --ptx_coef above 0")
     for name in ("clip_high", "value_clip"):
         if (getattr(args, name, None) or 0) > 10:
             warn(f"--{name} {getattr(args, name)}: so large a clip hardly ever acts")
     if args.kl_coef and args.kl_in == "loss" and args.kl_estimator == "k1":
-        warn("--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is no penalty; take k2, k3 or full")
+        warn("--kl_in loss --kl_estimator k1: its gradient has zero mean, so it is no penalty; take k2 or k3")
     if args.ref_refresh_every and args.lora_rank:
         fail("--ref_refresh_every: with --lora_rank the reference is the model without its adapter, which stays")
     if args.ref_refresh_every and not args.kl_coef:
@@ -343,8 +309,8 @@ def check_rollout_args(args) -> None:
         fail("--async_steps 1: ranks that share an engine would meet in it and in training at once; take vLLM servers")
     if args.rollout_backend in ("vllm", "server") and args.temperature > 2:
         fail(f"--temperature {args.temperature}: vLLM takes at most 2")
-    if args.top_p < 1 or args.top_k > 0 or args.repetition_penalty != 1 or args.min_response_length > 0:
+    if args.top_p < 1 or args.repetition_penalty != 1 or args.min_response_length > 0:
         warn(
-            "--top_p, --top_k, --repetition_penalty and --min_response_length bias the ratio: "
+            "--top_p, --repetition_penalty and --min_response_length bias the ratio: "
             "they change the distribution that is sampled, not the one that is trained"
         )

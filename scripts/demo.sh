@@ -29,7 +29,7 @@ reward_model) task=(--model assets/tiny --dataset arithmetic) ;;
 environment | environment-grpo | environment-rloo | environment-ppo)
     task=(--model assets/guess --dataset assets/guess/train.jsonl --eval_dataset assets/guess/test.jsonl
         --environment assets/guess/game.py:GuessTheNumber --reward environment
-        --max_response_length 64 --max_turn_length 8
+        --max_response_length 64
         --total_episodes 15360 --mini_batch_size 128 --learning_rate 6e-4 --lr_schedule linear)
     ;;
 *)
@@ -42,4 +42,4 @@ esac
 bash scripts/setup.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two are faster on idle cores, and ten times slower on busy ones
 exec .venv/bin/python "$algorithm.py" \
-    --run_name "demo-$demo-$(date +%Y%m%d-%H%M%S)" --adam_beta2 0.95 "${own[@]}" "${task[@]}" "$@"
+    --run_name "demo-$demo-$(date +%Y%m%d-%H%M%S)" --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" "$@"

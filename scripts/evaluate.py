@@ -52,21 +52,22 @@ from plumbing.run import checkpoints, files, resume
 from plumbing.run import log as run_log
 from plumbing.run.evaluation import conversation_metrics
 from plumbing.run.measures import estimate, measures
-from plumbing.turns.conversations import Conversation, ConversationArgs, Conversations, load_conversations
+from plumbing.turns.conversations import Conversation, Conversations, load_conversations
 
 NO_ANSWERS = ("format", "code", "ifeval", "environment")  # sources whose responses have nothing to vote for
 
 
 @dataclass
 class Args(
-    flags.OutputArgs, flags.PretrainedArgs, flags.PromptArgs, flags.ScoringArgs, flags.SamplingArgs, ConversationArgs
+    flags.OutputArgs,
+    flags.PretrainedArgs,
+    flags.PromptArgs,
+    flags.ScoringArgs,
+    flags.SamplingArgs,
+    flags.ConversationArgs,
 ):
-    dataset_split: str = "test"
-    """Split of --dataset to evaluate on."""
     num_prompts: flags.NonNegativeInt = 0
     """Prompts to take, the first ones of the data set, of a list in turns; 0 for all."""
-    overlong_prompts: Literal["drop", "error"] = "error"
-    """End for a prompt over --max_prompt_length, or leave such prompts out, and count them in a line."""
     samples: flags.in_range(int, lambda x: 0 <= x <= 512, "between 0 and 512") = 0
     """Responses a prompt (n); 0: 8, or 1 if --temperature is 0."""
     k: flags.PositiveInts = ()
@@ -179,7 +180,7 @@ def main(args: Args) -> None:
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = load_conversations(args, tokenizer, stop_ids)
     tools, answer_for = conversations and conversations.schemas, needs_answer(args)
-    prompts = data.load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, answer_for, tools)
+    prompts = data.load_prompts("--dataset", args.dataset, "test", tokenizer, args, answer_for, tools)
     prompts = data.first_prompts(prompts, args.num_prompts)
     data.check_lengths(args, prompts)
     if world.any(len(prompts) < world.size):  # asked together, so that no rank is gone before the others have joined

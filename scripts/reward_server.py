@@ -52,7 +52,7 @@ import utils
 from plumbing import command_line
 from plumbing.data import prompts
 from plumbing.data.prompts import is_filled
-from plumbing.flags import Floats, Port, PositiveFloat, PositiveInt, Seconds
+from plumbing.flags import Floats, Port, PositiveFloat, PositiveInt, Removed, Seconds
 from plumbing.models import loading as models
 from plumbing.rewards.sources import (
     Rewards,
@@ -71,20 +71,15 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  #
 
 
 @dataclass
-class Args:
+class Args(Removed):
     reward: tuple[str, ...]
     """Sources of the score: math, gsm8k, exact, code, knights, format, ifeval, reasoning_gym,
     path/to/file.py:function, or a reward model's folder or hub name."""
     reward_weights: Floats = ()
     """Weight of each source, in the order of --reward; default: 1 each."""
-    verifier_column: str = ""
-    """Column of a request with the sources of --reward, a name or a list, that alone score a row. Default: verifier or,
-    with several sources, dataset in rows with ground_truth; none: every source scores every row."""
-    reward_timeout: Seconds = 10.0
+    timeout: Seconds = 10.0
     """Seconds that one call of a reward source may take before it is killed and its sample left out. Shorter than that
     of the runs which ask: theirs is for all of a request, the wait for its turn included."""
-    reward_model_scale: Literal["raw", "centred", "standardized"] = "raw"
-    """Take a reward model's scores as they are, or by the mean (and standard deviation) that its config carries."""
     host: str = "127.0.0.1"
     """Address to listen at, 0.0.0.0 for all of the machine's; one that other machines reach takes a key in the variable
     REWARD_API_KEY."""

@@ -153,7 +153,6 @@ def workspace(folder) -> dict:
         "num_epochs": 2,
         "total_episodes": 32,
         "micro_batch_tokens": 40,
-        "logits_chunk_tokens": 8,
         "max_response_length": 10,
         "non_stop_penalty": False,
         "learning_rate": 3e-3,

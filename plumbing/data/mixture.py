@@ -23,7 +23,7 @@ from plumbing.data.prompts import (
     template_tokens,
     value_at,
 )
-from plumbing.data.rows import read_parts
+from plumbing.data.rows import read_parts, split_of
 from plumbing.models.loading import check_positions, check_vocabulary
 from plumbing.rewards.sources import is_scored_by, named_sources, needs_answer
 from plumbing.rewards.verifiers import VERIFIERS
@@ -36,13 +36,12 @@ def load_train_and_eval(
     args, tokenizer, answer_for: str, tools: list[dict] | None = None
 ) -> tuple[list[dict], list[dict]]:
     """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on."""
-    train = load_prompts("--dataset", args.dataset, args.dataset_split, tokenizer, args, answer_for, tools)
+    train = load_prompts("--dataset", args.dataset, "train", tokenizer, args, answer_for, tools)
     held_out = []
-    if args.eval_every and (args.eval_dataset or not os.path.isfile(args.dataset)):
-        flag, name = "--eval_dataset", args.eval_dataset
-        if not name:
-            flag, name = "--eval_split of --dataset", args.dataset
-        held_out = load_prompts(flag, name, args.eval_split, tokenizer, args, answer_for, tools)
+    dataset, _ = split_of(args.dataset)
+    if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
+        name = args.eval_dataset or dataset
+        held_out = load_prompts("--eval_dataset", name, "test", tokenizer, args, answer_for, tools)
         held_out = first_prompts(held_out, args.eval_prompts)
     kept = without(train, {row["prompt"] for row in held_out})
     if len(kept) < len(train):
@@ -174,7 +173,7 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     added to it. A Mixture for a list of data sets.
     """
     encode = lambda name, rows: encode_supervised(f"--ptx_dataset {name}", rows, tokenizer, stop_ids, args)
-    supervised = load_parts("--ptx_dataset", args.ptx_dataset, args.ptx_split, encode)
+    supervised = load_parts("--ptx_dataset", args.ptx_dataset, "train", encode)
     check_vocabulary(args.model, (row["query"] + row["response"] for row in supervised))
     longest = max(len(row["query"]) + len(row["response"]) for row in supervised)
     check_positions(args.model, longest, f"--ptx_dataset {args.ptx_dataset}: its longest row")

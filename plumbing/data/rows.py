@@ -95,6 +95,15 @@ def reasoning_gym_rows(flag: str, task: str, split: str, size: int) -> list[dict
 # ---- reading rows ----------------------------------------------------------------------------------------------------
 
 
+def split_of(name: str, default: str = "train") -> tuple[str, str]:
+    """Return the name of a data set and its split: "openai/gsm8k@test" -> ("openai/gsm8k", "test").
+
+    A file or folder whose own name has an @ in it is taken whole.
+    """
+    path, at, split = name.rpartition("@")
+    return (path, split) if at and not os.path.exists(name) else (name, default)
+
+
 def read_rows(flag: str, name: str, split: str) -> list[dict]:
     """Return the rows of a data set as dicts; end the run if it cannot be read or has none.
 
@@ -102,8 +111,9 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
         flag: the option that named it, for messages.
         name: "arithmetic"; "reasoning_gym:TASK"; a .jsonl, .json or .parquet file; a folder; "owner/name" or
             "owner/name:config" on the hub.
-        split: the split to read; a single file has only one, whatever it is called.
+        split: the split to read where `name` has no @split; a single file has only one, whatever it is called.
     """
+    name, split = split_of(name, split)
     if name == "arithmetic" or name.startswith("reasoning_gym:"):
         kind, _, task = name.partition(":")
         sizes = BUILT_IN[kind]
@@ -131,6 +141,7 @@ def read_parts(flag: str, name: str, split: str) -> list[tuple[str, list[dict], 
     Args:
         flag, name, split: as in `read_rows`.
     """
+    name, split = split_of(name, split)
     rows = read_rows(flag, name, split)
     if not is_list_of_data_sets(name, rows):
         return [(name, rows, 1.0)]

@@ -5,50 +5,16 @@ What it is trained to, and with which loss, stands in ppo.py. Imports utils and 
 
 import math
 import os
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from plumbing.flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, Share
 from plumbing.models import loading as models
 from plumbing.models import lora
 from utils import fail, warn
 
 LOW, LOW_STEPS = 0.05, 50  # a critic that has explained less than this over so many steps is warned of
 RISE = 0.01  # a smaller rise of the explained variance is none
-
-
-@dataclass
-class CriticArgs:
-    value_model: str = ""
-    """Where the critic starts: a reward model with its head, or a language model with a head of zeros; default:
-    --model."""
-    fit_value_model: bool = True
-    """Scale and shift the values of a reward model's head by least squares to the returns of the first step."""
-    critic_learning_rate: PositiveFloat = 1e-5
-    """Peak learning rate of the critic's AdamW."""
-    critic_lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the critic's learning rate after its warm-up."""
-    critic_warmup_ratio: Share = 0.03
-    """Fraction of the critic's updates over which its learning rate rises."""
-    critic_min_learning_rate: NonNegativeFloat = 0.0
-    """The critic's learning rate at the end of a linear or cosine schedule."""
-    critic_weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of the critic's matrices."""
-    critic_max_grad_norm: PositiveFloat = 1.0
-    """Clip the norm of the critic's gradient to this."""
-    critic_num_epochs: NonNegativeInt = 0
-    """Passes of the critic over one rollout; 0: --num_epochs."""
-    critic_mini_batch_size: NonNegativeInt = 0
-    """Responses an update of the critic, over all ranks; 0: --mini_batch_size."""
-    critic_gradient_checkpointing: bool = False
-    """Recompute the critic's activations in the backward pass, also where --gradient_checkpointing is off."""
-    critic_warmup_steps: NonNegativeInt = 0
-    """First steps, in which the critic trains and the policy does not (value pretraining, arXiv:2503.01491)."""
-    critic_warmup_patience: NonNegativeInt = 0
-    """End the critic's warm-up early, once its explained variance has not risen for so many steps; 0 for never."""
 
 
 class Critic(nn.Module):

@@ -35,7 +35,7 @@ class Sharding:
     GRADIENT_SHARE = 0.2  # of a GPU's memory that an unsharded gradient may take before each backward pass reduces it
 
     def __init__(self, args, world: World, precision: Precision, held: ModelNames):
-        self.world, self.autocast, self.on = world, precision.autocast, args.shard == "fsdp"
+        self.world, self.autocast, self.on = world, precision.autocast, args.shard.startswith("fsdp")
         self.compute_dtype, self.reduce_dtype = precision.compute_dtype, precision.loss_dtype
         self.attention, self.compile = args.attention, args.compile
         self.overlap = getattr(args, "async_steps", 0) > 0  # of rollout and training

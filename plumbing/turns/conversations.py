@@ -11,42 +11,18 @@ import asyncio
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Callable, Literal
+from typing import Callable
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt
-from plumbing.flags import NonNegativeInt, PositiveInt, Seconds
 from plumbing.turns.templates import Turns
 from plumbing.turns.tool_processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 from utils import fail, warn
 
 STOP_REASONS = ("stop", "done", "max_turns", "length", "error")
-
-
-@dataclass
-class ConversationArgs:
-    tools: tuple[str, ...] = ()
-    """Functions that the model may call, each as path/to/tools.py:function, with type hints and a docstring."""
-    environment: str = ""
-    """Class that answers the model's turns, as path/to/environment.py:Class, with an instance for each response; the
-    sum of its rewards is the source environment of --reward."""
-    max_turns: PositiveInt = 10
-    """Most turns of the model in a response."""
-    max_turn_length: NonNegativeInt = 0
-    """Most tokens of a turn; 0: what is left of --max_response_length, which counts the observations, too."""
-    tool_timeout: Seconds = 30.0
-    """Seconds that a call of a tool or an environment may take before its process is killed."""
-    tool_call_pattern: str = ""
-    """Regular expression of a tool call, with groups name and arguments (without name: the only tool), in place of the
-    form of the chat template."""
-    turn_stop: tuple[str, ...] = ()
-    """Texts that end a turn as a stop token does, such as </search> for a model that goes on after a call."""
-    rewritten_turns: Literal["error", "keep"] = "error"
-    """What to do where the chat template writes a turn anew once others follow, as templates do that drop thinking: end
-    the run, or keep the turn as it was sampled."""
 
 
 @dataclass
