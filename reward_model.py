@@ -282,11 +282,6 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
     return scorer
 
 
-def held_models(args: Args) -> models.ModelNames:
-    """Return the models that a run holds, by which its memory is planned."""
-    return models.ModelNames(trained=[], scalar=[("--model", args.model)], frozen=[])
-
-
 @record
 def main(args: Args) -> None:
     # ---- setting up ----
@@ -298,15 +293,15 @@ def main(args: Args) -> None:
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = args.num_epochs * len(pairs) // args.batch_size
     precision = dtype, loss_dtype, _, autocast = models.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision, held_models(args))
-    dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
+    sharding = Sharding(args, world, precision)
+    dp = world
     scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, dtype, sharding.load_device)
     config, wrapped = scorer.model.config, sharding.wrap(scorer)
     optimizer = utils.Optimizer(scorer, args, total_steps)
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
     lengths = {"sides of pairs": sides(pairs)} | ({"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {})
     run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer}, lengths, {"position": 0})
-    run.clock.count_flops(scorer, args.sequence_parallel)
+    run.clock.count_flops(scorer)
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict], list[int]] | None:
         """Score pairs, keep mean and deviation in the model's config, and return what `Run.steps` shows."""

@@ -46,7 +46,7 @@ from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloa
 from plumbing.models import loading as models
 from plumbing.models import lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
-from plumbing.rewards.sources import Rewards, check_sources, is_reward_model, needs_answer, reward_weights
+from plumbing.rewards.sources import Rewards, check_sources, needs_answer, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
     Batch,
@@ -336,30 +336,25 @@ class Policy(nn.Module):
             entropy: whether to compute the entropies.
         Returns:
             Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "kl" with a
-            reference; "entropies", or "detached_entropies" (no gradient, for the log) unless they are trained;
-            "router_losses" of a mixture of experts whose configuration asks for them.
+            reference; "entropies", or "detached_entropies" (no gradient, for the log) unless they are trained.
         """
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
-        hidden, labels, router_losses = self.hidden_and_labels(input_ids, predicts)
+        hidden, labels = self.hidden_and_labels(input_ids, predicts)
         ref_hidden = hidden.detach()
         if reference is not None:
             with torch.no_grad(), lora.without_lora(reference.model):
-                ref_hidden, *_ = reference.hidden_and_labels(input_ids, predicts)
+                ref_hidden, _ = reference.hidden_and_labels(input_ids, predicts)
         recompute = torch.is_grad_enabled() and self.recompute_logits and len(labels) > self.chunk_tokens
         parts = zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden)))
         options = (self.temperature if temperature is None else temperature, reference, entropy)
         chunks = [self.chunk(recompute, *part, *options) for part in parts]
         outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-        if router_losses is not None:
-            outputs["router_losses"] = router_losses
-        return {name: models.gather_positions(self.model, x, predicts) for name, x in outputs.items()}
+        return outputs
 
-    def hidden_and_labels(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what predicts each response token (tokens, H), these tokens (tokens,), and their router losses."""
+    def hidden_and_labels(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what predicts each response token (tokens, H), and these tokens (tokens,)."""
         labels = nn.functional.pad(input_ids[:, 1:], (0, 1))
-        input_ids, labels, predicts = models.local_positions(self.model, input_ids, labels, predicts)
-        hidden, router_losses = models.last_hidden_states(self.model, input_ids, predicts)
-        return hidden, labels[predicts], router_losses
+        return models.last_hidden_states(self.model, input_ids, predicts), labels[predicts]
 
     def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
         """Apply the model's own head: (..., H) -> (..., V), float32 or better, divided by the temperature."""
@@ -370,7 +365,7 @@ class Policy(nn.Module):
         return logits if temperature == 1 else logits / temperature
 
     def chunk(self, recompute: bool, *inputs) -> dict[str, Tensor]:
-        """Call `chunk_outputs`, with recomputation in the backward pass if asked; one function for --compile."""
+        """Call `chunk_outputs`, with recomputation in the backward pass if asked."""
         if recompute:  # logits live only while they are used
             return checkpoint(self.chunk_outputs, *inputs, use_reentrant=False, preserve_rng_state=False)
         return self.chunk_outputs(*inputs)
@@ -401,7 +396,7 @@ def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Po
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = Policy(
         model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0,
-        recompute_logits=args.recompute_logits == "yes",
+        recompute_logits=args.gradient_checkpointing,
     )  # fmt: skip
     models.check_head(f"--model {args.model}", model, policy.logits)
     return policy
@@ -410,13 +405,6 @@ def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Po
 def reference_name(args: Args) -> str:
     """Return the folder or hub name of the reference of the KL penalty; "" if no other model is held for it."""
     return (args.ref_model or ("" if args.lora_rank else args.model)) if args.kl_coef else ""
-
-
-def held_models(args: Args) -> models.ModelNames:
-    """Return the models that a run holds, by which its memory is planned."""
-    frozen = [("--ref_model", reference_name(args))] if reference_name(args) else []
-    frozen += [("--reward", name) for name in args.reward if is_reward_model(name)]
-    return models.ModelNames(trained=[("--model", args.model)], scalar=[], frozen=frozen)
 
 
 def refreshed_reference(saved: str | None) -> str | None:
@@ -438,8 +426,7 @@ def load_reference(
     models.check_head(flag, model, reference.logits)
     # Without --ref_model it is what the policy started from, which a resumed run loads again; a refresh mixes weights.
     models.check_same_shapes(flag, reference, policy, everything=not args.ref_model or args.ref_refresh_every > 0)
-    # The exact KL uses its head in the policy's forward, where sharded weights outside of blocks would not be gathered.
-    return sharding.shard(reference, blocks_only=args.kl_estimator == "full")
+    return sharding.shard(reference)
 
 
 def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimizer, world, autocast) -> Tensor:
@@ -465,7 +452,6 @@ def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimi
 # ----------------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.set_stance("force_eager")  # its shapes change at every token
 @torch.no_grad()
 def generate(
     model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
@@ -713,9 +699,8 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = models.precision(args.precision, world.device)
     dtype, loss_dtype, compute_dtype, autocast = precision
-    # Also settles --micro_batch_tokens, --logits_chunk_tokens and --recompute_logits, if open, by the device's memory.
-    sharding = Sharding(args, world, precision, held_models(args))
-    dp = sharding.dp  # the data-parallel ranks: those that share a sequence count as one
+    sharding = Sharding(args, world, precision)
+    dp = world
     policy = load_policy(args, run.checkpoint, dtype, sharding.load_device)
     model, wrapped = policy.model, sharding.wrap(policy)
     reference = load_reference(args, policy, run.checkpoint, dtype, sharding)
@@ -741,9 +726,9 @@ def main(args: Args) -> None:
         {"": optimizer}, data.token_lengths(prompts, eval_prompts, ptx_rows),
         {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
     )  # fmt: skip
-    run.clock.count_flops(policy, args.sequence_parallel)
+    run.clock.count_flops(policy)
     if reference not in (None, policy):
-        run.clock.count_flops(reference, args.sequence_parallel)
+        run.clock.count_flops(reference)
     prefetch = engines.Prefetch(collect_step, run.interrupt) if args.async_steps else None
     prefetched = Experience.from_state(run.state["prefetched"], args, world.device)
     if engine is not None:
@@ -848,8 +833,6 @@ def main(args: Args) -> None:
                         else:
                             token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
-                    if "router_losses" in out:
-                        loss = loss + reduce_loss(out["router_losses"], m)
                     # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     optimizer.backward(loss * dp.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
@@ -874,7 +857,7 @@ def main(args: Args) -> None:
             run.phase("sync")
             engine.sync(model)
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
-            sync_reference(reference, policy, args.ref_refresh_mix)
+            sync_reference(reference, policy)
         total = sums.totals()
         next_kl_coef = kl_coef
         if reference is not None and args.kl_controller == "adaptive":

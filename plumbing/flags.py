@@ -75,22 +75,20 @@ class ConfigArgs:
 class Removed:
     """What flags that are gone stand for, until nothing reads them any more."""
 
-    report = resume_with_changes = compile = turn_rewards = whiten_rewards = fit_value_model = hub_private_repo = False
+    report = resume_with_changes = turn_rewards = whiten_rewards = fit_value_model = hub_private_repo = False
     reward_normalization = False
-    stop_after_step = shard_group_size = top_k = max_turn_length = critic_warmup_patience = 0
+    stop_after_step = top_k = max_turn_length = critic_warmup_patience = 0
     length_adaptive_lambda = critic_min_learning_rate = reward_clip = ptx_coef = 0.0
-    sequence_parallel, max_skipped_updates, max_refills, logits_chunk_tokens = 1, 5, 9, 512
+    max_skipped_updates, max_refills, logits_chunk_tokens = 5, 9, 512
     sapo_tau_positive, sapo_tau_negative, ref_refresh_mix, pf_ppo_power = 1.0, 1.05, 1.0, 1.0
     verifier_column = pad_token = ptx_dataset = ""
     reward_model_scale, overlong_prompts, rewritten_turns, wandb_project = "raw", "drop", "error", None
     dataset_split, eval_split, ptx_split = "train", "test", "train"
-    recompute_logits = property(lambda args: "yes" if args.gradient_checkpointing else "no")
     hub_model_id = property(lambda args: args.push_to_hub)
     lora_alpha = property(lambda args: 2 * args.lora_rank)
     adam_beta1 = property(lambda args: args.adam_betas[0])
     adam_beta2 = property(lambda args: args.adam_betas[1])
     kl_controller = property(lambda args: "adaptive" if args.kl_target else "fixed")
-    cpu_offload = property(lambda args: args.shard == "fsdp_offload")
     reward_timeout = tool_timeout = property(lambda args: args.timeout)
     critic_max_grad_norm = property(lambda args: args.max_grad_norm)
 
@@ -155,8 +153,8 @@ class ModelArgs(PretrainedArgs):
     then the model without them. 0: train all weights."""
     shard: Literal["auto", "none", "fsdp", "fsdp_offload"] = "auto"
     """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over the ranks;
-    fsdp_offload also keeps them on the CPU, where the update is computed: slow, but small; auto is fsdp if whole models
-    would take over 60 % of a GPU's memory."""
+    fsdp_offload also keeps them on the CPU, where the update is computed: slow, but small; auto is fsdp if the
+    models that train would take over 60 % of a GPU's memory, at 16 bytes a parameter."""
 
 
 @dataclass

@@ -291,7 +291,7 @@ def trl(
 
 # ---- updates and log-probs -------------------------------------------------------------------------------------------
 
-VARIANTS = ("compile", "shard fsdp", "gradient_checkpointing", *(f"logits_chunk_tokens {2**i}" for i in range(10, 14)))
+VARIANTS = ("shard fsdp", "gradient_checkpointing", *(f"logits_chunk_tokens {2**i}" for i in range(10, 14)))
 VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_attention_2", "flex_attention"))
 VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
 

@@ -23,7 +23,6 @@ OWN = {  # what has one name and may differ, and why
     "Args": "each algorithm has its own flags; fields are compared one by one",
     "main": "the algorithm itself",
     "check_args": "checks the flags of its own file",
-    "held_models": "each algorithm trains its own models",
     "Args.clip_low": "its default hangs on grpo's --loss",
     "Args.clip_high": "its default hangs on grpo's --loss",
     "Args.loss_aggregation": "its default hangs on grpo's --loss and on rloo's --ratio",

@@ -10,7 +10,6 @@ import ppo
 import reward_model
 import rloo
 from plumbing import command_line  # noqa: F401  # a run imports memory
-from plumbing.models import memory  # noqa: F401  # a run imports memory
 
 os.fsync = lambda descriptor: None  # it keeps files of a machine that dies, of which no test is one; a run has 40
 

@@ -372,7 +372,7 @@ def test_unknown_flags_and_missing_paths_are_found():
         "sac.py",
     ]
     assert missing_paths("path/to/sac.py /abs/x.py runs/*.py `utils.py`, https://a.b/scripts/x.sh") == []
-    assert missing_paths("scripts/sac.py:train, scripts/memory.py:main") == ["scripts/sac.py"]
+    assert missing_paths("scripts/sac.py:train, scripts/plot.py:main") == ["scripts/sac.py"]
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: str(path.relative_to(ROOT)))
@@ -444,7 +444,7 @@ def test_no_path_of_one_machine():
 
 
 OPTIONAL = {"vllm", "wandb", "matplotlib", "peft", "datasets", "reasoning_gym"}  # take seconds, or are not installed
-OPTIONAL_ROOMS = {"vllm_engine", "vllm_servers", "vllm_worker", "sequence_parallel", "memory"}
+OPTIONAL_ROOMS = {"vllm_engine", "vllm_servers", "vllm_worker"}
 OPTIONAL_ROOMS |= {"hub", "model_card", "sandbox", "sandbox_server", "sandbox_limits"}
 
 

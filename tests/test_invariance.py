@@ -123,7 +123,7 @@ class Runs:
             first = helpers.run(values, **options)
         else:
             first = run_ranks(values, ranks, (0,) * ranks, **options)[0]
-        assert (f"sharding: fsdp over {ranks} of {ranks} ranks" in first.out) == (shard == "fsdp")
+        assert (f"sharding: fsdp over {ranks} ranks" in first.out) == (shard == "fsdp")
         reference = self.whole[name, precision].wait()
         assert reference.code == 0, reference.err[-3000:]
         if precision == "float64":

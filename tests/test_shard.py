@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grpo
 import utils
 from plumbing.models import loading as models
-from plumbing.models import memory
-from plumbing.models.sharding import Sharding, gradient_sync, unsharded
+from plumbing.models.sharding import Sharding, gradient_sync, training_bytes, unsharded
 from plumbing.rollout import vllm_engine
 from plumbing.run import checkpoints
 
@@ -41,7 +40,7 @@ def exact_runs(folder) -> dict[str, dict]:
     of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6}
     rewards = {"reward": (common["reward"], judge), "reward_weights": (1.0, 0.1)}
     return {
-        "grpo": {**common, **exact, **rewards, **MOVING, "kl_estimator": "full", "entropy_coef": 0.01},
+        "grpo": {**common, **exact, **rewards, **MOVING, "kl_in": "loss", "entropy_coef": 0.01},
         "rloo": {**common, **exact, **MOVING, "advantage": "remax"},
         "ppo": {**common, **exact, **rewards, **MOVING, **OF_PPO, "ptx_dataset": common["dataset"]},
         "reward_model": {**{name: common[name] for name in kept}, **exact, **SCHEDULE, **of_pairs},
@@ -74,11 +73,10 @@ def compare(values: dict, reference: dict, parts: tuple = ("checkpoints/step_3",
 # ---- the same numbers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes, ranks", [({"shard_group_size": 2}, 4), ({"cpu_offload": True}, 2)])
-def test_copies_of_shards_and_offloading_change_nothing(base, whole, tmp_path, changes, ranks):
-    values = {**base["ppo"], **changes, "output_dir": str(tmp_path), "run_name": f"ppo {next(iter(changes))}"}
-    (first, *_) = sharded(values, ranks, "ppo")
-    assert "sharding: fsdp over 2 of" in first.out and ("offloaded" in first.out) == ("cpu_offload" in changes)
+def test_offloading_changes_nothing(base, whole, tmp_path):
+    values = {**base["ppo"], "output_dir": str(tmp_path), "run_name": "offloaded", "shard": "fsdp_offload"}
+    (first, _) = run_ranks(values, 2, (0, 0), script="ppo")
+    assert "sharding: fsdp over 2 ranks, offloaded to the CPU" in first.out
     compare(values, whole["ppo"])
 
 
@@ -227,7 +225,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = utils.setup_processes()
     args = grpo.Args(model=model, shard="fsdp", kl_coef=0.0)
-    sharding = Sharding(args, world, models.precision("float32", CPU), grpo.held_models(args))
+    sharding = Sharding(args, world, models.precision("float32", CPU))
     load = lambda: models.load_model("--model", model, torch.float32, CPU)
     plain, own = load(), models.load_model("--model", model, torch.float32, sharding.load_device)
     assert own.device.type == ("meta" if rank else "cpu")
@@ -364,57 +362,30 @@ def test_the_scale_of_the_loss():
         again.step()
 
 
-# ---- flags and the estimate ------------------------------------------------------------------------------------------
-
-
-def test_flags_that_do_not_fit(base, tmp_path):
-    values = {**base["rloo"], "output_dir": str(tmp_path), "run_name": "flags"}
-    assert "--shard_group_size" in run({**values, "shard_group_size": 2}, 2, script="rloo").errors[0]
-    assert "--cpu_offload" in run({**values, "cpu_offload": True}, 2, script="rloo").errors[0]
-    (first, _) = sharded({**values, "shard_group_size": 3}, 2, "rloo", (2, 2))
-    (line,) = first.errors
-    assert "--shard_group_size 3" in line and "2" in line
-
-
-def test_auto(base, tmp_path):
-    """On the CPU it is DDP, and one process is told nothing."""
-    values = {**base["reward_model"], "output_dir": str(tmp_path), "num_epochs": 1}
-    (first, _) = run_ranks({**values, "run_name": "two"}, 2, (0, 0), script="reward_model")
-    assert "sharding: none (on a CPU)" in first.out
-    assert "sharding" not in run({**values, "run_name": "one"}, script="reward_model").out
-
-
-def test_the_memory_estimate(base):
-    """16 bytes a parameter that trains, 4 for reference and reward models."""
-    size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(base["grpo"]["model"]))
-    model, judge = base["grpo"]["model"], base["ppo"]["reward"][1]
-    scores = utils.parameter_count(transformers.AutoModelForSequenceClassification.from_pretrained(judge))
-    policy, judge = ("--model", model), ("--reward", judge)
-
-    def need(scalar=(), frozen=(), stored=torch.float32) -> float:
-        names = models.ModelNames([policy], list(scalar), list(frozen))
-        return memory.unsharded_bytes(SimpleNamespace(lora_rank=0), names, stored)
-
-    assert need() == 16 * size
-    assert need(frozen=[policy]) == 20 * size
-    assert need(frozen=[judge]) == 16 * size + 4 * scores
-    assert need(scalar=[judge]) == 16 * (size + scores)
-    assert need(stored=torch.bfloat16) == 8 * size
+# ---- --shard auto ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share, on", [(0.59, False), (0.61, True)])
 def test_auto_on_gpus(base, monkeypatch, capsys, share, on):
-    """Sharded from 60 % of a GPU's memory on; the GPUs are made up."""
-    args = grpo.Args(model=base["grpo"]["model"], reward=("exact",), kl_coef=0.0)
-    names = models.ModelNames([("--model", args.model)], [], [])
-    memory_bytes = int(memory.unsharded_bytes(args, names, torch.float32) / share)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory_bytes))
+    """Sharded from 60 % of a GPU's memory on, at 16 bytes a parameter; the GPUs are made up."""
+    args = grpo.Args(model=base["grpo"]["model"])
+    size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(args.model))
+    total = int(16 * size / share)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
     monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
-    monkeypatch.setattr(memory, "plan_run", lambda *_: None)
     world = utils.World(0, 8, torch.device("cuda", 0))
-    sharding = Sharding(args, world, models.precision("bf16", world.device), names)
+    sharding = Sharding(args, world, models.precision("bf16", world.device))
     (line,) = capsys.readouterr().out.splitlines()
-    assert sharding.on == on and line.startswith(f"sharding: {'fsdp over 8 of 8 ranks' if on else 'none'} (whole, ")
+    assert sharding.on == on and line.startswith(f"sharding: {'fsdp over 8 ranks' if on else 'none'} (training takes ")
     assert sharding.load_device == (CPU if on else world.device)
+
+
+def test_bytes_that_train(base):
+    """16 a parameter in float32, of PPO's critic too; adapters leave those of the weights."""
+    size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(base["grpo"]["model"]))
+    args = dict(model=base["grpo"]["model"], lora_rank=0)
+    assert training_bytes(SimpleNamespace(**args), torch.float32) == 16 * size
+    assert training_bytes(SimpleNamespace(**args, value_model=""), torch.bfloat16) == 2 * 8 * size
+    assert training_bytes(SimpleNamespace(**args | {"lora_rank": 8}), torch.float32) == 4 * size

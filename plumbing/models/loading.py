@@ -1,7 +1,4 @@
-"""Tokenizers, configurations, loading of models, number formats, scalar heads.
-
-Imports plumbing.models.experts (what mixtures of experts need).
-"""
+"""Tokenizers, configurations, loading of models, number formats, scalar heads."""
 
 import functools
 import inspect
@@ -20,19 +17,7 @@ from transformers import (
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from plumbing.models.experts import asks_for_balance, balance_losses, decode_without_balance
 from utils import fail, first_line, warn
-
-
-class ModelNames(NamedTuple):
-    """The models that a script holds, as (flag, folder or hub name): what its memory is planned by.
-
-    A fork that trains or keeps another model adds it here.
-    """
-
-    trained: list[tuple[str, str]]  # language models; the first one samples
-    scalar: list[tuple[str, str]]  # models with a head of one output that train: a critic, a reward model
-    frozen: list[tuple[str, str]]  # reference and reward models
 
 
 class Precision(NamedTuple):
@@ -129,6 +114,8 @@ def load_config(flag: str, name: str):
         is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
         if is_dropout and isinstance(getattr(config, key), float):
             setattr(config, key, 0.0)
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # the balance loss of experts does not train, and fails in a decode step
     return config
 
 
@@ -160,7 +147,7 @@ def load_model(
     """
     config = config or load_config(flag, name)
     if caps_scores(config):
-        if dtype == torch.float64:  # see sharding.check_attention
+        if dtype == torch.float64:  # transformers' eager softmax is of float32
             fail(f"--precision float64: not for {flag} {name}, as it caps the scores of attention")
         config._attn_implementation = "eager"
     if device.type == "meta":
@@ -185,11 +172,10 @@ def load_model(
 
 
 def prepare(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a model that decodes without its routers' balance loss and trains the embedding of its pad token.
+    """Return a model that trains the embedding of its pad token.
 
     torch would leave that embedding without gradient. It may be the stop token's; padding is masked by length.
     """
-    decode_without_balance(model)
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
@@ -215,13 +201,11 @@ class ScalarModel(torch.nn.Module):
             input_ids: (N, L), padded on the right, where causal attention does not reach.
             mask: (N, L) bool, made from lengths and not from token ids.
         """
-        local_ids, local_mask = local_positions(self.model, input_ids, mask)
-        hidden, _ = last_hidden_states(self.model, local_ids, local_mask)
+        hidden = last_hidden_states(self.model, input_ids, mask)
         dtype = torch.promote_types(self.model.score.weight.dtype, torch.float32)
         weight, bias = (x if x is None else x.to(dtype) for x in (self.model.score.weight, self.model.score.bias))
         with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
-            outputs = torch.nn.functional.linear(hidden.to(dtype), weight, bias)[:, 0].clone()  # FSDP warns of views
-        return gather_positions(self.model, outputs, mask)
+            return torch.nn.functional.linear(hidden.to(dtype), weight, bias)[:, 0].clone()  # FSDP warns of views
 
 
 def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[ScalarModel, bool]:
@@ -231,9 +215,6 @@ def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.de
         The model, and whether its head is new; a new head has random values, which the caller has to replace.
     """
     config, trained = scalar_config(flag, name)
-    if asks_for_balance(config):
-        config.output_router_logits = False
-        warn(f"{flag} {name}: its configuration asks for its routers' balance loss, which only a policy trains with")
     new_weights = () if trained else ("score.weight",)
     model = load_model(flag, name, dtype, device, AutoModelForSequenceClassification, config, new_weights)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
@@ -321,30 +302,6 @@ def check_decodes(flag: str, model: torch.nn.Module, instead: str = "--rollout_b
         fail(f"{flag}: {type(model).__name__} {why}; take {instead}")
 
 
-def local_positions(model: torch.nn.Module, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return the positions of tensors (N, L) that this rank computes: all, or a slice with --sequence_parallel."""
-    parallel = getattr(model, "sequence_parallel", None)
-    return list(tensors) if parallel is None else parallel.local_positions(*tensors)
-
-
-def last_hidden_states(
-    model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return a language model's last hidden states at the set positions of a mask, row by row.
-
-    Args:
-        input_ids, mask: (N, l), as `local_positions` gave them.
-    Returns:
-        (tokens, H), and `balance_losses` (tokens,) of a mixture of experts whose configuration asks for them.
-    """
-    parallel = getattr(model, "sequence_parallel", None)
-    if parallel is not None:
-        return parallel.last_hidden_states(model, input_ids)[mask], None
-    outputs = model.base_model(input_ids=input_ids, use_cache=False)
-    return outputs.last_hidden_state[mask], balance_losses(model.config, outputs, mask)
-
-
-def gather_positions(model: torch.nn.Module, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the values at all set positions of a mask (N, L), row by row, from those at this rank's positions."""
-    parallel = getattr(model, "sequence_parallel", None)
-    return values if parallel is None else parallel.gather_positions(values, mask)
+def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return a language model's last hidden states at the set positions of a mask (N, L): (tokens, H), row by row."""
+    return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[mask]

@@ -1,6 +1,6 @@
-"""DDP, FSDP2, torch.compile, the attention's implementation, and unsharding for a rollout.
+"""DDP, FSDP2, the attention's implementation, and unsharding for a rollout.
 
-Imports utils and models; sequence_parallel and memory where their flags ask for them.
+Imports utils and plumbing.models.loading.
 """
 
 import contextlib
@@ -14,57 +14,51 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from plumbing.models.loading import ModelNames, Precision, caps_scores
-from utils import World, fail, first_line, full_tensor, parameter_count
+from plumbing.models.loading import Precision, caps_scores, load_model
+from utils import World, fail, full_tensor, loading, parameter_count
+
+OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
+    "a GPU is out of memory: lower --micro_batch_tokens or --generation_batch_size, add --gradient_checkpointing, "
+    "shard the models (--shard fsdp or fsdp_offload), or train adapters (--lora_rank 32)"
+)
 
 
 class Sharding:
-    """What --shard, --attention and --compile make of the models.
+    """Places models as --shard says, and sets their --attention.
 
     With --shard none each rank has all weights, and DDP averages the gradients of the models that train. With fsdp
     (torch's FSDP2) a rank has a shard of the weights, gradients and Adam's state: the weights of a decoder block are
     gathered while the block computes, those outside of blocks (embeddings, head) while the model does. Blocks get their
     weights in the format of matrix products; autocast stays on, so that the result is the one without sharding.
+    fsdp_offload keeps the shards on the CPU between passes.
 
     Attributes:
         on: whether models are sharded.
-        dp: the World counted by data-parallel ranks, over which gradients and statistics are summed.
     """
 
     AUTO_SHARE = 0.6  # of a GPU's memory that unsharded models and Adam may take before --shard auto shards them
     GRADIENT_SHARE = 0.2  # of a GPU's memory that an unsharded gradient may take before each backward pass reduces it
 
-    def __init__(self, args, world: World, precision: Precision, held: ModelNames):
-        self.world, self.autocast, self.on = world, precision.autocast, args.shard.startswith("fsdp")
+    def __init__(self, args, world: World, precision: Precision):
+        self.world, self.autocast, self.attention = world, precision.autocast, args.attention
         self.compute_dtype, self.reduce_dtype = precision.compute_dtype, precision.loss_dtype
-        self.attention, self.compile = args.attention, args.compile
         self.overlap = getattr(args, "async_steps", 0) > 0  # of rollout and training
         gpu = world.device.type == "cuda"
-        self.offload = CPUOffloadPolicy(pin_memory=gpu) if args.cpu_offload else OffloadPolicy()
+        offload = args.shard == "fsdp_offload"
+        self.offload = CPUOffloadPolicy(pin_memory=gpu) if offload else OffloadPolicy()
         self.memory = torch.cuda.get_device_properties(world.device).total_memory if gpu else math.inf
-        check_attention(args, gpu, precision)
-        self.dp = world.data_parallel(args.sequence_parallel)
-        if args.compile:
-            check_compile(world.device)
-        reason = ""
-        if args.shard == "auto" and world.size > 1:
-            reason = " (on a CPU)"
-            if gpu:
-                from plumbing.models.memory import unsharded_bytes
-
-                need = unsharded_bytes(args, held, precision.param_dtype)
-                self.on = world.any(need > self.AUTO_SHARE * self.memory)
-                reason = f" (whole, models and Adam take {need / 1e9:.3g} GB; a GPU has {self.memory / 1e9:.3g})"
+        self.on, reason = args.shard.startswith("fsdp"), ", offloaded to the CPU" if offload else ""
+        if args.shard == "auto" and gpu and world.size > 1:
+            need = training_bytes(args, precision.param_dtype)
+            self.on = world.any(need > self.AUTO_SHARE * self.memory)
+            reason = f" (training takes {need / 1e9:.3g} GB unsharded; a GPU has {self.memory / 1e9:.3g})"
         if self.on:
-            self.mesh = init_mesh(world, args.shard_group_size or world.size)
-            over = f" over {args.shard_group_size or world.size} of {world.size} ranks"
-            reason = f"{over}{', offloaded to the CPU' if args.cpu_offload else ''}{reason}"
+            if not dist.is_initialized():  # one process, without torchrun
+                backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            self.mesh = dist.init_device_mesh(world.device.type, (world.size,))
         if world.main and (self.on or reason):
-            print(f"sharding: {'fsdp' if self.on else 'none'}{reason}", flush=True)
-
-        from plumbing.models.memory import plan_run
-
-        plan_run(args, held, world, self)
+            print(f"sharding: {f'fsdp over {world.size} ranks' if self.on else 'none'}{reason}", flush=True)
 
     @property
     def load_device(self) -> torch.device:
@@ -91,33 +85,23 @@ class Sharding:
             module, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
 
-    def shard(self, module: torch.nn.Module, blocks_only: bool = False, reward_model: bool = False) -> torch.nn.Module:
-        """Set a module's attention, compile it, with --compile, and shard it, with --shard fsdp, in place.
+    def shard(self, module: torch.nn.Module, reward_model: bool = False) -> torch.nn.Module:
+        """Set a module's attention and, with --shard fsdp, shard it in place.
 
         Args:
             module: its forward takes (input_ids, mask) and holds every use of its weights. Each forward pass is a
                 collective: all ranks have to make as many.
-            blocks_only: leave the weights outside of blocks unsharded, for a module whose other methods are called.
-            reward_model: it scores other sequences on each rank, and in the rollout's thread, where that overlaps
-                training: it is not sequence-parallel, and with overlap neither compiled nor sharded.
+            reward_model: stays whole where the rollout, in whose thread it scores, overlaps training.
         """
         model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
         if self.attention != "auto":
             set_attention(model, self.attention)
-        if self.dp.sequence_parallel_group is not None and not reward_model:
-            from plumbing.models.sequence_parallel import enable_sequence_parallel
-
-            enable_sequence_parallel(model, self.dp.sequence_parallel_group)
-        lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList)]
-        blocks = list(max(lists, key=parameter_count, default=()))  # the first of those with most: holds all layers
-        if not (reward_model and self.overlap):
-            if self.compile:
-                compile_parts(module, blocks)
-            if self.on:
-                self._fully_shard(module, model, blocks, blocks_only)
+        if self.shards_reward_models if reward_model else self.on:
+            self._fully_shard(module, model)
         return module
 
-    def _fully_shard(self, module: torch.nn.Module, model, blocks: list[torch.nn.Module], blocks_only: bool) -> None:
+    def _fully_shard(self, module: torch.nn.Module, model: transformers.PreTrainedModel) -> None:
+        blocks = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
         state = module.state_dict() if self.world.main else {}
         self._copy_dtypes(module)
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
@@ -126,19 +110,17 @@ class Sharding:
         on_cpu = self.world.device.type == "cpu" and any(isinstance(x, torch.nn.LayerNorm) for x in module.modules())
         for block in blocks:
             fully_shard(block, mp_policy=policy(None if on_cpu else self.compute_dtype), **settings)
-        if not blocks_only:
-            # A score or a logit takes more bits than half has; its backward pass begins where the forward one ends.
-            fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
+        # A score or a logit takes more bits than half has; its backward pass begins where the forward one ends.
+        fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
         self._load_shards(module, model, state)
-        for root in blocks if blocks_only else [module]:
-            root.register_forward_hook(reset_after_inference)
+        module.register_forward_hook(reset_after_inference)
         gradient_bytes = parameter_count(module) * self.reduce_dtype.itemsize
         module.keeps_full_gradient = gradient_bytes <= self.GRADIENT_SHARE * self.memory
         model.fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
         model.fsdp_blocks = blocks
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
-        with torch.no_grad(), self.autocast(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), self.autocast():
             module(ids, ids > 0)  # the first forward pass makes this module FSDP's root; generation calls `model`
 
     def _copy_dtypes(self, module: torch.nn.Module) -> None:
@@ -170,62 +152,26 @@ class Sharding:
             dist.broadcast(buffer, 0)  # those that a state dict leaves out, such as rotary frequencies, too
 
 
-def check_attention(args, gpu: bool, precision: Precision) -> None:
-    """End the run if --attention does not go with the device or with other flags."""
-    if args.attention not in ("auto", "sdpa") and args.sequence_parallel > 1:
-        fail(f"--sequence_parallel {args.sequence_parallel}: takes --attention sdpa (or auto), not {args.attention}")
-    if args.attention.startswith("flash") and not (gpu and precision.compute_dtype):
-        fail(f"--attention {args.attention}: takes a GPU, and bf16, fp16 or pure_bf16 as --precision")
-    if args.attention == "flex_attention" and not gpu:
-        fail(f"--attention {args.attention}: takes a GPU; on a CPU torch has no gradient of it")
-    if args.attention == "eager" and precision.param_dtype == torch.float64:
-        fail("--attention eager: not in float64; transformers' softmax is of float32, where its mask is infinite")
+def training_bytes(args, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights that train, their gradients and Adam's state, on a rank that holds them whole.
 
-
-def check_compile(device: torch.device) -> None:
-    """End the run if torch.compile finds no working compiler."""
-    try:
-        torch.compile(torch.sin)(torch.zeros(2, device=device))
-    except Exception as error:
-        fail(f"--compile: torch.compile does not work here ({first_line(error)})")
-
-
-def init_mesh(world: World, size: int) -> dist.DeviceMesh:
-    """Return the ranks in groups of `size` neighbours that share a sharded copy; end the run if `size` does not fit."""
-    if world.size % size:
-        fail(f"--shard_group_size {size}: has to divide the number of ranks, {world.size}")
-    device = world.device.type
-    if not dist.is_initialized():  # one process, without torchrun
-        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if size == world.size:
-        return dist.init_device_mesh(device, (size,), mesh_dim_names=("shard",))
-    return dist.init_device_mesh(device, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
-
-
-def set_attention(model: torch.nn.Module, name: str) -> None:
-    """Make a model compute its attention by --attention `name`, or end the run if it cannot."""
-    try:
-        model.set_attn_implementation(name)
-    except (ImportError, ValueError, OSError, RuntimeError) as error:
-        fail(f"--attention {name}: {first_line(error)}")
-    if model.config._attn_implementation != name or (name == "sdpa" and caps_scores(model.config)):
-        fail(f"--attention {name}: {type(model).__name__} does not know it")
-
-
-def compile_parts(module: torch.nn.Module, blocks: list[torch.nn.Module]) -> None:
-    """Compile, in place, a module's decoder blocks, which share their graphs, and a policy's `chunk`.
-
-    It is a block's `forward` that is compiled, so that FSDP's hooks and gradient checkpointing stay outside and
-    parameters keep their names. The attention mask is made outside, too: transformers leaves it out only where it can
-    read the positions.
+    That is 16 bytes a parameter in float32. Adapters, activations and models that do not train are not counted.
     """
-    torch._dynamo.config.optimize_ddp = False  # it would split each block's graph again
-    compiled = functools.partial(torch.compile, dynamic=True, recompile_limit=64)
-    for block in blocks:
-        block.forward = compiled(block.forward)
-    if hasattr(module, "chunk"):
-        module.chunk = compiled(module.chunk)
+    names = [("--model", args.model)]
+    if hasattr(args, "value_model"):
+        names.append(("--value_model", args.value_model or args.model))
+    meta = torch.device("meta")
+    parameters = sum(parameter_count(load_model(flag, name, dtype, meta)) for flag, name in names)
+    return parameters * dtype.itemsize * (1 if args.lora_rank else 4)
+
+
+def set_attention(model: transformers.PreTrainedModel, name: str) -> None:
+    """Make a model compute its attention by --attention `name`, or exit with code 2 if it cannot."""
+    with loading(f"--attention {name}"):
+        model.set_attn_implementation(name)
+    # transformers only logs that a model lacks one, and its sdpa leaves the cap of the scores out.
+    if model.config._attn_implementation != name or (name == "sdpa" and caps_scores(model.config)):
+        fail(f"--attention {name}: {type(model).__name__} does not support it")
 
 
 def reset_after_inference(root: FSDPModule, *_) -> None:
@@ -269,10 +215,7 @@ def unsharded(model: torch.nn.Module):
 
 
 @torch.no_grad()
-def sync_reference(reference: torch.nn.Module, policy: torch.nn.Module, mix: float) -> None:
-    """Move the reference's weights towards the policy's: reference = (1 - mix) * reference + mix * policy.
-
-    Source: TR-DPO, arXiv:2404.09656. (torch's AveragedModel would hold one more copy of the model.)
-    """
+def sync_reference(reference: torch.nn.Module, policy: torch.nn.Module) -> None:
+    """Copy the policy's weights to the reference. Source: TR-DPO with its hard update, arXiv:2404.09656."""
     for parameter, new in zip(reference.parameters(), policy.parameters(), strict=True):
-        parameter.lerp_(new if isinstance(parameter, DTensor) else full_tensor(new), mix)
+        parameter.copy_(new if isinstance(parameter, DTensor) else full_tensor(new))

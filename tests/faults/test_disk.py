@@ -83,7 +83,7 @@ def saves(rank: int, ranks: int, port: int, shard: str, model: str, folder: str,
     os.environ["WORLD_SIZE"] = str(ranks)
     world = utils.setup_processes()
     args = grpo.Args(model=model, shard=shard, kl_coef=0.0, precision="float32", learning_rate=0.1)
-    sharding = Sharding(args, world, models.precision("float32", world.device), grpo.held_models(args))
+    sharding = Sharding(args, world, models.precision("float32", world.device))
     policy = grpo.load_policy(args, None, torch.float32, sharding.load_device)
     sharding.wrap(policy)
     optimizer = utils.Optimizer(policy, args, 10)
