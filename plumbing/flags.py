@@ -85,7 +85,6 @@ class Removed:
     reward_model_scale, overlong_prompts, rewritten_turns, wandb_project = "raw", "drop", "error", None
     dataset_split, eval_split, ptx_split = "train", "test", "train"
     hub_model_id = property(lambda args: args.push_to_hub)
-    lora_alpha = property(lambda args: 2 * args.lora_rank)
     adam_beta1 = property(lambda args: args.adam_betas[0])
     adam_beta2 = property(lambda args: args.adam_betas[1])
     kl_controller = property(lambda args: "adaptive" if args.kl_target else "fixed")

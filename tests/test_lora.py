@@ -21,7 +21,7 @@ def base(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("lora")
     values = helpers.workspace(folder)
     values["model"] = helpers.tiny_model(folder / "neox", "gpt_neox")
-    exact = {"precision": "float64", "lora_rank": 3, "lora_alpha": 8.0, "learning_rate": 1e-2, "kl_coef": 0.05}
+    exact = {"precision": "float64", "lora_rank": 3, "learning_rate": 1e-2, "kl_coef": 0.05}
     return {**values, **exact, "total_episodes": 24, "save_every": 3}
 
 
@@ -112,7 +112,7 @@ def test_merged_weights(tmp_path, kind):
     model = AutoModelForCausalLM.from_pretrained(helpers.tiny_model(tmp_path / "model", kind), dtype=torch.float64)
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert all(torch.equal(lora.merged(t, layer), plain[name]) for name, t, layer in lora.base_weights(model))
-    lora.add_lora(model, grpo.Args(lora_rank=2, lora_alpha=6.0))
+    lora.add_lora(model, grpo.Args(lora_rank=2))
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits)  # a new adapter changes nothing

@@ -43,9 +43,7 @@ def score(prompts, responses, **columns):
 # All that a step can depend on: schedules, Adam's moments, KL controller, a reference that moves, passes over the data,
 # and in ppo the moments of the scores, supervised rows and the steps in which the critic trains alone.
 SCHEDULE = dict(lr_schedule="linear", warmup_ratio=0.3, seed=3)
-MOVING = dict(
-    SCHEDULE, kl_controller="adaptive", kl_horizon=20, kl_target=0.05, ref_refresh_every=2, ref_refresh_mix=0.5
-)  # fmt: skip
+MOVING = dict(SCHEDULE, kl_horizon=20, kl_target=0.05, ref_refresh_every=2)
 OF_PPO = dict(
     reward_normalization=True, critic_learning_rate=1e-3, critic_lr_schedule="cosine", critic_warmup_steps=1,
     ptx_coef=0.1, ptx_batch_size=3,

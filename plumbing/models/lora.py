@@ -22,7 +22,7 @@ def add_lora(model: torch.nn.Module, args) -> None:
         fail(f"--lora_rank {args.lora_rank}: has to be at most the hidden size of the model, {hidden}")
     head = ["score"] if hasattr(model, "score") else None  # of a reward model: all of it trains
     layers = {"target_modules": "all-linear", "exclude_modules": head}
-    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, **layers))
+    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, **layers))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name == "score.weight")
         if ".lora_A." in name:  # peft's distribution, from numbers that are the same on all ranks
