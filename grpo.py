@@ -49,7 +49,6 @@ from plumbing.rollout.batch import Experience, collate, forward_batch, forward_t
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
-from plumbing.run.token_log import TokenLog
 from plumbing.turns.conversations import load_conversations
 
 # What each --loss stands for, unless a flag says otherwise:
@@ -667,25 +666,24 @@ def main(args: Args) -> None:
     forward_all = functools.partial(forward_batch, token_budget=args.micro_batch_tokens, world=dp, autocast=autocast)
     evaluate = functools.partial(evaluation.evaluate, sample, eval_prompts, args) if eval_prompts else None
     keeps_reference = bool(reference and (args.ref_refresh_every or refreshed_reference(run.checkpoint)))
-    run.start(
-        total_steps, tokenizer, {"": model} | ({"reference": reference.model} if keeps_reference else {}),
-        {"": optimizer}, data.token_lengths(prompts, eval_prompts, ptx_rows),
-        {"position": 0, "kl_coef": args.kl_coef, "score_statistics": [0.0, 0.0, 0.0], "prefetched": None}, N, engine,
-    )  # fmt: skip
+    kept = {"": model} | ({"reference": reference.model} if keeps_reference else {})
+    run.start(total_steps, tokenizer, kept, {"": optimizer}, engine)
+    run.log.lengths(data.token_lengths(prompts, eval_prompts, ptx_rows))
     run.clock.count_flops(policy)
     if reference not in (None, policy):
         run.clock.count_flops(reference)
     prefetch = engines.Prefetch(collect_step, run.interrupt) if args.async_steps else None
-    prefetched = Experience.from_state(run.state["prefetched"], args, world.device)
+    prefetched = None
     if engine is not None:
         engine.sync(model)
 
     for step in run.steps(evaluate):
         # ---- 1. rollout ----
         run.phase("rollout")
-        experience, prefetched, run.state["prefetched"] = prefetched, None, None
+        experience, prefetched = prefetched, None
         if experience is None:
-            experience = collect_step(step, run.state["position"], run.state["score_statistics"], step - 1)
+            position, statistics = run.state.get("position", 0), run.state.get("score_statistics", [0.0, 0.0, 0.0])
+            experience = collect_step(step, position, statistics, step - 1)
         if experience is None:
             run.leave()
         batch, position, statistics = experience.batch, experience.position, experience.score_statistics
@@ -693,7 +691,7 @@ def main(args: Args) -> None:
             run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
         if prefetch is not None and step < total_steps:  # samples while this step trains, with the weights from before
             prefetch.start(step + 1, position, statistics, step - 1)
-        mask, scores, kl_coef = batch.response_mask, batch.scores, run.state["kl_coef"]  # (N, T), (N,)
+        mask, scores, kl_coef = batch.response_mask, batch.scores, run.state.get("kl_coef", args.kl_coef)  # (N, T), (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
         if engine is not None:
             engine.sleep()
@@ -731,7 +729,6 @@ def main(args: Args) -> None:
         run.phase("training")
         model.train()  # for gradient checkpointing; there is no dropout
         sums = utils.Sums(dp)
-        token_log = TokenLog(batch, args)
         updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
         optimizer.updates += updates_a_step - len(updates)  # fewer where responses were left out; schedules go by steps
         for number, (epoch, mini) in enumerate(updates):
@@ -779,7 +776,6 @@ def main(args: Args) -> None:
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
                     latest = logprobs.detach() if old_from_engine else old_logprobs
-                    token_log.add(t, entropy=out[policy.entropy_name], logprob_diff=latest - t["rollout_logprobs"])
                     if number == 0 or not old_from_engine:  # else the first update only: nearest to what sampled
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             optimizer.step()
@@ -815,11 +811,10 @@ def main(args: Args) -> None:
         }
         engines.watch_agreement({"step": step, **metrics})
         mean_advantages = masked_mean(batch.tokens["advantages"], mask, 1)
-        shown = evaluation.sample_rows(batch, args.log_samples, mean_advantages, token_log.rows(tokenizer, dp))
+        shown = evaluation.sample_rows(batch, args.log_samples, mean_advantages)
         run.finish_step(
             metrics, shown, experience.sampled_tokens,
             position=position, score_statistics=statistics, kl_coef=next_kl_coef,
-            prefetched=prefetched and prefetched.state(),
         )  # fmt: skip
     run.finish()
 

@@ -300,7 +300,8 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(scorer, args, total_steps)
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
     lengths = {"sides of pairs": sides(pairs)} | ({"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {})
-    run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer}, lengths, {"position": 0})
+    run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer})
+    run.log.lengths(lengths)
     run.clock.count_flops(scorer)
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict], list[int]] | None:
@@ -316,7 +317,7 @@ def main(args: Args) -> None:
     for _ in run.steps(evaluate if eval_pairs else None):
         # ---- update: one batch of pairs, cut into micro-batches ----
         run.phase("training")
-        position = run.state["position"]
+        position = run.state.get("position", 0)
         batch = data.take_prompts(pairs, position, args.batch_size, args.seed)
         scorer.train()  # for gradient checkpointing; there is no dropout
         total, share = torch.zeros((), dtype=torch.float64, device=world.device), []

@@ -1,17 +1,12 @@
-"""Checkpoints, the final model, and what is loaded of a checkpoint.
+"""Checkpoints and the final model: what is saved of a run, and what is loaded to resume it.
 
-Imports plumbing.run.files (folders that are whole), plumbing.models.lora and plumbing.models.loading.
+Imports plumbing.run.files (folders that are whole or absent), plumbing.models.lora and plumbing.models.loading.
 """
 
-import contextlib
 import glob
 import os
-import pickle
-import random
 import warnings
-from typing import Callable
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -24,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from plumbing.models.loading import load_config, read_tokenizer, vocabulary_difference
 from plumbing.models.lora import base_weights, merged
 from plumbing.run.files import remove_folder, save_folder
-from utils import Optimizer, World, fail, first_line
+from utils import Optimizer, World, fail, first_line, loading
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # dcp's, where `no_dist` asks for just that
 
@@ -33,10 +28,10 @@ ALLOW_MISSING = StateDictOptions(strict=False)  # a parameter that has had no gr
 
 
 def checkpoint_folders(folder: str) -> list[str]:
-    """Return the complete checkpoints of a run, oldest first. A folder has its name only once all of it is on disk."""
-    found = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "step_*"))
-    found = [path for path in found if path.rsplit("_", 1)[1].isdigit()]
-    return sorted(found, key=lambda path: int(path.rsplit("_", 1)[1]))
+    """Return the complete checkpoints of a run, oldest first. A folder has its name only once all of it is written."""
+    paths = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "step_*"))
+    steps = {path: path.rsplit("_", 1)[1] for path in paths}
+    return sorted((path for path in paths if steps[path].isdigit()), key=lambda path: int(steps[path]))
 
 
 def save_checkpoint(
@@ -52,28 +47,22 @@ def save_checkpoint(
         keep: number of checkpoints that stay, the newest ones; 0 keeps all.
     """
 
-    def write(path: str, on_main: Callable) -> None:
+    def write(path: str) -> None:
         for name, model in models.items():
-            save_model(model, os.path.join(path, name), on_main)
+            save_model(model, os.path.join(path, name), world)
         for name, optimizer in optimizers.items():
             if optimizer.adam.state:  # else torch would make an update to get one
                 tensors = trained_state(models[name], optimizer)
                 dcp.save(tensors, checkpoint_id=os.path.join(path, name, "optimizer"), no_dist=world.size == 1)
-        random_states = world.all_gather([random_state()])
-
-        def write_state() -> None:
-            tokenizer.save_pretrained(path)
-            for rank, saved in enumerate(random_states):
-                torch.save(saved, os.path.join(path, f"random_state_{rank}.pt"))
-            counters = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-            torch.save({**state, "optimizers": counters}, os.path.join(path, "trainer_state.pt"))
-
-        on_main(write_state)
+        counters = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
+        trainer_state = os.path.join(path, "trainer_state.pt")
+        world.on_main(lambda: tokenizer.save_pretrained(path))
+        world.on_main(lambda: torch.save({**state, "optimizers": counters}, trainer_state))
 
     path = os.path.join(folder, "checkpoints", f"step_{state['step']}")
     # There is one already where a run is interrupted again after the same step.
     if not world.any(world.main and os.path.exists(path)):
-        save_folder(path, world, write, with_checksums=True)
+        save_folder(path, world, write)
     if world.main and keep:
         for old in checkpoint_folders(folder)[:-keep]:
             remove_folder(old)
@@ -86,30 +75,26 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
     """
     model.to(load_config("--model", source).dtype or torch.float32)
 
-    def write(path: str, on_main: Callable) -> None:
+    def write(path: str) -> None:
         if getattr(model, "peft_config", None):
-            save_model(model, os.path.join(path, "adapter"), on_main)
-            save_merged(model, path, world, on_main)
+            save_model(model, os.path.join(path, "adapter"), world)
+            save_merged(model, path, world)
         else:
-            save_model(model, path, on_main)
-        on_main(lambda: tokenizer.save_pretrained(path))
+            save_model(model, path, world)
+        world.on_main(lambda: tokenizer.save_pretrained(path))
 
     save_folder(os.path.join(folder, "final"), world, write)
 
 
-def save_model(model, path: str, on_main: Callable) -> None:
-    """Save a model folder from rank 0, where the weights are gathered; that of a model with an adapter is peft's.
-
-    Args:
-        on_main: lets rank 0 write, see `plumbing.run.files.save_folder`.
-    """
+def save_model(model, path: str, world: World) -> None:
+    """Save a model folder from rank 0, where the weights are gathered; that of a model with an adapter is peft's."""
     weights = get_model_state_dict(model, options=GATHERED)
     for name in model.all_tied_weights_keys:  # gathered twice, transformers would not see that it is tied
         weights.pop(name, None)
-    on_main(lambda: model.save_pretrained(path, state_dict=weights))
+    world.on_main(lambda: model.save_pretrained(path, state_dict=weights))
 
 
-def save_merged(model, path: str, world: World, on_main: Callable) -> None:
+def save_merged(model, path: str, world: World) -> None:
     """Save a model folder with the adapter merged into the weights, which stay as they are."""
     weights = {}
     for name, tensor, layer in base_weights(model):
@@ -119,13 +104,13 @@ def save_merged(model, path: str, world: World, on_main: Callable) -> None:
         plain = type(model)(model.config)
     if model.can_generate():
         plain.generation_config = model.generation_config
-    on_main(lambda: plain.save_pretrained(path, state_dict=weights))
+    world.on_main(lambda: plain.save_pretrained(path, state_dict=weights))
 
 
 def trained_state(model, optimizer: Optimizer) -> dict:
     """Return the state that `dcp` saves by the names of parameters, and loads in place, whatever the sharding.
 
-    Of a model with an adapter the weights that train are in there, too: peft's folder lacks a head that trains.
+    Of a model with an adapter it includes the weights that train: peft's folder lacks a head that trains.
     """
     state = {"adam": get_optimizer_state_dict(model, optimizer.adam)}
     if getattr(model, "peft_config", None):
@@ -136,64 +121,33 @@ def trained_state(model, optimizer: Optimizer) -> dict:
 def load_checkpoint(
     folder: str, world: World, tokenizer, models: dict[str, torch.nn.Module], optimizers: dict[str, Optimizer]
 ) -> dict:
-    """Load what `save_checkpoint` has saved, but for the models' folders, and return its `state`.
+    """Load what `save_checkpoint` has saved, except the models' folders, and return its `state`.
 
-    This sets the optimizers, the weights of an adapter that trains, and this rank's global random generators. Neither
-    the number of ranks nor the sharding need be those of the run that saved it. End the run for what does not fit.
+    This sets the optimizers and the weights of an adapter that trains. Number of ranks and sharding may differ from
+    those of the run that saved it. Exits with code 2 for a checkpoint of another model, tokenizer or script.
     """
     if difference := vocabulary_difference(tokenizer, read_tokenizer("--resume", folder)):
         fail(f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}")
-    with readable(folder):
+    with loading(f"--resume {folder}"):
         state = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
         counters = state.pop("optimizers")
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(counters[name])
-    for name, optimizer in optimizers.items():
-        load_optimizer(folder, name, models[name], optimizer)
-    path = os.path.join(folder, f"random_state_{world.rank}.pt")
-    if os.path.exists(path):  # a resumed run may have more ranks than before; nothing in it depends on these
-        with readable(folder):
-            set_random_state(torch.load(path, weights_only=True))
+            load_optimizer(os.path.join(folder, name, "optimizer"), models[name], optimizer)
     return state
 
 
-def load_optimizer(folder: str, name: str, model, optimizer: Optimizer) -> None:
-    """Load the state of Adam that a checkpoint has for the model called `name`, and the weights of its adapter."""
-    path = os.path.join(folder, name, "optimizer")
+def load_optimizer(path: str, model, optimizer: Optimizer) -> None:
+    """Load the state of Adam that a checkpoint has of a model, and the weights of its adapter."""
     if not os.path.isdir(path):  # saved before the first update
         return
-    with readable(folder):
-        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        state = trained_state(model, optimizer)
-        adam = state["adam"]["state"]
-        state["adam"]["state"] = {key: adam[key] for key in adam if f"adam.state.{key}.step" in saved}
-        dcp.load(state, checkpoint_id=path, no_dist=True)
-    set_optimizer_state_dict(model, optimizer.adam, state["adam"], options=ALLOW_MISSING)
-
-
-@contextlib.contextmanager
-def readable(folder: str):
-    """End the run if what this context reads of a checkpoint, which is as it was saved, does not fit the run."""
+    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    state = trained_state(model, optimizer)
+    adam = state["adam"]["state"]
+    # A parameter without a gradient so far has no state in the checkpoint. The names of the entries are dcp's.
+    state["adam"]["state"] = {key: adam[key] for key in adam if f"adam.state.{key}.step" in saved}
     try:
-        yield
-    except (dcp.api.CheckpointException, RuntimeError, OSError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        if isinstance(error, dcp.api.CheckpointException):
-            ((error, _),) = error.failures.values()
-        reason = f"{folder} cannot be loaded ({first_line(error)})"
-        fail(f"--resume: {reason}; is it from another script, or --model not what it was?")
-
-
-def random_state() -> dict:
-    """Return the state of this process's global random generators, in types that torch.load takes with weights_only."""
-    kind, keys, *rest = np.random.get_state()
-    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
-    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
-
-
-def set_random_state(state: dict) -> None:
-    """Set this process's global random generators to what `random_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+    except dcp.api.CheckpointException as failed:  # a BaseException
+        raise RuntimeError(first_line(next(iter(failed.failures.values()))[0])) from failed
+    set_optimizer_state_dict(model, optimizer.adam, state["adam"], options=ALLOW_MISSING)

@@ -1,33 +1,30 @@
-"""What a run shows and logs: progress, metrics.jsonl, samples.jsonl, curves.png and report.html.
+"""What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl and curves.png.
 
-Imports plumbing.run.files (how a file is written and read), plumbing.run.curves and plumbing.run.report (what is drawn),
-plumbing.run.resume (where the run begins), plumbing.run.tracking (Weights & Biases, TensorBoard) and plumbing.run.ranks (which
-phase a rank is in).
+Imports plumbing.run.files (how a file is written), plumbing.run.curves (the picture), plumbing.run.resume (where the run
+begins), plumbing.run.tracking (Weights & Biases, trackio) and plumbing.run.ranks (the phase of a rank).
 """
 
 import math
 import os
-from typing import Callable
 
 import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.curves import plot_curves
-from plumbing.run.files import append, read_jsonl, why_not_written
-from plumbing.run.ranks import Phase, begin_phase
-from plumbing.run.report import write_report
+from plumbing.run.files import append, read_metrics
+from plumbing.run.ranks import begin_phase
 from plumbing.run.resume import Origin
-from plumbing.run.tracking import TRACKERS
-from utils import World, progress_bars, warn
+from plumbing.run.tracking import Tracker
+from utils import World, first_line, progress_bars, warn
 
-SHOWN = {  # what stands in the progress bar, as far as a run has it
+PROGRESS = {  # the values in the progress bar, if a run has them
     "objective/scores": "score",
     "objective/kl": "kl",
     "train/loss": "loss",
     "eval/accuracy": "held-out",
     "eval/pair_accuracy": "held-out",
 }
-SUMMARY = {  # the last lines of a run, as far as it has these metrics
+SUMMARY = {  # the last lines of a run, if it has these metrics
     "held-out accuracy, sampled": "eval/accuracy",
     "held-out accuracy, greedy": "eval/greedy_accuracy",
     "held-out pairs ranked right": "eval/pair_accuracy",
@@ -35,41 +32,42 @@ SUMMARY = {  # the last lines of a run, as far as it has these metrics
 
 
 class RunLog:
-    """The console output of a run, and its metrics.jsonl, samples.jsonl and curves.png.
+    """The console output of a run and the files that it logs to.
 
     Every rank makes one and makes the same calls; rank 0 writes.
     """
 
-    def __init__(self, origin: Origin, args, world: World, total_steps: int, step: int, data: dict[str, list[int]]):
+    def __init__(self, origin: Origin, args, world: World, total_steps: int, step: int):
         """
         Args:
-            origin: its folder is there.
+            origin: its folder exists.
             step: that the run goes on after; 0 for a new one.
-            data: lengths in tokens of what the run reads, by name.
         """
-        self.folder, self.world, self.args, self.tracker, self.progress = origin.folder, world, args, None, None
-        self.shown: dict[str, str] = {}  # the values in the progress bar
-        resumed = origin.checkpoint is not None
+        self.folder, self.world, self.tracker, self.progress = origin.folder, world, None, None
+        self.values: dict[str, str] = {}  # in the progress bar
         if args.track:
-            world.on_main(lambda: self._track(origin))
+            world.on_main(lambda: self._track(origin, args))
         if world.main:
-            print(f"run: {self.folder}" + (f" (goes on after step {step})" if resumed else ""), flush=True)
+            print(f"run: {self.folder}" + (f" (goes on after step {step})" if origin.checkpoint else ""), flush=True)
             for name, (before, now) in origin.changes.items():
                 print(f"changed since: --{name} {before} -> {now}", flush=True)
-            self._describe(data, resumed)
             self.progress = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
             progress_bars.append(self.progress)
         self.phase("start")
 
-    def _track(self, origin: Origin) -> None:
-        self.tracker = TRACKERS[self.args.track](origin, self.args)
+    def _track(self, origin: Origin, args) -> None:
+        self.tracker = Tracker(origin, args)
 
-    def _describe(self, data: dict, resumed: bool) -> None:
-        """Print the lengths of the data; track their histograms, once a run."""
-        for name, lengths in data.items():
-            print(f"{name}: {length_statistics(lengths)}", flush=True)
-            if self.tracker and not resumed:
-                self.tracker.histogram(f"data/{name}", lengths, 0)
+    @property
+    def url(self) -> str | None:
+        """Address of the tracked run, if it has one."""
+        return self.tracker.url if self.tracker else None
+
+    def lengths(self, data: dict[str, list[int]]) -> None:
+        """Print how many items of each name there are, and how long they are in tokens."""
+        if self.world.main:
+            for name, lengths in data.items():
+                tqdm.write(f"{name}: {length_statistics(lengths)}")
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
@@ -79,28 +77,23 @@ class RunLog:
 
     def log(self, metrics: dict) -> None:
         """Append a row of metrics, with "step", to metrics.jsonl, and track it; null stands for what is not finite."""
-        row = finite(metrics)
-        self.world.on_main(lambda: append(os.path.join(self.folder, "metrics.jsonl"), [row]))
         if not self.world.main:
             return
+        row = finite(metrics)
+        append(os.path.join(self.folder, "metrics.jsonl"), [row])
         if self.tracker:
             self.tracker.metrics(row)
-        self.shown |= {SHOWN[key]: f"{x:.3g}" for key, x in row.items() if key in SHOWN and x is not None}
-        self.progress.set_postfix(self.shown)
+        self.values |= {PROGRESS[key]: f"{x:.3g}" for key, x in row.items() if key in PROGRESS and x is not None}
+        self.progress.set_postfix(self.values)
         self.progress.update(row["step"] - self.progress.n)
 
     def samples(self, step: int, rows: list[dict], name: str = "samples.jsonl") -> None:
         """Append rows to samples.jsonl, or to held_out.jsonl, which has those of evaluations."""
-        path, rows = os.path.join(self.folder, name), [{"step": step, **finite(row)} for row in rows]
-        self.world.on_main(lambda: append(path, rows))
+        if self.world.main:
+            append(os.path.join(self.folder, name), [{"step": step, **finite(row)} for row in rows])
 
-    def table(self, step: int, rows: list[dict], lengths: list[int]) -> None:
-        """Print held-out samples as a table.
-
-        Args:
-            rows: a few samples, all with the same columns.
-            lengths: tokens of every held-out response; a histogram of them is tracked with the samples.
-        """
+    def table(self, step: int, rows: list[dict]) -> None:
+        """Print a few held-out samples, all with the same columns, as a table."""
         if not self.world.main:
             return
         import rich.console
@@ -121,51 +114,33 @@ class RunLog:
             rich.console.Console().print(table)
         if self.tracker:
             self.tracker.table(rows, step)
-            self.tracker.histogram("lengths", lengths, step)
 
-    def draw(self) -> dict[str, str]:
-        """Draw curves.png and, with --report, report.html; return {"curves": path or "none", ...}. For rank 0 alone.
+    def draw(self) -> None:
+        """Draw curves.png. A failure is a warning: what it shows is in metrics.jsonl."""
+        if not self.world.main:
+            return
+        try:
+            plot_curves([self.folder], os.path.join(self.folder, "curves.png"))
+        except Exception as error:
+            warn(f"{self.folder}/curves.png: {first_line(error)}")
 
-        A failure is a warning: what they show is in the run's other files.
-        """
-        found = {}
-        drawn_by = {"curves.png": plot_curves} | ({"report.html": write_report} if self.args.report else {})
-        for name, draw in drawn_by.items():
-            path = os.path.join(self.folder, name)
-            try:
-                draw([self.folder], path)
-            except Exception as error:  # a full disk, or whatever a damaged file made of it
-                warn(f"{path}: cannot be written ({why_not_written(error)})")
-                path = "none"
-            found[name.partition(".")[0]] = path
-        return found
-
-    def close(self, message: str, push: Callable[[str | None], str] | None = None) -> None:
-        """End the progress bar and the tracking, print `message` and the accuracies, and draw curves.png.
-
-        Args:
-            push: publishes the model: address of the tracked run, if there is one -> address of the model.
-        """
-        Phase.now.end()
+    def close(self, message: str) -> None:
+        """End the progress bar and the tracking, print `message` and the accuracies, and draw curves.png."""
+        begin_phase("end", self.world)
         if not self.world.main:
             return
         self.progress.close()
         print(message, flush=True)  # before the picture, which takes a moment and may be interrupted
-        drawn = self.draw()
-        rows = read_jsonl(os.path.join(self.folder, "metrics.jsonl"))
+        self.draw()
+        rows = read_metrics(self.folder)
         for name, key in SUMMARY.items():
             values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
             if values:
                 ends = dict.fromkeys((min(values), max(values)))  # one step if there is only one
                 print(f"{name}: " + ", ".join(f"{values[step]:.3f} at step {step}" for step in ends))
-        for name, path in drawn.items():
-            print(f"{name}: {path}", flush=True)
-        summary = {}
-        if push:
-            summary["published_model"] = push(self.tracker.url if self.tracker else None)
-            print(f"published: {summary['published_model']}", flush=True)
+        print(f"curves: {os.path.join(self.folder, 'curves.png')}", flush=True)
         if self.tracker:
-            self.tracker.close(**summary)
+            self.tracker.close()
 
 
 def length_statistics(lengths: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""What a rank says of itself where it fails or others wait for it: which rank it is, and in which phase of the run.
+"""Errors and waits of a rank: what it prints when it fails, or when a phase of the run takes too long.
 
 Imports utils only.
 """
@@ -7,79 +7,57 @@ import faulthandler
 import functools
 import os
 import sys
-import threading
 import time
 from typing import Callable
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import errors
 
-from utils import World, fail
+from utils import World, fail, first_line
 
-STUCK_AFTER = 600.0  # seconds in one phase after which a rank of several prints where it is, again and again
-
-
-class Phase:
-    """The phase of a run that this process is in; `Phase.now` is the last one that began."""
-
-    now: "Phase"
-
-    def __init__(self, name: str):
-        rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        self.place, self.ended = f"rank {rank} of {size}, in the phase {name!r}", threading.Event()
-
-    def watch(self, seconds: float) -> None:
-        """Print the tracebacks of this process's threads every so many seconds, until the phase ends.
-
-        One may wait in a collective for another rank that is stuck elsewhere.
-        """
-
-        def wait() -> None:
-            waited = seconds
-            while not self.ended.wait(seconds):
-                print(f"\n{self.place} for {waited:g} seconds, is here:", file=sys.stderr, flush=True)
-                faulthandler.dump_traceback()
-                waited += seconds
-
-        threading.Thread(target=wait, daemon=True).start()
-
-    def end(self) -> None:
-        self.ended.set()
-
-
-Phase.now = Phase("start")
+STUCK_AFTER = 600.0  # seconds in one phase after which each rank of several prints its traceback, again and again
+OUT_OF_MEMORY = (
+    "lower --micro_batch_tokens or --generation_batch_size, or set --gradient_checkpointing, --shard fsdp_offload, "
+    "--lora_rank or, with vLLM, a smaller --kv_cache_gb"
+)
+phase = "start"  # of the run that this process is in
 
 
 def begin_phase(name: str, world: World) -> None:
-    """Begin a phase of a run, which ends the one before."""
-    Phase.now.end()
-    Phase.now = Phase(name)
+    """Begin a phase of a run. Where ranks may wait for each other, watch it from now on."""
+    global phase
+    phase = name
     if world.size > 1:
         # A second more for each rank, so that tracebacks do not mix on the terminal.
-        Phase.now.watch(STUCK_AFTER + world.rank)
+        faulthandler.dump_traceback_later(STUCK_AFTER + world.rank, repeat=True, file=sys.__stderr__)
 
 
 def record(main: Callable) -> Callable:
-    """Return a script's `main`, whose exceptions say the rank and the phase, in torchrun's report, too.
+    """Return a script's `main` with one handler for what it raises; torchrun's report has the error, too.
 
-    A connection to another rank that broke is one line: what went wrong is what that rank says.
+    What a library raises while the run loads is one line and exit code 2, as is a lost connection to another rank: the
+    cause is in what that rank prints. Any other error keeps its traceback, with a note of the rank and the phase.
     """
 
     @errors.record
     @functools.wraps(main)
     def recorded(args) -> None:
+        place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}"
         try:
             main(args)
+        except torch.OutOfMemoryError as error:
+            fail(f"{place}, in the phase {phase!r}: {first_line(error)} To use less memory, {OUT_OF_MEMORY}", local=True)
         except Exception as error:
             if is_lost_connection(error):
-                try:
-                    fail(f"{Phase.now.place}: another rank has ended, or does not answer; see what it said", local=True)
-                finally:
-                    time.sleep(2)  # torchrun takes the rank that ended first, in whole seconds, for the root cause
-            error.add_note(f"({Phase.now.place})")
+                time.sleep(0 if place.startswith("rank 0 of 1") else 2)  # torchrun reports the first rank that ends
+                fail(f"{place}, in the phase {phase!r}: another rank has ended; its own message says why", local=True)
+            if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
+                fail(first_line(error))
+            error.add_note(f"({place}, in the phase {phase!r})")
             raise
         finally:
-            Phase.now.end()
+            faulthandler.cancel_dump_traceback_later()
 
     return recorded
 

@@ -1,7 +1,7 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop.
 
 Imports plumbing.run.resume (where it begins), plumbing.run.checkpoints (what it leaves on disk), plumbing.run.log (what it
-shows), plumbing.run.tracking (elsewhere), plumbing.run.ranks (in which phase a rank is) and, for --push_to_hub, plumbing.run.hub.
+prints and logs), plumbing.run.tracking, plumbing.run.ranks (the phase of a rank) and, for --push_to_hub, plumbing.run.hub.
 """
 
 import math
@@ -10,15 +10,14 @@ import sys
 from typing import Callable, Iterator, NoReturn
 
 import utils
-from plumbing.run import checkpoints, resume
+from plumbing.run import checkpoints, resume, tracking
 from plumbing.run.log import RunLog
 from plumbing.run.ranks import begin_phase
-from plumbing.run.tracking import TRACKERS
 
 
 class Run:
-    """The life of a run. `state` is what the next step depends on, beside weights and optimizers, and is saved with
-    them: the step and what the script adds in `start` and `finish_step`.
+    """The life of a run. `state` holds what the next step depends on besides weights and optimizers, and is saved with
+    them: the step, and the entries that the script adds in `finish_step` and reads by `state.get(name, default)`.
 
     A checkpoint is saved before its step's row of metrics.jsonl is written, and holds that row, so that a kill at any
     instant leaves neither a row without its step nor a step without its row.
@@ -28,47 +27,43 @@ class Run:
         """Find the run's folder and the checkpoint to go on from (`checkpoint`, None for a new run); create nothing."""
         begin_phase("load", world)
         self.args, self.script, self.world, self.interrupt = args, script, world, utils.Interrupt(world)
-        self.origin = world.on_main(lambda: resume.find(args, script))
+        self.origin = world.on_main(lambda: resume.find_origin(args, script))
         self.folder, self.checkpoint = self.origin.folder, self.origin.checkpoint
+        self.episodes_a_step = getattr(args, "rollout_batch_size", 0) * getattr(args, "group_size", 1)
         if args.track:
-            world.on_main(TRACKERS[args.track].check)
+            world.on_main(lambda: tracking.check(args.track))
         if args.push_to_hub:
             from plumbing.run import hub
 
-            self.repository = world.on_main(lambda: hub.open_repository(args, os.path.basename(self.folder)))
+            self.repository = world.on_main(lambda: hub.open_repository(args.push_to_hub))
 
-    def start(
-        self, total_steps: int, tokenizer, models: dict, optimizers: dict[str, utils.Optimizer], lengths: dict,
-        state: dict, episodes_a_step: int = 0, engine=None,
-    ) -> None:  # fmt: skip
-        """Take over the checkpoint, if there is one, and open the logs.
+    def start(self, total_steps: int, tokenizer, models: dict, optimizers: dict[str, utils.Optimizer], engine=None):
+        """Load the checkpoint, if there is one, and open the logs.
 
         Args:
             models: what a checkpoint holds, by the name of its folder; "" is the model that the run trains.
             optimizers: those of the models of the same names.
-            lengths: tokens of what the run reads, {name: [int]}, to be shown.
-            state: the script's own entries of `state`, as they are before the first step.
-            engine: the rollout engine, for the memory that it frees while it sleeps, and for its failure.
+            engine: the rollout engine, whose failure ends the run.
         """
-        self.total_steps, self.tokenizer, self.episodes_a_step = total_steps, tokenizer, episodes_a_step
+        self.total_steps, self.tokenizer = total_steps, tokenizer
         self.models, self.optimizers, self.engine = models, optimizers, engine
         # metrics: of the step. results: of its evaluation; held_out: samples of it; evaluated: it is done or not due.
         self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "results": {}, "held_out": [], "evaluated": False}
-        self.state |= state
         if self.checkpoint:
             self.state |= checkpoints.load_checkpoint(self.checkpoint, self.world, tokenizer, models, optimizers)
-        self.world.on_main(lambda: resume.open_folder(self.origin, self.script, self.world.size, self.state["step"]))
-        self.log = RunLog(self.origin, self.args, self.world, total_steps, self.state["step"], lengths)
+        step, size = self.state["step"], self.world.size
+        self.world.on_main(lambda: resume.open_folder(self.origin, self.args, self.script, size, step))
+        self.log = RunLog(self.origin, self.args, self.world, total_steps, step)
         self.clock = utils.Clock(self.world.device, self.state["seconds"], engine)
 
     def steps(self, evaluate: Callable | None) -> Iterator[int]:
-        """Yield the number of each step that is still to take, from 1 on.
+        """Yield the number of each step that is left, from 1 on.
 
         Between two steps: evaluate, save when it is due, log, and leave on a signal. An interrupted run goes on here.
 
         Args:
-            evaluate: returns metrics, sample rows and lengths in tokens, or None if it was interrupted; None for a run
-                that has nothing to evaluate on.
+            evaluate: returns metrics and sample rows, or None if it was interrupted; None for a run that has nothing to
+                evaluate on.
         """
         self.interrupt.can_save = True
         # An evaluation in which nothing could be measured, as the reward failed, is repeated where the run goes on.
@@ -81,7 +76,7 @@ class Run:
                 if step and every and step % every == 0:
                     self.save()
             self._log_row(step)
-            if self.interrupt.agreed() or 0 < self.args.stop_after_step <= step < self.total_steps:
+            if self.interrupt.agreed():
                 self.leave()
             if step >= self.total_steps:
                 break
@@ -89,26 +84,24 @@ class Run:
             yield step + 1
 
     def finish(self) -> None:
-        """Save the last checkpoint, and the trained model in final/, push it with --push_to_hub, and end the run."""
+        """Save the last checkpoint and the trained model in final/, push it with --push_to_hub, and end the run."""
         self.save()
         checkpoints.save_final(self.folder, self.world, self.models[""], self.tokenizer, self.args.model)
-        self.log.close(f"model: {os.path.join(self.folder, 'final')}", self._push if self.args.push_to_hub else None)
+        self.log.close(f"model: {os.path.join(self.folder, 'final')}")
+        if self.args.push_to_hub and self.world.main:
+            from plumbing.run import hub
 
-    def _push(self, tracked: str | None) -> str:
-        """Push the final model, and return its address; `tracked` is that of the run in Weights & Biases."""
-        from plumbing.run import hub
-
-        return hub.push(self.folder, self.repository, self.args, self.tokenizer, tracked)
+            print(f"published: {hub.push(self.folder, self.repository, self.log.url)}", flush=True)
 
     def _evaluate(self, step: int, evaluate: Callable | None) -> None:
         results, held_out, every = {}, [], self.args.eval_every
         if evaluate and every and (step % every == 0 or step >= self.total_steps):
             self.log.phase("evaluate")
-            found = evaluate()
-            if found is None:
+            evaluation = evaluate()
+            if evaluation is None:
                 self.leave()
-            results, held_out, lengths = found
-            self.log.table(step, held_out[:4], lengths)
+            results, held_out = evaluation[:2]
+            self.log.table(step, held_out[:4])
         self.state.update(results=results, held_out=held_out[: self.args.log_samples], evaluated=True)
 
     def _log_row(self, step: int) -> None:
@@ -117,11 +110,11 @@ class Run:
             counts = {"step": step} | ({"episode": step * self.episodes_a_step} if self.episodes_a_step else {})
             self.log.log({**counts, **metrics})
         self.log.samples(step, self.state["held_out"], "held_out.jsonl")
-        if self.world.main and self.state["results"] and step < self.total_steps:  # `RunLog.close` draws the end
+        if self.state["results"] and step < self.total_steps:  # `RunLog.close` draws the end
             self.log.draw()
 
     def phase(self, name: str) -> None:
-        """Begin a phase of a step: the progress bar shows it, and time/{name} is what it takes."""
+        """Begin a phase of a step: the progress bar shows it, and time/{name} is its duration."""
         self.clock.begin(name)
         self.log.phase(name)
 
@@ -132,10 +125,6 @@ class Run:
             metrics: to be logged with those of the clock and of an evaluation. samples: rows for samples.jsonl.
             tokens: of the step's sequences, over all ranks. state: entries of `self.state` for the next step.
         """
-        # One pass of each token, by this rank or its engine. (reward_model.py has no rollout.)
-        if getattr(self.args, "rollout_backend", "server") != "server":
-            phase = "prefetch" if self.args.async_steps else "rollout"
-            self.clock.flops[phase] += 2 * utils.parameter_count(self.models[""]) * tokens / self.world.size
         metrics = {**metrics, **self.clock.metrics(tokens)}
         self.state.update(step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state)
         self.log.samples(self.state["step"], samples)
@@ -144,22 +133,22 @@ class Run:
         """Save a checkpoint of the policy after `state["step"]` steps."""
         self.log.phase("save")
         self.state["seconds"] = self.clock.total()
+        keep = self.args.keep_checkpoints
         checkpoints.save_checkpoint(
-            self.folder, self.world, self.tokenizer, self.state, self.models, self.optimizers,
-            self.args.keep_checkpoints,
-        )  # fmt: skip
+            self.folder, self.world, self.tokenizer, self.state, self.models, self.optimizers, keep
+        )
 
     def leave(self) -> NoReturn:
-        """Save a checkpoint and end the run: exit code 75 if it was interrupted, 2 if the rollout engine has failed."""
+        """Save a checkpoint and exit: with code 75 if the run was interrupted, 2 if the rollout engine has failed."""
         failures = list(filter(None, self.world.all_gather([self.engine.failure] if self.engine else [])))
         if failures:
             self.fail(f"--rollout_backend {self.args.rollout_backend}: {failures[0]}")
         self.save()
-        self.log.close(f"interrupted: step {self.state['step']} is saved, go on with --resume")
+        self.log.close(f"interrupted: step {self.state['step']} is saved, continue with --resume")
         sys.exit(utils.EXIT_INTERRUPTED)
 
     def fail(self, message: str) -> NoReturn:
-        """Save a checkpoint and end the run for a reason that the user can mend, exit code 2."""
+        """Save a checkpoint and exit with code 2 for a reason that the user can mend."""
         self.save()
-        self.log.close(f"step {self.state['step']} is saved, go on with --resume")
+        self.log.close(f"step {self.state['step']} is saved, continue with --resume")
         utils.fail(message)
