@@ -745,7 +745,11 @@ def main(args: Args) -> None:
             run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
         if prefetch is not None and step < total_steps:  # samples while this step trains, with the weights from before
             prefetch.start(step + 1, position, statistics, step - 1)
-        mask, scores, kl_coef = batch.response_mask, batch.scores, run.state.get("kl_coef", args.kl_coef)  # (N, T), (N,)
+        mask, scores, kl_coef = (
+            batch.response_mask,
+            batch.scores,
+            run.state.get("kl_coef", args.kl_coef),
+        )  # (N, T), (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
         greedy_scores, greedy_tokens = None, 0  # (N,)
         if args.advantage == "remax":

@@ -3,8 +3,7 @@
 import matplotlib
 from matplotlib.figure import Figure
 
-from plumbing.run.curves import COLORS, STYLE
-from plumbing.run.files import replacing
+COLORS = ("C0", "C1", "C2", "C3")
 
 BASE = {  # flags of grpo.py of all runs; 64 responses of 64 tokens where nothing else is said
     "model": "vocabulary 8192", "rollout_batch_size": 8, "mini_batch_size": 64, "max_response_length": 64,
@@ -32,7 +31,7 @@ def draw(found: dict[str, dict[int, dict[str, float]]], path: str) -> None:
         found: {axis: {size: {metric: median}}}, "peak" in MiB among the metrics.
         path: of a .png file.
     """
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context():
         figure = Figure((3.4 * len(found), 5.4), layout="constrained")
         panels = figure.subplots(2, len(found), squeeze=False)
         for column, (axis, rows) in enumerate(found.items()):
@@ -50,5 +49,4 @@ def draw(found: dict[str, dict[int, dict[str, float]]], path: str) -> None:
         panels[0, 0].set_ylabel("seconds a step")
         panels[1, 0].set_ylabel("MiB over the model")
         figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
-        with replacing(path) as temporary:
-            figure.savefig(temporary, format="png", dpi=110)
+        figure.savefig(path, dpi=110)

@@ -105,7 +105,7 @@ def check_args(args: Args) -> tuple[str, int, tuple[int, ...]]:
             utils.fail(f"--temperature {args.temperature}: --backend vllm takes at most 2")
     model = "-".join(os.path.normpath(args.model).split(os.sep)[-2:])  # final/ is the name of many
     dataset = os.path.basename(os.path.normpath(args.dataset))
-    folder = files.run_folder(args.output_dir, args.run_name or f"evaluate__{model}__{dataset}__{args.seed}")
+    folder = os.path.join(args.output_dir, args.run_name or f"evaluate__{model}__{dataset}__{args.seed}")
     if os.path.exists(folder):
         utils.fail(f"--run_name {os.path.basename(folder)}: {folder} exists; take another name")
     return folder, n, tuple(sorted(set(args.k))) or tuple(2**i for i in range(n.bit_length()))
@@ -319,7 +319,7 @@ def main(args: Args) -> None:
             for sample in samples:
                 file.write(json.dumps(run_log.finite(sample), allow_nan=False, default=str) + "\n")
 
-    checkpoints.save_folder(folder, world, lambda path, on_main: on_main(lambda: write(path)))
+    checkpoints.save_folder(folder, world, lambda path: world.on_main(lambda: write(path)))
     if world.main:
         show(args, results)
         print(os.path.join(folder, "results.json"), flush=True)

@@ -1,6 +1,6 @@
 """vLLM in the training process (--rollout_backend vllm); plumbing/rollout/engines.py says what an engine offers.
 
-Imports plumbing.run.checkpoints (states of the random generators), plumbing.rollout.engines (responses and turns),
+Imports plumbing.rollout.engines (responses and turns),
 plumbing.models.lora (weights by name) and plumbing.models.loading (configurations).
 """
 
@@ -15,7 +15,6 @@ import torch
 from plumbing.models.loading import load_config
 from plumbing.models.lora import base_weights, merged
 from plumbing.rollout.engines import VllmSampling
-from plumbing.run.checkpoints import random_state, set_random_state
 from utils import World, fail, first_line, set_num_threads
 
 PREFILL_TOKENS = 65_536  # of prompts at once, on a CPU; at least one whole prompt has to fit
@@ -68,7 +67,7 @@ class Engine(VllmSampling):
             settings["distributed_executor_backend"] = "external_launcher"
         # Rollout and training overlap on a GPU only if their kernels are not queued in the same stream.
         self.stream = torch.cuda.Stream() if args.async_steps and not self.on_cpu else None
-        before, threads, local_size = random_state(), torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")
+        threads, local_size = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")
         try:
             with self._on_stream():  # vLLM goes on with the stream that is current here
                 self.llm = vllm.LLM(
@@ -81,7 +80,6 @@ class Engine(VllmSampling):
         except (OSError, ValueError, RuntimeError) as error:
             why = " ".join(str(error).split())[:300]  # all lines: vLLM's first one is only a heading
             fail(f"--model {args.model}: vLLM does not start with it: {why}")
-        set_random_state(before)  # LLM() seeds torch, numpy and random, and a run's numbers would depend on the engine
         set_num_threads(threads)  # LLM() on a CPU leaves one thread, and puts a no-op in place of torch.set_num_threads
         if local_size is not None:
             os.environ["LOCAL_WORLD_SIZE"] = local_size  # LLM() overwrites it

@@ -79,7 +79,8 @@ def model_card(folder: str, repository: str, tracked: str | None) -> ModelCard:
     )
     return ModelCard.from_template(
         data, template_str=CARD, base=on_hub.get("model") or os.path.basename(args["model"]),
-        dataset=on_hub.get("dataset") or os.path.basename(args["dataset"]), title=repository.rpartition("/")[2], script=facts["script"], step=last["step"], tracked=tracked,
+        dataset=on_hub.get("dataset") or os.path.basename(args["dataset"]),
+        title=repository.rpartition("/")[2], script=facts["script"], step=last["step"], tracked=tracked,
         numbers={title: last[key] for key, title in CURVES.items() if last.get(key) is not None},
         command=command(facts), versions=", ".join(map(" ".join, facts["versions"].items())),
         commit=facts["git_commit"],
@@ -93,7 +94,9 @@ def command(facts: dict) -> str:
         if value != facts["defaults"][name] and name not in ("resume", "push_to_hub"):
             values = [] if isinstance(value, bool) else map(str, value if isinstance(value, list) else [value])
             words += [f"--no-{name}" if value is False else f"--{name}", *map(without_secrets, values)]
-    return shlex.join([*(["python"] if ranks == 1 else ["torchrun", "--nproc_per_node", str(ranks)]), facts["script"], *words])
+    return shlex.join(
+        [*(["python"] if ranks == 1 else ["torchrun", "--nproc_per_node", str(ranks)]), facts["script"], *words]
+    )
 
 
 def without_secrets(word: str) -> str:

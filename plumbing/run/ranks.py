@@ -47,7 +47,9 @@ def record(main: Callable) -> Callable:
         try:
             main(args)
         except torch.OutOfMemoryError as error:
-            fail(f"{place}, in the phase {phase!r}: {first_line(error)} To use less memory, {OUT_OF_MEMORY}", local=True)
+            fail(
+                f"{place}, in the phase {phase!r}: {first_line(error)} To use less memory, {OUT_OF_MEMORY}", local=True
+            )
         except Exception as error:
             if is_lost_connection(error):
                 time.sleep(0 if place.startswith("rank 0 of 1") else 2)  # torchrun reports the first rank that ends
