@@ -1,6 +1,6 @@
 """Errors and waits of a rank: what it prints when it fails, or when a phase of the run takes too long.
 
-Imports utils only.
+Imports plumbing.models.sharding (the advice for a GPU that is full).
 """
 
 import faulthandler
@@ -8,19 +8,17 @@ import functools
 import os
 import sys
 import time
+import traceback
 from typing import Callable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import errors
 
+from plumbing.models.sharding import OUT_OF_MEMORY
 from utils import World, fail, first_line
 
 STUCK_AFTER = 600.0  # seconds in one phase after which each rank of several prints its traceback, again and again
-OUT_OF_MEMORY = (
-    "lower --micro_batch_tokens or --generation_batch_size, or set --gradient_checkpointing, --shard fsdp_offload, "
-    "--lora_rank or, with vLLM, a smaller --kv_cache_gb"
-)
 phase = "start"  # of the run that this process is in
 
 
@@ -47,15 +45,14 @@ def record(main: Callable) -> Callable:
         try:
             main(args)
         except torch.OutOfMemoryError as error:
-            fail(
-                f"{place}, in the phase {phase!r}: {first_line(error)} To use less memory, {OUT_OF_MEMORY}", local=True
-            )
+            fail(f"{place}, in the phase {phase!r}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
         except Exception as error:
             if is_lost_connection(error):
-                time.sleep(0 if place.startswith("rank 0 of 1") else 2)  # torchrun reports the first rank that ends
+                time.sleep(2)  # torchrun reports the rank that ended first, in whole seconds, as the root cause
                 fail(f"{place}, in the phase {phase!r}: another rank has ended; its own message says why", local=True)
             if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
-                fail(first_line(error))
+                raised = traceback.extract_tb(error.__traceback__)[-1]
+                fail(f"{first_line(error)} ({os.path.basename(raised.filename)} line {raised.lineno})", local=True)
             error.add_note(f"({place}, in the phase {phase!r})")
             raise
         finally:

@@ -1,8 +1,7 @@
-"""A page of one or several runs, one HTML file that needs no network: what --report and scripts/report.py write.
+"""A page of one or several runs, one HTML file that requires no network: what scripts/report.py writes.
 
-The page is assets/report/page.html with its style sheet, its scripts, the charting library uPlot and the runs' data put
-in; the scripts there draw everything from the data. Imports plumbing.run.curves (what runs are called, and the curves) and
-plumbing.run.files.
+The page is assets/report/page.html with its style sheet, its scripts, the charting library uPlot and the runs' data filled
+in; the scripts draw everything from the data. Imports plumbing.run.curves (names of runs and metrics) and plumbing.run.files.
 """
 
 import html
@@ -10,42 +9,40 @@ import json
 import math
 import os
 import re
-import time
 
-from plumbing.run.curves import CURVES, groups_of_seeds, read_run, run_names
-from plumbing.run.files import replacing
+from plumbing.run.curves import CURVES, run_names
+from plumbing.run.files import read_args, read_jsonl, read_metrics, replace_file
 from utils import ROOT
 
 PARTS = os.path.join(ROOT, "assets", "report")
 STYLES = ("uplot/uPlot.min.css", "page.css")
 SCRIPTS = ("page.js", "curves.js", "samples.js")
-STEPS = 1500  # most points of a curve; those of longer runs are means over neighbouring steps
-SAMPLE_BYTES = 6_000_000  # most of samples.jsonl, and half as much of held_out.jsonl, in a page, all runs together
+POINTS = 1500  # most points of a curve; those of longer runs are means over neighbouring steps
+SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
+NAMES = {"run_name", "output_dir", "resume", "track", "push_to_hub"}  # flags that do not change what a run computes
 
 
 def write_report(folders: list[str], path: str) -> None:
-    """Write the page of some run folders; it has its old or its new content, whatever happens meanwhile.
+    """Write the page of some run folders; it has its old or its new content at any instant.
 
     Raises:
-        OSError: if a folder cannot be read or the page not be written.
+        OSError, ValueError: if a file of a run cannot be read, or the page cannot be written.
     """
-    runs = [read_run(folder, name) for folder, name in zip(folders, run_names(folders))]
-    shown = [page_data(run, folder, len(runs)) for run, folder in zip(runs, folders)]
-    for number, (name, members) in enumerate(groups_of_seeds(shown)):
+    if not folders:
+        raise ValueError("names no run folder")
+    runs = [read_run(folder, name, len(folders)) for folder, name in zip(folders, run_names(folders))]
+    for number, members in enumerate(groups_of_seeds(runs)):
         for run in members:
-            run.update(group=number, group_name=name)
-    data = {"written": time.time(), "titles": CURVES, "runs": shown}
+            run.update(group=number, group_name=common_name([member["name"] for member in members]))
     texts = {
         "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
         "style": "\n".join(map(read_part, STYLES)),
         # An HTML parser would take "</script>" in a sample for the end of the data.
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "data": json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace("<", "\\u003c"),
         "library": read_part("uplot/uPlot.iife.min.js"),
         "script": "\n".join(map(read_part, SCRIPTS)),
     }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], read_part("page.html"))
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        file.write(page)
+    replace_file(path, re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], read_part("page.html")))
 
 
 def read_part(name: str) -> str:
@@ -54,85 +51,62 @@ def read_part(name: str) -> str:
         return file.read()
 
 
-def page_data(run: dict, folder: str, runs: int) -> dict:
-    """Return what the page shows of a run; `runs` share the room for samples."""
-    rows, facts = run["rows"], run["facts"]
-    steps, columns = compress(rows)
-    notes = [f"{run['unread']} lines of metrics.jsonl could not be read."] if run["unread"] else []
-    samples = []
-    for file, room, held_out in (("samples.jsonl", SAMPLE_BYTES, False), ("held_out.jsonl", SAMPLE_BYTES // 2, True)):
-        found, note = read_samples(os.path.join(folder, file), room // runs)
-        samples += [{**row, "held_out": True} if held_out else row for row in found]
-        notes += [note] if note else []
+def read_run(folder: str, name: str, runs: int) -> dict:
+    """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics alone will do.
+
+    Raises:
+        ValueError: if there is no row of metrics.
+    """
+    facts, rows = read_args(folder), read_metrics(folder)
+    if not rows:
+        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
+    steps, columns = columns_of(rows)
+    samples = some_steps(read_jsonl(os.path.join(folder, "samples.jsonl")), SAMPLE_BYTES // 2 // runs)
+    held_out = some_steps(read_jsonl(os.path.join(folder, "held_out.jsonl")), SAMPLE_BYTES // 2 // runs)
     return {
-        **{key: run[key] for key in ("name", "script", "args")},
-        **{key: facts.get(key) for key in ("defaults", "versions", "git_commit", "ranks")},
+        "name": name,
+        **{key: facts.get(key) for key in ("script", "defaults", "versions", "git_commit", "ranks")},
+        "args": facts.get("args", {}),
         "steps": steps,
         "metrics": columns,
-        "last_step": rows[-1]["step"] if rows else 0,
-        "total_steps": total_steps(run["args"]),
+        "samples": samples + [{**row, "held_out": True} for row in held_out],
         "finished": os.path.isdir(os.path.join(folder, "final")),
-        "samples": samples,
-        "samples_note": f"{run['name']}: {' '.join(notes)}" if notes else "",
     }
 
 
-def total_steps(args: dict) -> int | None:
-    """Return how many steps the flags of a run ask for; None if it depends on the data, as for a reward model."""
-    try:
-        return args["total_episodes"] // (args["rollout_batch_size"] * args["group_size"])
-    except (KeyError, TypeError, ZeroDivisionError):
-        return None
+def groups_of_seeds(runs: list[dict]) -> list[list[dict]]:
+    """Return together the runs whose flags differ by seed and names alone. A run without args is a group by itself."""
+    groups = {}
+    for number, run in enumerate(runs):
+        flags = {name: x for name, x in run["args"].items() if name not in NAMES | {"seed"}}
+        key = json.dumps([run["script"], flags], sort_keys=True) if flags else number
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
 
 
-def compress(rows: list[dict]) -> tuple[list[int], dict[str, list]]:
+def common_name(names: list[str]) -> str:
+    """Return what names of runs begin with: "gsm8k" for gsm8k-seed1 and gsm8k-seed2."""
+    prefix = os.path.commonprefix(names)
+    return names[0] if len(names) == 1 else re.sub(r"([-_./ ]*(seed|s))?[-_./ =]*$", "", prefix) or names[0]
+
+
+def columns_of(rows: list[dict]) -> tuple[list[int], dict[str, list]]:
     """Return the steps, and the values of each metric at them: {name: [number or None]}, rounded to five digits.
 
-    Of more than STEPS rows, each point is the mean of as many neighbouring rows as it takes, at the last one's step.
+    Of more than POINTS rows, each point is the mean of neighbouring rows, at the step of the last one.
     """
-    size = max(1, math.ceil(len(rows) / STEPS))
+    size = math.ceil(len(rows) / POINTS)
     parts = [rows[i : i + size] for i in range(0, len(rows), size)]
-    names = dict.fromkeys(key for row in rows for key, x in row.items() if isinstance(x, (int, float)))
+    names = dict.fromkeys(key for row in rows for key in row if key not in ("step", "episode"))
     columns = {}
     for name in names:
-        if name not in ("step", "episode"):
-            values = [[x for row in part if isinstance(x := row.get(name), (int, float))] for part in parts]
-            columns[name] = [float(f"{sum(found) / len(found):.5g}") if found else None for found in values]
+        values = [[row[name] for row in part if isinstance(row.get(name), (int, float))] for part in parts]
+        columns[name] = [float(f"{sum(part) / len(part):.5g}") if part else None for part in values]
     return [part[-1]["step"] for part in parts], columns
 
 
-def read_samples(path: str, room: int) -> tuple[list[dict], str]:
-    """Return rows of a .jsonl file of samples, at most `room` bytes of it, and a note on what is left out, or "".
-
-    Whole steps are left out, evenly, the last step never. The file may be far larger than what is held of it.
-    """
-    places = {}  # {step: [(offset, length) of its lines]}
-    offset = 0
-    try:
-        with open(path, "rb") as file:
-            for line in file:
-                step = re.match(rb'\{"step": (\d+)', line)
-                if step and line.endswith(b"\n"):
-                    places.setdefault(int(step[1]), []).append((offset, len(line)))
-                offset += len(line)
-    except FileNotFoundError:
-        return [], ""
-    sizes = {step: sum(length for _, length in lines) for step, lines in places.items()}
-    kept, every = list(places), 1
-    while len(kept) > 1 and sum(sizes[step] for step in kept) > room:
-        every += 1
-        kept = list(places)[::-every][::-1]
-    chosen = []
-    with open(path, "rb") as file:
-        for offset, length in (place for step in kept for place in places[step]):
-            if chosen and room < length:
-                break
-            room -= length
-            file.seek(offset)
-            try:
-                chosen.append(json.loads(file.read(length)))
-            except ValueError:  # a line that something else has damaged
-                continue
-    total = sum(map(len, places.values()))
-    note = f"{len(chosen):,} of the {total:,} rows of {os.path.basename(path)} are in this page."
-    return chosen, note if len(chosen) < total else ""
+def some_steps(rows: list[dict], size: int) -> list[dict]:
+    """Return the rows of so many steps, evenly spread and the last one among them, as `size` bytes hold."""
+    every = math.ceil(sum(len(json.dumps(row)) for row in rows) / size)
+    kept = set(sorted({row["step"] for row in rows}, reverse=True)[:: max(1, every)])
+    return [row for row in rows if row["step"] in kept]
