@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-PATHS = (ROOT, ROOT / "scripts", ROOT / "tests")
+PATHS = (ROOT, ROOT / "scripts", ROOT / "assets", ROOT / "tests")
 for path in PATHS:
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
@@ -39,7 +39,7 @@ import rich.table  # noqa: E402, F401
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
-from make_tiny_model import make_tokenizer  # noqa: E402
+from make_models import make_tokenizer  # noqa: E402
 
 import plumbing.rollout.vllm_engine  # noqa: E402, F401
 from plumbing import command_line  # noqa: E402

@@ -54,18 +54,17 @@ def defines(name: str, dotted: str) -> bool:
 @functools.cache
 def flags() -> set[str]:
     """Return the flags of all commands: the fields of every class called Args or SomethingArgs, and the parameters of
-    every sub-command."""
+    the functions of files that give functions to tyro."""
     found = set()
-    for path in (*ROOT.glob("*.py"), *ROOT.glob("plumbing/**/*.py"), *ROOT.glob("scripts/*.py")):
-        tree = tree_of(str(path.relative_to(ROOT)))
-        tables = [x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "COMMANDS"]
-        commands = {ast.unparse(function) for table in tables for function in table.values}
+    folders = ("*.py", "plumbing/**/*.py", "scripts/*.py", "assets/*.py", "tests/agreement/agree.py")
+    for path in (path for folder in folders for path in ROOT.glob(folder)):
+        tree, text = tree_of(str(path.relative_to(ROOT))), path.read_text()
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
                 found |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
-            if isinstance(node, ast.FunctionDef) and node.name in commands:
-                found |= {x.arg for x in node.args.args}
-        found |= set(re.findall(r'add_argument\("--(\w+)"', path.read_text()))
+        if "tyro." in text:
+            found |= {x.arg for node in tree.body if isinstance(node, ast.FunctionDef) for x in node.args.args}
+        found |= set(re.findall(r'add_argument\("--(\w+)"', text))
     return found | {f"no_{name}" for name in found}
 
 
@@ -83,10 +82,10 @@ def missing_paths(text: str) -> set[str]:
     code = " ".join(re.findall(r"```.*?```|`[^`]*`", text, re.DOTALL))
     in_a_folder = r"(?:plumbing|scripts|tests|docs|results|assets)/(?:[\w.-]+/?)*"
     named = re.findall(rf"(?<![\w/.:~*-])(?:{in_a_folder}|[\w-]+\.(?:py|sh|md))(?![\w/*])", code)
-    folders = ("", "plumbing/", "scripts/")  # tables of a folder's files leave it out
     made = {"my_reward.py", "my_method.py", "scripts/train/my_method.sh"}
     made |= set(re.findall(r"^# (\w+\.py)\b", text, re.MULTILINE))  # files that the page itself shows
-    return {x for x in named if x not in made and not any((ROOT / folder / x).exists() for folder in folders)}
+    short = {path.name for folder in ("plumbing", "scripts") for path in ROOT.glob(f"{folder}/**/*")}  # in tables
+    return {x for x in named if x not in made and not (ROOT / x).exists() and x not in short}
 
 
 def anchors(path: Path) -> set[str]:
@@ -159,10 +158,11 @@ def test_the_front_page_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_every_room_stands_on_the_front_page():
+def test_every_folder_stands_on_the_front_page():
     text = (ROOT / "README.md").read_text()
-    rooms = {path.name for path in ROOT.glob("plumbing/**/*.py")} - {"__init__.py"}
-    assert not {name for name in rooms if f"`{name}`" not in text}
+    assert not [
+        path.parent.name for path in ROOT.glob("plumbing/*/*.py") if f"`plumbing/{path.parent.name}/`" not in text
+    ]
 
 
 def test_the_reading_map_has_every_equation():

@@ -4,11 +4,8 @@ import json
 import random
 
 import pytest
-import torch
 from helpers import ROOT, read_lines
-from make_guess_model import GuessTheNumber, careless_game, game_rows, success
-from make_tiny_model import IGNORE, make_batch, make_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from make_models import IGNORE, GuessTheNumber, careless_game, game_rows, make_batch, make_tokenizer
 
 HIGHER, LOWER, NONE = ("higher ", 0.0, False), ("lower ", 0.0, False), ("no number ", 0.0, False)
 WON, LOST = (None, 1.0, True), (None, 0.0, True)
@@ -50,11 +47,3 @@ def test_only_what_the_teacher_wrote_has_a_loss():
     input_ids, labels = make_batch([["3-4:", "3", "no ", "4"], ["5:", "6"]], tokenizer)
     assert tokenizer.batch_decode(input_ids) == ["3-4:3<eos>no 4<eos>", "5:6<eos>" + 7 * "<pad>"]
     assert [tokenizer.decode(row[row != IGNORE]) for row in labels] == ["3<eos>4<eos>", "6<eos>"]
-
-
-def test_the_bundled_base_wins_greedily_and_less_than_half_when_sampling():
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "guess").eval()
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "guess")
-    torch.manual_seed(0)
-    assert success(model, tokenizer, game_rows("test"), do_sample=False) > 0.99
-    assert 0.25 < success(model, tokenizer, game_rows("test"), do_sample=True) < 0.5

@@ -22,7 +22,7 @@ import pytest
 import reward_server
 import torch
 import transformers
-from make_tiny_model import make_tokenizer
+from make_models import make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 import reward_model

@@ -30,7 +30,7 @@ from helpers import (
     steps_of,
     weights_of,
 )
-from make_tiny_model import make_tokenizer
+from make_models import make_tokenizer
 
 import grpo
 import utils

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# GRPO of Qwen2.5-7B on the problems of DeepScaleR, held out: MATH-500, on one node of eight 80 GB GPUs (a peak of about
-# 55 GB on each by scripts/memory.py, not measured).
+# GRPO of Qwen2.5-7B on the problems of DeepScaleR, held out: MATH-500, on one node of eight 80 GB GPUs.
 # Numbers: the sizes are from no source that reports any; this has not been run here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

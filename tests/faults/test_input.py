@@ -32,9 +32,7 @@ FLAGS = {  # of a command that would run; what follows them counts
     "evaluate": "--model model --dataset data.jsonl --reward exact --system_prompt= --samples 2 --k 1 2",
     "reward_server": "--reward math --port 0",
     "vllm_server": "--model model --port 0",
-    "memory": "--model model",
     "plot": "",
-    "benchmark": "",
 }
 FUNCTION = 'def f(a: int) -> int:\n    """Do it.\n\n    Args:\n        a: A number.\n    """\n    return a\n'
 FILES = {
@@ -122,11 +120,7 @@ def folder(tmp_path_factory) -> Path:
 def run(script: str, words: list[str]) -> None:
     """Do in this process what `python SCRIPT.py WORDS` does."""
     module = __import__(script)
-    if script == "benchmark":
-        command_line.run_subcommand(module.COMMANDS, words)
-    elif script == "memory":
-        module.main(words)
-    elif script == "plot":
+    if script == "plot":
         module.main(command_line.parse_ungrouped(module.Args, words))
     elif script == "vllm_server":
         module.main(command_line.parse_ungrouped(module.Args, words), [])
@@ -303,14 +297,6 @@ COMMANDS = {
     "vllm_server --model data.jsonl": "--model data.jsonl: no model could be loaded from it",
     "vllm_server --port 1e3": "--port: has to be a whole number, not 1e3",
     "vllm_server --tensor_parralel 2": "--tensor_parralel: there is no such flag; did you mean --tensor_parallel?",
-    "memory --gpsu 8": "--gpsu: there is no such flag; did you mean --gpus?",
-    "memory --lerning_rate 8": "--lerning_rate: there is no such flag; did you mean --learning_rate?",
-    "memory --algorithm utils": "--algorithm utils: there is no such script",
-    "memory --algorithm ../grpo": "--algorithm ../grpo: there is no such script",
-    "memory --algorithm=": "--algorithm : there is no such script",
-    "memory --algorithm reward_model --group_size 3": "--group_size: there is no such flag",
-    "memory --gpus 1e3": "--gpus: has to be a whole number, not 1e3",
-    "memory --model data.jsonl": "--model data.jsonl: no model could be loaded from it",
     "plot none": "none: has no metrics.jsonl with a whole line",
     "plot curves/metrics.jsonl": "curves/metrics.jsonl: ",
     "plot broken_curves": "broken_curves/metrics.jsonl line 1: is no JSON",
@@ -318,14 +304,6 @@ COMMANDS = {
     "plot text_curves --output a.png": "text_curves/metrics.jsonl line 1: ",
     "plot curves --output=": "--output : has to end with .png, .pdf or .svg",
     "plot curves --ouput a.png": "--ouput: there is no such flag; did you mean --output?",
-    "benchmark": "the first word: has to be one of trl, training, bare, scaling, rollout, turns, rewards, padding",
-    "benchmark pading": "pading: has to be one of trl, training",
-    "benchmark --draws 1": "--draws: has to be one of trl, training",
-    "benchmark padding --drws 1": "--drws: there is no such flag; did you mean --draws?",
-    "benchmark padding --draws 0": "--draws: has to be above 0, not 0",
-    "benchmark padding --output none/a.md": "--output: none/a.md is no file that can be written",
-    "benchmark training --shapes huge": "--shapes huge: has to be one of 0.5b, 1.5b",
-    "benchmark training --sequences 12": "--sequences: has to be a multiple of 8, not 12",
 }
 
 
@@ -494,8 +472,6 @@ def test_true_stays_true_on_its_way_to_a_reward_server():
 WHOLE = {
     "grpo.py --group_sise 4": "--group_sise: there is no such flag; did you mean --group_size?",
     "scripts/evaluate.py --model model --run_name ..": "--run_name ..: has to name a folder in --output_dir",
-    "scripts/memory.py --gpsu 8": "--gpsu: there is no such flag; did you mean --gpus?",
-    "scripts/benchmark.py padding --draws x": "--draws: has to be a whole number, not x",
     "scripts/plot.py none": "none: has no metrics.jsonl with a whole line",
     "scripts/reward_server.py --reward math --port x": "--port: has to be a whole number, not x",
     "scripts/vllm_server.py --model model --port x": "--port: has to be a whole number, not x",

@@ -1,7 +1,7 @@
 """What TRL's own code makes of the inputs of agree.py. It runs in an environment that has TRL, and imports nothing of
 this project:
 
-    TRL_PYTHON scripts/agree_trl.py FOLDER          # reads what agree.write_inputs wrote there, writes trl.safetensors
+    TRL_PYTHON tests/agreement/of_trl.py FOLDER     # reads what agree.write_inputs wrote there, writes trl.safetensors
 
 From the scores to the loss all is GRPOTrainer's and RLOOTrainer's. Replaced are the rollout, and the log-probabilities:
 by given ones, or by those of the model from TRL's functions of logits, as its fused head is in float32 only.
@@ -66,7 +66,9 @@ def make_trainer(fields: dict, rloo: bool = False, **given):
         num_generations=SETTINGS["group_size"], max_completion_length=MASK.shape[1],
         temperature=SETTINGS["temperature"], **fields,
     )  # fmt: skip
-    tokenizer = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "assets/tiny")
+    tokenizer = os.path.join(
+        os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "assets/tiny"
+    )
     trainer = type("Trainer", (Given, base), given)(
         model=load("old"), args=args, train_dataset=Dataset.from_list([{"prompt": ""}] * len(MASK)),
         reward_funcs=lambda **columns: [None if score.isnan() else score.item() for score in trainer.scores],

@@ -1,7 +1,7 @@
 """What verl's own code makes of the inputs of agree.py. It runs in an environment that has verl, and imports nothing of
 this project:
 
-    VERL_PYTHON scripts/agree_verl.py FOLDER        # reads what agree.write_inputs wrote there, writes verl.safetensors
+    VERL_PYTHON tests/agreement/of_verl.py FOLDER   # reads what agree.write_inputs wrote there, writes verl.safetensors
 
 Advantages, KL, losses, their aggregation and the weights of rollout correction are verl's functions, as its workers
 call them. The models' forward passes are transformers'.

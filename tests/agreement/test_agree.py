@@ -1,16 +1,17 @@
 """Our equations and the gradients of our scripts against the numbers of TRL's and verl's own code.
 
-tests/agreement/ has what they made of small inputs (agree.write_inputs draws them again), by
-`python scripts/benchmark.py agree --trl_python PYTHON --verl_python PYTHON --store tests/agreement`.
+This folder has what they made of small inputs (agree.write_inputs draws them again), by
+`python tests/agreement/agree.py --trl_python PYTHON --verl_python PYTHON --store`.
 """
 
-import helpers  # isort: skip
-import agree  # helpers made scripts/ importable
+from pathlib import Path
+
+import agree
 import pytest
 import torch
 from safetensors.torch import load_file
 
-PEERS = {who: load_file(helpers.ROOT / f"tests/agreement/{who}.safetensors") for who in ("trl", "verl")}
+PEERS = {who: load_file(Path(__file__).parent / f"{who}.safetensors") for who in ("trl", "verl")}
 
 
 @pytest.fixture(scope="module")

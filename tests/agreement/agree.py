@@ -1,8 +1,10 @@
 """Compare the equations and whole steps of grpo.py, rloo.py and ppo.py with TRL's and verl's own code, on the same
-random inputs, in float64. `scripts/benchmark.py agree` calls it; docs/agreement.md has the table.
+random inputs, in float64; docs/agreement.md has the table.
 
-The inputs and small random models are files in a folder. `ours` makes quantities of them, by name; agree_trl.py and
-agree_verl.py, each run by the Python of an environment that has the package, make theirs by the functions installed
+    python tests/agreement/agree.py --trl_python trl-venv/bin/python --verl_python verl-venv/bin/python
+
+The inputs and small random models are files in a folder. `ours` makes quantities of them, by name; of_trl.py and
+of_verl.py, each run by the Python of an environment that has the package, make theirs by the functions installed
 there. A quantity that two of them have is compared. Of each entry of STEPS three are made:
 
 - "loss" and "gradient of the log-probs": of given log-probs, with ratios far outside of all clip ranges,
@@ -17,15 +19,18 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from unittest import mock
 
 import torch
 import transformers
+import tyro
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 import grpo
 import ppo
 import rloo
@@ -454,10 +459,10 @@ def tables(mine: dict[str, Tensor], peers: dict[str, dict[str, Tensor]]) -> tupl
 
 
 def theirs(who: str, python: str, folder: str) -> tuple[dict[str, Tensor], str]:
-    """Return the quantities that agree_trl.py or agree_verl.py makes, and the version of the package."""
+    """Return the quantities that of_trl.py or of_verl.py makes, and the version of the package."""
     if shutil.which(python) is None:
         utils.fail(f"--{who}_python {python}: there is no such program")
-    program = os.path.join(utils.ROOT, "scripts", f"agree_{who}.py")
+    program = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"of_{who}.py")
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([python, program, folder], env=env, capture_output=True, text=True)
     if done.returncode:
@@ -466,23 +471,28 @@ def theirs(who: str, python: str, folder: str) -> tuple[dict[str, Tensor], str]:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()["version"]
 
 
-def compare(pythons: dict[str, str], store: str = "") -> tuple[list[str], list[list]]:
-    """Run the comparison; return lines about it and its tables.
+def main(trl_python: str = "", verl_python: str = "", store: bool = False) -> None:
+    """Compare, and print what agrees and what differs on purpose.
 
     Args:
-        pythons: {"trl" or "verl": the Python of its environment}.
-        store: folder in which to keep what the others make of small inputs, in place of large ones; "" for none.
+        trl_python: Python of an environment with TRL; "" leaves TRL out.
+        verl_python: Python of one with verl.
+        store: use small inputs, and keep in tests/agreement what the others make of them.
     """
-    if not pythons:
-        utils.fail("agree: give --trl_python, --verl_python or both: the Python of an environment that has the package")
+    pythons = {who: python for who, python in (("trl", trl_python), ("verl", verl_python)) if python}
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(folder, SMALL if store else LARGE)
         peers = {who: theirs(who, python, folder) for who, python in pythons.items()}
         mine = ours(folder)
     if store:
-        os.makedirs(store, exist_ok=True)
         for who, (quantities, version) in peers.items():
-            save_file(sketch(quantities), os.path.join(store, f"{who}.safetensors"), {"version": version})
-    about = [f"{who} {version}" for who, (_, version) in peers.items()]
-    about.append("* it adds 1e-8 to counts that it divides by")
-    return about, list(tables(mine, {who: quantities for who, (quantities, _) in peers.items()}))
+            path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{who}.safetensors")
+            save_file(sketch(quantities), path, {"version": version})
+    print(", ".join(f"{who} {version}" for who, (_, version) in peers.items()))
+    print("* it adds 1e-8 to counts that it divides by")
+    for header, *rows in tables(mine, {who: quantities for who, (quantities, _) in peers.items()}):
+        print("", *(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)), sep="\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,202 @@
+"""Make assets/tiny and assets/guess: the small language models that the demos and the tests train.
+
+    python assets/make_models.py tiny
+    python assets/make_models.py guess
+
+Both are Qwen2 models with 2 layers of width 64, pretrained from scratch by next-token prediction on the demonstrations
+of a careless teacher. A model learns both the method and the carelessness: greedy decoding is nearly always right, a
+sample at temperature 1 less than half of the time. That is a base for reinforcement learning: right answers are
+frequent enough to be reinforced, and there is much to gain. No pretraining problem is among the held-out ones.
+
+1. tiny does 3-digit addition column by column (units, tens, hundreds, each with its carry). In a quarter of the columns
+   the teacher writes a wrong digit.
+
+       prompt "737+361="   response "7+1+0=8 3+6+0=9 7+3+0=10 #### 1098" and the end-of-sequence token
+
+2. guess plays the game of assets/guess/game.py; the rows of the game, {"prompt": "37-67:", "secret": 50}, are written
+   too. The model guesses a number, the game answers "higher " or "lower ", and so on for at most five guesses. The
+   teacher halves the range: first the middle, then 8, 4, 2 and 1 up or down from the last guess, which finds any
+   number. But in a third of the turns the guess is random.
+
+       37-67:52<eos>lower 44<eos>higher 48<eos>higher 50<eos>
+
+Each takes about 3 minutes on one core; two runs on one machine wrote the same bytes. Held-out success: tiny 1.00
+greedy and 0.41 sampled, guess 1.00 and 0.38.
+"""
+
+import json
+import random
+import sys
+import zlib
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from tokenizers.pre_tokenizers import ByteLevel
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "guess"))
+from game import GuessTheNumber
+
+from plumbing.data.rows import arithmetic_rows, worked_addition
+
+ASSETS = Path(__file__).resolve().parent
+IGNORE = -100  # label of the positions that carry no loss
+MAX_LENGTH = 512  # of a prompt and its response together
+BATCH_SIZE = 128  # demonstrations an update; each is used once
+NOISE = {"tiny": 0.24, "guess": 0.35}  # probability that the teacher writes a wrong digit, or guesses blindly
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """Return a tokenizer of one token a byte: no text is unknown, and decoding gives back what was encoded.
+
+    AutoTokenizer opens every folder with a Qwen2 model as Qwen2Tokenizer, whatever tokenizer was saved there (its list
+    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS). So this is one, with the 256 bytes as its vocabulary and no merges.
+    """
+    tokens = ["<pad>", "<eos>", "<unk>"] + sorted(ByteLevel.alphabet())
+    return Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(tokens)},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_LENGTH,
+    )
+
+
+def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and labels, both (N, L), padded on the right; labels of what the teacher wrote, <eos> included.
+
+    Args:
+        demonstrations: texts in turns: what is given, what the teacher wrote, what is given after that, and so on.
+    """
+    rows, labels = [], []
+    for texts in demonstrations:
+        row, row_labels = [], []
+        for given, written in zip(texts[::2], texts[1::2]):
+            tokens = tokenizer.encode(given)
+            row_labels += [IGNORE] * len(tokens)
+            row += tokens
+            tokens = tokenizer.encode(written) + [tokenizer.eos_token_id]
+            row_labels += tokens
+            row += tokens
+        rows.append(torch.tensor(row))
+        labels.append(torch.tensor(row_labels))
+    input_ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    return input_ids, pad_sequence(labels, batch_first=True, padding_value=IGNORE)
+
+
+def pretrain(demonstrations: list[list[str]], steps: int) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
+    """Return a model that was trained from scratch on demonstrations, each used once, and its tokenizer."""
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,  # of 32 channels, which vLLM's attention on CPUs supports
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    warmup = max(1, steps // 10)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+    )
+    progress = tqdm(range(0, len(demonstrations), BATCH_SIZE), desc="pretraining")
+    for start in progress:
+        input_ids, labels = make_batch(demonstrations[start : start + BATCH_SIZE], tokenizer)
+        # no attention mask: the padding is on the right, where causal attention does not look
+        logits = model(input_ids).logits[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}")
+    return model.eval(), tokenizer
+
+
+# ---- the game --------------------------------------------------------------------------------------------------------
+
+
+def game_rows(split: str) -> list[dict]:
+    """Return all games of a split; "test" has a tenth of the ranges, chosen by a hash, and "train" the others."""
+    rows = []
+    for low in range(20, 61):  # so that all guesses have two digits
+        prompt = f"{low}-{low + 30}:"
+        held_out = zlib.crc32(prompt.encode()) % 10 == 0
+        if held_out == (split == "test"):
+            rows += [{"prompt": prompt, "secret": secret} for secret in range(low, low + 31)]
+    return rows
+
+
+def careless_game(row: dict, noise: float, numbers: random.Random) -> list[str]:
+    """Return a game of the teacher as texts in turns: the prompt, a guess, its answer, the next guess, and so on."""
+    low, game, texts = int(row["prompt"].split("-")[0]), GuessTheNumber(), [row["prompt"]]
+    game.reset(**row)
+    guess = low + 15
+    for step in (8, 4, 2, 1, 0):
+        if numbers.random() < noise:
+            guess = numbers.randint(low, low + 30)
+        answer, _, done = game.step(str(guess))
+        texts.append(str(guess))
+        if done:
+            break
+        texts.append(answer)
+        guess += step if answer == "higher " else -step
+    return texts
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def main(
+    name: tyro.conf.Positional[Literal["tiny", "guess"]], output_dir: Path = ASSETS, steps: int = 1500, seed: int = 1
+) -> None:
+    """Make a model, and the rows of the game.
+
+    Args:
+        name: which of the two models.
+        output_dir: folder to write NAME/ into; files of an earlier run in it are replaced.
+        steps: optimizer updates of 128 demonstrations.
+        seed: seed of the weights and of the teacher's mistakes.
+    """
+    output_dir = output_dir / name
+    output_dir.mkdir(parents=True, exist_ok=True)
+    numbers, count = random.Random(seed), steps * BATCH_SIZE
+    if name == "tiny":
+        prompts = [row["prompt"] for row in arithmetic_rows("train", count)]
+        demonstrations = [[prompt, worked_addition(prompt, NOISE[name], numbers)] for prompt in prompts]
+    else:
+        rows = {split: game_rows(split) for split in ("train", "test")}
+        demonstrations = [careless_game(row, NOISE[name], numbers) for row in numbers.choices(rows["train"], k=count)]
+        for split, games in rows.items():
+            numbers.shuffle(games)
+            with open(output_dir / f"{split}.jsonl", "w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in games)
+    torch.set_num_threads(1)  # another number adds floats in another order, so it may give other weights
+    torch.use_deterministic_algorithms(True)
+    set_seed(seed)
+    model, tokenizer = pretrain(demonstrations, steps)
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    print(f"wrote {output_dir}: {model.num_parameters():,} parameters")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
