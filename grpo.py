@@ -627,7 +627,7 @@ def main(args: Args) -> None:
     check_args(args)
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = models.load_tokenizer(args.model, args.pad_token, args.chat_template)
+    tokenizer = models.load_tokenizer(args.model, args.chat_template)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = load_conversations(args, tokenizer, stop_ids)
     tools = conversations and conversations.schemas

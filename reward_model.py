@@ -288,7 +288,7 @@ def main(args: Args) -> None:
     flags.check_training_args(args)
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = models.load_tokenizer(args.model, args.pad_token, args.chat_template)
+    tokenizer = models.load_tokenizer(args.model, args.chat_template)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = args.num_epochs * len(pairs) // args.batch_size

@@ -81,7 +81,7 @@ class Removed:
     length_adaptive_lambda = critic_min_learning_rate = reward_clip = ptx_coef = 0.0
     max_skipped_updates, max_refills, logits_chunk_tokens = 5, 9, 512
     sapo_tau_positive, sapo_tau_negative, ref_refresh_mix, pf_ppo_power = 1.0, 1.05, 1.0, 1.0
-    verifier_column = pad_token = ptx_dataset = ""
+    verifier_column = ptx_dataset = ""
     reward_model_scale, overlong_prompts, rewritten_turns, wandb_project = "raw", "drop", "error", None
     dataset_split, eval_split, ptx_split = "train", "test", "train"
     hub_model_id = property(lambda args: args.push_to_hub)

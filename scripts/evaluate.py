@@ -176,7 +176,7 @@ def main(args: Args) -> None:
     # ---- set up: data, rewards, model ----
     folder, n, ks = check_args(args)
     world = utils.setup_processes()
-    tokenizer = models.load_tokenizer(args.model, args.pad_token, args.chat_template)
+    tokenizer = models.load_tokenizer(args.model, args.chat_template)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = load_conversations(args, tokenizer, stop_ids)
     tools, answer_for = conversations and conversations.schemas, needs_answer(args)

@@ -671,7 +671,7 @@ def test_strict_checkers_take_any_text_and_any_reference(name, response, answer)
 
 # ---- data files that are broken, or hold something else --------------------------------------------------------------
 
-TINY = models.load_tokenizer(str(ROOT / "assets" / "tiny"), "")
+TINY = models.load_tokenizer(str(ROOT / "assets" / "tiny"))
 CHAT = helpers.make_tokenizer()
 CHAT.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{% endfor %}>"
 

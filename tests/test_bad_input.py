@@ -10,6 +10,7 @@ import helpers
 import pytest
 import reward_server
 from helpers import HELD_OUT, ROWS, refusal, run_here, tiny_model, write_rows
+from transformers import AutoTokenizer
 
 import grpo
 from plumbing import command_line
@@ -171,11 +172,11 @@ def test_reference_model(refuses, models):
     refuses(("--ref_model", models["gone"]), ref_model=models["gone"])
 
 
-def test_pad_token(refuses, models, base, tmp_path, capsys):
-    refuses(("--pad_token <none>",), model=models["no pad"], pad_token="<none>")
-    run_here({**base, "output_dir": str(tmp_path / "eos"), "model": models["no pad"]})
-    assert "its tokenizer has no pad token, so it pads with <eos>" in capsys.readouterr().err
-    assert (tmp_path / "eos" / "run" / "final").exists()
+def test_no_pad_token(models, base, tmp_path):
+    """The end token takes its place."""
+    run_here({**base, "output_dir": str(tmp_path), "model": models["no pad"]})
+    final = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    assert final.pad_token == final.eos_token == "<eos>"
 
 
 def test_responses_longer_than_the_model_can_read(refuses, tmp_path):

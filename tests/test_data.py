@@ -270,7 +270,7 @@ def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
     """Rows that hold the template already are warned of, and go in as they are with `none`."""
     (tmp_path / "chat.jinja").write_text("<eos>{{ messages[-1]['content'] }}<pad>")
     folder = str(helpers.ROOT / "assets" / "tiny")
-    tokenizer = models.load_tokenizer(folder, "", str(tmp_path / "chat.jinja"))
+    tokenizer = models.load_tokenizer(folder, str(tmp_path / "chat.jinja"))
     row = {"prompt": "<eos>1+1=<pad>", "answer": "2"}
     assert one({"prompt": "1+1=", "answer": "2"}, tmp_path, tokenizer)[0] == row["prompt"]
     assert capsys.readouterr().err == ""
@@ -285,7 +285,7 @@ def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
         load([{"prompt": DIALOGUE, "answer": "5"}], tmp_path, tokenizer, **as_is)
     assert "--chat_template none takes text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        models.load_tokenizer(folder, "", str(tmp_path / "no.jinja"))
+        models.load_tokenizer(folder, str(tmp_path / "no.jinja"))
     assert capsys.readouterr().err.startswith(f"error: --chat_template {tmp_path / 'no.jinja'}: ")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import shutil
 import statistics
 from unittest import mock
 
@@ -429,7 +430,7 @@ def test_a_step_by_plain_loops(base, straight):
     values = {**base, "run_name": "step", "model": start, "precision": "float64", "batch_size": 5, "eval_every": 0}
     run(values, script="reward_model")
     model = AutoModelForSequenceClassification.from_pretrained(start, dtype=F64)
-    tokenizer = models.load_tokenizer(start, "")
+    tokenizer = models.load_tokenizer(start)
     batch = [row for row in read_lines(folder_of(values) / "samples.jsonl") if row["step"] == 1]
     margins = {row["prompt"]: row["margin"] for row in distinct(10)}
     losses = []
@@ -467,7 +468,7 @@ def test_what_a_run_leaves(straight):
         chosen = [sample["chosen_score"] for sample in samples[3 * i : 3 * i + 3]]
         assert row["train/score_chosen"] == pytest.approx(statistics.fmean(chosen))
     final = AutoModelForSequenceClassification.from_pretrained(folder / "final")
-    tokenizer = models.load_tokenizer(str(folder / "final"), "")
+    tokenizer = models.load_tokenizer(str(folder / "final"))
     assert final.config.num_labels == 1 and final.config.pad_token_id == tokenizer.pad_token_id
     texts = [row["prompt"] + row[side] for side in ("chosen", "rejected") for row in distinct(5, 100)]
     ids = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts]
@@ -482,14 +483,16 @@ def test_what_a_run_leaves(straight):
 
 def test_a_pad_token_that_ends_responses_and_another_models_statistics(straight, tmp_path):
     """transformers would take the stop token for padding; and the statistics of --model are not those of its heir."""
-    first = folder_of(straight) / "final"
-    values = {**straight, "model": str(first), "pad_token": "eos", "output_dir": str(tmp_path), "eval_every": 0}
+    first = shutil.copytree(folder_of(straight) / "final", tmp_path / "first")
+    configured = json.loads((first / "tokenizer_config.json").read_text()) | {"pad_token": "<eos>"}
+    (first / "tokenizer_config.json").write_text(json.dumps(configured))
+    values = {**straight, "model": str(first), "output_dir": str(tmp_path), "eval_every": 0}
     run_here({**values, "save_every": 2, "keep_checkpoints": 0}, "reward_model")
     final, saved = (folder_of(values) / name for name in ("final", "checkpoints/step_2"))
     assert "score_mean" in json.loads((first / "config.json").read_text())
     assert "score_mean" not in json.loads((saved / "config.json").read_text())
     model = AutoModelForSequenceClassification.from_pretrained(final)
-    tokenizer = models.load_tokenizer(str(final), "eos")
+    tokenizer = models.load_tokenizer(str(final))
     ids = torch.tensor([[*tokenizer.encode("1+1=2"), tokenizer.eos_token_id]])
     assert model.config.pad_token_id is None and hasattr(model.config, "score_mean")
     own = models.ScalarModel(model)(ids, torch.arange(ids.shape[1])[None] == ids.shape[1] - 1)

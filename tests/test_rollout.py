@@ -385,27 +385,27 @@ def test_models_that_the_decode_loop_runs(load, family):
 @pytest.mark.parametrize(
     "kind, changes, line",
     [
-        ("mamba", dict(state_size=4), "MambaForCausalLM keeps a state from which finished responses cannot be dropped"),
+        ("mamba", dict(state_size=4), "MambaForCausalLM keeps a state that cannot drop finished responses"),
         (
             "minimax", dict(intermediate_size=16, num_key_value_heads=1, num_local_experts=2),
-            "MiniMaxForCausalLM keeps a state from which finished responses cannot be dropped",
+            "MiniMaxForCausalLM keeps a state that cannot drop finished responses",
         ),  # not "stateful" by transformers' flag, but every other layer has linear attention
-        ("bloom", {}, "BloomForCausalLM takes no position_ids, which left-padded prompts need"),
-        ("openai-gpt", {}, "OpenAIGPTLMHeadModel takes no past_key_values, which one token at a time needs"),
+        ("bloom", {}, "BloomForCausalLM has no position_ids, which the decode loop requires"),
+        ("openai-gpt", {}, "OpenAIGPTLMHeadModel has no past_key_values, which the decode loop requires"),
     ],
 )  # fmt: skip
 def test_models_that_it_cannot_run_end_the_run(kind, changes, line, capsys):
     with pytest.raises(SystemExit) as end:
         models.check_decodes("--model there", tiny(kind, **changes))
     assert end.value.code == 2
-    assert capsys.readouterr().err == f"error: --model there: {line}; take --rollout_backend vllm\n"
+    assert capsys.readouterr().err == f"error: --model there: {line}; use --rollout_backend vllm\n"
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
 def test_scripts_ask_whether_the_decode_loop_runs_the_model(tmp_path, script):
     values = {**helpers.workspace(tmp_path), "model": helpers.tiny_model(tmp_path / "bloom", "bloom")}
     (line,) = helpers.run(values, 2, script=script).errors
-    assert line.startswith(f"error: --model {values['model']}: BloomForCausalLM takes no position_ids")
+    assert line.startswith(f"error: --model {values['model']}: BloomForCausalLM has no position_ids")
     assert not (tmp_path / "runs").exists()
 
 

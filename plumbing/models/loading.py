@@ -1,4 +1,7 @@
-"""Tokenizers, configurations, loading of models, number formats, scalar heads."""
+"""Tokenizers, configurations, number formats, scalar heads; policy and reference from a model's files or a checkpoint.
+
+Imports utils and plumbing.models.lora.
+"""
 
 import functools
 import inspect
@@ -17,7 +20,8 @@ from transformers import (
 )
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from utils import fail, first_line, warn
+from plumbing.models.lora import add_lora
+from utils import fail, first_line, loading, warn
 
 
 class Precision(NamedTuple):
@@ -42,41 +46,25 @@ def precision(name: str, device: torch.device) -> Precision:
 
 
 def read_tokenizer(flag: str, name: str):
-    """Return a model's tokenizer, which pads on the left; end the run if there is none."""
-    try:
+    """Return the tokenizer of the model `name`, which pads on the left; exit with code 2 if there is none."""
+    with loading(f"{flag} {name}"):
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    except Exception as error:  # files of any content; the tokenizers' own errors are plain ones
-        where = "" if os.path.exists(name) else "there is no such folder here; as a name on the hub: "
-        fail(f"{flag} {name}: no tokenizer could be loaded from it ({where}{first_line(error)})")
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
         fail(f"{flag} {name}: has no tokenizer")
     return tokenizer
 
 
-def load_tokenizer(name: str, pad_token: str, chat_template: str = ""):
-    """Return the tokenizer of --model, with a pad token (eos, where neither it nor the flag names one).
+def load_tokenizer(name: str, chat_template: str = ""):
+    """Return the tokenizer of --model, with a pad token and, from a file, the template of --chat_template.
 
-    Args:
-        pad_token, chat_template: of the flags of these names. A template from a file replaces the tokenizer's own, and
-            is saved with the trained model.
+    A template from a file replaces the tokenizer's, and is saved with the trained model.
     """
     tokenizer = read_tokenizer("--model", name)
     if chat_template not in ("", "none"):
-        try:
-            with open(chat_template) as file:
-                tokenizer.chat_template = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            fail(f"--chat_template {chat_template}: takes none or a file that can be read ({first_line(error)})")
-    if pad_token:
-        pad_token = tokenizer.eos_token if pad_token == "eos" else pad_token
-        if pad_token is None or tokenizer.convert_tokens_to_ids(pad_token) in (None, tokenizer.unk_token_id):
-            fail(f"--pad_token {pad_token}: the tokenizer of --model {name} has no such token")
-        tokenizer.pad_token = pad_token
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token is None:
-            fail(f"--model {name}: its tokenizer has neither a pad token nor an end token; name one with --pad_token")
-        warn(f"--model {name}: its tokenizer has no pad token, so it pads with {tokenizer.eos_token}, masked by length")
-        tokenizer.pad_token = tokenizer.eos_token
+        with loading(f"--chat_template {chat_template}"), open(chat_template) as file:
+            tokenizer.chat_template = file.read()
+    if tokenizer.pad_token_id is None:  # any token will do: masks are made from lengths
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 
@@ -85,31 +73,27 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
 
     With "eos" these are the end tokens of the tokenizer, which comes first, and of the model; else one named token.
     """
-    if stop_token == "eos":
-        try:
-            configured = GenerationConfig.from_pretrained(model_name).eos_token_id
-        except OSError as error:
-            if "valid JSON" in str(error):
-                fail(f"--model {model_name}: {first_line(error)}")
-            configured = None  # a model may come without generation defaults
-        ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
-        if not all(isinstance(token, int) for token in ids):
-            fail(f"--model {model_name}: its generation_config.json has an eos_token_id that is no number")
-        if not ids:
-            fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
-        return sorted(ids, key=lambda token: (token != tokenizer.eos_token_id, token))
-    ids = tokenizer.encode(stop_token, add_special_tokens=False)
-    if len(ids) != 1:
-        fail(f"--stop_token {stop_token!r}: has to be exactly one token of the tokenizer, this is {len(ids)}")
-    return ids
+    if stop_token != "eos":
+        ids = tokenizer.encode(stop_token, add_special_tokens=False)
+        if len(ids) != 1:
+            fail(f"--stop_token {stop_token!r}: must be exactly one token of the tokenizer, this is {len(ids)}")
+        return ids
+    try:
+        configured = GenerationConfig.from_pretrained(model_name).eos_token_id
+    except OSError as error:
+        if "valid JSON" in str(error):
+            fail(f"--model {model_name}: {first_line(error)}")
+        configured = None  # a model may come without generation defaults
+    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    if not ids:
+        fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
+    return sorted(ids, key=lambda token: (token != tokenizer.eos_token_id, token))
 
 
 def load_config(flag: str, name: str):
     """Return a model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: no dropout in the policy)."""
-    try:
+    with loading(f"{flag} {name}"):
         config = AutoConfig.from_pretrained(name)
-    except Exception as error:  # files of any content
-        fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
     for key in config.to_dict():
         is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
         if is_dropout and isinstance(getattr(config, key), float):
@@ -120,14 +104,14 @@ def load_config(flag: str, name: str):
 
 
 def check_positions(name: str, length: int, what: str) -> None:
-    """End the run if --model `name` cannot read a sequence of `length` tokens; `what` says where it is from."""
+    """Exit with code 2 if --model `name` cannot read a sequence of `length` tokens; `what` names its source."""
     most = getattr(load_config("--model", name).get_text_config(), "max_position_embeddings", None)
     if most and length > most:
         fail(f"{what}: makes {length} tokens, and --model {name} has {most} positions")
 
 
 def check_vocabulary(name: str, sequences: Iterable[list[int]]) -> None:
-    """End the run if --model `name` has no embedding of a token id that its tokenizer gave."""
+    """Exit with code 2 if --model `name` has no embedding of a token id that its tokenizer gave."""
     size = getattr(load_config("--model", name).get_text_config(), "vocab_size", None)
     highest = max(map(max, sequences))
     if size and highest >= size:
@@ -138,7 +122,7 @@ def load_model(
     flag: str, name: str, dtype: torch.dtype, device: torch.device, auto_class=AutoModelForCausalLM, config=None,
     new_weights: tuple[str, ...] = (),
 ) -> torch.nn.Module:  # fmt: skip
-    """Load a pretrained model without dropout, in evaluation mode; end the run if its files lack weights.
+    """Return a pretrained model without dropout, in evaluation mode; exit with code 2 if its files lack weights.
 
     Args:
         flag: names the model in messages. name: folder or hub name.
@@ -147,39 +131,35 @@ def load_model(
     """
     config = config or load_config(flag, name)
     if caps_scores(config):
-        if dtype == torch.float64:  # transformers' eager softmax is of float32
-            fail(f"--precision float64: not for {flag} {name}, as it caps the scores of attention")
+        if dtype == torch.float64:  # transformers' eager attention has a softmax of float32
+            fail(f"--precision float64: not for {flag} {name}, which caps the scores of attention")
         config._attn_implementation = "eager"
     if device.type == "meta":
         with device:
-            return prepare(auto_class.from_config(config, dtype=dtype).eval())
-    try:
-        model, report = auto_class.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
-    except Exception as error:  # files of any content
-        fail(f"{flag} {name}: no model could be loaded from it ({first_line(error)})")
-    missing = report["missing_keys"] - set(new_weights)
-    if missing:  # transformers would leave them at random values
-        fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
-    for key, parameter in model.named_parameters():
-        if not parameter.amax() < math.inf:  # NaN, too; -inf is what masks a token of the vocabulary
-            fail(f"{flag} {name}: its weights {key} are not finite")
+            model = auto_class.from_config(config, dtype=dtype).eval()
+    else:
+        with loading(f"{flag} {name}"):
+            model, report = auto_class.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
+        check_weights(f"{flag} {name}", model, report["missing_keys"] - set(new_weights))
     if device.type == "cpu":
         # The weights lie in memory as they do in the file, and matrix products round by the address of their operands:
         # a run that is resumed from another file would not go on bit for bit.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    return prepare(model).to(device)
-
-
-def prepare(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a model that trains the embedding of its pad token.
-
-    torch would leave that embedding without gradient. It may be the stop token's; padding is masked by length.
-    """
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
+        if isinstance(module, torch.nn.Embedding):  # torch gives the pad token no gradient, and it may be a stop token
             module.padding_idx = None
-    return model
+    return model.to(device)
+
+
+def check_weights(flag: str, model: torch.nn.Module, missing: set[str]) -> None:
+    """Exit with code 2 if a model's files lack weights, which transformers draws at random, or have some not finite."""
+    if missing:
+        fail(f"{flag}: its files lack weights of the model, such as {min(missing)}")
+    for key, parameter in model.named_parameters():
+        highest = parameter.amax().item()
+        if math.isnan(highest) or highest == math.inf:  # -inf masks a token of the vocabulary
+            fail(f"{flag}: its weights {key} are not finite")
 
 
 def caps_scores(config) -> bool:
@@ -223,17 +203,17 @@ def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.de
 
 
 def scalar_config(flag: str, name: str) -> tuple:
-    """Return a model's configuration for a head of one output, and whether its files hold such a head."""
+    """Return a model's configuration with a head of one output, and whether its files have such a head."""
     config = load_config(flag, name)
     trained = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if trained and config.num_labels != 1:
-        fail(f"{flag} {name}: its head has {config.num_labels} labels, and a score takes one with 1")
+        fail(f"{flag} {name}: its head has {config.num_labels} labels, and a score requires one")
     config.num_labels = 1
     return config, trained
 
 
 def check_can_read(flag: str, name: str, tokenizer, policy: str) -> None:
-    """End the run unless a model knows every token that --model `policy` writes by the id that `tokenizer` gives it."""
+    """Exit with code 2 unless a model knows all tokens that --model `policy` writes, by the ids of `tokenizer`."""
     if difference := vocabulary_difference(tokenizer, read_tokenizer(flag, name)):
         fail(f"{flag} {name}: cannot read what --model writes: its vocabulary {difference}")
     ours = load_config("--model", policy).get_text_config().vocab_size
@@ -245,7 +225,7 @@ def check_can_read(flag: str, name: str, tokenizer, policy: str) -> None:
 def vocabulary_difference(ours, theirs) -> str:
     """Return how the vocabulary of a tokenizer, `theirs`, differs from that of --model; "" if it does not.
 
-    A pad token that only one of the two has is no difference: padding is masked by length.
+    A pad token that only one of the two has does not count: padding is masked by length.
     """
     mine, other = ours.get_vocab(), theirs.get_vocab()
     for pad in {ours.pad_token, theirs.pad_token}:
@@ -260,18 +240,18 @@ def vocabulary_difference(ours, theirs) -> str:
 
 
 def check_same_shapes(flag: str, model: torch.nn.Module, policy: torch.nn.Module, everything: bool) -> None:
-    """End the run if a model differs from the policy in its vocabulary's size or, with `everything`, in any shape."""
+    """Exit with code 2 if a model differs from the policy in its vocabulary's size, with `everything` in a shape."""
     sizes = [m.model.get_output_embeddings().weight.shape[0] for m in (model, policy)]
     if sizes[0] != sizes[1]:
         fail(f"{flag}: its vocabulary has {sizes[0]} tokens, that of --model {sizes[1]}")
     shapes = [{name: p.shape for name, p in m.named_parameters()} for m in (model, policy)]
     if everything and shapes[0] != shapes[1]:
-        fail(f"{flag}: has other layers than the model that trains; --resume and --ref_refresh_every take the same")
+        fail(f"{flag}: has other layers than the model that trains; --resume and --ref_refresh_every require the same")
 
 
 @torch.no_grad()
 def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
-    """End the run if `head`, hidden states -> logits, differs from the model itself (some scale their logits)."""
+    """Exit with code 2 if `head`, hidden states -> logits, differs from the model's (some scale their logits)."""
     if model.device.type == "meta":  # rank 0 has the weights
         return
     ids = torch.arange(min(32, model.config.get_text_config().vocab_size), device=model.device)[None]
@@ -285,23 +265,59 @@ def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
 
 
 def check_decodes(flag: str, model: torch.nn.Module, instead: str = "--rollout_backend vllm") -> None:
-    """End the run if a model cannot take left-padded prompts, or its cache cannot drop the rows that have finished.
+    """Exit with code 2 if a model cannot read left-padded prompts, or its cache cannot drop finished rows.
 
     Args:
         flag: the flag that names the model, with its value. instead: the flag for another way to sample.
     """
-    layers, takes = DynamicCache(config=model.config).layers, inspect.signature(type(model).forward).parameters
-    why = ""
+    layers = DynamicCache(config=model.config).layers
     if model._is_stateful or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
-        why = "keeps a state from which finished responses cannot be dropped"
-    elif "position_ids" not in takes:
-        why = "takes no position_ids, which left-padded prompts need"
-    elif "past_key_values" not in takes:
-        why = "takes no past_key_values, which one token at a time needs"
-    if why:
-        fail(f"{flag}: {type(model).__name__} {why}; take {instead}")
+        fail(f"{flag}: {type(model).__name__} keeps a state that cannot drop finished responses; use {instead}")
+    parameters = inspect.signature(type(model).forward).parameters
+    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
+    if missing:
+        fail(f"{flag}: {type(model).__name__} has no {missing[0]}, which the decode loop requires; use {instead}")
 
 
 def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return a language model's last hidden states at the set positions of a mask (N, L): (tokens, H), row by row."""
     return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
+
+
+def load_policy_and_reference(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding):
+    """Load the policy of --model, or of a checkpoint, and the reference of the KL penalty.
+
+    Args:
+        make_policy: wraps a causal language model in the script's Policy. checkpoint: folder, or None.
+    Returns:
+        The policy; what trains it, the policy itself or its DDP wrapper; and the reference, frozen: None without
+        --kl_coef, with LoRA the policy itself, which is used without its adapter.
+    """
+    name = args.model if args.lora_rank else checkpoint or args.model
+    model = load_model("--model", name, precision.param_dtype, sharding.load_device)
+    if args.lora_rank:
+        add_lora(model, args)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = make_policy(model)
+    check_head(f"--model {args.model}", model, policy.logits)
+    wrapped = sharding.wrap(policy)
+    if not args.kl_coef:
+        return policy, wrapped, None
+    if args.lora_rank and not args.ref_model:
+        return policy, wrapped, policy
+    flag, name = "--ref_model" if args.ref_model else "--model", args.ref_model or args.model
+    name = refreshed_reference(checkpoint) or name
+    model = load_model(flag, name, precision.param_dtype, sharding.load_device).requires_grad_(False)
+    reference = make_policy(model)
+    check_head(f"{flag} {name}", model, reference.logits)
+    # Without --ref_model it is what the policy started from, which a resumed run loads again; a refresh copies weights.
+    same_shapes = not args.ref_model or args.ref_refresh_every > 0
+    check_same_shapes(f"{flag} {name}", reference, policy, everything=same_shapes)
+    return policy, wrapped, sharding.shard(reference)
+
+
+def refreshed_reference(checkpoint: str | None) -> str | None:
+    """Return the folder of a refreshed reference in a checkpoint; None if there is none."""
+    folder = os.path.join(checkpoint or "", "reference")
+    return folder if checkpoint and os.path.isdir(folder) else None

@@ -90,7 +90,7 @@ def saves(rank: int, ranks: int, port: int, shard: str, model: str, folder: str,
     for parameter in optimizer.parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    tokenizer = models.load_tokenizer(model, "")
+    tokenizer = models.load_tokenizer(model)
     state = {"step": 1, "prefetched": torch.randn(2000)}
 
     def save(final: bool) -> None:
