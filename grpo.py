@@ -28,22 +28,23 @@ Deliberate choices:
 import functools
 import math
 import os
-from dataclasses import dataclass
 from typing import Callable, Literal
 
 import torch
+from pydantic import FiniteFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 import utils
-from plumbing import command_line, flags
+from plumbing import cli
+from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data import mixture as data
-from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
 from plumbing.models import loading as models
 from plumbing.models import lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
-from plumbing.rewards.sources import Rewards, check_sources, needs_answer, reward_weights
+from plumbing.rewards.sources import Rewards, needs_answer, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
 from plumbing.run import evaluation
@@ -66,7 +67,7 @@ VARIANTS = {
 
 
 @dataclass
-class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs, flags.ConversationArgs):
+class Args(cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.RolloutArgs, cli.ConversationArgs):
     total_episodes: PositiveInt = 180_000
     """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
     rollout_batch_size: PositiveInt = 64
@@ -109,7 +110,7 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     """The ratio is clipped below at 1 - this; default: the variant's."""
     clip_high: NonNegativeFloat | None = None
     """The ratio is clipped above at 1 + this; default: the variant's."""
-    dual_clip: ZeroOrAboveOne = 0.0
+    dual_clip: NonNegativeFloat = 0.0
     """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
@@ -136,7 +137,7 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
 
     non_stop_penalty: bool = True
     """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
-    penalty_reward_value: flags.Float = 0.0
+    penalty_reward_value: FiniteFloat = 0.0
     """Score of a response without a stop token."""
     overlong_buffer: NonNegativeInt = 0
     """Soft overlong penalty: over the last so many tokens before --max_response_length the score falls linearly by up
@@ -146,6 +147,14 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     filter_groups: Literal["none", "drop", "refill"] = "none"
     """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
     sampling)."""
+
+    RULES = cli.RL_RULES | {
+        "--group_size must be 2 or more: advantages are relative to a group": lambda a: a.group_size >= 2,
+        "--dual_clip requires a --loss that clips the ratio": lambda a: (
+            not a.dual_clip or VARIANTS[a.loss][0] in ("ppo", "gspo")
+        ),
+    }
+    WARNINGS = cli.RL_WARNINGS
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -609,22 +618,9 @@ def equal_scores(grouped: Tensor) -> Tensor:
     return highest <= lowest
 
 
-def check_args(args: Args) -> None:
-    """End the run for flags that cannot work together; warn of those that rarely should."""
-    flags.check_rl_args(args)
-    check_sources(args.reward, args.reward_weights)
-    if args.group_size < 2:
-        utils.fail(
-            f"--group_size {args.group_size}: advantages are relative to a group, which takes 2 responses or more"
-        )
-    if args.dual_clip and VARIANTS[args.loss][0] not in ("ppo", "gspo"):
-        utils.fail(f"--dual_clip {args.dual_clip}: --loss {args.loss} has no clipped loss to bound")
-
-
 @record
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
-    check_args(args)
     world = utils.setup_processes()
     run = Run(args, __file__, world)
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
@@ -824,4 +820,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(command_line.parse(Args))
+    main(cli.parse(Args))

@@ -28,23 +28,24 @@ values live in `Batch.tokens`, a dict that carries whatever is put there (see gr
 import functools
 import math
 import os
-from dataclasses import dataclass
 from typing import Callable, Literal
 
 import torch
+from pydantic import FiniteFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 import utils
-from plumbing import command_line, flags
+from plumbing import cli
+from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data import mixture as data
-from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
 from plumbing.models import loading as models
 from plumbing.models import lora
-from plumbing.models.critic import check_critic_args, critic_schedule, explained_variance, load_critic
+from plumbing.models.critic import critic_schedule, explained_variance, load_critic
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
-from plumbing.rewards.sources import Rewards, check_sources, needs_answer, reward_weights
+from plumbing.rewards.sources import Rewards, needs_answer, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
     Batch,
@@ -63,7 +64,7 @@ from plumbing.turns.conversations import load_conversations
 
 
 @dataclass
-class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs, flags.ConversationArgs):
+class Args(cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.RolloutArgs, cli.ConversationArgs):
     total_episodes: PositiveInt = 180_000
     """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
     rollout_batch_size: PositiveInt = 512
@@ -133,7 +134,7 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     """The ratio is clipped above at 1 + this."""
     value_clip: NonNegativeFloat = 0.2
     """Values are clipped to +- this around those at the rollout; 0 for no clip."""
-    dual_clip: ZeroOrAboveOne = 0.0
+    dual_clip: NonNegativeFloat = 0.0
     """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
@@ -167,7 +168,7 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
 
     non_stop_penalty: bool = True
     """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
-    penalty_reward_value: flags.Float = 0.0
+    penalty_reward_value: FiniteFloat = 0.0
     """Score of a response without a stop token."""
     overlong_buffer: NonNegativeInt = 0
     """Soft overlong penalty: over the last so many tokens before --max_response_length the score falls linearly by up
@@ -181,6 +182,17 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     filter_groups: Literal["none", "drop", "refill"] = "none"
     """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
     sampling)."""
+
+    RULES = cli.RL_RULES | {
+        "--critic_mini_batch_size must divide --rollout_batch_size x --group_size": lambda a: (
+            a.rollout_batch_size * a.group_size % (a.critic_mini_batch_size or a.mini_batch_size) == 0
+        ),
+        "--critic_warmup_steps must be less than the steps of --total_episodes": lambda a: (
+            a.critic_warmup_steps < a.total_episodes // (a.rollout_batch_size * a.group_size)
+        ),
+        "--ptx_coef and --ptx_dataset require each other": lambda a: bool(a.ptx_coef) == bool(a.ptx_dataset),
+    }
+    WARNINGS = cli.RL_WARNINGS | {"--value_clip: above 10 a clip hardly ever acts": lambda a: a.value_clip <= 10}
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -758,19 +770,9 @@ def equal_scores(grouped: Tensor) -> Tensor:
     return highest <= lowest
 
 
-def check_args(args: Args) -> None:
-    """End the run for flags that cannot work together; warn of those that rarely should."""
-    flags.check_rl_args(args)
-    check_sources(args.reward, args.reward_weights)
-    if args.turn_rewards and "environment" not in args.reward:
-        utils.fail("--turn_rewards: takes an --environment, and environment in --reward")
-    check_critic_args(args, args.rollout_batch_size * args.group_size)
-
-
 @record
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
-    check_args(args)
     world = utils.setup_processes()
     run = Run(args, __file__, world)
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
@@ -1009,4 +1011,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(command_line.parse(Args))
+    main(cli.parse(Args))

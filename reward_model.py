@@ -25,18 +25,18 @@ Deliberate choices:
 
 import math
 import os
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 import utils
-from plumbing import command_line, flags
+from plumbing import cli
+from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data import mixture as data
 from plumbing.data import prompts
 from plumbing.data.rows import arithmetic_pairs, is_number, read_rows, split_of
-from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.models import loading as models
 from plumbing.models import lora
 from plumbing.models.sharding import Sharding, gradient_sync
@@ -45,7 +45,7 @@ from plumbing.run.run import Run
 
 
 @dataclass
-class Args(flags.RunArgs, flags.ModelArgs):
+class Args(cli.RunArgs, cli.ModelArgs):
     dataset: str = "trl-lib/ultrafeedback_binarized"
     """Preference pairs: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or owner/name[:config] on
     the hub, each with @split after it for another split than train. Columns: chosen and rejected, text or messages,
@@ -81,6 +81,8 @@ class Args(flags.RunArgs, flags.ModelArgs):
     """Clip the norm of the gradient to this."""
     centre_coef: NonNegativeFloat = 0.0
     """Weight of (r_chosen + r_rejected)^2, which keeps scores around 0; 0.01 is usual."""
+
+    RULES = cli.TRAINING_RULES
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -285,7 +287,6 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
 @record
 def main(args: Args) -> None:
     # ---- setting up ----
-    flags.check_training_args(args)
     world = utils.setup_processes()
     run = Run(args, __file__, world)
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
@@ -353,4 +354,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(command_line.parse(Args))
+    main(cli.parse(Args))

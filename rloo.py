@@ -31,22 +31,23 @@ import dataclasses
 import functools
 import math
 import os
-from dataclasses import dataclass
 from typing import Callable, Literal
 
 import torch
+from pydantic import FiniteFloat
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 import utils
-from plumbing import command_line, flags
+from plumbing import cli
+from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data import mixture as data
-from plumbing.flags import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share, ZeroOrAboveOne
 from plumbing.models import loading as models
 from plumbing.models import lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
-from plumbing.rewards.sources import Rewards, check_sources, needs_answer, reward_weights
+from plumbing.rewards.sources import Rewards, needs_answer, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
     Batch,
@@ -65,7 +66,7 @@ from plumbing.turns.conversations import load_conversations
 
 
 @dataclass
-class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, flags.RolloutArgs, flags.ConversationArgs):
+class Args(cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.RolloutArgs, cli.ConversationArgs):
     total_episodes: PositiveInt = 180_000
     """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
     rollout_batch_size: PositiveInt = 64
@@ -108,7 +109,7 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     """The ratio is clipped below at 1 - this."""
     clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped above at 1 + this."""
-    dual_clip: ZeroOrAboveOne = 0.0
+    dual_clip: NonNegativeFloat = 0.0
     """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
@@ -135,7 +136,7 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
 
     non_stop_penalty: bool = True
     """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
-    penalty_reward_value: flags.Float = 0.0
+    penalty_reward_value: FiniteFloat = 0.0
     """Score of a response without a stop token."""
     overlong_buffer: NonNegativeInt = 0
     """Soft overlong penalty: over the last so many tokens before --max_response_length the score falls linearly by up
@@ -145,6 +146,19 @@ class Args(flags.RunArgs, flags.ModelArgs, flags.DataArgs, flags.RewardArgs, fla
     filter_groups: Literal["none", "drop", "refill"] = "none"
     """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
     sampling)."""
+
+    RULES = cli.RL_RULES | {
+        "--group_size must be 2 or more with this --advantage, which compares the responses to a prompt": lambda a: (
+            a.group_size >= 2 or a.advantage in ("reinforce++", "remax")
+        ),
+        "--filter_groups requires another --advantage: this one learns from equal scores, too": lambda a: (
+            a.filter_groups == "none" or a.advantage not in ("remax", "reinforce++")
+        ),
+        "--advantage remax requires --async_steps 0: it needs the greedy response of the same policy": lambda a: (
+            a.advantage != "remax" or not a.async_steps
+        ),
+    }
+    WARNINGS = cli.RL_WARNINGS
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -663,24 +677,9 @@ def score_greedy(
     return scores.repeat_interleave(args.group_size), sum(greedy.lengths), evaluation.unscored(greedy, rewards, args)
 
 
-def check_args(args: Args) -> None:
-    """End the run for flags that cannot work together; warn of those that rarely should."""
-    flags.check_rl_args(args)
-    check_sources(args.reward, args.reward_weights)
-    if args.group_size < 2 and args.advantage not in ("reinforce++", "remax"):
-        utils.fail(
-            f"--group_size {args.group_size}: --advantage {args.advantage} compares 2 responses a prompt or more"
-        )
-    if args.filter_groups != "none" and args.advantage in ("remax", "reinforce++"):
-        utils.fail(f"--filter_groups {args.filter_groups}: --advantage {args.advantage} learns from equal scores, too")
-    if args.advantage == "remax" and args.async_steps:
-        utils.fail("--advantage remax: compares with the greedy response of the same policy; takes --async_steps 0")
-
-
 @record
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
-    check_args(args)
     world = utils.setup_processes()
     run = Run(args, __file__, world)
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
@@ -890,4 +889,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(command_line.parse(Args))
+    main(cli.parse(Args))

@@ -32,23 +32,25 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
-from typing import Iterator, Literal
+from dataclasses import asdict
+from typing import Annotated, Iterator, Literal
 
 import numpy as np
 import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
-from plumbing import command_line, flags
+from plumbing import cli
 from plumbing.data import mixture as data
 from plumbing.models import loading as models
 from plumbing.rewards.answers import harness_answer, harness_text, plain_answer, voted_answer
-from plumbing.rewards.sources import Rewards, check_sources, is_scored_by, needs_answer
+from plumbing.rewards.sources import Rewards, is_scored_by, needs_answer
 from plumbing.rollout.batch import in_batches
-from plumbing.run import checkpoints, files, resume
+from plumbing.run import checkpoints, resume
 from plumbing.run import log as run_log
 from plumbing.run.evaluation import conversation_metrics
 from plumbing.run.measures import estimate, measures
@@ -58,51 +60,38 @@ NO_ANSWERS = ("format", "code", "ifeval", "environment")  # sources whose respon
 
 
 @dataclass
-class Args(
-    flags.OutputArgs,
-    flags.PretrainedArgs,
-    flags.PromptArgs,
-    flags.ScoringArgs,
-    flags.SamplingArgs,
-    flags.ConversationArgs,
-):
-    num_prompts: flags.NonNegativeInt = 0
+class Args(cli.OutputArgs, cli.PretrainedArgs, cli.PromptArgs, cli.ScoringArgs, cli.SamplingArgs, cli.ConversationArgs):
+    num_prompts: NonNegativeInt = 0
     """Prompts to take, the first ones of the data set, of a list in turns; 0 for all."""
-    samples: flags.in_range(int, lambda x: 0 <= x <= 512, "between 0 and 512") = 0
+    samples: Annotated[int, Field(ge=0, le=512)] = 0
     """Responses a prompt (n); 0: 8, or 1 if --temperature is 0."""
-    k: flags.PositiveInts = ()
+    k: tuple[PositiveInt, ...] = ()
     """The k of pass@k and maj@k; default: the powers of two up to n."""
-    temperature: flags.NonNegativeFloat = 1.0
+    temperature: cli.NonNegativeFloat = 1.0
     """Sampling temperature; 0 for the greedy response."""
-    max_response_length: flags.PositiveInt = 1024
+    max_response_length: PositiveInt = 1024
     """Most tokens of a response; of a conversation with its observations."""
     require_stop: bool = True
     """Count a response as correct only if it ended with a stop token, as training's held-out accuracy does."""
     backend: Literal["hf", "vllm"] = "hf"
     """What generates: the sampler of training, on transformers (hf), or vLLM in this process."""
-    micro_batch_tokens: flags.PositiveInt = 16_384
+    micro_batch_tokens: PositiveInt = 16_384
     """Tokens, padding included, of a reward model's forward pass. Memory and speed only."""
 
+    RULES = {
+        "--samples above 1 requires a --temperature above 0": lambda a: a.temperature or a.samples <= 1,
+        "--k must be at most --samples": lambda a: max(a.k, default=1) <= (a.samples or (8 if a.temperature else 1)),
+        "--precision float64 requires --backend hf": lambda a: a.backend == "hf" or a.precision != "float64",
+        "--temperature must be at most 2 with --backend vllm": lambda a: a.backend == "hf" or a.temperature <= 2,
+    }
     async_steps, vllm_tensor_parallel = 0, 1  # no flags, but read by vLLM's engine
 
 
 def check_args(args: Args) -> tuple[str, int, tuple[int, ...]]:
-    """End the run for flags that do not fit together. Return the folder of the results, n, and every k."""
-    if args.min_response_length > args.max_response_length:
-        utils.fail(f"--min_response_length {args.min_response_length}: has to lie between 0 and --max_response_length")
+    """Return the folder of the results, which must be new, n, and every k."""
     n = args.samples or (8 if args.temperature else 1)
-    if not args.temperature and n > 1:
-        utils.fail(f"--samples {n}: with --temperature 0 all of them would be the same; take 1")
-    if args.k and max(args.k) > n:
-        utils.fail(f"--k {' '.join(map(str, args.k))}: each has to lie between 1 and --samples {n}")
-    check_sources(args.reward)
-    if args.backend == "vllm":
-        if importlib.util.find_spec("vllm") is None:
-            utils.fail("--backend vllm: the package vllm is not installed here (requirements.txt has the version)")
-        if args.precision == "float64":
-            utils.fail("--precision float64: takes --backend hf")
-        if args.temperature > 2:
-            utils.fail(f"--temperature {args.temperature}: --backend vllm takes at most 2")
+    if args.backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        utils.fail("--backend vllm: the package vllm is not installed here (requirements.txt has the version)")
     model = "-".join(os.path.normpath(args.model).split(os.sep)[-2:])  # final/ is the name of many
     dataset = os.path.basename(os.path.normpath(args.dataset))
     folder = os.path.join(args.output_dir, args.run_name or f"evaluate__{model}__{dataset}__{args.seed}")
@@ -327,7 +316,7 @@ def main(args: Args) -> None:
 
 if __name__ == "__main__":
     try:
-        main(command_line.parse(Args, title="evaluation"))
+        main(cli.parse(Args))
     except KeyboardInterrupt:
         for bar in utils.progress_bars:
             bar.close()  # which ends the bar's line

@@ -37,27 +37,26 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
+from pydantic.dataclasses import dataclass
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import command_line
+from plumbing import cli
+from plumbing.cli import Port, PositiveFloat, PositiveInt, Removed, RewardArgs, Seconds
 from plumbing.data import prompts
 from plumbing.data.prompts import is_filled
-from plumbing.flags import Floats, Port, PositiveFloat, PositiveInt, Removed, Seconds
 from plumbing.models import loading as models
 from plumbing.rewards.sources import (
     Rewards,
     check_name,
-    check_sources,
     is_reward_model,
     is_scored_by,
     named_sources,
@@ -71,12 +70,7 @@ HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  #
 
 
 @dataclass
-class Args(Removed):
-    reward: tuple[str, ...]
-    """Sources of the score: math, gsm8k, exact, code, knights, format, ifeval, reasoning_gym,
-    path/to/file.py:function, or a reward model's folder or hub name."""
-    reward_weights: Floats = ()
-    """Weight of each source, in the order of --reward; default: 1 each."""
+class Args(Removed, RewardArgs):
     timeout: Seconds = 10.0
     """Seconds that one call of a reward source may take before it is killed and its sample left out. Shorter than that
     of the runs which ask: theirs is for all of a request, the wait for its turn included."""
@@ -96,6 +90,8 @@ class Args(Removed):
     """What a reward model computes in; auto is bf16 on GPUs and float32 elsewhere."""
     micro_batch_tokens: PositiveInt = 16_384
     """Tokens, padding included, of a reward model's forward pass. Memory and speed; results change by rounding only."""
+
+    RULES = {"--reward environment requires the conversations of a run": lambda a: "environment" not in a.reward}
 
 
 class Batch(BaseModel):
@@ -308,9 +304,6 @@ def main(args: Args) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn takes them over, which raises them once more
         signal.signal(number, leave)
-    check_sources(args.reward, args.reward_weights)
-    if "environment" in args.reward:
-        utils.fail("--reward environment: its scores come with the conversations of a run; a server has none")
     try:  # before the models are loaded; who connects meanwhile waits until they are
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         listener = socket.create_server((args.host, args.port), family=family)
@@ -332,4 +325,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(command_line.parse_ungrouped(Args))
+    main(cli.parse(Args))

@@ -21,7 +21,7 @@ def test_flags_of_the_command_line_go_over_the_file(tmp_path):
     args = parse(tmp_path, content, "--group_size", "16", "--reward", "exact", "--resume")
     changed = dict(learning_rate=1e-5, reward=("exact",), group_size=16, non_stop_penalty=False, resume=True)
     assert args == dataclasses.replace(grpo.Args(), **changed)
-    assert parse(tmp_path, content, "--seed=2").reward == ("math", "format")
+    assert parse(tmp_path, content, "--seed=2", "--mini_batch_size=64").reward == ("math", "format")
     texts = {"system_prompt": "- think\n--seed 3 = 'x'", "run_name": "", "reward_weights": [1, -0.5]}
     args = parse(tmp_path, json.dumps(texts), name="config.json")
     assert (args.system_prompt, args.reward_weights) == (texts["system_prompt"], (1.0, -0.5))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plumbing.models import loading as models
 from plumbing.models import lora
-from utils import fail, warn
+from utils import warn
 
 LOW, LOW_STEPS = 0.05, 50  # a critic that has explained less than this over so many steps is warned of
 RISE = 0.01  # a smaller rise of the explained variance is none
@@ -98,16 +98,6 @@ def load_critic(args, saved: str | None, dtype: torch.dtype, device) -> Critic:
     if args.gradient_checkpointing or args.critic_gradient_checkpointing:
         scalar.model.gradient_checkpointing_enable({"use_reentrant": False})
     return Critic(scalar, args.critic_warmup_steps, fits=args.fit_value_model and not new_head)
-
-
-def check_critic_args(args, responses: int) -> None:
-    """End the run for flags of the critic that do not fit to a step of so many responses, or to each other."""
-    if args.critic_mini_batch_size and responses % args.critic_mini_batch_size:
-        fail(f"--critic_mini_batch_size {args.critic_mini_batch_size}: has to divide the {responses} responses a step")
-    if args.critic_warmup_steps >= args.total_episodes // responses:
-        fail(f"--critic_warmup_steps {args.critic_warmup_steps}: leaves the policy no step of --total_episodes")
-    if args.critic_warmup_patience and not args.critic_warmup_steps:
-        fail(f"--critic_warmup_patience {args.critic_warmup_patience}: takes --critic_warmup_steps, the most there are")
 
 
 def critic_schedule(args) -> tuple[int, int, int]:

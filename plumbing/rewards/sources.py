@@ -9,7 +9,7 @@ Where rows name their sources, as in open-instruct's mixtures, the others do not
 
 Rooms: plumbing/rewards/reward_processes.py, plumbing/rewards/reward_models.py, and plumbing/rewards/client.py where a reward server is
 named (the sources); plumbing/rewards/reward_worker.py (what a score is), plumbing/rewards/verifiers.py (names of the built-in sources),
-plumbing/data/prompts.py (whether a column is filled) and plumbing/flags.py (what is an address).
+plumbing/data/prompts.py (whether a column is filled).
 """
 
 import atexit
@@ -19,7 +19,6 @@ from typing import Callable
 import torch
 
 from plumbing.data.prompts import is_filled
-from plumbing.flags import check_address
 from plumbing.rewards.reward_models import ModelSource
 from plumbing.rewards.reward_processes import Workers, WorkerSource
 from plumbing.rewards.reward_worker import LARGEST, finite_or_nan, never
@@ -55,20 +54,6 @@ def is_function(name: str) -> bool:
 def is_reward_model(name: str) -> bool:
     """Return whether a reward source is a model, not something that checks the text."""
     return not (name in VERIFIERS or name == "environment" or is_server(name) or is_function(name))
-
-
-def check_sources(names: tuple[str, ...], weights: tuple[float, ...] = ()) -> None:
-    """End the run if --reward names no source or one twice, or --reward_weights does not fit it."""
-    if not names:
-        fail("--reward: names no source")
-    if len(set(names)) < len(names):
-        fail(f"--reward {' '.join(names)}: names a source twice")
-    for name in filter(is_server, names):
-        check_address("--reward", name)
-    if weights and len(weights) != len(names):
-        fail(f"--reward_weights: has {len(weights)} weights for {len(names)} sources in --reward")
-    if weights and not any(weights):
-        fail("--reward_weights: are all 0, so there is nothing to learn from")
 
 
 def check_name(name: str) -> None:

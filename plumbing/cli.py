@@ -1,0 +1,339 @@
+"""The command line: the flags of the machinery, their ranges and cross rules, and --config.
+
+A range stands in the type of its flag. pydantic checks it; tyro prints what does not fit and exits with code 2. What a
+paper's table of hyperparameters lists stands in the scripts, whose `Args` inherit the groups that they need. A class of
+flags may have RULES and WARNINGS, which `parse` checks: {message: function of the flags that is true where it does not
+apply}.
+Imports utils.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+import tyro
+import yaml
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic.dataclasses import dataclass
+
+from utils import fail, loading, warn
+
+PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
+NonNegativeFloat = Annotated[FiniteFloat, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Port = Annotated[int, Field(ge=0, lt=2**16)]
+
+
+def parse(cls: type, line: list[str] | None = None):
+    """Read a command line into the dataclass `cls`; the flags of --config FILE stand before all others.
+
+    Args:
+        line: the words after the program's name; None for those of this process.
+    Raises:
+        SystemExit: with code 2, after a message that names the flag (from one rank of a node).
+    """
+    line = sys.argv[1:] if line is None else line
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", default="")
+    path = finder.parse_known_args(line)[0].config
+    args = tyro.cli(
+        cls, args=line, description=sys.modules[cls.__module__].__doc__, use_underscores=True,
+        console_outputs=os.environ.get("LOCAL_RANK", "0") == "0", **({"default": from_file(cls, path)} if path else {}),
+    )  # fmt: skip
+    if path:
+        args.config = ""  # its flags are those of the run now, and args.json is a --config itself
+    check(args)
+    return args
+
+
+def from_file(cls: type, path: str):
+    """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json of a run."""
+    with loading(f"--config {path}"), open(path) as file:
+        values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
+    values = values.get("args", values) if isinstance(values, dict) else values
+    if not isinstance(values, dict):
+        fail(f"--config {path}: must hold flags and their values, {{flag: value}}")
+    try:
+        return cls(**{str(name): value for name, value in values.items()})
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        fail(f"--config {path}: {'; '.join(problems)}")
+
+
+def check(args) -> None:
+    """Exit with code 2 for flags that break a rule of their classes, after a line with their values; print warnings."""
+    for cls in reversed(type(args).__mro__):
+        for table, say in (("RULES", fail), ("WARNINGS", warn)):
+            for message, holds in vars(cls).get(table, {}).items():
+                if not holds(args):
+                    names = [name for name in re.findall(r"--(\w+)", message) if hasattr(args, name)]
+                    say(f"{message} ({', '.join(f'{name} {getattr(args, name)!r}' for name in names)})")
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is of the form http://host:port."""
+    try:
+        parts = urlsplit(text)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port over 65535, or an IPv6 address without brackets
+        return False
+    return valid and not any(map(str.isspace, text))
+
+
+class Removed:
+    """What flags that are gone stand for, until nothing reads them any more."""
+
+    report = resume_with_changes = turn_rewards = whiten_rewards = fit_value_model = hub_private_repo = False
+    reward_normalization = False
+    stop_after_step = top_k = max_turn_length = critic_warmup_patience = 0
+    length_adaptive_lambda = critic_min_learning_rate = reward_clip = ptx_coef = 0.0
+    max_skipped_updates, max_refills, logits_chunk_tokens = 5, 9, 512
+    sapo_tau_positive, sapo_tau_negative, ref_refresh_mix, pf_ppo_power = 1.0, 1.05, 1.0, 1.0
+    verifier_column = ptx_dataset = ""
+    reward_model_scale, overlong_prompts, rewritten_turns, wandb_project = "raw", "drop", "error", None
+    dataset_split, eval_split, ptx_split = "train", "test", "train"
+    hub_model_id = property(lambda args: args.push_to_hub)
+    adam_beta1 = property(lambda args: args.adam_betas[0])
+    adam_beta2 = property(lambda args: args.adam_betas[1])
+    kl_controller = property(lambda args: "adaptive" if args.kl_target else "fixed")
+    reward_timeout = tool_timeout = property(lambda args: args.timeout)
+    critic_max_grad_norm = property(lambda args: args.max_grad_norm)
+
+
+@dataclass
+class OutputArgs(Removed):
+    config: str = ""
+    """File with flags, .json or .yaml: {"learning_rate": 1e-6, ...}, or the args.json of a run. Flags of the command
+    line override it."""
+    run_name: str = ""
+    """Name of the run's folder; default: script, model, data set and seed."""
+    output_dir: str = "runs"
+    """Folder that holds the runs; several nodes need one that they share."""
+    seed: NonNegativeInt = 1
+    """Seed of everything random: the order of the data, the sampling, the mini-batches."""
+
+
+@dataclass
+class RunArgs(OutputArgs):
+    resume: bool = False
+    """Continue from the run's newest checkpoint; start from the beginning if there is none yet."""
+    save_every: NonNegativeInt = 50
+    """Steps between checkpoints; the last step always has one. 0: only then, or when interrupted."""
+    keep_checkpoints: NonNegativeInt = 2
+    """Number of checkpoints to keep, the newest ones; 0 for all."""
+    eval_every: NonNegativeInt = 20
+    """Steps between evaluations; also before the first step and after the last. 0: never."""
+    log_samples: NonNegativeInt = 16
+    """Samples of each step written to samples.jsonl."""
+    track: Literal["", "wandb", "trackio"] = ""
+    """Log to Weights & Biases (wandb; WANDB_PROJECT and WANDB_MODE=offline work) or to trackio, too."""
+    push_to_hub: str = ""
+    """Push the final model to the Hugging Face hub with a model card, as NAME or OWNER/NAME; requires a login (hf auth
+    login, or HF_TOKEN). "": do not."""
+
+
+@dataclass
+class PretrainedArgs:
+    model: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """Model to begin with: a causal language model's folder or hub name."""
+    stop_token: str = "eos"
+    """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
+    chat_template: str = ""
+    """File of a chat template (jinja) in place of the tokenizer's, as for a base model; none for prompts that hold a
+    template already: texts that stay as they are, without --system_prompt. Default: the tokenizer's."""
+    precision: Literal["auto", "float32", "float64", "bf16", "fp16", "pure_bf16"] = "auto"
+    """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
+    has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
+    elsewhere."""
+
+
+@dataclass
+class ModelArgs(PretrainedArgs):
+    attention: Literal[
+        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
+    ] = "auto"
+    """Attention kernel, by transformers' names; auto is sdpa (torch's own) where the model has it, and eager for one
+    that caps the scores of attention (Gemma 2), which sdpa would leave out."""
+    gradient_checkpointing: bool = False
+    """Recompute activations and logits in the backward pass: less memory, about a third more time."""
+    micro_batch_tokens: PositiveInt = 16_384
+    """Tokens, padding included, of a forward pass on one device. Memory and speed; results change by rounding only."""
+    lora_rank: NonNegativeInt = 0
+    """Train LoRA adapters of this rank (alpha is twice the rank) instead of the weights, with peft; the reference is
+    then the model without them. 0: train all weights."""
+    shard: Literal["auto", "none", "fsdp", "fsdp_offload"] = "auto"
+    """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over the ranks;
+    fsdp_offload also keeps them on the CPU, where the update is computed: slow, but small; auto is fsdp if the
+    models that train would take over 60 % of a GPU's memory, at 16 bytes a parameter."""
+
+
+@dataclass
+class PromptArgs:
+    dataset: str = "openai/gsm8k"
+    """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json or .parquet file, a folder, owner/name or
+    owner/name:config on the hub, each with @split after it for another split than train; or a .json list of {"prob":
+    weight, "filepath": any of these}."""
+    prompt_column: str = ""
+    """Column of the prompt, text or messages; a dot goes into an object. Default: the first that any row has something
+    in of prompt, question, messages, problem, quiz, src."""
+    answer_column: str = ""
+    """Column of the reference answer, likewise; default: the first of answer, ground_truth, reward_model.ground_truth,
+    solution_text, solution, tgt, completion, or else the turn of the assistant that messages end with."""
+    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    """System turn put before each prompt that has none; "" for none."""
+    max_prompt_length: PositiveInt = 512
+    """Maximum number of tokens of a prompt; longer ones are left out, and counted."""
+
+
+@dataclass
+class DataArgs(PromptArgs):
+    eval_dataset: str = ""
+    """Prompts to evaluate on, named as those of --dataset, split test unless @split is given; default: those of
+    --dataset, or for a single file nothing. Of a list, each data set has an accuracy of its own, too."""
+    eval_prompts: NonNegativeInt = 256
+    """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
+    eval_samples: PositiveInt = 4
+    """Sampled responses a prompt for accuracy and pass@k, in addition to the greedy one."""
+
+
+@dataclass
+class ScoringArgs:
+    reward: tuple[str, ...] = ("math",)
+    """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs Python
+    against the row's tests), knights, ifeval, reasoning_gym, environment (the sum of what --environment gives),
+    path/to/file.py:function, a reward model's folder or hub name, or a reward server's http:// address. A response
+    counts as correct if the first source that is not a model gives it 1 or more."""
+    timeout: Seconds = 30.0
+    """Seconds after which a call of a reward source, a tool or an environment is killed; the sample of such a reward is
+    left out."""
+
+    RULES = {
+        "--reward must name a source": lambda a: a.reward,
+        "--reward must not name a source twice": lambda a: len(set(a.reward)) == len(a.reward),
+        "--reward: the address of a reward server must be of the form http://10.0.0.2:8000": lambda a: all(
+            is_address(name) for name in a.reward if name.startswith(("http://", "https://"))
+        ),
+    }
+
+
+@dataclass
+class RewardArgs(ScoringArgs):
+    reward_weights: tuple[FiniteFloat, ...] = ()
+    """Weight of each reward source in their sum; default: 1 each. A source of weight 0 is only measured."""
+
+    RULES = {
+        "--reward_weights must hold one weight for each source of --reward": lambda a: (
+            len(a.reward_weights) in (0, len(a.reward))
+        ),
+        "--reward_weights must not all be 0": lambda a: not a.reward_weights or any(a.reward_weights),
+    }
+
+
+@dataclass
+class SamplingArgs:
+    kv_cache_gb: NonNegativeFloat = 0.0
+    """GB of vLLM's cache on each device; 0: a quarter of a GPU's memory, 1 on a CPU."""
+    generation_batch_size: PositiveInt = 512
+    """Responses that one device generates at once. Memory and speed only."""
+    min_response_length: NonNegativeInt = 0
+    """Tokens before which a stop token cannot be sampled."""
+    top_p: PositiveShare = 1.0
+    """Sample from the smallest set of tokens with this probability; below 1 it biases training's ratio."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Divide the logits of tokens seen before; other than 1 it biases training's ratio."""
+
+    RULES = {
+        "--min_response_length must be at most --max_response_length": lambda a: (
+            a.min_response_length <= a.max_response_length
+        )
+    }
+
+
+@dataclass
+class RolloutArgs(SamplingArgs):
+    rollout_backend: Literal["auto", "hf", "vllm", "server"] = "auto"
+    """What samples: transformers' model (hf), vLLM in this process, or vLLM servers; auto is vLLM on a GPU where it is
+    installed, else hf."""
+    rollout_servers: tuple[str, ...] = ()
+    """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.py starts one."""
+    async_steps: Literal[0, 1] = 0
+    """1: while a step trains, vLLM samples for the next one, with the weights from before the step."""
+    vllm_tensor_parallel: PositiveInt = 1
+    """Neighbouring ranks that share one vLLM engine."""
+
+    RULES = {
+        "--rollout_backend server and --rollout_servers require each other": lambda a: (
+            (a.rollout_backend == "server") == bool(a.rollout_servers)
+        ),
+        "--rollout_servers must be addresses of the form http://10.0.0.2:8000": lambda a: all(
+            map(is_address, a.rollout_servers)
+        ),
+        "--vllm_tensor_parallel requires --rollout_backend vllm": lambda a: (
+            a.vllm_tensor_parallel == 1 or a.rollout_backend == "vllm"
+        ),
+        "--async_steps 1 requires --vllm_tensor_parallel 1: ranks that share an engine would meet in it and in "
+        "training at once": lambda a: a.vllm_tensor_parallel == 1 or not a.async_steps,
+        "--temperature must be at most 2 with vLLM (--rollout_backend)": lambda a: (
+            a.rollout_backend not in ("vllm", "server") or a.temperature <= 2
+        ),
+    }
+    WARNINGS = {
+        "--top_p, --repetition_penalty and --min_response_length bias the ratio: they change the distribution that is "
+        "sampled, not the one that is trained": lambda a: (
+            a.top_p == 1 and a.repetition_penalty == 1 and a.min_response_length == 0
+        )
+    }
+
+
+@dataclass
+class ConversationArgs:
+    tools: tuple[str, ...] = ()
+    """Functions that the model may call, each as path/to/tools.py:function, with type hints and a docstring."""
+    environment: str = ""
+    """Class that answers the model's turns, as path/to/environment.py:Class, with an instance for each response; the
+    sum of its rewards is the source environment of --reward."""
+    max_turns: PositiveInt = 10
+    """Most turns of the model in a response."""
+    tool_call_pattern: str = ""
+    """Regular expression of a tool call, with groups name and arguments (without name: the only tool), in place of the
+    form of the chat template."""
+    turn_stop: tuple[str, ...] = ()
+    """Texts that end a turn as a stop token does, such as </search> for a model that goes on after a call."""
+
+
+TRAINING_RULES = {
+    "--min_learning_rate must be at most --learning_rate": lambda a: a.min_learning_rate <= a.learning_rate
+}
+RL_RULES = TRAINING_RULES | {
+    "--mini_batch_size must divide --rollout_batch_size x --group_size": lambda a: (
+        a.rollout_batch_size * a.group_size % a.mini_batch_size == 0
+    ),
+    "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
+        a.total_episodes >= a.rollout_batch_size * a.group_size
+    ),
+    "--overlong_buffer must be at most --max_response_length": lambda a: a.overlong_buffer <= a.max_response_length,
+    "--filter_groups requires a --group_size of 2 or more": lambda a: a.filter_groups == "none" or a.group_size > 1,
+    "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
+    "--rollout_correction mask requires a --rollout_correction_cap of 1 or more": lambda a: (
+        a.rollout_correction != "mask" or a.rollout_correction_cap >= 1
+    ),
+    "--ref_refresh_every requires --lora_rank 0: with LoRA the reference is the model without its adapter": lambda a: (
+        not a.ref_refresh_every or not a.lora_rank
+    ),
+    "--ref_refresh_every requires a --kl_coef above 0: there is no reference to refresh": lambda a: (
+        not a.ref_refresh_every or a.kl_coef
+    ),
+}
+RL_WARNINGS = {
+    "--clip_high: above 10 a clip hardly ever acts": lambda a: (a.clip_high or 0) <= 10,
+    "--kl_in loss with --kl_estimator k1: its gradient has zero mean; take k2 or k3": lambda a: (
+        not a.kl_coef or a.kl_in != "loss" or a.kl_estimator != "k1"
+    ),
+}
