@@ -6,7 +6,7 @@ import pytest
 from tiny_models import make_tokenizer
 
 from plumbing.data.prompts import prompt_and_answer
-from plumbing.rewards.constraints import constraints_of, ifeval
+from plumbing.rewards.verifiers import constraints_of, ifeval
 from plumbing.rewards.sources import Rewards
 
 BOTH = {

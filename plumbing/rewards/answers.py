@@ -1,15 +1,16 @@
-r"""What counts as the final answer of a response and as the reference of a row: one notion for every verifier.
+r"""What counts as the final answer of a response and as the reference of a row: one rule for every verifier.
 
-Of a response, what follows the last </think> counts; in it the last <answer>...</answer>, if there is one; in that, or
-else in the text, the last \boxed{} (for gsm8k the last "#### number"). Without any of these, a verifier says what else
-it reads. Nothing within <think> counts.
+What follows the last </think> of a response counts; in it the last <answer>...</answer>, if there is one; in that, or
+else in the text, the last \boxed{} (for gsm8k the last "#### number"). Without any of these, each verifier says what
+else it reads. Nothing inside <think> counts.
 
-Imports the standard library only: it runs in the worker processes and in the trainer.
+Imports the standard library only, since it runs in the worker processes.
 """
 
 import contextlib
 import json
 import re
+from fractions import Fraction
 
 
 def gold_answer(answer) -> str:
@@ -17,37 +18,30 @@ def gold_answer(answer) -> str:
 
     A list of one answer, or its JSON text, is that answer. Raise ValueError for other lists, objects and None.
     """
-    answer = only_element(answer)
-    if answer is None or isinstance(answer, (list, dict)):
-        kind = "a list" if isinstance(answer, list) else "an object"
-        raise ValueError("there is no answer" if answer is None else f"{answer!r:.60} is {kind}, not one answer")
-    # A column of integers with gaps in it is read as floats.
-    answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer
-    return str(answer).rsplit("####", 1)[-1].strip()
-
-
-def only_element(answer):
-    """Return the element of a list of one, such as ["966"], or of its JSON text; any other answer as it is."""
     if isinstance(answer, str) and answer.lstrip().startswith('["'):
         with contextlib.suppress(ValueError):
             answer = json.loads(answer)
-    return answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
+    if isinstance(answer, list) and len(answer) == 1:
+        (answer,) = answer
+    if answer is None or isinstance(answer, (list, dict)):
+        raise ValueError(f"{answer!r:.60} is not one answer")
+    # A column of integers with gaps in it is read as floats.
+    answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer
+    return str(answer).rsplit("####", 1)[-1].strip()
 
 
 # ---- the part of a response that counts ------------------------------------------------------------------------------
 
 
 def after_thought(response: str) -> str:
-    """Return what follows the last </think> of a response, without a thought that is begun there and not closed."""
+    """Return what follows the last </think> of a response, without a thought that begins there and is not closed."""
     return response.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
 def last_tagged(text: str) -> str | None:
-    """Return what stands in the last <answer>...</answer> of a text, None without one."""
-    content, start = None, text.find("<answer>")
-    while start >= 0 and (end := text.find("</answer>", start)) >= 0:
-        content, start = text[start + len("<answer>") : end].strip(), text.find("<answer>", end)
-    return content
+    """Return the content of the last <answer>...</answer> of a text, None without one."""
+    contents = [part.partition("<answer>")[2] for part in text.split("</answer>")[:-1] if "<answer>" in part]
+    return contents[-1].strip() if contents else None
 
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
@@ -64,18 +58,16 @@ def last_box(text: str) -> str | None:
     if text[start : start + 1] != "{":
         word = re.compile(r"[^\s${}]+").match(text, start)
         return word[0] if word else None
-    depth, escaped = 0, False
-    for end in range(start, len(text)):
-        if not escaped:
-            depth += (text[end] == "{") - (text[end] == "}")
-        escaped = text[end] == "\\" and not escaped
+    depth = 0
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):  # an escaped brace is text
+        depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
-            return text[start + 1 : end].strip()
+            return text[start + 1 : brace.start()].strip()
     return None
 
 
 def final_text(response: str) -> str:
-    """Return the text in which the final answer stands: the last <answer>...</answer>, else all that counts."""
+    """Return the text that holds the final answer: the last <answer>...</answer>, else all that counts."""
     text = after_thought(response)
     tagged = last_tagged(text)
     return text if tagged is None else tagged
@@ -95,38 +87,56 @@ def stated_text(response: str) -> str:
 
 # ---- numbers of GSM8K ------------------------------------------------------------------------------------------------
 
-NUMBER = re.compile(r"(?P<sign>[-+]?)(?P<whole>[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.(?P<fraction>[0-9]+))?")
+NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
 
 
-def plain_number(text: str) -> str | None:
-    """Return a number in its one shortest form, 8 for "08", "+8.0" and "$8."; None for what is no number."""
+def plain_number(text: str) -> Fraction | None:
+    """Return a decimal number, 8 for "08", "+8.0" and "$8."; None for other text and for over 300 characters."""
     text = text.replace("$", "").strip().rstrip(".")
-    match = NUMBER.fullmatch(text)
-    if not match or not text.strip("+-"):
-        return None
-    whole, fraction = match["whole"].replace(",", "").lstrip("0") or "0", (match["fraction"] or "").rstrip("0")
-    number = f"{whole}.{fraction}" if fraction else whole
-    return f"-{number}" if match["sign"] == "-" and number != "0" else number
+    return Fraction(text.replace(",", "")) if len(text) <= 300 and NUMBER.fullmatch(text) else None
 
 
-def gold_number(answer) -> str:
-    """Return the `gold_answer` of a row as `plain_number`. Raise ValueError if it is no number."""
+def gold_number(answer) -> Fraction:
+    """Return the `gold_answer` of a row as a number. Raise ValueError if it is not a number."""
     number = plain_number(gold_answer(answer))
     if number is None:
-        raise ValueError(f"{gold_answer(answer)!r:.60} is no number")
+        raise ValueError(f"{gold_answer(answer)!r:.60} is not a number")
     return number
 
 
-def marked_number(response: str) -> str | None:
-    """Return the last "#### number" of a response's `final_text`, as `plain_number`; None without one.
+def marked_number(response: str) -> Fraction | None:
+    """Return the last "#### number" of a response's `final_text`; None without one.
 
     A tag needs no "####": <answer>8</answer>.
     """
     text = final_text(response)
-    found = re.findall(r"####\s*([-+$]*[.,]?[0-9][-+0-9.,/:^]*)", text)
-    if not found and last_tagged(after_thought(response)) is not None:
-        found = [text]
-    return plain_number(found[-1].rstrip(",")) if found else None
+    numbers = re.findall(r"####\s*([-+$]*[.,]?[0-9][-+0-9.,/:^]*)", text)
+    if not numbers and last_tagged(after_thought(response)) is not None:
+        numbers = [text]
+    return plain_number(numbers[-1].rstrip(",")) if numbers else None
+
+
+# ---- a vote among responses ------------------------------------------------------------------------------------------
+
+
+def voted_answer(reward: str, response: str) -> str | None:
+    """Return the final answer of a response as text, for a vote among responses; None without one.
+
+    With the reward gsm8k, it is the `marked_number`; else the `final_answer`, the last line behind "####", or all that
+    counts, without dollar signs, final full stop, thousands separators, case and repeated spaces.
+    """
+    if reward == "gsm8k":
+        number = marked_number(response)
+        return None if number is None else str(number)
+    answer = final_answer(response)
+    if answer is None:
+        text = after_thought(response)
+        answer = (re.findall(r"####[ \t]*(\S.*)", text) or [text])[-1]
+    answer = " ".join(answer.replace("$", " ").split()).rstrip(". ")
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer).casefold() or None
+
+
+# ---- until scripts/evaluate.py reads them no more ----
 
 
 def harness_answer(response: str, flexible: bool) -> str | None:
@@ -149,27 +159,5 @@ def harness_text(text: str) -> str:
     return text.strip().lower()
 
 
-# ---- answers as text, for a vote ------------------------------------------------------------------------------------
-
-
-def voted_answer(reward: str, response: str) -> str | None:
-    """Return the final answer of a response as text, for a vote among responses; None without one.
-
-    With the reward gsm8k, return its `marked_number`; with exact, its `stated_text`; else its `plain_answer`.
-    """
-    if reward == "gsm8k":
-        return marked_number(response)
-    return stated_text(response) or None if reward == "exact" else plain_answer(response)
-
-
 def plain_answer(response: str) -> str | None:
-    """Return the `final_answer` of a response, else its last line behind "####", else all that counts.
-
-    Dollar signs, a final full stop, thousands separators, case and the length of white space are dropped.
-    """
-    answer = final_answer(response)
-    if answer is None:
-        text = after_thought(response)
-        answer = (re.findall(r"####[ \t]*(\S.*)", text) or [text])[-1]
-    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", " ".join(answer.replace("$", " ").split()).rstrip(". "))
-    return answer.casefold() or None
+    return voted_answer("math", response)

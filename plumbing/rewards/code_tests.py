@@ -1,55 +1,125 @@
 """The tests of the reward `code`: what they look like, and whether the program of a response passes them.
 
 The program is the last ```python, ```py or bare ``` block of what counts of a response (`final_text` in
-plumbing/rewards/answers.py), or all of that if there is none. The tests of a row are one of
+plumbing/rewards/answers.py), or all of that without a block. The tests of a row are one of
   - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a list of texts, also
     as JSON: run after the program, in the same interpreter, with __name__ == "__main__". Not unittest's;
   - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program reads and has to print,
-    each a text or a list of lines. Compared line by line, spaces at the ends aside; a number that the expected output
+    each a text or a list of lines. Compared line by line, without spaces at the ends; a number that the expected output
     writes with a point may differ by 1e-6;
   - the same with "fn_name": lists of arguments, and the values that this function (or method of a class Solution) has
-    to return, compared as JSON. A value may stand in a list of its own, as in APPS.
+    to return, compared as JSON. A value may be in a list of its own, as in APPS.
 
-Expected outputs never enter the program's process, so they cannot be forged. Asserts do: exiting early or printing does
-not pass them, but a program that looks for the token in the frames above it can forge the report, and an object that is
-equal to everything passes an assert. For programs that are trained hard against their tests, prefer outputs.
-
-Programs run in plumbing/rewards/sandbox.py's server.
+Expected outputs never enter a process that runs a program. Asserts do: exiting early or printing does not pass them, but
+a program that attacks them can. For programs that are trained hard against their tests, prefer outputs.
 """
 
 import ast
 import itertools
 import json
 import math
+import os
 import re
 import textwrap
-import time
 from typing import Iterator
+
+import pydantic
 
 from plumbing.rewards import sandbox
 from plumbing.rewards.answers import final_text
 
+# Runs a program and its asserts, then prints a secret word, the values of its calls as JSON, and the word again.
+HARNESS = """
+import json, os, sys, types, typing
+module = types.ModuleType("response")
+sys.modules["__main__"] = sys.modules["response"] = module
+names = vars(module)
+names.update({{name: getattr(typing, name) for name in typing.__all__}})  # problems with fn_name use List, Optional
+asserts = compile({asserts!r}, "tests.py", "exec")
+try:
+    exec(compile({program!r}, "code.py", "exec"), names)
+except SystemExit:
+    pass  # its functions are there to be tested
+names["__name__"] = "__main__"
+exec(asserts, names)
+calls = json.loads({calls!r})
+owner = module.Solution() if calls and not hasattr(module, {function!r}) else module
+values = [json.dumps(getattr(owner, {function!r})(*call)) for call in calls]
+os.write(1, "{word}[{{}}]{word}".format(",".join(values)).encode())
+os._exit(0)
+"""
+DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 
-def passes(response: str, answer, seconds: float) -> bool:
+
+class CodeTests(pydantic.BaseModel):
+    """The tests of a row: asserts; or inputs and outputs, of a program or of the function `fn_name`."""
+
+    asserts: str = ""
+    inputs: list = []
+    outputs: list = []
+    fn_name: str | None = None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def read(cls, tests):
+        if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
+            tests = json.loads(tests)
+        if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
+            tests = "\n".join(tests)
+        return {"asserts": tests} if isinstance(tests, str) else tests
+
+    @pydantic.model_validator(mode="after")
+    def check(self):
+        if len(self.inputs) != len(self.outputs):
+            raise ValueError(f"{len(self.inputs)} inputs have {len(self.outputs)} outputs")
+        if self.inputs and self.fn_name:
+            if not all(isinstance(arguments, list) for arguments in self.inputs):
+                raise ValueError("with fn_name, each input is a list of arguments")
+        elif self.inputs:
+            lines = pydantic.TypeAdapter(list[str | list[str]]).validate_python
+            self.inputs, self.outputs = (
+                ["\n".join(side) if isinstance(side, list) else side for side in lines(sides)]
+                for sides in (self.inputs, self.outputs)
+            )
+        elif all(isinstance(statement, DEFINITIONS) for statement in ast.parse(self.asserts).body):
+            raise ValueError("asserts that nothing calls would pass every program")
+        return self
+
+
+def read_tests(answer) -> CodeTests:
+    """Return the tests of a row. Raise ValueError for tests of another form."""
+    try:
+        return CodeTests.model_validate(answer)
+    except (pydantic.ValidationError, SyntaxError, RecursionError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else error
+        raise ValueError(f"tests are Python asserts or {{inputs, outputs}}: {reason}") from error
+
+
+def passes(response: str, answer, seconds: float, server: str = "") -> bool:
     """Return whether the program of a response passes all tests of a row within so many seconds of wall clock.
 
-    Raise ValueError for tests of another form, RuntimeError if the sandbox has ended.
+    Args:
+        server: the address of a SandboxFusion server that runs the program; "" for this machine.
+
+    Raise ValueError for tests of another form, and an exception if no program can be run.
     """
     tests, program = read_tests(answer), code_of(response)
-    deadline = time.monotonic() + seconds
-    run = lambda **job: sandbox.programs().run({"code": program, **job}, deadline - time.monotonic())
-    if isinstance(tests, str):
-        return run(tests=tests)["report"] is not None
-    inputs, outputs, function = tests
-    if not function:
-        return all(same_output(run(stdin=text), expected) for text, expected in zip(inputs, outputs))
-    report = run(function=function, calls=inputs)["report"] or "[]"
-    if len(report) > 32 * len(json.dumps(outputs)):  # more than any way to write these numbers takes
+    if tests.inputs and not tests.fn_name:
+        results = sandbox.run(program, tests.inputs, seconds, server)
+        return len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs))
+    word, calls = os.urandom(16).hex(), json.dumps(tests.inputs)
+    names = {"asserts": tests.asserts, "function": tests.fn_name or "", "calls": calls, "word": word}
+    results = sandbox.run(HARNESS.format(program=program, **names), [""], seconds, server)
+    _, *report = results[0].stdout.split(word) if results else [""]
+    if len(report) != 2 or len(report[0]) > 32 * len(
+        json.dumps(tests.outputs)
+    ):  # more than any way to write them takes
         return False
     try:
-        values = json.loads(report)
-        return len(values) == len(outputs) and all(
-            same_value(value, expected) or same_value([value], expected) for value, expected in zip(values, outputs)
+        values = json.loads(report[0])
+        return len(values) == len(tests.outputs) and all(
+            same_value(value, expected) or same_value([value], expected)
+            for value, expected in zip(values, tests.outputs)
         )
     except (ValueError, OverflowError, RecursionError):  # a value that only its own interpreter can write
         return False
@@ -72,64 +142,14 @@ def code_of(response: str) -> str:
     return program
 
 
-def read_tests(answer) -> str | tuple[list, list, str | None]:
-    """Return the tests of a row: Python with asserts, or (inputs, outputs, name of the function or None).
-
-    Raise ValueError for tests of another form.
-    """
-    tests = answer
-    if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
-        tests = json.loads(tests)
-    if isinstance(tests, dict):
-        return read_inputs_and_outputs(tests)
-    if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
-        tests = "\n".join(tests)
-    if not isinstance(tests, str):
-        raise ValueError(f"tests are Python asserts or {{inputs, outputs}}, not {type(tests).__name__}")
-    check_asserts(tests)
-    return tests
-
-
-def read_inputs_and_outputs(tests: dict) -> tuple[list, list, str | None]:
-    inputs, outputs, function = (tests.get(key) for key in ("inputs", "outputs", "fn_name"))
-    if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs) > 0):
-        raise ValueError("tests need as many outputs as inputs, in two lists")
-    if function:
-        if not all(isinstance(arguments, list) for arguments in inputs):
-            raise ValueError(f"tests of the function {function!r} need a list of arguments as each input")
-        return inputs, outputs, function
-    lines = [side if isinstance(side, list) else [side] for side in inputs + outputs]
-    if not all(isinstance(line, str) for side in lines for line in side):
-        raise ValueError("tests without fn_name need texts, or lists of lines, as inputs and outputs")
-    texts = ["\n".join(side) for side in lines]
-    return texts[: len(inputs)], texts[len(inputs) :], None
-
-
-def check_asserts(tests: str) -> None:
-    """Raise ValueError for tests that are not Python, that every program passes, or that are unittest's."""
-    try:
-        tree = ast.parse(tests)
-    except (SyntaxError, RecursionError) as error:
-        raise ValueError(f"tests are not Python: {error}") from error
-    defined = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    if any(ast.unparse(base).endswith("TestCase") for node in defined for base in getattr(node, "bases", ())):
-        raise ValueError("tests are asserts that run as they stand, not classes of unittest")
-    # A check(candidate) that nothing calls would pass every program.
-    runs = [node for statement in tree.body if statement not in defined for node in ast.walk(statement)]
-    uses = {node.id for node in runs if isinstance(node, ast.Name)} & {node.name for node in defined}
-    asserts = any(isinstance(node, ast.Assert) for node in (ast.walk(tree) if uses else runs))
-    if not asserts:
-        raise ValueError("tests assert nothing (or define a function that nothing calls)")
-
-
-def same_output(result: dict, expected: str) -> bool:
+def same_output(result: sandbox.Result, expected: str) -> bool:
     """Return whether a program ended well and printed what is expected."""
-    words = itertools.zip_longest(split(result["stdout"]), split(expected), fillvalue="")
-    return not result["status"] and all(same_word(word, other) for word, other in words)
+    words = itertools.zip_longest(split(result.stdout), split(expected), fillvalue="")
+    return not result.status and all(same_word(word, other) for word, other in words)
 
 
 def split(text: str) -> Iterator[str]:
-    """Yield the words and line ends of a text, one by one: far more may be printed than is expected."""
+    """Yield the words and line ends of a text one by one: a program may print far more than is expected."""
     return (word[0] for word in re.finditer(r"\S+|\n", text.strip()))
 
 

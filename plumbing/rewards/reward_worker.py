@@ -154,8 +154,7 @@ def load_verifier(name: str, timeout: float) -> Callable:
 def sandbox_warning() -> dict[str, str]:
     from plumbing.rewards import sandbox
 
-    sandbox.hide_this_process()
-    warning = sandbox.programs().warning
+    warning = sandbox.open_limits()
     return {"warning": warning} if warning else {}
 
 

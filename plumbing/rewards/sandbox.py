@@ -1,71 +1,103 @@
-"""The caller's end of the process in which programs of a model run: one server a reward worker, started once.
+"""Runs programs of a model: in processes under limits on this machine, or on a SandboxFusion server.
 
-    reward worker -> server (plumbing/rewards/sandbox_server.py) -> a process for each line -> the program's
+    caller -> plumbing/rewards/sandbox_program.py (namespaces) -> a process for each input (limits, Landlock, the program)
 
-The server knows no expected output: it gets programs, what they read, and asserts. What holds a program: see there.
+What holds a program on this machine: see there. Programs that attack on purpose need a container around all of it.
 """
 
+import contextlib
 import ctypes
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from typing import NamedTuple
 
-# Isolated (-I) and without site-packages (-S), so that the server imports its own files and the standard library only.
-SERVER = """
-import sys
-root, *packages = sys.argv[1:]
-sys.path.append(root)
-from plumbing.rewards import sandbox_server
-sys.path.remove(root)
-sandbox_server.serve(packages)
-"""
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox_program.py")
 
 
-class Programs:
-    """A server of programs and the pipe to it."""
+class Result(NamedTuple):
+    """The end of a program."""
 
-    def __init__(self):
-        packages = [path for path in sys.path if path.endswith("-packages")]  # numpy, if it is installed
-        self.server = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-X", "utf8", "-c", SERVER, ROOT, *packages],
+    status: int  # exit code; 128 + its number if a signal ended it, as that of the time limit does
+    stdout: str
+
+
+def run(code: str, inputs: list[str], seconds: float, server: str = "") -> list[Result]:
+    """Run a program once for each input, which it reads from stdin, until it fails on one of them.
+
+    Args:
+        seconds: of wall clock, for all inputs together.
+        server: the address of a SandboxFusion server; "" for this machine.
+
+    Raise RuntimeError, OSError or an exception of urllib3 if programs cannot be run.
+    """
+    return run_there(server, code, inputs, seconds) if server else run_here(code, inputs, seconds)[1]
+
+
+def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[Result]]:
+    """Return what does not hold programs on this machine ("" for nothing), and the results."""
+    hide_this_process()
+    job = json.dumps([code, inputs, time.monotonic() + seconds]).encode()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as output:
+        home = f"{folder}/home"
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-X", "utf8", PROGRAM, folder, str(os.getpid())],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={"PATH": os.defpath, "TMPDIR": tempfile.gettempdir(), "OMP_NUM_THREADS": "1"},  # one core a program
-            start_new_session=True,  # it has to outlive the worker, if only to remove a folder
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": os.defpath, "HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1"},  # one core a program
+            start_new_session=True,
         )
-        hello = self.server.stdout.readline()
-        if not hello:
-            raise RuntimeError("the server of programs did not start")
-        self.warning: str | None = json.loads(hello)["warning"]  # of what does not hold a program on this machine
-        if self.run({"code": "import random\nprint(input())", "stdin": "1"}, 60.0)["stdout"] != "1\n":
-            raise RuntimeError("a program that prints what it reads does not run within the limits")
-
-    def run(self, job: dict, seconds: float) -> dict:
-        """Run a program for at most so many seconds of wall clock.
-
-        Args:
-            job: "code", and one of "stdin" (a text to read), "tests" (Python to run after it), or "function" and
-                "calls" (lists of arguments).
-        Returns:
-            "status": 0 if it ended well. "stdout": what it printed. "report": None unless it ran to its end; for
-            "calls" a JSON list of the values returned.
-        """
         try:
-            self.server.stdin.write(json.dumps({**job, "seconds": max(seconds, 0.0)}).encode() + b"\n")
-            self.server.stdin.flush()
-            return json.loads(self.server.stdout.readline())
-        except (OSError, ValueError) as error:
-            programs.cache_clear()  # the next response gets a new one
-            raise RuntimeError("the server of programs has ended") from error
+            process.communicate(job, timeout=1.1 * seconds)  # its own clock ends it before
+        except subprocess.TimeoutExpired:
+            return "", []
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what the program has left behind
+            process.wait()
+        if process.returncode:
+            raise RuntimeError(f"the process of a program ended with exit code {process.returncode}")
+        output.seek(0)
+        missing, results = json.load(output)
+    return missing, [Result(*result) for result in results]
 
 
-programs = functools.cache(Programs)  # one server a worker
+def run_there(server: str, code: str, inputs: list[str], seconds: float) -> list[Result]:
+    """Run a program on a SandboxFusion server, by POST /run_code."""
+    import urllib3
+
+    retries = urllib3.Retry(3, backoff_factor=1, status_forcelist=(429, 502, 503, 504), allowed_methods=None)
+    address, end, results = f"{server.rstrip('/').removesuffix('/run_code')}/run_code", time.monotonic() + seconds, []
+    for text in inputs:
+        left = max(1.0, end - time.monotonic())
+        body = {"code": code, "language": "python", "stdin": text, "run_timeout": left}
+        response = urllib3.request("POST", address, json=body, retries=retries, timeout=left + 5)
+        answer = response.json()
+        if response.status != 200 or answer["status"] == "SandboxError":
+            raise RuntimeError(f"{address}: status {response.status}, {str(answer)[:200]}")
+        program = answer["run_result"]
+        results.append(Result(program["return_code"] if program["status"] == "Finished" else 1, program["stdout"]))
+        if results[-1].status:
+            break
+    return results
 
 
+@functools.cache
 def hide_this_process() -> None:
     """Let no other process of this user look into this one, which knows expected outputs (PR_SET_DUMPABLE)."""
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+
+
+@functools.cache
+def open_limits() -> str:
+    """Return what does not hold programs on this machine, "" for nothing. Raise RuntimeError if none runs."""
+    missing, results = run_here("print(input())", ["1"], 60.0)
+    if results != [Result(0, "1\n")]:
+        raise RuntimeError("a program that prints what it reads does not run within the limits")
+    return missing

@@ -1,22 +1,19 @@
 r"""The functions that check an answer: each takes a response and a column of its row, and returns a score.
 
-They run in the worker processes of plumbing/rewards/reward_worker.py, which are killed when a check hangs or crashes. A check
-that raises an exception gives no score, a wrong answer gives 0. What counts as the final answer: plumbing/rewards/answers.py.
+They run in worker processes, which are killed when a check hangs or crashes. A check that raises an exception gives no
+score, a wrong answer gives 0. plumbing/rewards/answers.py says what counts as the final answer.
 
-Packages, and plumbing/rewards/code_tests.py for the reward `code`, are imported by the check that needs them: the trainer
-imports this module too, for the names in VERIFIERS. Rooms: plumbing/rewards/answers.py, plumbing/rewards/math_verifier.py and
-plumbing/rewards/constraints.py.
+Packages, the file of `math` aside, are imported by the check that needs them: the trainer imports this module as well.
 """
 
+import ast
 import functools
+import json
 import re
 from typing import Callable, NamedTuple
 
 from plumbing.rewards.answers import after_thought, final_answer, gold_answer, gold_number, marked_number, stated_text
-from plumbing.rewards.constraints import constraints_of, ifeval
 from plumbing.rewards.math_verifier import LIMIT, math, reference_text
-
-# ---- numbers and text ------------------------------------------------------------------------------------------------
 
 
 def gsm8k(response: str, answer) -> float:
@@ -25,7 +22,7 @@ def gsm8k(response: str, answer) -> float:
 
 
 def exact(response: str, answer) -> float:
-    """Return 1 if the final answer of the response, or all of it, is the reference, white space around it aside."""
+    """Return 1 if the final answer of the response, or all of it, is the reference, apart from white space around it."""
     return float(not {stated_text(response), response.strip()}.isdisjoint({gold_answer(answer), str(answer).strip()}))
 
 
@@ -40,15 +37,14 @@ def format(response: str, _=None) -> float:
 
 
 def knights(response: str, answer) -> float:
-    """Return 1 if the response says of each person of the reference, and of no one else, who is a knight or a knave.
+    """Return 1 if the response says of each person of the reference, and of nobody else, who is a knight or a knave.
 
     Reference: "Zoey is a knave, and Oliver is a knight." (the column solution_text of K-and-K/knights-and-knaves).
-    Of the response, the `final_answer` counts; without one, what follows the last "conclusion" after </think>; without
-    that too, the last paragraph. Each "knight" or "knave" there has to be part of a statement such as "Zoey is a
-    knave", "Zoey: knave" or "Zoey = knave" about a person of the reference. So a second role for a person, a choice
-    ("Zoey is a knave or a knight"), a person who is not in the reference and a missing person all give 0.
+    Of the response, the `final_answer` counts; without one, what follows the last "conclusion", else the last paragraph.
+    Each "knight" or "knave" there has to be part of a statement such as "Zoey is a knave", "Zoey: knave" or
+    "Zoey = knave". So a second role for a person, a choice ("a knave or a knight") and another person give 0.
 
-    Raise ValueError if the reference names no one.
+    Raise ValueError if the reference names nobody.
     """
     known = roles_of(answer)
     text = final_answer(response)
@@ -65,26 +61,18 @@ def knights(response: str, answer) -> float:
 
 
 def roles_of(answer) -> dict[str, str]:
-    """Return {name: role} of a reference. Raise ValueError if it names no one."""
+    """Return {name: role} of a reference. Raise ValueError if it names nobody."""
     known = dict(re.findall(r"([^\W\d_][\w'’-]*) is an? (knight|knave)\b", str(answer).lower()))
     if not known:
         raise ValueError(f'the reference {answer!r} has no "NAME is a knight" or "NAME is a knave"')
     return known
 
 
-def read_source(source) -> tuple[str, int, int, int]:
-    """Return (task, size, seed, index) of the column "reasoning_gym". Raise ValueError for anything else."""
-    if not (isinstance(source, list) and len(source) == 4):
-        raise ValueError('the row has no column "reasoning_gym": it is not from --dataset reasoning_gym:TASK')
-    return tuple(source)
-
-
 def reasoning_gym(response: str, source) -> float:
-    """Return the score of the reasoning_gym task itself, often between 0 and 1 for an answer that is partly right.
+    """Return the score of the reasoning_gym task itself, between 0 and 1 for an answer that is partly right.
 
-    The task's scorer gets the `final_answer`, or without one all that follows </think>. Most tasks give little to a
-    text that only contains the right answer, so --system_prompt should ask for the tag. An answer that the scorer
-    cannot read (some raise an exception) gives 0, if it can read the right answer.
+    The task's scorer gets the `stated_text`. An answer that it cannot read (some raise an exception) gives 0, if it can
+    read the right answer. Most tasks give little to a text that only contains the right answer.
 
     Args:
         source: [task, size, seed, index], from which the problem is made again: the row's column "reasoning_gym".
@@ -99,6 +87,13 @@ def reasoning_gym(response: str, source) -> float:
         return 0.0
 
 
+def read_source(source) -> list:
+    """Return the column "reasoning_gym". Raise ValueError for anything else."""
+    if not (isinstance(source, list) and len(source) == 4):
+        raise ValueError('the row has no column "reasoning_gym": it is not from --dataset reasoning_gym:TASK')
+    return source
+
+
 @functools.cache
 def reasoning_gym_dataset(task: str, size: int, seed: int):
     import reasoning_gym
@@ -106,17 +101,64 @@ def reasoning_gym_dataset(task: str, size: int, seed: int):
     return reasoning_gym.create_dataset(task, size=size, seed=seed)
 
 
+# ---- instructions ----------------------------------------------------------------------------------------------------
+
+
+def ifeval(response: str, answer) -> float:
+    """Return the share of the row's constraints that what follows </think> follows, read strictly (arXiv:2311.07911).
+
+    Raise an exception for a constraint that the package if-verifiable does not have, or not with these arguments.
+    """
+    import langdetect
+    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
+
+    langdetect.DetectorFactory.seed = 0  # else it guesses a language at random
+    text, followed = response.rpartition("</think>")[2].strip(), []
+    for name, arguments in constraints_of(answer):
+        if name not in INSTRUCTION_DICT:
+            raise ValueError(f"if-verifiable has no constraint {name!r}")
+        constraint = INSTRUCTION_DICT[name](name)
+        constraint.build_description(**arguments)
+        followed.append(bool(text) and bool(constraint.check_following(text)))
+    return sum(followed) / len(followed)
+
+
+def constraints_of(answer) -> list[tuple[str, dict]]:
+    """Return the constraints of a row: [(name in IFEval, its arguments)]. Raise ValueError for another form.
+
+    Args:
+        answer: {"instruction_id": [names], "kwargs": [arguments or None]}, as text or in a list of one, too, as in
+            open-instruct's column ground_truth.
+    """
+    parsed = answer
+    try:
+        while not isinstance(parsed, dict):
+            if isinstance(parsed, str):
+                parsed = json.loads(parsed) if '"instruction_id"' in parsed else ast.literal_eval(parsed)
+            else:
+                (parsed,) = parsed
+        pairs = list(zip(parsed["instruction_id"], parsed["kwargs"], strict=True))
+        arguments = [{key: value for key, value in (given or {}).items() if value is not None} for _, given in pairs]
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
+        pairs = []
+    if not pairs:
+        raise ValueError(f'{str(answer)[:60]!r} is not {{"instruction_id": [names], "kwargs": [arguments]}}')
+    return [(name, given) for (name, _), given in zip(pairs, arguments)]
+
+
 # ---- programs --------------------------------------------------------------------------------------------------------
 
 
-def code(response: str, answer, seconds: float = 24.0) -> float:
-    """Return 1 if the program of the response passes all tests of the row, 0 if not, be it by a crash or at a limit.
+def code(response: str, answer, seconds: float = 24.0, server: str = "") -> float:
+    """Return 1 if the program of the response passes all tests of the row (plumbing/rewards/code_tests.py), else 0.
 
-    All tests together have so many seconds. What tests look like: see plumbing/rewards/code_tests.py.
+    Args:
+        seconds: for all tests together. server: the address of a SandboxFusion server that runs the program; "" for
+            this machine.
     """
     from plumbing.rewards.code_tests import passes
 
-    return float(passes(response, answer, seconds))
+    return float(passes(response, answer, seconds, server))
 
 
 def read_tests(answer):
@@ -132,7 +174,7 @@ class Verifier(NamedTuple):
     check: Callable[..., float]
     column: str  # of the row, whose value `check` gets as second argument; "" if it reads the response only
     package: str = ""  # that has to be installed
-    reference: Callable = str  # reads the value, at no cost; raises ValueError for one that `check` can do nothing with
+    reference: Callable = str  # reads the value, at no cost; raises ValueError for one that `check` cannot use
     limit: float = float("inf")  # seconds of a call, after which the response is wrong if the reference is not to blame
 
 
@@ -146,4 +188,14 @@ VERIFIERS = {
     "ifeval": Verifier(ifeval, "answer", "if-verifiable", reference=constraints_of),
     "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning-gym", reference=read_source),
 }
+
+
+def verifier_of(name: str) -> Verifier | None:
+    """Return the built-in reward of a name of --reward; code:http://HOST:PORT is `code` on a SandboxFusion server."""
+    kind, _, server = name.partition(":")
+    if kind == "code" and server.startswith(("http://", "https://")):
+        return VERIFIERS[kind]._replace(check=functools.partial(code, server=server))
+    return VERIFIERS.get(name)
+
+
 ANSWER_REWARDS = tuple(name for name, verifier in VERIFIERS.items() if verifier.column == "answer")

@@ -6,7 +6,7 @@ Imports plumbing/rewards/sandbox.py (the process in which programs of a model ru
 import os
 import sys
 
-from plumbing.rewards.sandbox import Programs, programs
+from plumbing.rewards import sandbox
 
 SECONDS = 10.0  # of wall clock, that a program has
 # What ends a program is printed, for the model to see: the sandbox gives only what was printed.
@@ -24,18 +24,15 @@ def python(code: str) -> str:
     Args:
         code: the program, which has to print its results.
     """
-    result = programs().run({"code": PROGRAM.format(code=code), "stdin": ""}, SECONDS)
-    killed = os.WIFSIGNALED(result["status"])
-    return result["stdout"] + (f"Error: the program crashed, or took over {SECONDS:g} s" if killed else "")
+    results = sandbox.run(PROGRAM.format(code=code), [""], SECONDS)
+    status, printed = results[0] if results else (137, "")
+    return printed + (f"Error: the program crashed, or took over {SECONDS:g} s" if status > 128 else "")
 
 
 def warn_of_open_limits() -> None:
-    """Print what does not hold a program on this machine. (Later each conversation has a server of its own.)"""
-    started = Programs()
-    if started.warning and os.environ.get("RANK", "0") == "0":
-        print(f"warning: plumbing/turns/python_tool.py: {started.warning}", file=sys.stderr)
-    started.server.stdin.close()
-    started.server.wait()
+    """Print what does not hold a program on this machine."""
+    if sandbox.open_limits() and os.environ.get("RANK", "0") == "0":
+        print(f"warning: plumbing/turns/python_tool.py: {sandbox.open_limits()}", file=sys.stderr)
 
 
 warn_of_open_limits()  # once, when --tools is loaded

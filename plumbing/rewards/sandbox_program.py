@@ -1,0 +1,163 @@
+"""The process that runs a program of a model, once for each input. plumbing/rewards/sandbox.py starts it.
+
+What holds the program:
+  - A new process for each input, which holds nothing: no secret, no expected output, an almost empty environment.
+  - Limits of CPU time, address space, file size and open files; a wall clock, after which it is killed.
+  - No capabilities, and none to gain.
+  - Where the kernel has Landlock: it writes only in its folder, and reads there and in READABLE; with later versions, no
+    TCP (6.7), and no signals to processes outside (6.12).
+  - Where the kernel allows namespaces: no network, no signal to another process, a folder in memory of FOLDER_SIZE, and
+    the end of all processes that it has started.
+It can see names and sizes of files and the names of processes. A program that attacks on purpose may do more: run all of
+this in a container.
+
+Imports the standard library only: the interpreter is isolated (-I).
+"""
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+import types
+
+CPU_SECONDS = 10
+MEMORY = 1 << 30  # bytes of address space, of which the interpreter itself takes about 50 MB
+FILE_SIZE = 16 << 20  # bytes of each file, and of output
+FOLDER_SIZE = 64 << 20  # bytes of all files together, where there are namespaces
+OPEN_FILES = 64
+PROCESSES = 256  # and threads, where there are namespaces and the user is not root, whom no limit holds
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+READABLE = (  # and Python with its packages
+    "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share", "/etc/ld.so.cache", "/etc/localtime",
+    "/etc/mime.types", "/proc/self", "/sys/devices/system/cpu",
+)  # fmt: skip
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int) -> int:
+    """Return the result of a call of the C library. Raise the OSError with which it has failed."""
+    if result == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def main(folder: str, caller: int) -> None:
+    """Run the program on stdin, and print [what does not hold it, [(status, stdout) of each input]]."""
+    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG: dies with the caller
+    if os.getppid() != caller:
+        return
+    code, inputs, deadline = json.load(sys.stdin)
+    missing = ["" if landlock_version() > 0 else "no Landlock: they can read and write every file of this user"]
+    try:
+        enter_namespaces(folder)
+        private = True
+    except OSError as error:
+        private = False
+        missing.append(f"no namespaces ({error.strerror}): they can use the network and fill the disk")
+    results = []
+    for text in inputs:
+        results.append(run(code, text, deadline, folder, private))
+        if results[-1][0]:
+            break
+    print(json.dumps(["; ".join(filter(None, missing)), results]))
+
+
+def enter_namespaces(folder: str) -> None:
+    """Go on in a process that sees no other one and no network, with the folder in memory. Raise OSError if refused."""
+    uid, gid = os.getuid(), os.getgid()
+    # NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET
+    check(libc.unshare(0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000))
+    for file, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{file}", "w") as mapping:
+            mapping.write(line)
+    check(libc.mount(None, b"/", None, 0x4000 | 0x40000, None))  # MS_REC | MS_PRIVATE
+    options = b"mode=700,size=%d,nr_inodes=4096" % FOLDER_SIZE
+    check(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
+    if child := os.fork():  # process 1 of the new namespace, whose end is the end of all processes there
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))
+
+
+def run(code: str, text: str, deadline: float, folder: str, private: bool) -> tuple[int, str]:
+    """Return the exit code of a program (128 + signal, as in a shell) and what it printed before the deadline."""
+    os.makedirs(os.environ["HOME"], exist_ok=True)
+    with open(f"{folder}/stdin", "wb") as file:
+        file.write(text.encode(errors="replace"))
+    # Descriptors, not files: the program's process closes them, and ends as Python does.
+    stdin = os.open(f"{folder}/stdin", os.O_RDONLY)
+    stdout = os.open(f"{folder}/stdout", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    child = os.fork()
+    if not child:
+        os.chdir(os.environ["HOME"])
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        os.closerange(3, 1024)
+        restrict(folder, private)
+        execute(code)
+        sys.exit()
+    ended = os.pidfd_open(child)
+    select.select([ended], [], [], max(0.0, deadline - time.monotonic()))
+    os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(stdin)
+    os.close(ended)
+    with open(stdout, "rb") as file:
+        file.seek(0)
+        return status if status >= 0 else 128 - status, file.read().decode(errors="replace")
+
+
+def execute(code: str) -> None:
+    """Run a program as `python code.py` does."""
+    sys.argv[:] = ["code.py"]
+    sys.modules["__main__"] = module = types.ModuleType("__main__")
+    exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
+
+
+def restrict(folder: str, private: bool) -> None:
+    """Give up for good what this process may do, except to compute, to read READABLE and to use `folder`."""
+    limits = dict(CPU=CPU_SECONDS, AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0)
+    if private:  # without a namespace of its own, the kernel counts all processes of the user
+        limits["NPROC"] = PROCESSES
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+    check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
+    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
+    check(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
+    if landlock_version() > 0:
+        confine(folder)
+
+
+def landlock_version() -> int:
+    """Return the kernel's version of Landlock, below 1 if it has none."""
+    return libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)
+
+
+def confine(folder: str) -> None:
+    """Let this process use files in `folder`, read READABLE and use DEVICES; refuse TCP and signals to others."""
+    version = landlock_version()
+    # LANDLOCK_ACCESS_FS_*: READ_*, WRITE_FILE, REMOVE_* and MAKE_*; later versions have REFER and TRUNCATE too.
+    write_file, read_file, read_folder = 2, 4, 8
+    everything = 0x1FFE | (0x2000 if version >= 2 else 0) | (0x4000 if version >= 3 else 0)
+    readable = [*READABLE, os.path.dirname(os.path.dirname(os.__file__)), *filter(os.path.exists, sys.path)]
+    rights = {path: read_file | read_folder if os.path.isdir(path) else read_file for path in readable}
+    rights |= {device: read_file | write_file for device in DEVICES} | {folder: everything}
+    # The rights of files, of TCP (bind, connect) and of what reaches processes outside (abstract sockets, signals).
+    ruleset = struct.pack("QQQ", everything, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    rules = check(libc.syscall(ctypes.c_long(444), ruleset, ctypes.c_size_t(len(ruleset)), 0))
+    for path, right in rights.items():
+        if os.path.exists(path):
+            opened = os.open(path, os.O_PATH)
+            check(libc.syscall(ctypes.c_long(445), rules, 1, struct.pack("=Qi", right, opened), 0))
+            os.close(opened)
+    check(libc.syscall(ctypes.c_long(446), rules, 0))
+    os.close(rules)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
