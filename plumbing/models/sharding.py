@@ -5,7 +5,6 @@ Imports utils and plumbing.models.loading.
 
 import contextlib
 import functools
-import math
 
 import torch
 import torch.distributed as dist
@@ -37,21 +36,19 @@ class Sharding:
     """
 
     AUTO_SHARE = 0.6  # of a GPU's memory that unsharded models and Adam may take before --shard auto shards them
-    GRADIENT_SHARE = 0.2  # of a GPU's memory that an unsharded gradient may take before each backward pass reduces it
 
     def __init__(self, args, world: World, precision: Precision):
         self.world, self.autocast, self.attention = world, precision.autocast, args.attention
         self.compute_dtype, self.reduce_dtype = precision.compute_dtype, precision.loss_dtype
         self.overlap = getattr(args, "async_steps", 0) > 0  # of rollout and training
-        gpu = world.device.type == "cuda"
-        offload = args.shard == "fsdp_offload"
+        gpu, offload = world.device.type == "cuda", args.shard == "fsdp_offload"
         self.offload = CPUOffloadPolicy(pin_memory=gpu) if offload else OffloadPolicy()
-        self.memory = torch.cuda.get_device_properties(world.device).total_memory if gpu else math.inf
         self.on, reason = args.shard.startswith("fsdp"), ", offloaded to the CPU" if offload else ""
         if args.shard == "auto" and gpu and world.size > 1:
             need = training_bytes(args, precision.param_dtype)
-            self.on = world.any(need > self.AUTO_SHARE * self.memory)
-            reason = f" (training takes {need / 1e9:.3g} GB unsharded; a GPU has {self.memory / 1e9:.3g})"
+            memory = torch.cuda.get_device_properties(world.device).total_memory
+            self.on = world.any(need > self.AUTO_SHARE * memory)
+            reason = f" (training takes {need / 1e9:.3g} GB unsharded; a GPU has {memory / 1e9:.3g})"
         if self.on:
             if not dist.is_initialized():  # one process, without torchrun
                 backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
@@ -106,18 +103,13 @@ class Sharding:
         self._copy_dtypes(module)
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
         policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
-        # A CPU's layer norm takes no weights in another format than what it normalises.
-        on_cpu = self.world.device.type == "cpu" and any(isinstance(x, torch.nn.LayerNorm) for x in module.modules())
         for block in blocks:
-            fully_shard(block, mp_policy=policy(None if on_cpu else self.compute_dtype), **settings)
+            fully_shard(block, mp_policy=policy(self.compute_dtype), **settings)
         # A score or a logit takes more bits than half has; its backward pass begins where the forward one ends.
         fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
         self._load_shards(module, model, state)
         module.register_forward_hook(reset_after_inference)
-        gradient_bytes = parameter_count(module) * self.reduce_dtype.itemsize
-        module.keeps_full_gradient = gradient_bytes <= self.GRADIENT_SHARE * self.memory
-        model.fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
-        model.fsdp_blocks = blocks
+        model.fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]  # the root comes first
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
         with torch.no_grad(), self.autocast():
@@ -130,8 +122,7 @@ class Sharding:
         """
         tensors = [*module.parameters(), *module.buffers()]
         dtypes = [tensor.dtype for tensor in tensors]
-        if self.world.size > 1:
-            dist.broadcast_object_list(dtypes, 0)
+        dist.broadcast_object_list(dtypes, 0)
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             tensor.data = tensor.data.to(dtype)
 
@@ -141,15 +132,12 @@ class Sharding:
         if not self.world.main:
             module.to_empty(device=device)
             model.tie_weights()
-        # All on one device while torch broadcasts, as it asks for; then what is not sharded goes where it computes.
-        not_sharded = [x for x in (*module.parameters(), *module.buffers()) if not isinstance(x, DTensor)]
-        for tensor in not_sharded:
-            tensor.data = tensor.data.to(device)
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(device)  # all on one device while torch broadcasts, as it requires
         set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        for tensor in not_sharded:
-            tensor.data = tensor.data.to(self.world.device)
-        for buffer in module.buffers() if self.world.size > 1 else ():
-            dist.broadcast(buffer, 0)  # those that a state dict leaves out, such as rotary frequencies, too
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(self.world.device)
+            dist.broadcast(buffer, 0)  # also those that a state dict leaves out, such as rotary frequencies
 
 
 def training_bytes(args, dtype: torch.dtype) -> int:
@@ -181,12 +169,10 @@ def reset_after_inference(root: FSDPModule, *_) -> None:
 
 
 def gradient_sync(module: torch.nn.Module, last: bool):
-    """Return a context in which backward averages gradients over the ranks only if it is the `last` of an update.
+    """Return a context in which DDP averages gradients over the ranks only if it is the `last` backward of an update.
 
-    A sharded gradient is reduced in every backward, unless the GPU has room for an unsharded one.
+    FSDP reduces them in every backward pass.
     """
-    if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last or not module.keeps_full_gradient)
     return module.no_sync() if hasattr(module, "no_sync") and not last else contextlib.nullcontext()
 
 
@@ -210,7 +196,7 @@ def unsharded(model: torch.nn.Module):
     finally:
         for root in modules[:1]:
             root.reset_iter_state()  # reshards all, and drops the order of forward passes, which differs between ranks
-        for block in getattr(model, "fsdp_blocks", ()):
+        for block in modules[1:]:
             block.set_reshard_after_forward(True, recurse=False)
 
 
