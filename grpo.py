@@ -629,7 +629,7 @@ def main(args: Args) -> None:
     tools = conversations and conversations.schemas
     prompts, eval_prompts = data.load_train_and_eval(args, tokenizer, needs_answer(args), tools)
     ptx_rows = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
-    rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts + eval_prompts, conversations is not None)
+    rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
@@ -648,7 +648,7 @@ def main(args: Args) -> None:
     exact_kl_args = {"reference": reference} if args.kl_estimator == "full" and reference is not None else {}
     kl_in_reward = reference is not None and args.kl_in == "reward"
     kl_in_loss = reference is not None and args.kl_in == "loss"
-    rewards.load_models(args.reward_model_scale, dtype, world.device, autocast, args.micro_batch_tokens, sharding)
+    rewards.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, rollout_world, compute_dtype)

@@ -174,8 +174,9 @@ def main(args: Args) -> None:
     data.check_lengths(args, prompts)
     if world.any(len(prompts) < world.size):  # asked together, so that no rank is gone before the others have joined
         utils.fail(f"--dataset {args.dataset}: has {len(prompts)} prompts for {world.size} processes")
-    rewards = Rewards(args.reward, args.reward_timeout, tokenizer, prompts, conversations is not None)
-    param_dtype, _, compute_dtype, autocast = models.precision(args.precision, world.device)
+    rewards = Rewards(args, tokenizer, prompts, conversations is not None)
+    precision = models.precision(args.precision, world.device)
+    param_dtype, _, compute_dtype, autocast = precision
     model = engine = None
     if args.backend == "vllm":
         from plumbing.rollout.vllm_engine import Engine
@@ -184,7 +185,7 @@ def main(args: Args) -> None:
     else:
         model = models.load_model("--model", args.model, param_dtype, world.device).requires_grad_(False).eval()
         models.check_decodes(f"--model {args.model}", model, "--backend vllm")
-    rewards.load_models(args.reward_model_scale, param_dtype, world.device, autocast, args.micro_batch_tokens)
+    rewards.load_models(args, precision)
 
     # ---- generate and score: this rank's prompts, the n responses to each next to each other ----
     mine = [(place, row, number) for place, row in world.shard(list(enumerate(prompts))) for number in range(n)]
@@ -218,18 +219,14 @@ def main(args: Args) -> None:
         said, tokens = texts, [len(response) for response in responses]
         endings = [{"stop_reason": "stop" if stop else "length"} for stop in stopped]
     by_prompt = lambda items: [items[i : i + n] for i in range(0, len(items), n)]
-    correct, answers, votes_as_text = {}, {}, 0  # {how it is scored: [of each response]}, twice; a number of prompts
+    correct, answers = {}, {}  # {how it is scored: [of each response]}, twice
     judge_of = lambda row: next((name for name in rewards.verifiers if is_scored_by(row, name)), None)
     for judge in dict.fromkeys(filter(None, map(judge_of, prompts))):  # one, unless rows name their sources
         counts = [judge_of(row) == judge and (stop or not args.require_stop) for row, stop in zip(rows, stopped)]
         correct[judge] = [count and score >= 1 for count, score in zip(counts, scores[judge])]
         counted = [text if count else "" for text, count in zip(said, counts)]  # "" does not vote
         if judge == "math":
-            answers[judge], groups = [], by_prompt(counted)
-            for part in parts(len(groups), 64, "vote", world):
-                for group, found in zip(groups[part], rewards.workers.equal_answers(groups[part])):
-                    answers[judge] += map(plain_answer, group) if found is None else found
-                    votes_as_text += found is None
+            answers[judge] = list(map(plain_answer, counted))
         else:
             answers[judge] = [None if judge in NO_ANSWERS else voted_answer(judge, text) for text in counted]
     if all("#### " in str(row["answer"]) for row in prompts):
@@ -251,9 +248,6 @@ def main(args: Args) -> None:
     ]  # fmt: skip
     samples = [sample for group in world.unshard(by_prompt(samples), len(prompts)) for sample in group]
     talks = [talk for group in world.unshard(by_prompt(talks), len(prompts)) for talk in group] if conversations else []
-    votes_as_text = sum(world.all_gather([votes_as_text]))
-    if votes_as_text:
-        utils.warn(f"the answers to {votes_as_text} prompts were compared as text: --reward_timeout passed, or a crash")
 
     # ---- results ----
     # P lists of n, over all prompts or those of one data set, without prompts whose rows name other sources.
@@ -294,7 +288,6 @@ def main(args: Args) -> None:
         "conversations": conversation_metrics(talks),
         "without_answer": {name: sum(row.count(None) for row in rows) / len(rows) / n for name, rows in voted.items()},
         "response_tokens": {"mean": sum(lengths) / len(lengths), "max": max(lengths)},
-        "votes_as_text": votes_as_text,
         "generation": {"seconds": seconds, "tokens_per_second": sum(lengths) / seconds, "ranks": world.size},
         "args": asdict(args),
         "versions": resume.versions(),

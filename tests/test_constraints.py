@@ -1,6 +1,7 @@
 """The reward ifeval: rows as open-instruct and IFEval have them, and responses that follow some constraints."""
 
 import json
+import types
 
 import pytest
 from tiny_models import make_tokenizer
@@ -62,7 +63,7 @@ def test_in_the_worker():
     pytest.importorskip("if_verifiable")
     german = {"instruction_id": ["language:response_language"], "kwargs": [{"language": "de"}]}
     unknown = {"instruction_id": ["no:such"], "kwargs": [{}]}
-    rewards = Rewards(("ifeval",), 30.0, make_tokenizer())
+    rewards = Rewards(types.SimpleNamespace(reward=("ifeval",), timeout=30.0), make_tokenizer())
     rows = [{"prompt": "p", "query": [1], "answer": answer, "columns": {}} for answer in (german, german, unknown)]
     texts = ["Das ist ein ganz gewöhnlicher deutscher Satz.", "This is an ordinary English sentence.", "x"]
     found = rewards.score(rows, texts, [[]] * 3)["ifeval"]

@@ -4,6 +4,7 @@ import logging
 import math
 import re
 import time
+import types
 
 import pytest
 
@@ -397,7 +398,7 @@ def test_a_response_that_hangs_the_checker_is_wrong(monkeypatch):
     """If the reference hangs it, too, there is no score. The rows behind are scored by the process that replaces it."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")  # so that there is one process
     monkeypatch.setitem(verifier.VERIFIERS, "math", verifier.VERIFIERS["math"]._replace(limit=2.0))
-    rewards = Rewards(("math",), 20.0, None)
+    rewards = Rewards(types.SimpleNamespace(reward=("math",), timeout=20.0), None)
     try:
         texts = ["42", r"\boxed{9^{9^9}}", "42", "42", "41"]
         references = ["42", "42", "42", "{" * 240 + "1" + "}" * 240, "42"]

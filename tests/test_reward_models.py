@@ -1,7 +1,7 @@
 """Reward models as sources: token ids where they share the policy's vocabulary, else text by their own template."""
 
-import contextlib
 import math
+import types
 
 import helpers
 import pytest
@@ -53,9 +53,15 @@ def rows_of(texts: list, tokenizer, system_prompt: str) -> list[dict]:
     return rows
 
 
+def load(name: str, policy, rows: list[dict]) -> Rewards:
+    args = types.SimpleNamespace(reward=(name,), timeout=5.0, micro_batch_tokens=100)
+    rewards = Rewards(args, policy, rows)
+    rewards.load_models(args, models.precision("float64", CPU))
+    return rewards
+
+
 def score(name: str, policy, rows: list[dict], texts: list[str]) -> tuple[list[float], str]:
-    rewards = Rewards((name,), 5.0, policy, rows)
-    rewards.load_models("raw", torch.float64, CPU, contextlib.nullcontext, 100)
+    rewards = load(name, policy, rows)
     ids = [[*policy.encode(text), policy.eos_token_id] for text in texts]
     return rewards.score(rows, texts, ids)[name], rewards.sources[name].failure
 
@@ -79,44 +85,38 @@ def test_another_vocabulary_reads_text_by_its_own_template(tmp_path, capsys):
     policy.chat_template = POLICY_TEMPLATE
     name = save(tmp_path / "rm", theirs)
     rows, texts = rows_of(["2+2=", CHAT], policy, "Add."), ["four", "It is 2."]
-    found, failure = score(name, policy, rows, texts)
+    scores, failure = score(name, policy, rows, texts)
     seen = [
         "<bos><turn>user\nAdd.\n\n2+2=<end>\n<turn>model\nfour<end>\n",
         "<bos><turn>user\nAdd.\n\nhi<end>\n<turn>model\nyes?<end>\n<turn>user\n1+1=<end>\n<turn>model\nIt is 2.<end>\n",
     ]
     expected = [direct(name, theirs.encode(text, add_special_tokens=False)) for text in seen]
-    assert found == pytest.approx(expected, rel=1e-9) and abs(expected[0] - expected[1]) > 1e-3 and not failure
-    said = capsys.readouterr()
-    assert said.out == (
-        f"--reward {name}: reads text, by its own chat template, as its vocabulary has {len(theirs)} tokens, that of "
-        f"--model {len(policy)}\n"
-    )
-    assert not said.err
+    assert scores == pytest.approx(expected, rel=1e-9) and abs(expected[0] - expected[1]) > 1e-3 and not failure
+    vocabulary = f"has {len(theirs)} tokens, that of --model {len(policy)}"
+    output = capsys.readouterr()
+    assert output.out == f"--reward {name}: reads text, as its vocabulary {vocabulary}\n" and not output.err
 
 
-def test_another_vocabulary_without_templates(tmp_path, capsys):
+def test_another_vocabulary_without_templates(tmp_path):
     """Prompt and response as they are, and an end token, as reward_model.py trains on them."""
     policy, theirs = make_tokenizer(), other_tokenizer(None)
     name = save(tmp_path / "rm", theirs)
-    found, _ = score(name, policy, rows_of(["2+2=", "é"], policy, ""), ["4", "ü"])
+    scores, _ = score(name, policy, rows_of(["2+2=", "é"], policy, ""), ["4", "ü"])
     expected = [direct(name, [*theirs.encode(text), theirs.eos_token_id]) for text in ("2+2=4", "éü")]
-    assert found == pytest.approx(expected, rel=1e-9)
-    assert "reads text, by its own tokenizer" in capsys.readouterr().out
+    assert scores == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_same_vocabulary_reads_the_token_ids(tmp_path, capsys):
+def test_the_same_vocabulary_reads_the_token_ids(tmp_path):
     """Also where one of the two has a pad token more: a sampled one of the policy's is left out."""
     policy, theirs = make_tokenizer(), make_tokenizer()
     name = save(tmp_path / "rm", theirs)
     policy.add_special_tokens({"pad_token": "[PAD]"})
     assert policy.pad_token_id == len(theirs)
     rows = rows_of(["2+2=", "1+1="], policy, "")
-    rewards = Rewards((name,), 5.0, policy, rows)
-    rewards.load_models("raw", torch.float64, CPU, contextlib.nullcontext, 100)
-    found = rewards.score(rows, ["4", "2"], [[*policy.encode("4"), 1], [policy.pad_token_id, *policy.encode("2"), 1]])
+    responses = [[*policy.encode("4"), 1], [policy.pad_token_id, *policy.encode("2"), 1]]
+    scores = load(name, policy, rows).score(rows, ["4", "2"], responses)
     expected = [direct(name, [*theirs.encode(text), 1]) for text in ("2+2=4", "1+1=2")]
-    assert found[name] == pytest.approx(expected, rel=1e-9)
-    assert capsys.readouterr().out == f"--reward {name}: reads the token ids that --model samples\n"
+    assert scores[name] == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_last_token_of_a_reward_models_vocabulary(tmp_path):
@@ -124,8 +124,8 @@ def test_the_last_token_of_a_reward_models_vocabulary(tmp_path):
     source = ModelSource(save(tmp_path / "rm", make_tokenizer()), policy)
     source.vocabulary = 32  # as a model of fewer tokens than its tokenizer has it
     assert source.try_out([{"query": [3]}] * 2, ["", ""], [[31], [1]]) == ""
-    said = source.try_out([{"query": [3]}] * 2, ["", ""], [[31], [32]])
-    assert said == "cannot read a prompt: token 32 is in it, and the model has 32 tokens"
+    failure = source.try_out([{"query": [3]}] * 2, ["", ""], [[31], [32]])
+    assert failure.endswith(": it holds token 32, and the model has 32 tokens")
 
 
 def test_vocabulary_difference():
@@ -146,7 +146,7 @@ def test_what_another_vocabulary_cannot_read(tmp_path, capsys, case):
     name = save(tmp_path / "rm", other_tokenizer(None if case == "no template" else GEMMA_LIKE))
     rows = rows_of(["2+2="], policy, "")
     with pytest.raises(SystemExit):
-        Rewards((name,), 5.0, policy, [{**row, "messages": None} for row in rows])
+        load(name, policy, [{**row, "messages": None} for row in rows])
     (line,) = capsys.readouterr().err.splitlines()
     says = {"no template": "no chat template to read text by", "prompts that hold a template": "--chat_template none"}
     assert line.startswith(f"error: --reward {name}: ") and says[case] in line
@@ -157,9 +157,9 @@ def test_a_response_that_is_too_long_for_the_model_costs_its_own_score(tmp_path,
     """Of 256 positions."""
     policy = make_tokenizer()
     name = save(tmp_path / "rm", make_tokenizer() if same else other_tokenizer(None))
-    found, failure = score(name, policy, rows_of(["2+2="] * 2, policy, ""), ["4" * 251, "4" * 252])
-    assert [math.isnan(x) for x in found] == [False, True]
-    assert failure == "cannot read a prompt: it makes 257 tokens with its response, and the model has 256 positions"
+    scores, failure = score(name, policy, rows_of(["2+2="] * 2, policy, ""), ["4" * 251, "4" * 252])
+    assert [math.isnan(x) for x in scores] == [False, True]
+    assert failure.endswith(": it has 257 tokens, and the model 256 positions")
 
 
 def test_a_conversation_that_the_template_refuses_costs_its_own_score(tmp_path):
@@ -168,6 +168,6 @@ def test_a_conversation_that_the_template_refuses_costs_its_own_score(tmp_path):
     policy.chat_template = POLICY_TEMPLATE
     name = save(tmp_path / "rm", other_tokenizer(refuses))
     rows = rows_of(["good", "bad", "good"], policy, "")
-    found, failure = score(name, policy, rows, ["a", "a", "a"])
-    assert [math.isnan(x) for x in found] == [False, True, False] and found[0] == pytest.approx(found[2])
+    scores, failure = score(name, policy, rows, ["a", "a", "a"])
+    assert [math.isnan(x) for x in scores] == [False, True, False] and scores[0] == pytest.approx(scores[2])
     assert "refused" in failure

@@ -1,4 +1,4 @@
-"""Functions from users' files that score responses: how one is loaded and called, and how its answer is read.
+"""Functions from users' files that score responses: how one is loaded and called, and how its result is read.
 
 The names of its parameters say in which of three forms a function is called:
 
@@ -43,40 +43,32 @@ def score_by(function: Callable, prompts: list, responses: list[str], ids: list,
     """
     parameters = list(inspect.signature(function).parameters)
     if "solution_str" in parameters:
-        return [as_number(score) for score in scores_one_by_one(function, responses, columns)]
-    if "completions" in parameters or "completion_ids" in parameters:
-        scores = call(function, [], trl_arguments(prompts, responses, ids, columns))
+        scores = [call(function, **verl_arguments(i, response, columns)) for i, response in enumerate(responses)]
+        scores = [score["score"] if isinstance(score, dict) else score for score in scores]
+    elif "completions" in parameters or "completion_ids" in parameters:
+        scores = call(function, **trl_arguments(prompts, responses, ids, columns))
     else:
         others = {name: column for name, column in columns.items() if name not in parameters[:2]}
-        scores = call(function, [prompts, responses], others)
+        scores = call(function, prompts, responses, **others)
     return as_numbers(scores, len(responses))
 
 
-def call(function: Callable, positional: list, named: dict):
-    """Call a function, which may be asynchronous, with those of the named arguments that it takes."""
-    result = function(*positional, **taken(function, positional, named))
+def call(function: Callable, *positional, **named):
+    """Call a function, which may be asynchronous, with those of the named arguments that it accepts."""
+    result = function(*positional, **accepted(function, named))
     if inspect.iscoroutine(result):
-        import asyncio  # a quarter of the time that a worker takes to start, and few functions need it
+        import asyncio  # slow to import, and few functions need it
 
         result = asyncio.run(result)
     return result
 
 
-def taken(function: Callable, positional: list, named: dict) -> dict:
-    """Return those of the named arguments that a function takes.
-
-    Raises:
-        TypeError: if it takes more than it is given.
-    """
-    signature = inspect.signature(function)
-    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    result = {name: value for name, value in named.items() if takes_all or name in signature.parameters}
-    try:
-        signature.bind(*positional, **result)
-    except TypeError as error:
-        there = ", ".join([*("prompts", "responses")[: len(positional)], *named])
-        raise TypeError(f"cannot be called with {there}: {error}") from None
-    return result
+def accepted(function: Callable, named: dict) -> dict:
+    """Return those of the named arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return named
+    return {name: value for name, value in named.items() if name in parameters}
 
 
 def trl_arguments(prompts: list, responses: list[str], ids: list, columns: dict) -> dict:
@@ -95,39 +87,38 @@ def trl_arguments(prompts: list, responses: list[str], ids: list, columns: dict)
     return named | {"completion_ids": ids} if any(ids) else named
 
 
-def scores_one_by_one(function: Callable, responses: list[str], columns: dict) -> list:
-    """Return what verl's compute_score gives each response: a number, or what a dict has under "score"."""
-    scores = []
-    for i, response in enumerate(responses):
-        own = {name: column[i] for name, column in columns.items()}
-        named = {
-            "data_source": own.get("data_source"), "solution_str": response, "ground_truth": own["answer"],
-            "extra_info": own.get("extra_info") or {},
-        }  # fmt: skip
-        result = call(function, [], named)
-        scores.append(result["score"] if isinstance(result, dict) else result)
-    return scores
+def verl_arguments(i: int, response: str, columns: dict) -> dict:
+    """Return what verl calls compute_score with for response number `i`."""
+    row = {name: column[i] for name, column in columns.items()}
+    return {
+        "data_source": row.get("data_source"), "solution_str": response, "ground_truth": row["answer"],
+        "extra_info": row.get("extra_info") or {},
+    }  # fmt: skip
 
 
 def as_numbers(scores, count: int) -> list[float | None]:
-    """Return what a function returned for `count` responses as floats and Nones."""
+    """Return what a function returned for `count` responses as floats and Nones.
+
+    Raises:
+        TypeError, ValueError: for anything but `count` numbers or Nones. Text is not a number.
+    """
     if not isinstance(scores, Iterable) or isinstance(scores, (str, bytes, Mapping, Set)):
-        raise TypeError(f"returned {described(scores)}, not a list of numbers")
+        raise TypeError(f"returned {type(scores).__name__} {str(scores)[:40]!r}, not a list of numbers")
     scores = list(scores)
     if len(scores) != count:
         raise ValueError(f"returned {len(scores)} scores for {count} responses")
-    return [as_number(score) for score in scores]
+    for score in scores:
+        if not (score is None or hasattr(score, "__float__")):
+            raise TypeError(f"gave a response {type(score).__name__} {str(score)[:40]!r}, not a number")
+    return [None if score is None else float(score) for score in scores]
 
 
-def as_number(score) -> float | None:
-    """Return one score as a float, None for None. (Text is no number, also if float() could read it.)"""
-    if score is None:
-        return None
-    if not hasattr(score, "__float__"):
-        raise TypeError(f"gave a response {described(score)}, not a number")
-    return float(score)
+# Until plumbing/turns/tool_worker.py is gone.
+def taken(function: Callable, positional: list, named: dict) -> dict:
+    result = accepted(function, named)
+    inspect.signature(function).bind(*positional, **result)
+    return result
 
 
 def described(value) -> str:
-    """Return the type of a value and how it begins, for a message."""
     return f"{type(value).__name__} {str(value)[:40]!r}"

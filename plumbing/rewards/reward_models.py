@@ -3,7 +3,7 @@
 A model of the policy's vocabulary reads the sampled token ids themselves. Another one reads prompt and response as
 text, through its own tokenizer and chat template, as verl's reward workers do.
 
-Rooms: plumbing/models/loading.py (loading), plumbing/data/prompts.py (text to token ids) and plumbing/rewards/reward_worker.py (`never`).
+Imports plumbing/models/loading.py (loading), plumbing/data/prompts.py (text to token ids) and workers.py (`never`).
 """
 
 import math
@@ -20,7 +20,7 @@ from plumbing.models.loading import (
     stop_token_ids,
     vocabulary_difference,
 )
-from plumbing.rewards.reward_worker import never
+from plumbing.rewards.workers import never
 from utils import World, fail, first_line, micro_batches
 
 
@@ -30,11 +30,11 @@ class ModelSource:
     verifies = False
 
     def __init__(self, name: str, tokenizer):
-        """End the run if `name` is no reward model, or has no way to read what the policy of `tokenizer` writes."""
+        """Exit with code 2 if `name` is not a reward model, or cannot read what the policy of `tokenizer` writes."""
         self.name, self.failure, self.tokenizer = name, "", read_tokenizer("--reward", name)
         config, trained = scalar_config("--reward", name)
         if not trained:
-            fail(f"--reward {name}: is no reward model, as it has no head for a score; reward_model.py makes one of it")
+            fail(f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)")
         self.positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
         self.vocabulary = getattr(config.get_text_config(), "vocab_size", None) or math.inf
         self.difference = vocabulary_difference(tokenizer, self.tokenizer)
@@ -46,32 +46,25 @@ class ModelSource:
             fail(f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by")
 
     def try_out(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> str:
-        """Say how the model reads responses; return why it cannot read these, "" if it can."""
-        way = "reads the token ids that --model samples"
-        if self.difference:
-            by = "chat template" if self.tokenizer.chat_template else "tokenizer"
-            way = f"reads text, by its own {by}, as its vocabulary {self.difference}"
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"--reward {self.name}: {way}", flush=True)
+        """Return why the model cannot read these responses, "" if it can."""
+        if self.difference and int(os.environ.get("RANK", "0")) == 0:
+            print(f"--reward {self.name}: reads text, as its vocabulary {self.difference}", flush=True)
         return "" if all(map(self._sequence, rows, texts, responses)) else self.failure
 
-    def load(self, scale: str, dtype: torch.dtype, device: torch.device, autocast, token_budget: int, sharding) -> None:
+    def load(self, args, precision, sharding=None) -> None:
         """Load the model.
 
         Args:
-            scale: "raw" scores, "centred" by the mean that the model's config carries, or "standardized" by its mean
-                and standard deviation.
-            autocast: a function that returns the context to compute in. token_budget: of a forward pass.
-            sharding: a plumbing.models.sharding.Sharding; None for a model that is kept in one piece.
+            args: --micro_batch_tokens. precision: a plumbing.models.loading.Precision.
+            sharding: a plumbing.models.sharding.Sharding; None for a model in one piece on this process's device.
         """
-        self.device, self.autocast, self.token_budget = device, autocast, token_budget
-        sharded = sharding is not None and sharding.shards_reward_models
-        self.world = sharding.world if sharded else World(0, 1, device)  # of the ranks that pass forward together
-        self.model, _ = load_scalar_model("--reward", self.name, dtype, sharding.load_device if sharded else device)
-        mean, std = (getattr(self.model.model.config, key, None) for key in ("score_mean", "score_std"))
-        self.shift, self.divisor = {"raw": (0.0, 1.0), "centred": (mean, 1.0), "standardized": (mean, std)}[scale]
-        if self.shift is None or not self.divisor:
-            fail(f"--reward_model_scale {scale}: the config of {self.name} has no score_mean or no score_std above 0")
+        self.autocast, self.token_budget = precision.autocast, args.micro_batch_tokens
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.world = World(0, 1, self.device)  # the ranks that make forward passes together
+        load_device = self.device
+        if sharding is not None and sharding.shards_reward_models:
+            self.world, load_device = sharding.world, sharding.load_device
+        self.model, _ = load_scalar_model("--reward", self.name, precision.param_dtype, load_device)
         self.model.requires_grad_(False)
         if sharding is not None:
             sharding.shard(self.model, reward_model=True)
@@ -87,7 +80,7 @@ class ModelSource:
         for batch in batches + [[]] * (most - len(batches)):
             chosen = [readable[place] for place in batch]
             for i, score in zip(chosen, self._forward([sequences[i] for i in chosen] or [[0, 0]])):
-                scores[i] = (score - self.shift) / self.divisor if math.isfinite(score) else math.nan
+                scores[i] = score if math.isfinite(score) else math.nan
         if not self.failure and any(map(math.isnan, scores)):
             self.failure = "its score is not finite"
         return scores
@@ -98,13 +91,11 @@ class ModelSource:
             ids = self._read_text(row, text) if self.difference else row["query"] + response
             ids = [token for token in ids if token not in self.unknown]
             if max(ids) >= self.vocabulary:
-                raise ValueError(f"token {max(ids)} is in it, and the model has {self.vocabulary} tokens")
+                raise ValueError(f"it holds token {max(ids)}, and the model has {self.vocabulary} tokens")
             if len(ids) > self.positions:
-                raise ValueError(
-                    f"it makes {len(ids)} tokens with its response, and the model has {self.positions} positions"
-                )
-        except Exception as error:  # templates are programs of their own and raise whatever they like
-            self.failure = f"cannot read a prompt: {first_line(error)}"
+                raise ValueError(f"it has {len(ids)} tokens, and the model {self.positions} positions")
+        except Exception as error:  # templates raise exceptions of any type
+            self.failure = f"cannot read a response with its prompt: {first_line(error)}"
             return []
         return ids
 
@@ -114,8 +105,8 @@ class ModelSource:
             return [*encode_text("the prompt", row["prompt"] + text, self.tokenizer), self.stop_id]
         if row["messages"] is None:
             raise ValueError("its text may hold a chat template already, as with --chat_template none")
-        shown = conversation_text(self.tokenizer, [*row["messages"], {"role": "assistant", "content": text}])
-        return encode_text("the prompt", shown, self.tokenizer, special=False)  # the template has written them
+        conversation = conversation_text(self.tokenizer, [*row["messages"], {"role": "assistant", "content": text}])
+        return encode_text("the prompt", conversation, self.tokenizer, special=False)  # the template has written them
 
     def _forward(self, sequences: list[list[int]]) -> list[float]:
         """Return the model's output at the last token of each sequence."""

@@ -18,7 +18,7 @@ from transformers.generation import logits_process
 
 import utils
 from plumbing.models.sharding import model_device, unsharded
-from plumbing.rewards.sources import Rewards, is_scored_by, one_score
+from plumbing.rewards.sources import Rewards
 from plumbing.turns.conversations import Conversation, Conversations
 
 
@@ -236,9 +236,6 @@ def rollout(
     gathered = world.unshard(list(zip(responses, texts, values, talks, *scores.values())), len(rows))
     responses, texts, values, talks, *columns = map(list, zip(*gathered))
     rows, scores = [talk.row for talk in talks] if conversations else rows, dict(zip(scores, columns))
-    for name in rewards.models:
-        sequences = [[is_scored_by(row, name), *row["query"], *response] for row, response in zip(rows, responses)]
-        scores[name] = one_score(sequences, scores[name])
     if conversations:
         scores = dict(zip(scores, conversations.leave_out_failed(talks, list(scores.values()))))
     padded = lambda rows: pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
