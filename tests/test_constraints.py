@@ -7,8 +7,8 @@ import pytest
 from tiny_models import make_tokenizer
 
 from plumbing.data.prompts import prompt_and_answer
-from plumbing.rewards.verifiers import constraints_of, ifeval
 from plumbing.rewards.sources import Rewards
+from plumbing.rewards.verifiers import constraints_of, ifeval
 
 BOTH = {
     "instruction_id": ["punctuation:no_comma", "length_constraints:number_words"],
