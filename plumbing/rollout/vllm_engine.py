@@ -1,7 +1,6 @@
-"""vLLM in the training process (--rollout_backend vllm); plumbing/rollout/engines.py says what an engine offers.
+"""vLLM in the training process (--rollout_backend vllm).
 
-Imports plumbing.rollout.engines (responses and turns),
-plumbing.models.lora (weights by name) and plumbing.models.loading (configurations).
+Imports plumbing.rollout.vllm_sampling (responses and turns) and plumbing.models.lora (weights by name).
 """
 
 import asyncio
@@ -12,67 +11,64 @@ from typing import Callable
 
 import torch
 
-from plumbing.models.loading import load_config
 from plumbing.models.lora import base_weights, merged
-from plumbing.rollout.engines import VllmSampling
-from utils import World, fail, first_line, set_num_threads
+from plumbing.rollout.vllm_sampling import Response, VllmSampling
+from utils import World, fail, first_line
 
-PREFILL_TOKENS = 65_536  # of prompts at once, on a CPU; at least one whole prompt has to fit
+CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
+    "enforce_eager": True,
+    "enable_chunked_prefill": False,  # it would turn back a seeded request's generator, which a CPU's cannot do
+    "max_num_batched_tokens": 65_536,
+    "block_size": 32,  # only whole blocks of a conversation are found in the cache
+}
 
 
 class Engine(VllmSampling):
     """vLLM's engine in this process: one a rank, or one for --vllm_tensor_parallel neighbouring ranks.
 
-    Ranks that share an engine have to make the same calls. The weights are random until the first `sync`, unless
-    `load_format` is "auto": then they are those of --model.
-
-    Attributes:
-        asleep: whether its GPU memory is freed at the moment. freed_gb: GB that the last `sleep` freed.
-        synced: bytes of weights that the last `sync` gave to it. failure: see plumbing/rollout/engines.py.
+    Ranks that share an engine have to make the same calls.
     """
 
     def __init__(self, args, world: World, compute_dtype: torch.dtype | None, load_format: str = "dummy"):
-        """Start the engine, which computes in `compute_dtype` (None: float32); end the run if it does not start."""
+        """Start the engine, or exit with code 2.
+
+        Args:
+            compute_dtype: of its matrix products; None: float32.
+            load_format: "dummy" for random weights until the first `sync`, "auto" for those of --model.
+        """
         # An engine in a process of its own could not be given the trainer's tensors without copies.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if world.size % args.vllm_tensor_parallel:
-            fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: has to divide the number of ranks, {world.size}")
-        self.on_cpu = not torch.cuda.is_available()
-        experts = getattr(load_config("--model", args.model), "num_experts_per_tok", 0)
-        if self.on_cpu and experts and load_format == "dummy":  # its reload leaves them as they were (0.32.0)
-            fail(
-                f"--rollout_backend vllm: on a CPU, vLLM takes no new weights of experts, as {args.model} has; take hf"
-            )
+            fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: must divide the number of ranks, {world.size}")
         import vllm
         from vllm.platforms import current_platform
 
+        on_gpu = torch.cuda.is_available()
         # A prefetched rollout samples while the step trains, when a synchronous engine would sleep.
         self.can_sleep = current_platform.is_sleep_mode_available() and not args.async_steps
-        self.asleep, self.freed_gb, self.synced, self.failure = False, 0.0, 0, ""
+        self.asleep = False
         self.is_shared = args.vllm_tensor_parallel > 1
         self.numbers = itertools.count()  # of the requests
         self.waiting: dict[str, asyncio.Future] = {}  # requests under way
         self.stepping: asyncio.Task | None = None  # what serves them
-        cache_gb = args.kv_cache_gb or (1.0 if self.on_cpu else torch.cuda.mem_get_info()[1] / 4e9)
+        cache_gb = args.kv_cache_gb or (torch.cuda.mem_get_info()[1] / 4e9 if on_gpu else 1.0)
         # Where kv_cache_memory_bytes is given, gpu_memory_utilization is only what has to be free at the start.
-        settings, length = {"gpu_memory_utilization": 0.1}, args.max_prompt_length + args.max_response_length
-        if self.on_cpu:  # a prefill in chunks would turn a seeded request's generator back, which a CPU's cannot do
-            settings = {"enforce_eager": True, "enable_chunked_prefill": False}
-            settings["max_num_batched_tokens"] = max(PREFILL_TOKENS, length)
-            settings["block_size"] = 32  # not 128: only whole blocks of a conversation are found in the cache
+        settings = {"gpu_memory_utilization": 0.1} if on_gpu else dict(CPU_SETTINGS)
         if self.can_sleep:
             settings["enable_sleep_mode"] = True
         if "RANK" in os.environ:
             settings["distributed_executor_backend"] = "external_launcher"
+        if not on_gpu:
+            torch.compiler.set_stance("force_eager")  # vLLM would compile for 20 s and gain nothing
         # Rollout and training overlap on a GPU only if their kernels are not queued in the same stream.
-        self.stream = torch.cuda.Stream() if args.async_steps and not self.on_cpu else None
-        threads, local_size = torch.get_num_threads(), os.environ.get("LOCAL_WORLD_SIZE")
+        self.stream = torch.cuda.Stream() if args.async_steps and on_gpu else None
+        threads = torch.get_num_threads()
         try:
             with self._on_stream():  # vLLM goes on with the stream that is current here
                 self.llm = vllm.LLM(
                     args.model, dtype=compute_dtype or torch.float32, load_format=load_format, generation_config="vllm",
-                    max_model_len=length, seed=args.seed,
+                    max_model_len=args.max_prompt_length + args.max_response_length, seed=args.seed,
                     max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache_gb * 1e9),
                     logprobs_mode="processed_logprobs", disable_log_stats=True,
                     tensor_parallel_size=args.vllm_tensor_parallel, **settings,
@@ -80,13 +76,9 @@ class Engine(VllmSampling):
         except (OSError, ValueError, RuntimeError) as error:
             why = " ".join(str(error).split())[:300]  # all lines: vLLM's first one is only a heading
             fail(f"--model {args.model}: vLLM does not start with it: {why}")
-        set_num_threads(threads)  # LLM() on a CPU leaves one thread, and puts a no-op in place of torch.set_num_threads
-        if local_size is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = local_size  # LLM() overwrites it
-        share = f", one for {args.vllm_tensor_parallel} ranks" if args.vllm_tensor_parallel > 1 else ""
-        memory = "which is freed while training" if self.can_sleep else "which stays (this backend cannot sleep)"
-        memory = "which stays (rollout and training overlap)" if args.async_steps else memory
-        self.about = f"vLLM {vllm.__version__} in this process{share}, with a cache of {cache_gb:.3g} GB, {memory}"
+        torch.set_num_threads(threads)  # LLM() leaves one, too few for an optimizer on the CPU (--shard fsdp_offload)
+        memory = ", freed while training" if self.can_sleep else ""
+        self.about = f"vLLM {vllm.__version__} in this process, with a cache of {cache_gb:.3g} GB{memory}"
 
     @contextlib.contextmanager
     def _on_stream(self):
@@ -102,10 +94,6 @@ class Engine(VllmSampling):
             yield
         self.stream.synchronize()
 
-    def _eager_on_cpu(self):
-        """Return a context without torch.compile on a CPU, where vLLM would compile for 20 s and gain nothing."""
-        return torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
-
     @contextlib.contextmanager
     def _errors_as_failure(self):
         """Keep the line of what vLLM raises first in `failure`."""
@@ -114,9 +102,7 @@ class Engine(VllmSampling):
         except Exception as error:  # of any type
             self.failure = self.failure or f"vLLM failed ({type(error).__name__}: {first_line(error)})"
 
-    async def _complete(
-        self, query: list[int], settings: dict, interrupted: Callable
-    ) -> tuple[list[int], list[float]] | None:
+    async def _complete(self, query: list[int], settings: dict, interrupted: Callable) -> Response | None:
         """Return what vLLM samples after `query`; None if interrupted or failed.
 
         Ranks that share an engine do not ask `interrupted`: all of them have to make every step.
@@ -139,10 +125,10 @@ class Engine(VllmSampling):
         return list(output.token_ids), logprobs
 
     async def _step(self, interrupted: Callable) -> None:
-        """Make vLLM's steps while a request waits; after each step, let go on who got a response."""
+        """Make vLLM's steps while a request waits; after each step, resume the tasks whose responses are complete."""
         engine = self.llm.llm_engine
         try:
-            with self._errors_as_failure(), self._eager_on_cpu(), self._on_stream():
+            with self._errors_as_failure(), self._on_stream():
                 while self.waiting and not self.failure and (self.is_shared or not interrupted()):
                     for output in engine.step():
                         if output.finished:
@@ -156,7 +142,7 @@ class Engine(VllmSampling):
 
     def _answer(self, number: str, output) -> None:
         future = self.waiting.pop(number)
-        if not future.done():  # it is, where who waits has been cancelled
+        if not future.done():  # its task may have been cancelled
             future.set_result(output)
 
     def sync(self, model: torch.nn.Module) -> None:
@@ -174,17 +160,12 @@ class Engine(VllmSampling):
             self.asleep = False
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("it did not drop its prefix cache, which is of the old weights")
-        for _ in full_tensors:  # what is left after an error, as the other ranks gather it, too
+        for _ in full_tensors:  # after an error: the other ranks gather the rest
             pass
         self.synced = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in weights)
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache until the next `sync`, if this platform can."""
         if self.can_sleep:
-            free, _ = torch.cuda.mem_get_info()
             self.llm.sleep(level=2)
-            self.asleep, self.freed_gb = True, (torch.cuda.mem_get_info()[0] - free) / 1e9
-
-    def metrics(self) -> dict[str, float]:
-        """Return the size of the last sync in GB."""
-        return {"rollout/sync_gb": self.synced / 1e9}
+            self.asleep = True
