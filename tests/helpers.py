@@ -5,7 +5,6 @@ each is a real process with its own signals and exit code. `start` can make such
 n-th call of any function, which hits a phase of the training exactly, where a sleep would only hit it mostly.
 """
 
-import asyncio
 import atexit
 import contextlib
 import faulthandler
@@ -54,31 +53,6 @@ REWARD = """
 def score(prompts, responses, **columns):
     return [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
 """
-
-
-OBSERVATION = [40, 41, 42, 43, 44]  # what an environment says after each turn of `converse`
-
-
-def converse(engine, queries, seeds, stop_ids, args, waits=(), interrupted=lambda: False, turns=4, length=8):
-    """Conversations side by side: [(query, turn, log-probs) or None] of each, made of its query and its seed alone.
-
-    `waits` are the seconds before each turn of a conversation.
-    """
-
-    async def conversation(query: list[int], seed: int, wait: float) -> list[tuple | None]:
-        said = []
-        for number in range(turns):
-            await asyncio.sleep(wait)
-            turn = await engine.sample(query, 1000 * seed + number, length, stop_ids, args, interrupted)
-            said.append(None if turn is None else (query, *turn))
-            query = query if turn is None else query + turn[0] + OBSERVATION
-        return said
-
-    async def conversations() -> list:
-        return await asyncio.gather(*map(conversation, queries, seeds, waits or [0.0] * len(queries)))
-
-    return asyncio.run(conversations())
-
 
 # Shows the names of tools, and writes calls as Qwen's does.
 CHAT_TEMPLATE = """
@@ -284,6 +258,11 @@ def _server() -> multiprocessing.context.ForkServerContext:
     """The context of which a process is forked from the server of PRELOADED."""
     forkserver.connect_to_new_process = _fork_server(*PRELOADED).connect_to_new_process
     return multiprocessing.get_context("forkserver")
+
+
+# What vLLM's CPU build needs; on GPUs, scripts/vllm_server.py needs nothing of this.
+SERVER_ON_CPU = ["--", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "65536"]
+VLLM_ON_CPU = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import gc
 
+import gloo_transfer  # noqa: F401  # servers and runs of the tests send weights between CPUs
 import vllm.distributed.elastic_ep.elastic_execute  # what an engine imports as it starts
 import vllm.entrypoints.launchers.api_server.entry  # and what a server of vLLM does
 import vllm.entrypoints.llm
