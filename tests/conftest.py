@@ -11,6 +11,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts"), os.path.join(ROOT, "assets")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: no test waits for a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported; vLLM on a CPU requires it
 
 
 def pytest_configure(config):

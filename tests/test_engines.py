@@ -1,12 +1,12 @@
 """What a run does with an engine that works no more, whatever the engine: the step is saved, and one line says why."""
 
+import importlib.util
 import types
 
 import evaluate
 import helpers
 import pytest
 import torch
-import transformers
 from helpers import metrics_of, run_here, steps_of
 
 import grpo
@@ -63,11 +63,30 @@ def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsy
             assert metrics_of(stopped) == metrics_of(straight)
 
 
-def test_experts_are_not_for_vllm_on_a_cpu(tmp_path, capsys):
-    transformers.AutoConfig.for_model("qwen2_moe").save_pretrained(tmp_path)
-    with pytest.raises(SystemExit):
-        vllm_engine.Engine(grpo.Args(model=str(tmp_path)), utils.World(0, 1, torch.device("cpu")), None)
-    assert capsys.readouterr().err.startswith("error: --rollout_backend vllm: on a CPU, vLLM takes no new weights")
+@pytest.mark.parametrize("installed, gpu, changes, expected", [
+    (True, True, {}, "vllm"), (False, True, {}, "hf"), (True, False, {}, "hf"),
+    (True, True, {"temperature": 2.5}, "hf"), (True, True, {"precision": "float64"}, "hf"),
+    (True, True, {"rollout_backend": "hf"}, "hf"),
+    (True, False, {"rollout_backend": "vllm"}, "vllm"),
+    (False, True, {"rollout_backend": "vllm"}, "--rollout_backend vllm: vLLM is not installed"),
+    (True, True, {"rollout_backend": "vllm", "temperature": 2.5}, "--temperature 2.5: vLLM requires at most 2"),
+    (True, True, {"rollout_backend": "server", "precision": "float64"}, "does not compute with --precision float64"),
+    (True, True, {"rollout_backend": "hf", "async_steps": 1}, "--async_steps 1: requires --rollout_backend vllm or"),
+])  # fmt: skip
+def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, capsys):
+    """auto is vLLM on a GPU where it is installed and can do what the flags ask."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(vllm_engine, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
+    choose = lambda: engines.rollout_engine(grpo.Args(**changes), utils.World(0, 1, torch.device("cpu")), None)
+    if expected in ("vllm", "hf"):
+        assert (choose() is not None) == (expected == "vllm")
+        printed = {"vllm": "rollout: the engine\n", "hf": "rollout: transformers\n"}[expected]
+        assert capsys.readouterr().out == printed
+    else:
+        with pytest.raises(SystemExit):
+            choose()
+        assert expected in capsys.readouterr().err
 
 
 def test_a_failure_ends_an_evaluation(capsys):

@@ -19,7 +19,7 @@ import utils
 from grpo import Args, Policy, generate
 from plumbing.data import prompts
 from plumbing.models import loading as models
-from plumbing.rollout import engines, vllm_engine
+from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Experience, join, pad_rows, rollout
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
@@ -747,18 +747,3 @@ def test_disagreement_of_rollout_and_trainer_is_warned_of(difference, staleness,
     engines.watch_agreement({**metrics, "rollout/prob_diff_mean": math.nan})
     err = capsys.readouterr().err
     assert err.startswith("warning: step 3: ") == warned and err.count("\n") == warned
-
-
-@pytest.mark.parametrize("installed, gpu, changes, expected", [
-    (True, True, {}, "vllm"), (False, True, {}, "hf"), (True, False, {}, "hf"),
-    (True, True, {"temperature": 2.5}, "hf"), (True, True, {"precision": "float64"}, "hf"),
-    (True, True, {"rollout_backend": "hf"}, "hf"),
-])  # fmt: skip
-def test_auto_takes_vllm_on_a_gpu_where_it_is_installed(installed, gpu, changes, expected, monkeypatch, capsys):
-    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: installed or None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(vllm_engine, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
-    engine = engines.rollout_engine(Args(**changes), utils.World(0, 1, CPU), None)
-    assert (engine is not None) == (expected == "vllm")
-    said = {"vllm": "rollout: the engine", "hf": "rollout: transformers"}[expected]
-    assert capsys.readouterr().out.startswith(said)

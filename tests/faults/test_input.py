@@ -31,7 +31,7 @@ FLAGS = {  # of a command that would run; what follows them counts
     "reward_model": "--model model --dataset pairs.jsonl --system_prompt= --batch_size 4 --eval_every 0",
     "evaluate": "--model model --dataset data.jsonl --reward exact --system_prompt= --samples 2 --k 1 2",
     "reward_server": "--reward math --port 0",
-    "vllm_server": "--model model --port 0",
+    "vllm_server": "--model model",
     "plot": "",
 }
 FUNCTION = 'def f(a: int) -> int:\n    """Do it.\n\n    Args:\n        a: A number.\n    """\n    return a\n'
@@ -293,8 +293,7 @@ COMMANDS = {
     "reward_server --port 65536": "--port: has to be between 0 and 65535, not 65536",
     "reward_server --host größe☃": "--host größe☃ --port 0: cannot listen there",
     "reward_server --reward imports.py:f": "--reward imports.py:f: ",
-    "vllm_server --model=": "--model : no model could be loaded from it",
-    "vllm_server --model data.jsonl": "--model data.jsonl: no model could be loaded from it",
+    "vllm_server --host 0.0.0.0": "--host 0.0.0.0: other machines can reach this address",
     "vllm_server --port 1e3": "--port: has to be a whole number, not 1e3",
     "vllm_server --tensor_parralel 2": "--tensor_parralel: there is no such flag; did you mean --tensor_parallel?",
     "plot none": "none: has no metrics.jsonl with a whole line",
