@@ -444,7 +444,7 @@ def test_no_path_of_one_machine():
 
 
 OPTIONAL = {"vllm", "wandb", "matplotlib", "peft", "datasets", "reasoning_gym"}  # take seconds, or are not installed
-OPTIONAL_ROOMS = {"vllm_engine", "vllm_servers", "vllm_worker"}
+OPTIONAL_ROOMS = {"vllm_engine", "vllm_servers"}
 OPTIONAL_ROOMS |= {"hub", "model_card", "sandbox", "sandbox_server", "sandbox_limits"}
 
 
