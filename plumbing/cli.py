@@ -280,9 +280,6 @@ class RolloutArgs(SamplingArgs):
         ),
         "--async_steps 1 requires --vllm_tensor_parallel 1: ranks that share an engine would meet in it and in "
         "training at once": lambda a: a.vllm_tensor_parallel == 1 or not a.async_steps,
-        "--temperature must be at most 2 with vLLM (--rollout_backend)": lambda a: (
-            a.rollout_backend not in ("vllm", "server") or a.temperature <= 2
-        ),
     }
     WARNINGS = {
         "--top_p, --repetition_penalty and --min_response_length bias the ratio: they change the distribution that is "

@@ -17,13 +17,15 @@ private network, such as the cluster's. On a loopback without a key, every user 
 
 import os
 import sys
-from dataclasses import dataclass
 from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing import command_line
-from plumbing.flags import NonNegativeFloat, NonNegativeInt, Port, PositiveInt
+from plumbing import cli
+from plumbing.cli import NonNegativeFloat, Port
 from plumbing.http import require_key
 
 
@@ -81,4 +83,4 @@ def main(args: Args, others: list[str]) -> None:
 if __name__ == "__main__":
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
-    main(command_line.parse_ungrouped(Args, words[:end]), words[end + 1 :])
+    main(cli.parse(Args, words[:end]), words[end + 1 :])
