@@ -1,23 +1,19 @@
-"""Where a run goes on (plumbing/run/resume.py): which flags may change, damaged files, older checkpoints, the lock; a full
-disk; signals before the first step."""
+"""Where a run begins (plumbing/run/resume.py): its checkpoint, changed flags, the lock, other models; whole folders."""
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import helpers
 import pytest
-from helpers import folder_of, metrics_of, read_lines, run, run_here, same_weights, steps_of
+from helpers import folder_of, metrics_of, read_lines, run_here, same_weights, steps_of
 
 import grpo
-import ppo
-import reward_model
-import rloo
 import utils
 from plumbing.run import files, resume
 
@@ -32,197 +28,98 @@ def args_of(folder: Path, **changes) -> grpo.Args:
 def folder(tmp_path) -> Path:
     """Two checkpoints, three rows, args.json."""
     folder = tmp_path / "run"
-    for step in (2, 4):
-        path = folder / "checkpoints" / f"step_{step}"
-        (path / "critic").mkdir(parents=True)
-        (path / "model.safetensors").write_bytes(bytes(range(256)) * 100)
-        (path / "critic" / "model.safetensors").write_bytes(b"critic")
-        (path / files.CHECKSUMS).write_text(json.dumps(files.checksums(str(path))))
-    (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 4}\n')
-    (folder / "samples.jsonl").write_text('{"step": 2}\n{"step": 4}\n{"ste')
-    facts = {
-        "args": resume.as_json(args_of(folder, resume=False)),
-        "script": "grpo.py",
-        "history": [{"after_step": 1, "changes": {}}],
-    }
+    for step in (2, 10):
+        (folder / "checkpoints" / f"step_{step}").mkdir(parents=True)
+    (folder / "checkpoints" / "step_abc").mkdir()  # somebody else's
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 10}\n')
+    (folder / "samples.jsonl").write_text('{"step": 2}\n{"step": 11}\n{"ste')
+    facts = {"args": resume.as_json(args_of(folder, resume=False)), "script": "grpo.py", "run_id": "abc"}
     (folder / "args.json").write_text(json.dumps(facts))
     return folder
 
 
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != resume.LOCK}
+def refusal(capsys, folder: Path, **changes) -> str:
+    """Return the line with which a resume is refused, which changes nothing."""
+    content = lambda: {str(path): path.read_bytes() for path in folder.rglob("*.json*")}
+    before = content()
+    with pytest.raises(SystemExit) as end:
+        resume.find_origin(args_of(folder, **changes), "grpo.py")
+    assert end.value.code == 2 and content() == before
+    return helpers.refusal(capsys.readouterr().err)
 
 
-@pytest.fixture
-def refused(folder, capsys):
-    """The one line that a resume ends with, before which nothing is changed."""
-
-    def line(script: str = "grpo.py", **changes) -> str:
-        before = content(folder)
-        with pytest.raises(SystemExit) as end:
-            resume.find(args_of(folder, **changes), script)
-        said = capsys.readouterr()
-        assert end.value.code == 2 and content(folder) == before and not said.out
-        error = said.err.splitlines()[-1]
-        assert error.startswith("error: ") and said.err.count("error: ") == 1, said.err
-        return error
-
-    return line
+def test_the_newest_checkpoint_and_what_has_changed(folder):
+    origin = resume.find_origin(args_of(folder, seed=2, reward=("gsm8k", "format")), str(utils.ROOT) + "/rloo.py")
+    assert origin.checkpoint == str(folder / "checkpoints" / "step_10") and origin.run_id == "abc"
+    changes = {"seed": (1, 2), "reward": (["math"], ["gsm8k", "format"]), "script": ("grpo.py", "rloo.py")}
+    assert origin.changes == changes
+    resume.open_folder(origin, args_of(folder, seed=2), "grpo.py", 1, 10)
+    assert [row["step"] for row in read_lines(folder / "metrics.jsonl")] == [0, 2]  # that of step 10 is in it
+    assert [row["step"] for row in read_lines(folder / "samples.jsonl")] == [2]
+    assert files.read_args(str(folder))["args"]["seed"] == 2 and files.read_args(str(folder))["run_id"] == "abc"
 
 
-OTHER_RUNS = {
-    "seed": 2, "model": "other", "dataset": "arithmetic", "rollout_batch_size": 32, "group_size": 4,
-    "mini_batch_size": 64, "loss": "dapo", "kl_coef": 0.1, "temperature": 0.9, "max_response_length": 10,
-    "reward": ("gsm8k", "format"), "system_prompt": "", "precision": "bf16", "eval_dataset": "x.jsonl",
-}  # fmt: skip
-SAME_RUN = {
-    "total_episodes": 999, "learning_rate": 1e-3, "save_every": 1, "log_samples": 1, "track": True, "eval_every": 1,
-    "micro_batch_tokens": 9, "shard": "fsdp", "max_skipped_updates": 9, "rollout_servers": ("http://a",),
-    "stop_after_step": 3,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", OTHER_RUNS)
-def test_a_flag_that_makes_another_run_of_it(refused, folder, name):
-    line = refused(**{name: OTHER_RUNS[name]})
-    assert f"--{name} " in line and "(was " in line and "--resume_with_changes" in line
-    origin = resume.find(args_of(folder, resume_with_changes=True, **{name: OTHER_RUNS[name]}), "grpo.py")
-    assert origin.checkpoint.endswith("step_4") and name in origin.changes
-
-
-def test_how_values_are_said(refused):
-    line = refused(reward=("gsm8k", "format"), system_prompt="")
-    assert "--reward gsm8k format (was math)" in line and '--system_prompt "" (was Please' in line
-
-
-def test_flags_that_may_change(folder):
-    """They are taken, and known for args.json's history."""
-    origin = resume.find(args_of(folder, **SAME_RUN), "grpo.py")
-    assert {name: now for name, (_, now) in origin.changes.items()} == json.loads(json.dumps(SAME_RUN))
-    assert origin.changes["learning_rate"] == [1e-6, 1e-3] and len(origin.history) == 1
-
-
-def test_every_flag_that_may_change_exists():
-    fields = {name for module in (grpo, rloo, ppo, reward_model) for name in module.Args.__dataclass_fields__}
-    assert resume.MAY_CHANGE <= fields
-
-
-def test_another_script_or_adapter(refused, folder):
-    assert "rloo.py (was grpo.py)" in refused("rloo.py")
-    assert resume.find(args_of(folder, resume_with_changes=True), "my_grpo.py").checkpoint
-    assert "--lora_rank 4: the run to resume has 0" in refused(lora_rank=4, resume_with_changes=True)
-
-
-def test_args_of_an_older_version(folder):
-    """A flag that it did not have counts as its default; one that is gone does not matter."""
-    facts = json.loads((folder / "args.json").read_text())
-    del facts["args"]["overlong_buffer"], facts["history"]
-    (folder / "args.json").write_text(json.dumps({**facts, "args": {**facts["args"], "gone": 3}}))
-    assert not resume.find(args_of(folder), "grpo.py").changes
-
-
-@pytest.mark.parametrize("text", [None, "", '{"args": ', "[1]", '{"args": 3}', '"args"'])
-def test_args_that_are_damaged(refused, folder, text):
-    (folder / "args.json").unlink() if text is None else (folder / "args.json").write_text(text)
-    assert f"{folder}/args.json" in refused()
-    assert resume.find(args_of(folder, resume_with_changes=True), "grpo.py").checkpoint.endswith("step_4")
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-@pytest.mark.parametrize("row", ['{"step": 1', "\x00\x00", '{"loss": 1}', "3", '{"step": "1"}'])
-def test_a_broken_line(refused, folder, name, row):
-    (folder / name).write_text('{"step": 0}\n' + row + '\n{"step": 2}\n')
-    assert f"error: {folder}/{name} line 2: " in refused()
-
-
-def test_rows_without_a_checkpoint_are_not_erased(refused, folder):
+def test_what_a_resume_refuses(folder, capsys):
+    assert "exists; continue it with --resume" in refusal(capsys, folder, resume=False)
+    for name in ("metrics.jsonl", "args.json"):
+        before = (folder / name).read_text()
+        (folder / name).write_text('{"step": 1\n{"step": 2}\n')
+        assert str(folder) in refusal(capsys, folder)
+        (folder / name).write_text(before)
     shutil.rmtree(folder / "checkpoints")
-    assert "4 steps but has no checkpoint" in refused(save_every=4)
-    (folder / "metrics.jsonl").write_text("")
-    (folder / "final").mkdir()
-    assert "no checkpoint" in refused()
+    assert "has 10 steps and no checkpoint" in refusal(capsys, folder, save_every=10)
+    (folder / "final").mkdir()  # never wipe a finished run
+    assert "no checkpoint" in refusal(capsys, folder, save_every=0)
     (folder / "final").rmdir()
-    (folder / "metrics.jsonl").write_text('{"step": 0}\n')  # killed in its first step
-    assert resume.find(args_of(folder), "grpo.py").checkpoint is None
+    assert resume.find_origin(args_of(folder), "grpo.py").checkpoint is None
+    assert "was killed before its first checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("save_every", [0, 5])
-def test_a_run_that_was_killed_before_its_first_checkpoint(refused, folder, capsys, save_every):
-    shutil.rmtree(folder / "checkpoints")
-    assert "--seed 2 (was 1)" in refused(save_every=save_every, seed=2)
-    resume.locks.clear()
-    origin = resume.find(args_of(folder, save_every=save_every), "grpo.py")
-    assert origin.checkpoint is None and "its 4 steps are run again" in capsys.readouterr().err
-    resume.open_folder(origin, "grpo.py", 1, 0)
-    assert metrics_of({"output_dir": str(folder.parent), "run_name": folder.name}) == []
+def test_a_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit):
+        resume.find_origin(args_of(tmp_path / "file" / "run"), "grpo.py")
+    assert helpers.refusal(capsys.readouterr().err).startswith(f"error: --output_dir {tmp_path / 'file'}: ")
 
 
-DAMAGES = {
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "flipped": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 4])),
-    "missing": Path.unlink,
-    "empty": lambda path: path.write_bytes(b""),
-}
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "critic/model.safetensors", files.CHECKSUMS])
-@pytest.mark.parametrize("harm", DAMAGES)
-def test_the_checkpoint_before_a_damaged_one(refused, folder, capsys, name, harm):
-    newest, older = (folder / "checkpoints" / f"step_{step}" for step in (4, 2))
-    DAMAGES[harm](newest / name)
-    origin = resume.find(args_of(folder), "grpo.py")
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ") and f"{newest / name} " in line
-    assert origin.checkpoint == str(older) and origin.damaged == [str(newest)]
-    DAMAGES[harm](older / name)
-    assert f"{older / name} " in refused()
-
-
-def test_a_folder_of_somebody_else_is_no_checkpoint(folder):
-    (folder / "checkpoints" / "step_abc").mkdir()
-    assert resume.find(args_of(folder), "grpo.py").checkpoint.endswith("step_4")
-
-
-def test_one_process_a_run(refused, folder):
-    """The lock of a process is free once it is killed."""
+def test_one_process_a_run(folder, capsys):
+    """The lock of a process is free once it is killed, although a child of it lives."""
     ready, write = os.pipe()
     child = os.fork()
     if not child:
         resume.lock(str(folder))
-        os.write(write, b".")
+        grandchild = os.fork()
+        os.write(write, str(grandchild).encode() if grandchild else b"")
         time.sleep(60)
         os._exit(0)
-    os.read(ready, 1)
-    assert f"in use by process {child} on " in refused()
+    grandchild = int(os.read(ready, 20))
+    assert "is in use by another process" in refusal(capsys, folder)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert resume.find(args_of(folder), "grpo.py").checkpoint
-
-
-def test_a_file_in_the_place_of_the_folder(tmp_path, capsys):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(SystemExit):
-        resume.find(args_of(tmp_path / "run"), "grpo.py")
-    assert capsys.readouterr().err.startswith(f"error: --resume: {tmp_path / 'run'} ")
+    assert resume.find_origin(args_of(folder), "grpo.py").checkpoint
+    os.kill(grandchild, signal.SIGKILL)
 
 
 def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world):
-    """Between its two renames, or before what it replaced was removed."""
-    write = lambda path, on_main: Path(path, "a").write_text("1")
+    """Between its two renames, or before what it replaced was removed; a write that fails leaves the old one."""
+    write = lambda path: Path(path, "a").write_text("1")
     for left in ("final", ".final.old", ".final.tmp"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "b").write_text("")
+    with pytest.raises(OSError):
+        files.save_folder(str(tmp_path / "final"), world, lambda path: open("/dev/full", "w").write("x" * 99999))
+    assert (tmp_path / "final" / "b").exists()
     files.save_folder(str(tmp_path / "final"), world, write)
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["final", "final/a"]
 
 
 def test_all_ranks_end_where_the_first_does(monkeypatch):
     """`World.on_main` gives all ranks what rank 0 got, an exit code included."""
-    said = []
+    gathered = []
     first, second = (utils.World(rank, 2, helpers.torch.device("cpu")) for rank in (0, 1))
-    monkeypatch.setattr(utils.World, "all_gather", lambda self, items: said.extend(items) or said)
+    monkeypatch.setattr(utils.World, "all_gather", lambda self, items: gathered.extend(items) or gathered)
     assert first.on_main(lambda: 3) == 3 and second.on_main(lambda: 4) == 3
-    said.clear()
+    gathered.clear()
     for world in (first, second):
         with pytest.raises(SystemExit) as end:
             world.on_main(lambda: utils.fail("no"))
@@ -245,67 +142,57 @@ def copy(whole, tmp_path) -> dict:
     return {**whole, "output_dir": str(tmp_path / "runs"), "resume": True}
 
 
-def assert_equal(values: dict, whole: dict) -> None:
+def test_a_finished_run_changes_nothing(whole, tmp_path):
+    """Whatever --save_every is, as the last step is saved; with more episodes it goes on."""
+    values = {**whole, "output_dir": str(tmp_path), "save_every": 0}
+    run_here(values)
+    assert steps_of(values) == ["step_4"]
+    run_here({**values, "resume": True})
     assert metrics_of(values) == metrics_of(whole)
     for name in ("samples.jsonl", "held_out.jsonl"):
         assert read_lines(folder_of(values) / name) == read_lines(folder_of(whole) / name)
     assert same_weights(folder_of(values) / "final", folder_of(whole) / "final")
 
 
-def test_a_run_goes_on_from_the_checkpoint_before(whole, copy, capsys):
-    """And the damaged one is kept beside the new one of its step."""
-    model = folder_of(copy) / "checkpoints" / "step_4" / "model.safetensors"
-    model.write_bytes(model.read_bytes()[:-9])
-    run_here(copy)
-    said = capsys.readouterr()
-    assert "goes on after step 2" in said.out and f"{model} is damaged" in said.err
-    assert steps_of(copy) == ["damaged_step_4", "step_2", "step_4"]
-    assert_equal(copy, whole)
+def test_changed_flags_are_printed(copy, capsys):
+    run_here({**copy, "total_episodes": 40, "learning_rate": 1e-3})
+    out = capsys.readouterr().out
+    assert "changed since: --total_episodes 32 -> 40\n" in out and "--learning_rate 0.003 -> 0.001\n" in out
+    assert files.read_args(str(folder_of(copy)))["args"]["total_episodes"] == 40
+    assert [row["step"] for row in metrics_of(copy)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_the_end_is_saved(whole, tmp_path):
-    """So that a finished run with --save_every 0 is not run again, and none of it is lost."""
-    values = {**whole, "output_dir": str(tmp_path), "save_every": 0}
-    run_here(values)
-    assert steps_of(values) == ["step_4"]
-    run_here({**values, "resume": True})
-    assert_equal(values, whole)
+def other_ids(folder: str) -> None:
+    """Let the tokens of a tokenizer change places."""
+    path = Path(folder) / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    ids = tokenizer["model"]["vocab"]
+    names = [name for name in ids if len(name) == 1]
+    ids.update(zip(names, [ids[name] for name in reversed(names)]))
+    path.write_text(json.dumps(tokenizer))
 
 
-def test_changed_flags_are_said_and_kept(copy, capsys):
-    longer = {**copy, "total_episodes": 40, "learning_rate": 1e-3}
-    run_here(longer)
-    said = capsys.readouterr().out
-    assert "changed since: --total_episodes 32 -> 40\n" in said and "--learning_rate 0.003 -> 0.001\n" in said
-    run_here({**longer, "seed": 5, "total_episodes": 48, "resume_with_changes": True})
-    facts = json.loads((folder_of(copy) / "args.json").read_text())
-    assert (facts["args"]["total_episodes"], facts["args"]["seed"]) == (48, 5)
-    assert [entry["after_step"] for entry in facts["history"]] == [4, 5]
-    assert facts["history"][0]["changes"]["total_episodes"] == [32, 40] and facts["history"][1]["changes"]["seed"]
-    assert [row["step"] for row in metrics_of(copy)] == [0, 1, 2, 3, 4, 5, 6]
+OTHERS = {  # what --model has become, flags, script
+    "other ids": (other_ids, {}, "grpo"),
+    "adapter": (None, {"lora_rank": 4}, "grpo"),
+    "critic": (None, {}, "ppo"),
+    "deeper, of which the reference is made": (partial(helpers.tiny_model, vocab_size=300), {}, "grpo"),
+}
 
 
-def test_a_log_on_a_full_disk(capsys):
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_model_or_script(copy, tmp_path, capsys, name):
+    """A checkpoint that does not fit is refused with one line, and nothing changes."""
+    change, flags, script = OTHERS[name]
+    model = shutil.copytree(copy["model"], tmp_path / "model")
+    if change:
+        change(str(model))
+    before = [path.read_bytes() for path in sorted(folder_of(copy).rglob("*.json*"))]
     with pytest.raises(SystemExit) as end:
-        files.append("/dev/full", [{"step": 1}])
-    assert end.value.code == 2
-    assert capsys.readouterr().err == "error: /dev/full: cannot be written (No space left on device)\n"
-
-
-def test_a_checkpoint_on_a_full_disk(whole, tmp_path, capsys):
-    """Files of more than so many bytes cannot be written, as on a full disk: one line, and no half checkpoint."""
-    values = {**whole, "output_dir": str(tmp_path), "eval_every": 0}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
-    try:
-        with pytest.raises(SystemExit) as end:
-            run_here(values)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    errors = [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
-    (line,) = errors
-    assert end.value.code == 2 and f"{folder_of(values) / 'checkpoints/step_2'}: cannot be written (" in line
-    assert not [path for path in folder_of(values).rglob("*") if path.is_dir() and path.name != "checkpoints"]
+        run_here({**copy, "model": str(model), "total_episodes": 40, **flags}, script)
+    errors = [x for x in capsys.readouterr().err.replace("\r", "\n").split("\n") if x.startswith("error:")]
+    assert end.value.code == 2 and len(errors) == 1, errors
+    assert [path.read_bytes() for path in sorted(folder_of(copy).rglob("*.json*"))] == before
 
 
 # ---- before the first step -------------------------------------------------------------------------------------------
@@ -313,7 +200,7 @@ def test_a_checkpoint_on_a_full_disk(whole, tmp_path, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_a_run_starts(whole, tmp_path, number):
-    """It waits for a vLLM server that is not there, and ends with one line within seconds."""
+    """It waits for a vLLM server that does not exist, and ends with one line within seconds."""
     values = {
         **whole,
         "output_dir": str(tmp_path),
@@ -331,21 +218,11 @@ def test_a_signal_while_a_run_starts(whole, tmp_path, number):
     assert not os.listdir(tmp_path)
 
 
-def test_track_without_a_login(whole, tmp_path):
-    pytest.importorskip("wandb")
-    values = {**whole, "output_dir": str(tmp_path / "runs"), "track": True}
-    (tmp_path / "home").mkdir()
-    done = run(
-        values, code=2, environment={"HOME": str(tmp_path / "home"), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
-    )
-    assert len(done.errors) == 1 and done.errors[0].startswith("error: --track wandb: ") and "login" in done.errors[0]
-    assert "Traceback" not in done.err and not (tmp_path / "runs").exists()
-
-
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_git_commit_marks_changed_files(tmp_path, monkeypatch):
-    command = ["git", "-C", str(tmp_path)]
-    git = lambda *words: subprocess.run([*command, *words], check=True, capture_output=True, text=True)
+    git = lambda *words: subprocess.run(
+        ["git", "-C", str(tmp_path), *words], check=True, capture_output=True, text=True
+    )
     monkeypatch.setattr(resume, "ROOT", str(tmp_path))
     assert resume.git_commit() is None
     git("init")

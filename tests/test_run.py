@@ -8,13 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-import types
 
 import forked_python
 import helpers
 import pytest
-import safetensors.torch
 import torch
 from helpers import (
     ROOT,
@@ -30,13 +27,8 @@ from helpers import (
     steps_of,
     weights_of,
 )
-from make_models import make_tokenizer
 
 import grpo
-import utils
-from plumbing import flags
-from plumbing.models import loading as models
-from plumbing.rewards.sources import Rewards
 from plumbing.run import checkpoints
 
 
@@ -121,7 +113,7 @@ def test_what_a_run_leaves(base, tmp_path):
 
 def test_track_offline(base, tmp_path):
     pytest.importorskip("wandb")
-    values = variant(base, tmp_path, total_episodes=8, track=True)
+    values = variant(base, tmp_path, total_episodes=8, track="wandb")
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     run(values, environment=quiet)
     assert list(folder_of(values).glob("wandb/offline-run-*/*.wandb"))
@@ -151,7 +143,7 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
     one = variant(base, tmp_path, run_name="one", **EXACT)
     run(one)
     cut = variant(base, tmp_path, run_name="cut", **EXACT)
-    cut.update(micro_batch_tokens=1000, logits_chunk_tokens=1000, generation_batch_size=3)
+    cut.update(micro_batch_tokens=1000, generation_batch_size=3)
     run(cut)
     assert_close(cut, one, 3)
     two = variant(base, tmp_path, run_name="two", **EXACT)
@@ -185,7 +177,7 @@ def test_more_ranks_than_responses_of_a_mini_batch(base, tmp_path):
 
 # All that a step can depend on: schedule, Adam's moments, KL controller, a reference that moves, passes over the data.
 MOVING = dict(
-    kl_controller="adaptive", kl_horizon=20, kl_target=0.05, ref_refresh_every=2, ref_refresh_mix=0.5,
+    kl_horizon=20, kl_target=0.05, ref_refresh_every=2,
     lr_schedule="linear", warmup_ratio=0.3, seed=3,
 )  # fmt: skip
 
@@ -234,12 +226,6 @@ def test_resume_after_a_stop(straight, tmp_path):
     resume(values, straight, after=2)
 
 
-def test_resume_of_a_finished_run_changes_nothing(straight, tmp_path):
-    values = {**straight, "output_dir": str(tmp_path)}
-    shutil.copytree(folder_of(straight), folder_of(values))
-    resume(values, straight, after=4)
-
-
 def test_resume_with_fewer_episodes_ends(straight, tmp_path):
     """A run that is already past --total_episodes must not train on for ever."""
     values = {**straight, "output_dir": str(tmp_path)}
@@ -249,28 +235,18 @@ def test_resume_with_fewer_episodes_ends(straight, tmp_path):
     assert running.code in (0, 2) and metrics_of(values) == before
 
 
-@pytest.mark.parametrize("padding", [0, 8, 24])
-def test_loaded_weights_are_aligned(base, tmp_path, padding):
-    """However long the header of their file is: by the address of their operands some matrix products round."""
-    shutil.copytree(base["model"], tmp_path / "model")
-    metadata = {"format": "pt", "more": "x" * padding}
-    safetensors.torch.save_file(weights_of(base["model"]), tmp_path / "model" / "model.safetensors", metadata)
-    model = models.load_model("--model", str(tmp_path / "model"), torch.float32, torch.device("cpu"))
-    assert {parameter.data_ptr() % 64 for parameter in model.parameters()} == {0}
-
-
 # Where a run that saves steps 2 and 4 is killed, and the step that the next one goes on after: in the middle of step 3,
 # in the saving of step 4, and after it. There are four updates a step; the first run has trained two steps by then.
 KILLS = {
     "update": ("utils.Optimizer.step:10", 2),
     "rollout": ("grpo.generate:1", 2),
-    "samples": ("run_log.RunLog.samples:1", 2),
-    "log": ("run_log.RunLog.log:2", 2),
+    "samples": ("log.RunLog.samples:1", 2),
+    "log": ("log.RunLog.log:2", 2),
     "save, before writing": ("checkpoints.save_folder:1", 2),
     "save, before the second model": ("checkpoints.save_model:2", 2),
     "save, before the optimizer": ("torch.distributed.checkpoint.save:1", 2),
     "save, before the rename": ("checkpoints.save_folder>os.rename:2", 2),
-    "log, after the save": ("run_log.RunLog.log:3", 4),
+    "log, after the save": ("log.RunLog.log:3", 4),
     "final": ("checkpoints.save_final:1", 4),
 }
 
@@ -294,24 +270,6 @@ def test_a_run_that_is_killed_again_and_again(straight, tmp_path):
     resume(values, straight, after=step)
 
 
-@pytest.mark.parametrize("number", [3, 5])  # a save has two renames, torch's and that of the folder; or a third before
-def test_a_kill_while_a_checkpoint_is_saved_again(straight, tmp_path, number):
-    """SIGTERM in step 3 saves step 2, which --save_every has saved; SIGKILL, as a scheduler sends after its grace time,
-    in the middle of that, before any further rename, must leave a complete checkpoint of step 2."""
-    values = {**straight, "output_dir": str(tmp_path)}
-    done = helpers.start(values, place=f"grpo.generate:7:SIGTERM;os.rename:{number}:SIGKILL").wait()
-    assert done.code in (-9, 75)  # 75 if there was nothing to rename
-    resume(values, straight, after=2)
-
-
-def test_every_row_once_if_killed_after_a_resume(straight, tmp_path):
-    """Interrupted in the evaluation of step 2, resumed, killed in step 3, resumed: no line of metrics.jsonl twice."""
-    values = {**straight, "output_dir": str(tmp_path), "save_every": 4}
-    run(values, code=75, place="grpo.generate:5:SIGTERM")
-    run({**values, "resume": True}, code=-9, place="utils.Optimizer.step:2:SIGKILL")
-    resume(values, straight, after=2)
-
-
 def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path):
     """The lines of steps that the checkpoint does not know go, and those of earlier steps stay, at whatever instant."""
     values = {**straight, "output_dir": str(tmp_path)}
@@ -332,7 +290,7 @@ STOPS = {
         ("rollout", "torch.searchsorted:13", "rollout", 0),  # ten tokens in the first evaluation
         ("update", "utils.Optimizer.step:2", "training", 1),
         ("evaluation", "grpo.generate:3", "evaluate", 2),
-        ("scoring", "rewards.Rewards.score:3", "rollout", 2),
+        ("scoring", "sources.Rewards.score:3", "rollout", 2),
         ("log-probs", "grpo.forward_batch:1", "logprobs", 3),
     ],
     "SIGTERM, saving": [
@@ -368,31 +326,17 @@ def test_signals(straight, tmp_path, name):
     resume(values, straight, after=step)
 
 
-def test_signal_from_a_reward_function(base, tmp_path):
-    """The same from outside: the reward process sends SIGTERM to its parent in the middle of scoring, when it is called
-    with more than the two responses of the trial call."""
-    (tmp_path / "reward.py").write_text(
-        "import os, signal, time\n"
-        "def score(prompts, responses, **columns):\n"
-        f"    if len(responses) > 2 and not os.path.exists({str(tmp_path / 'sent')!r}):\n"
-        f"        open({str(tmp_path / 'sent')!r}, 'w').close()\n"
-        "        os.kill(os.getppid(), signal.SIGTERM)\n"
-        "        time.sleep(0.5)\n"
-        "    return [len(response) for response in responses]\n"
-    )
-    values = variant(base, tmp_path, reward=f"{tmp_path / 'reward.py'}:score", eval_every=0, save_every=0)
-    run(values, code=75)
-    assert steps_of(values) == ["step_0"]
-    run({**values, "resume": True})
-    whole = {**values, "run_name": "whole"}
-    run(whole)
-    assert metrics_of(values) == metrics_of(whole)
-
-
 def test_a_second_sigint_ends_at_once(base, tmp_path):
     values = variant(base, tmp_path)
     done = helpers.start(values, place="utils.Optimizer.step:1:SIGINT;utils.Optimizer.step:2:SIGINT").wait()
     assert done.code == 130 and "Traceback" not in done.err
+
+
+@pytest.fixture(scope="module")
+def two_ranks(base) -> dict:
+    values = {**base, **MOVING, "run_name": "two_ranks"}
+    run_ranks(values, 2, (0, 0))
+    return values
 
 
 def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
@@ -407,16 +351,6 @@ def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
     assert same_weights(folder_of(values) / "final", folder_of(two_ranks) / "final")
 
 
-@pytest.fixture(scope="module")
-def two_ranks(base) -> dict:
-    values = {**base, **MOVING, "run_name": "two_ranks"}
-    run_ranks(values, 2, (0, 0))
-    return values
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
     """By number, not by name: step_11 is newer than step_9."""
     values = variant(base, tmp_path, total_episodes=22, save_every=1, keep_checkpoints=2, eval_every=0, num_epochs=1)
@@ -426,51 +360,23 @@ def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
     assert checkpoints.checkpoint_folders(str(folder_of(values)))[-1].endswith("step_11")
 
 
-def test_keep_all_checkpoints(base, tmp_path):
-    values = variant(base, tmp_path, save_every=1, keep_checkpoints=0, eval_every=0)
-    run_here(values)
-    assert steps_of(values) == ["step_1", "step_2", "step_3", "step_4"]
-
-
 # ---- rewards that fail -----------------------------------------------------------------------------------------------
 
-FAILING = '''
-import os, time
+FAILING = """
+import os
 
-def some(prompts, responses, bad=None):
-    return [bad if i % 4 == 0 else float(len(r) % 3) for i, r in enumerate(responses)]
-
-def some_none(prompts, responses, **columns): return some(prompts, responses, None)
-def some_nan(prompts, responses, **columns): return some(prompts, responses, float("nan"))
-def some_infinite(prompts, responses, **columns): return some(prompts, responses, float("inf"))
-def all_none(prompts, responses, **columns): return [None] * len(responses)
-def all_nan(prompts, responses, **columns): return [float("nan")] * len(responses)
-def too_few(prompts, responses, **columns): return [1.0] * (len(responses) - 1)
-def words(prompts, responses, **columns): return ["good"] * len(responses)
-def number(prompts, responses, **columns): return 1.0
-def raises(prompts, responses, **columns): raise RuntimeError("the judge is away")
-def hangs(prompts, responses, **columns): time.sleep(600)
-def ends(prompts, responses, **columns): os._exit(7)
 def good(prompts, responses, **columns): return [float(len(r) % 3) for r in responses]
-
-calls = 0
-def third_call(prompts, responses, **columns):
-    """Fails in the third step, as long as the file next to this one says so."""
-    global calls
-    calls += 1
-    if calls >= 3 and os.path.exists(__file__ + ".broken"):
-        raise RuntimeError("the judge is away")
-    return good(prompts, responses)
+def bad(responses, value): return [value if i % 4 == 0 else float(len(r) % 3) for i, r in enumerate(responses)]
+def some_none(prompts, responses, **columns): return bad(responses, None)
+def some_infinite(prompts, responses, **columns): return bad(responses, float("inf"))
+def all_nan(prompts, responses, **columns): return [float("nan")] * len(responses)
+def raises(prompts, responses, **columns): raise RuntimeError("the judge is away")
 
 def whenever(prompts, responses, **columns):
     if os.path.exists(__file__ + ".broken") and len(responses) > 2:  # not in the trial call
         raise RuntimeError("the judge is away")
     return [float(len(r) % 2) for r in responses]
-
-def printing(prompts, responses, **columns):
-    print('{"scores": [9, 9, 9, 9, 9, 9, 9, 9]}')
-    return good(prompts, responses)
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -480,7 +386,7 @@ def failing(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["some_none", "some_nan", "some_infinite"])
+@pytest.mark.parametrize("name", ["some_none", "some_infinite"])
 def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name):
     values = variant(base, tmp_path, reward=(f"{failing}:good", f"{failing}:{name}"), total_episodes=8)
     run_here(values)
@@ -493,23 +399,6 @@ def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name):
     totals = [sample[f"{failing}:good"] + sample[second] for sample in samples if sample[second] is not None]
     assert row["objective/scores"] == pytest.approx(sum(totals) / 6)
     assert finite_or_null([row])
-
-
-def test_rows_that_name_their_sources(base, tmp_path):
-    """Each response is scored and trained on by the source of its row alone; the other one's score is null."""
-    sources = ("exact", base["reward"])
-    rows = [{**row, "verifier": sources[i % 2]} for i, row in enumerate(helpers.ROWS)]
-    path = helpers.write_rows(tmp_path / "rows.jsonl", rows)
-    values = variant(base, tmp_path, dataset=path, eval_dataset="", reward=sources, total_episodes=16, eval_every=0)
-    run_here(values)
-    named = {row["prompt"]: row["verifier"] for row in rows}
-    samples = read_lines(folder_of(values) / "samples.jsonl")
-    assert {named[sample["prompt"]] for sample in samples} == set(sources)
-    for sample in samples:
-        assert [sample[name] is None for name in sources] == [named[sample["prompt"]] != name for name in sources]
-    for row in metrics_of(values):
-        own = [max(sample[name] or 0 for name in sources) for sample in samples if sample["step"] == row["step"]]
-        assert row["objective/scores"] == pytest.approx(sum(own) / 8, rel=1e-5) and row["val/missing_scores"] == 0
 
 
 def test_missing_scores_of_an_evaluation_are_counted(base, tmp_path, failing):
@@ -542,10 +431,9 @@ def test_an_evaluation_without_scores(base, tmp_path, failing):
     assert metrics_of(values) == metrics_of(whole) and metrics_of(whole)[0]["eval/accuracy"] is not None
 
 
-@pytest.mark.parametrize("name", ["all_none", "all_nan"])
-def test_a_step_without_scores_ends_the_run(base, tmp_path, capfd, failing, name):
-    source = f"{failing}:{name}"
-    values = variant(base, tmp_path, reward=(f"{failing}:good", source), eval_every=0, reward_timeout=2.0)
+def test_a_step_without_scores_ends_the_run(base, tmp_path, capfd, failing):
+    source = f"{failing}:all_nan"
+    values = variant(base, tmp_path, reward=(f"{failing}:good", source), eval_every=0)
     with pytest.raises(SystemExit) as end:
         run_here(values)
     assert end.value.code == 2
@@ -553,110 +441,6 @@ def test_a_step_without_scores_ends_the_run(base, tmp_path, capfd, failing, name
     assert len(errors) == 1 and source in errors[0] and "--reward" in errors[0], errors
     assert "(None)" not in errors[0]
     assert steps_of(values) == ["step_0"]
-
-
-def test_a_function_that_fails_at_once_leaves_no_folder(base, tmp_path, capfd, failing):
-    """What else a trial call finds is in tests/test_rewards.py."""
-    with pytest.raises(SystemExit) as end:
-        run_here(variant(base, tmp_path, reward=f"{failing}:too_few"))
-    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
-    assert end.value.code == 2 and len(errors) == 1 and "returned 1 scores for 2 responses" in errors[0]
-    assert not folder_of(variant(base, tmp_path)).exists()
-
-
-def test_go_on_once_the_reward_works_again(base, tmp_path, failing):
-    values = variant(base, tmp_path, reward=f"{failing}:third_call", eval_every=0, save_every=0)
-    broken = failing + ".broken"
-    open(broken, "w").close()
-    done = run(values, code=2)
-    assert len(done.errors) == 1 and "step 3" in done.errors[0]
-    assert steps_of(values) == ["step_2"]
-    os.remove(broken)
-    run({**values, "resume": True})
-    whole = {**values, "run_name": "whole"}
-    run(whole)
-    assert metrics_of(values) == metrics_of(whole)
-
-
-def test_a_failing_reward_on_two_ranks(base, tmp_path, failing):
-    values = variant(base, tmp_path, reward=f"{failing}:raises", eval_every=0)
-    ranks = run_ranks(values, 2, (2, 2))
-    assert [len(rank.errors) for rank in ranks] == [1, 0]
-
-
-def row(answer: str, **columns) -> dict:
-    return {"prompt": "p", "query": [1], "answer": answer, "columns": columns}
-
-
-@pytest.fixture
-def rewards():
-    made = []
-
-    def make(*names, timeout=30.0):
-        made.append(Rewards(names, timeout, make_tokenizer()))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
-
-def test_math_from_a_thread(rewards):
-    """math-verify's own time limits need signals, which fail outside of the main thread (verl issue 5635)."""
-    found = []
-    texts = ["so $\\boxed{\\frac{1}{2}}$", "\\boxed{0.5}", "The answer is 0.25.", "no idea", ""]
-    work = lambda: found.append(rewards("math").score([row("1/2")] * 5, texts, [[]] * 5)["math"])
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [[1.0, 1.0, 0.0, 0.0, 0.0]]
-
-
-def test_a_process_that_died_is_replaced(rewards, failing):
-    source = rewards(f"{failing}:ends", f"{failing}:hangs", f"{failing}:good", timeout=1.0)
-    for _ in range(2):
-        scores = source.score([row("")] * 2, ["a", "bb"], [[]] * 2)
-        assert [[None if math.isnan(x) else x for x in part] for part in scores.values()] == [
-            [None] * 2,
-            [None] * 2,
-            [1, 2],
-        ]
-
-
-def test_what_a_reward_function_prints_is_not_its_answer(rewards, failing, capfd):
-    name = f"{failing}:printing"
-    assert rewards(name).score([row("")] * 2, ["a", "bb"], [[]] * 2) == {name: [1.0, 2.0]}
-    assert '{"scores": [9' in capfd.readouterr().err
-
-
-def test_a_slow_import_is_not_within_the_time_limit(rewards, tmp_path):
-    """Neither at the start nor after a call was killed."""
-    (tmp_path / "slow.py").write_text(
-        "import time\ntime.sleep(1.5)\n"
-        "def score(prompts, responses, **columns):\n"
-        "    if responses[0] == 'hang':\n        time.sleep(600)\n"
-        "    return [1.0] * len(responses)\n"
-    )
-    name = f"{tmp_path / 'slow.py'}:score"
-    slow = rewards(name, timeout=0.7)
-    assert [slow.score([row("")], [text], [[]])[name][0] for text in ("a", "hang", "b")] == pytest.approx(
-        [1.0, math.nan, 1.0], nan_ok=True
-    )
-
-
-def test_columns_reach_the_reward_function(rewards, tmp_path):
-    """All of them, those of some rows only too, and of types that JSON does not know."""
-    import datetime
-
-    (tmp_path / "look.py").write_text(
-        "def score(prompts, responses, answer, level, day, **rest):\n"
-        "    assert not rest and prompts == ['p', 'p'] and day[0].startswith('2024-02-29')\n"
-        "    assert level[1] is None\n"
-        "    return [level[0] + float(answer[0]), float(answer[1])]\n"
-    )
-    name = f"{tmp_path / 'look.py'}:score"
-    rows = [row("1", level=2, day=datetime.date(2024, 2, 29)), row("5", day=None)]
-    assert rewards(name).score(rows, ["a", "b"], [[]] * 2) == {name: [3.0, 5.0]}
 
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
@@ -678,7 +462,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_said(base, tmp_pat
     (tmp_path / "huge.py").write_text(HUGE)
     values = variant(
         base, tmp_path, reward=f"{tmp_path / 'huge.py'}:first", eval_every=0, total_episodes=16, save_every=1,
-        kl_controller="adaptive", reward_weights=(WEIGHT,),
+        kl_target=0.1, reward_weights=(WEIGHT,),
     )  # fmt: skip
     run_here(values)
     first, second = metrics_of(values)
@@ -694,27 +478,21 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_said(base, tmp_pat
 def test_too_many_skipped_updates_end_the_run(base, tmp_path, capsys):
     (tmp_path / "huge.py").write_text(HUGE)
     values = variant(
-        base, tmp_path, reward=f"{tmp_path / 'huge.py'}:always", eval_every=0, save_every=1, max_skipped_updates=5,
+        base, tmp_path, reward=f"{tmp_path / 'huge.py'}:always", eval_every=0, save_every=1,
         reward_weights=(WEIGHT,),
     )  # fmt: skip
     with pytest.raises(SystemExit) as end:
         run_here(values)  # four updates a step: ends in the second update of the second step
     errors = [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
-    assert (
-        end.value.code == 2
-        and len(errors) == 1
-        and "--max_skipped_updates 5" in errors[0]
-        and " 6 updates" in errors[0]
-    )
+    assert end.value.code == 2 and len(errors) == 1 and " 6 updates in a row" in errors[0]
     assert steps_of(values) == ["step_1"] and same_weights(
         folder_of(values) / "checkpoints" / "step_1", values["model"]
     )
 
 
-@pytest.mark.parametrize("learning_rate", ["1e15", "1e37"])
-def test_a_huge_learning_rate(base, tmp_path, learning_rate):
+def test_a_huge_learning_rate(base, tmp_path):
     """Weights that no number comes out of end the run with a line, not in a traceback, and no checkpoint has a NaN."""
-    values = variant(base, tmp_path, learning_rate=learning_rate, eval_every=0, save_every=1, max_skipped_updates=2)
+    values = variant(base, tmp_path, learning_rate=1e37, eval_every=0, save_every=1)
     done = helpers.start(values).wait()
     assert "Traceback" not in done.err, done.err[-2000:]
     assert done.code == 0 or done.code == 2 and len(done.errors) == 1
@@ -726,30 +504,18 @@ def test_a_huge_learning_rate(base, tmp_path, learning_rate):
 
 ONCE = dict(total_episodes=8, eval_every=0, save_every=0)
 OPTIONS = [
-    *(dict(loss=loss) for loss in grpo.VARIANTS),
-    *(dict(loss_aggregation=how) for how in ("token", "step_token", "sequence", "sequence_sum", "constant")),
-    *(
-        dict(kl_in=place, kl_estimator=estimator)
-        for place in ("reward", "loss")
-        for estimator in ("k1", "abs", "k2", "k3", "full")
-        if (place, estimator) not in (("reward", "full"), ("loss", "k3"))  # elsewhere in this file
-    ),
-    *(dict(advantage_scale=scale) for scale in ("group", "batch", "none")),
-    dict(kl_coef=0.0),
-    dict(kl_coef=0.0, kl_in="reward"),
-    dict(dual_clip=3.0),
-    dict(dual_clip=3.0, loss="gspo", gradient_checkpointing=True),
-    dict(precision="bf16"),
-    dict(precision="bf16", gradient_checkpointing=True, kl_estimator="full", entropy_coef=0.01),
-    dict(entropy_coef=0.01, num_epochs=1, mini_batch_size=8),
-    dict(ref_refresh_every=1, ref_refresh_mix=0.3),
-    dict(kl_controller="adaptive"),
-    dict(top_p=0.9, top_k=5, repetition_penalty=1.1, min_response_length=3, temperature=0.7),
-    dict(stop_token="+", non_stop_penalty=True, penalty_reward_value=-1.0),
+    dict(loss="dr_grpo", loss_aggregation="token", kl_in="reward", kl_estimator="k1"),
+    dict(loss="dapo", kl_estimator="abs", advantage_scale="batch", dual_clip=3.0),
+    dict(loss="bnpo", kl_estimator="k2", kl_in="reward", kl_target=0.1),
+    dict(loss="gspo", dual_clip=3.0, gradient_checkpointing=True, advantage_scale="none"),
+    dict(loss="cispo", loss_aggregation="sequence_sum", entropy_coef=0.01, num_epochs=1, mini_batch_size=8),
+    dict(loss="sapo", loss_aggregation="constant", kl_coef=0.0),
+    dict(loss="reinforce", loss_aggregation="step_token", ref_refresh_every=1),
+    dict(loss="grpo", loss_aggregation="sequence", precision="bf16", gradient_checkpointing=True),
+    dict(top_p=0.9, repetition_penalty=1.1, min_response_length=3, temperature=0.7, adam_betas=(0.8, 0.9)),
+    dict(stop_token="+", non_stop_penalty=True, penalty_reward_value=-1.0, kl_coef=0.0, kl_in="reward"),
     dict(lr_schedule="cosine", min_learning_rate=1e-4, weight_decay=0.1, warmup_ratio=0.0),
-    dict(
-        system_prompt="Add:", dataset="arithmetic", reward=("gsm8k", "format", "exact"), reward_weights=(1.0, 0.5, 2.0)
-    ),
+    dict(system_prompt="Add:", dataset="arithmetic", reward=("gsm8k", "exact"), reward_weights=(1.0, 0.5)),
 ]
 
 
@@ -779,7 +545,7 @@ def test_the_reference_is_refreshed_after_its_steps(base, tmp_path, monkeypatch,
     monkeypatch.setattr(module, "adapt_kl_coef", lambda coef, kl, *rest: seen.append(kl) or adapt(coef, kl, *rest))
     values = variant(
         base, tmp_path, total_episodes=24, num_epochs=1, mini_batch_size=8, eval_every=0, save_every=0,
-        ref_refresh_every=2, kl_controller="adaptive", kl_estimator="k3", min_response_length=10,
+        ref_refresh_every=2, kl_target=0.1, kl_estimator="k3", min_response_length=10,
         max_response_length=10, warmup_ratio=0.0,
     )  # fmt: skip
     run_here(values, script)
@@ -788,79 +554,13 @@ def test_the_reference_is_refreshed_after_its_steps(base, tmp_path, monkeypatch,
     assert seen == pytest.approx([first / 10, second / 10, third / 10], rel=1e-5, abs=1e-9)
 
 
-def test_gradient_checkpointing_changes_nothing(base, tmp_path):
-    for name, changes in (("plain", {}), ("recomputed", {"gradient_checkpointing": True})):
-        run_here(variant(base, tmp_path, **{**ONCE, "run_name": name, **changes}))
-    torch.testing.assert_close(
-        weights_of(tmp_path / "runs/plain/final"), weights_of(tmp_path / "runs/recomputed/final")
-    )
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma", "gemma2", "gpt_neox", "qwen3", "untied qwen2"])
 def test_architectures(base, tmp_path, kind):
-    """Models of other families, with entropy and exact KL; rollout and training agree on their logits."""
+    """Models of other families, with entropy; rollout and training agree on their logits."""
     extra = {"gemma2": dict(final_logit_softcapping=5.0, attn_logit_softcapping=1.0)}.get(kind, {})
     if kind == "untied qwen2":
         extra = dict(tie_word_embeddings=False)
     model = helpers.tiny_model(tmp_path / "model", kind.removeprefix("untied "), **extra)
-    changes = dict(model=model, kl_estimator="full", entropy_coef=0.01, num_epochs=1, mini_batch_size=8)
+    changes = dict(model=model, entropy_coef=0.01, num_epochs=1, mini_batch_size=8)
     row = runs_a_step(variant(base, tmp_path, **{**ONCE, **changes}))
     assert row["rollout/logprob_diff_max"] < 1e-4
-
-
-def test_a_head_that_is_not_known_ends_the_run(base, tmp_path, capsys):
-    """Cohere multiplies its logits by a constant, which `Policy.logits` does not know."""
-    model = helpers.tiny_model(tmp_path / "model", "cohere", logit_scale=0.25)
-    with pytest.raises(SystemExit) as end:
-        run_here(variant(base, tmp_path, model=model, **ONCE))
-    assert end.value.code == 2 and "error: --model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("estimator", ["full", "k3"])
-def test_mfu_counts_what_each_phase_computed(base, tmp_path, monkeypatch, estimator):
-    """By hand: 2 FLOPs a parameter and token forward, 6 with backward; a GPU of 1000 FLOP/s is made up."""
-    monkeypatch.setattr(utils, "peak_flops", lambda device: 1e3)
-    seen = []
-    collected = grpo.collect
-    monkeypatch.setattr(grpo, "collect", lambda *a, **k: seen.append(collected(*a, **k)) or seen[-1])
-    values = variant(base, tmp_path, total_episodes=8, kl_estimator=estimator, kl_in="loss")
-    helpers.run_here(values)
-    (row,) = [row for row in read_lines(folder_of(values) / "metrics.jsonl") if row["step"] == 1]
-    size = sum(x.numel() for x in weights_of(base["model"]).values())
-    tokens = sum(seen[0].batch.lengths)
-    epochs = base["num_epochs"]
-    in_training = 2 if estimator == "full" else 0  # the exact KL passes the reference in each update
-    flops = {"rollout": 2, "logprobs": 2 + 2, "training": epochs * (6 + in_training)}
-    for name, each in flops.items():
-        assert row[f"perf/mfu_{name}"] == pytest.approx(each * size * tokens / row[f"time/{name}"] / 1e3, rel=1e-6)
-    assert row["perf/mfu"] == pytest.approx(sum(flops.values()) * size * tokens / row["time/step"] / 1e3, rel=1e-6)
-
-
-def test_what_an_engine_frees_while_it_sleeps_is_no_peak(monkeypatch):
-    """torch still counts it as allocated; once the engine is awake it counts."""
-    engine = types.SimpleNamespace(asleep=True, freed_gb=30.0)
-    clock = utils.Clock(torch.device("cpu"), 0.0, engine)
-    monkeypatch.setattr(utils, "peak_memory_gb", lambda device: 50.0)
-    clock.start()
-    clock.begin("training")
-    clock.begin("sync")
-    assert clock.peak_gb == 20.0
-    engine.asleep = False
-    clock.begin("")
-    assert clock.peak_gb == 50.0
-
-
-def test_more_processes_than_gpus(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
-    with pytest.raises(SystemExit) as end:
-        utils.setup_processes()
-    assert end.value.code == 2
-
-
-def test_an_engine_of_several_ranks_is_not_asynchronous(capsys):
-    with pytest.raises(SystemExit):
-        flags.check_rl_args(grpo.Args(rollout_backend="vllm", vllm_tensor_parallel=2, async_steps=1))
-    assert capsys.readouterr().err.startswith("error: --async_steps 1: ")

@@ -1,57 +1,50 @@
-"""--track: its words, and what is in TensorBoard's files. (tests/test_run.py has Weights & Biases offline.)"""
+"""--track: what a library like wandb gets. (tests/test_run.py has Weights & Biases offline.)"""
 
 import sys
+import types
 
 import pytest
 
 import grpo
-from plumbing import command_line
 from plumbing.run import tracking
 from plumbing.run.resume import Origin
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ([], ""), (["--track"], "wandb"), (["--track", "--seed", "3"], "wandb"), (["--track", "wandb"], "wandb"),
-        (["--track", "tensorboard", "--seed", "3"], "tensorboard"), (["--track="], ""),
-    ],
-)  # fmt: skip
-def test_words_of_the_flag(words, expected):
-    args = command_line.parse(grpo.Args, words)
-    assert args.track == expected and args.seed == (3 if "--seed" in words else 1)
+def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch):
+    """trackio has the functions of wandb that are used; a resumed run goes on under its name or id."""
+    calls = []
+    for name in ("trackio", "wandb"):
+        library = types.ModuleType(name)
+        library.init = lambda **options: calls.append(options) or types.SimpleNamespace(url="https://there/run")
+        library.log = lambda row, step: calls.append((row, step))
+        library.Table = lambda columns, data: (columns, data)
+        library.finish = lambda: calls.append("finished")
+        monkeypatch.setitem(sys.modules, name, library)
+    for name in ("trackio", "wandb"):
+        calls.clear()
+        tracker = tracking.Tracker(Origin(str(tmp_path / "my-run"), run_id="7"), grpo.Args(track=name))
+        tracker.table([{"prompt": "1+1=", "math": 1.0}], 2)
+        tracker.metrics({"step": 2, "objective/scores": 0.5, "perf/mfu": None})
+        tracker.close()
+        begin, *rest = calls
+        assert begin["name"] == "my-run" and begin["resume"] == "allow" and begin["config"]["track"] == name
+        assert begin.get("id") == (None if name == "trackio" else "7") and tracker.url == "https://there/run"
+        samples = {"samples": (["prompt", "math"], [["1+1=", 1.0]])}
+        assert rest == [(samples, 2), ({"step": 2, "objective/scores": 0.5}, 2), "finished"]
 
 
-def test_other_words(capsys):
-    with pytest.raises(SystemExit):
-        command_line.parse(grpo.Args, ["--track", "elsewhere"])
-    assert capsys.readouterr().err == "error: --track: has to be wandb or tensorboard, not elsewhere\n"
-
-
-@pytest.mark.parametrize("name, package", [("wandb", "wandb"), ("tensorboard", "torch.utils.tensorboard")])
-def test_a_package_that_is_missing(name, package, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_library_that_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(SystemExit) as end:
-        tracking.TRACKERS[name].check()
-    line = f"error: --track {name}: the package {name} is not installed (pip install {name})\n"
-    assert end.value.code == 2 and capsys.readouterr().err == line
+        tracking.check("trackio")
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: --track trackio: ")
 
 
-def test_tensorboard(tmp_path):
-    """A run of five steps that is resumed after its third: each step is there once."""
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    tracking.TensorBoard.check()
-    for checkpoint, steps in ((None, range(5)), (f"{tmp_path}/checkpoints/step_3", range(3, 7))):
-        tracker = tracking.TensorBoard(Origin(str(tmp_path), {}, checkpoint=checkpoint), grpo.Args())
-        for step in steps:
-            tracker.histogram("lengths", [3, 4, 4], step)
-            tracker.table([{"prompt": "1|2", "response": "a\nb", "math": 1.0}], step)
-            tracker.metrics({"step": step, "objective/scores": step / 2, "perf/mfu": None})
-        tracker.close(published_model="https://hub/model")
-    found = accumulators.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    scores = found.Scalars("objective/scores")
-    assert found.Tags()["scalars"] == ["objective/scores"] and "lengths" in found.Tags()["histograms"]
-    assert [(x.step, x.value) for x in scores] == [(step, step / 2) for step in range(7)]
-    texts = {name: found.Tensors(name)[-1].tensor_proto.string_val[0].decode() for name in found.Tags()["tensors"]}
-    assert texts["published_model/text_summary"] == "https://hub/model"
-    assert "| 1\\|2 | a<br>b | 1.0 |" in texts["samples/text_summary"] and "| seed | 1 |" in texts["args/text_summary"]
+def test_a_login_that_is_missing(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(SystemExit) as end:
+        tracking.check("wandb")
+    assert end.value.code == 2 and "error: --track wandb: " in capsys.readouterr().err

@@ -91,7 +91,7 @@ def command(facts: dict) -> str:
     """Return the command line of a run without the flags at their defaults, and without secrets in addresses."""
     ranks, words = facts["ranks"], []
     for name, value in facts["args"].items():
-        if value != facts["defaults"][name] and name not in ("resume", "push_to_hub"):
+        if value != facts["defaults"][name] and name not in ("run_name", "output_dir", "resume", "push_to_hub"):
             values = [] if isinstance(value, bool) else map(str, value if isinstance(value, list) else [value])
             words += [f"--no-{name}" if value is False else f"--{name}", *map(without_secrets, values)]
     return shlex.join(

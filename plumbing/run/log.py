@@ -1,6 +1,6 @@
 """What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl and curves.png.
 
-Imports plumbing.run.files (how a file is written), plumbing.run.curves (the picture), plumbing.run.resume (where the run
+Imports plumbing.run.files (how a file is written), plumbing.run.curves (the picture), plumbing.run.resume (where a run
 begins), plumbing.run.tracking (Weights & Biases, trackio) and plumbing.run.ranks (the phase of a rank).
 """
 

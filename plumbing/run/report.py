@@ -1,7 +1,7 @@
 """A page of one or several runs, one HTML file that requires no network: what scripts/report.py writes.
 
-The page is assets/report/page.html with its style sheet, its scripts, the charting library uPlot and the runs' data filled
-in; the scripts draw everything from the data. Imports plumbing.run.curves (names of runs and metrics) and plumbing.run.files.
+The page is assets/report/page.html with its style sheet, its scripts, the charting library uPlot and the runs' data;
+the scripts draw everything from the data. Imports plumbing.run.curves (names of runs and metrics) and plumbing.run.files.
 """
 
 import html

@@ -1,7 +1,7 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop.
 
-Imports plumbing.run.resume (where it begins), plumbing.run.checkpoints (what it leaves on disk), plumbing.run.log (what it
-prints and logs), plumbing.run.tracking, plumbing.run.ranks (the phase of a rank) and, for --push_to_hub, plumbing.run.hub.
+Imports plumbing.run.resume (where it begins), plumbing.run.checkpoints (what it leaves on disk), plumbing.run.log (what
+it prints and logs), plumbing.run.tracking, plumbing.run.ranks (the phase of a rank), and plumbing.run.hub if asked.
 """
 
 import math

@@ -26,18 +26,18 @@ STEPS_IN_CI, STOPS_IN_CI = 6, 3
 SIGNALS = ("SIGKILL", "SIGTERM SIGINT")  # of a run, one drawn each time
 
 # What the random instants come after: functions, each with the number of calls from which one is drawn.
-STARTING = {"resume.find": 1, "resume.open_folder": 1}
+STARTING = {"resume.find_origin": 1, "resume.open_folder": 1}
 LOADING = {"checkpoints.load_checkpoint": 1, "checkpoints.load_optimizer": 1}  # a checkpoint
 SAVING = {
     "checkpoints.save_checkpoint": 2, "checkpoints.save_model": 4, "torch.distributed.checkpoint.save": 2,
-    "files.checksums": 2, "os.rename": 4, "checkpoints.remove_folder": 1, "run_log.RunLog.log": 2,
-    "run_log.append": 4, "checkpoints.save_final": 1,
+    "files.checksums": 2, "os.rename": 4, "checkpoints.remove_folder": 1, "log.RunLog.log": 2,
+    "log.append": 4, "checkpoints.save_final": 1,
 }  # fmt: skip
 OF_RANK_0 = {
-    "resume.find", "resume.open_folder", "files.checksums", "os.rename", "checkpoints.remove_folder", "run_log.append",
+    "resume.find_origin", "resume.open_folder", "files.checksums", "os.rename", "checkpoints.remove_folder", "log.append",
 }  # fmt: skip
 TRAINING = {"utils.Optimizer.step": 6}
-SAMPLING = {"grpo.generate": 4, "rewards.Rewards.score": 4, "grpo.forward_batch": 3}
+SAMPLING = {"grpo.generate": 4, "sources.Rewards.score": 4, "grpo.forward_batch": 3}
 TURNS = {"tool_processes.ToolProcess.step": 60, "conversations.Conversation.add": 90}
 
 GAME = {"environment": helpers.GAME, "reward": "environment", "max_response_length": 30, "max_turn_length": 5}

@@ -33,9 +33,9 @@ PHASES = {  # where a rank ends -> the phase that it is in
     "models.load_model:2": "load",  # the reference
     "data.load_train_and_eval:1": "load",
     "torch.searchsorted:3": "evaluate",
-    "rewards.Rewards.score:1": "evaluate",
+    "sources.Rewards.score:1": "evaluate",
     "grpo.generate:3": "rollout",
-    "rewards.Rewards.score:3": "rollout",
+    "sources.Rewards.score:3": "rollout",
     "grpo.forward_batch:1": "logprobs",
     "grpo.policy_loss:2": "training",
     "utils.Optimizer.step:1": "training",
@@ -94,7 +94,7 @@ def slow(place: str, seconds: float) -> None:
 
 SLOW = {
     "models.load_model:1": "load",
-    "rewards.Rewards.score:3": "rollout",
+    "sources.Rewards.score:3": "rollout",
     "utils.Optimizer.step:1": "training",
     "checkpoints.save_model:1": "save",
 }

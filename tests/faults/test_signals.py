@@ -174,7 +174,7 @@ PHASES = {  # where torchrun gets the signal, and the step that is saved then; N
     "loading": ("sharding.Sharding.wrap:1", None),
     "first evaluation": ("grpo.generate:1", 0),
     "generation": ("grpo.generate:3", 0),
-    "scoring": ("rewards.Rewards.score:3", 0),
+    "scoring": ("sources.Rewards.score:3", 0),
     "log-probs": ("grpo.forward_batch:1", 1),
     "update": ("utils.Optimizer.step:3", 1),
     "save": ("checkpoints.save_checkpoint:1", 1),
