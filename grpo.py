@@ -27,8 +27,7 @@ Deliberate choices:
 
 import functools
 import math
-import os
-from typing import Callable, Literal
+from typing import Callable, Literal, NamedTuple
 
 import torch
 from pydantic import FiniteFloat
@@ -40,30 +39,49 @@ from transformers import DynamicCache
 import utils
 from plumbing import cli
 from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.data import mixture as data
-from plumbing.models import loading as models
-from plumbing.models import lora
+from plumbing.data.mixture import load_train_and_eval, take_prompts, token_lengths
+from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import Rewards, needs_answer, reward_weights
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Experience, collate, forward_batch, forward_tokens, join, logits_processors, rollout
+from plumbing.rollout.batch import (
+    Batch,
+    Experience,
+    Sample,
+    Sampler,
+    forward_batch,
+    forward_tokens,
+    load_conversations,
+    logits_processors,
+)
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
-from plumbing.turns.conversations import load_conversations
 
-# What each --loss stands for, unless a flag says otherwise:
-#             token loss    aggregation     scale    low    high   source
+
+class Variant(NamedTuple):
+    """What a --loss stands for, unless a flag says otherwise."""
+
+    token_loss: str  # `policy_loss`
+    aggregation: str  # --loss_aggregation
+    scale: str  # --advantage_scale
+    clip_low: float
+    clip_high: float
+
+
 VARIANTS = {
-    "grpo":      ("ppo",       "sequence",  "group", 0.2,   0.2),  # DeepSeekMath, arXiv:2402.03300, eq. 3
-    "dr_grpo":   ("ppo",       "constant",  "none",  0.2,   0.2),  # Dr. GRPO, arXiv:2503.20783
-    "dapo":      ("ppo",       "step_token", "group", 0.2,  0.28),  # DAPO, arXiv:2503.14476, eq. 8
-    "bnpo":      ("ppo",       "token",     "group", 0.2,   0.2),  # TRL's name for the mean over an optimizer batch
-    "gspo":      ("gspo",      "sequence",  "group", 3e-4,  4e-4),  # GSPO-token, arXiv:2507.18071, eq. 13
-    "cispo":     ("cispo",     "token",     "group", 1.0,   4.0),  # MiniMax-M1, arXiv:2506.13585, eq. 4
-    "sapo":      ("sapo",      "sequence",  "group", 0.0,   0.0),  # SAPO, arXiv:2511.20347, eq. 5; it does not clip
-    "reinforce": ("reinforce", "token",     "group", 0.0,   0.0),  # -A log pi, no ratio
-}  # fmt: skip
+    "grpo": Variant("ppo", "sequence", "group", 0.2, 0.2),  # DeepSeekMath, arXiv:2402.03300, eq. 3
+    "dr_grpo": Variant("ppo", "constant", "none", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783
+    "dapo": Variant("ppo", "step_token", "group", 0.2, 0.28),  # DAPO, arXiv:2503.14476, eq. 8
+    "bnpo": Variant("ppo", "token", "group", 0.2, 0.2),  # TRL's name for the mean over an optimizer batch
+    "gspo": Variant("gspo", "sequence", "group", 3e-4, 4e-4),  # GSPO-token, arXiv:2507.18071, eq. 13
+    "cispo": Variant("cispo", "token", "group", 1.0, 4.0),  # MiniMax-M1, arXiv:2506.13585, eq. 4
+    "sapo": Variant("sapo", "sequence", "group", 0.0, 0.0),  # SAPO, arXiv:2511.20347, eq. 5; it does not clip
+    "reinforce": Variant("reinforce", "token", "group", 0.0, 0.0),  # -A log pi, no ratio
+}
+SAPO_TAU = (1.0, 1.05)  # SAPO's temperatures where the advantage is positive and where it is not
+CHUNK_TOKENS = 512  # response tokens whose logits are held at once
+MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step goes on with what there is
 
 
 @dataclass
@@ -151,7 +169,7 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.Rollout
     RULES = cli.RL_RULES | {
         "--group_size must be 2 or more: advantages are relative to a group": lambda a: a.group_size >= 2,
         "--dual_clip requires a --loss that clips the ratio": lambda a: (
-            not a.dual_clip or VARIANTS[a.loss][0] in ("ppo", "gspo")
+            not a.dual_clip or VARIANTS[a.loss].token_loss in ("ppo", "gspo")
         ),
     }
     WARNINGS = cli.RL_WARNINGS
@@ -204,7 +222,7 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, hori
 
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, kind: str, clip_low: float,
-    clip_high: float, dual_clip: float = 0.0, tau_positive: float = 1.0, tau_negative: float = 1.05,
+    clip_high: float, dual_clip: float = 0.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the loss of each response token.
 
@@ -226,7 +244,7 @@ def policy_loss(
         weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
         return -weight * advantages * logprobs, weight != ratio
     if kind == "sapo":
-        tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+        tau = torch.where(advantages > 0, *SAPO_TAU).to(advantages.dtype)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(mask)
     outside = (ratio < 1 - clip_low) & (advantages < 0) | (ratio > 1 + clip_high) & (advantages > 0)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
@@ -273,16 +291,6 @@ def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, 
     return masked_sum(x, mask) / divisor
 
 
-def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return KL(policy || reference) per token, summed over the vocabulary: (..., V), (..., V) -> (...).
-
-    A token that the policy masks (-inf) adds 0. The KL is inf where only the reference masks a token.
-    """
-    probabilities = logprobs.exp()
-    log_ratios = (logprobs - ref_logprobs).masked_fill(probabilities == 0, 0.0)
-    return (probabilities * log_ratios).sum(-1)
-
-
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
     """Return the entropy H = -sum(p * log p) in nats over the vocabulary: log p (..., V) -> (...).
 
@@ -302,145 +310,60 @@ class Policy(nn.Module):
     All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
     """
 
-    def __init__(
-        self, model: nn.Module, temperature: float, chunk_tokens: int, train_entropy: bool = False,
-        recompute_logits: bool = False,
-    ):  # fmt: skip
+    def __init__(self, model: nn.Module, args):
         super().__init__()
-        self.model, self.temperature, self.chunk_tokens = model, temperature, chunk_tokens
-        self.recompute_logits = recompute_logits
-        self.entropy_name = "entropies" if train_entropy else "detached_entropies"
+        self.model, self.temperature = model, args.temperature
+        self.recompute_logits = args.gradient_checkpointing
+        self.entropy_name = "entropies" if args.entropy_coef else "detached_entropies"
 
-    def forward(
-        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None,
-        temperature: float | None = None, entropy: bool = True,
-    ) -> dict[str, Tensor]:  # fmt: skip
+    def forward(self, input_ids: Tensor, response_mask: Tensor, entropy: bool = True) -> dict[str, Tensor]:
         """Return statistics of the response tokens.
 
         Args:
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
             response_mask: (N, L) bool, set on response tokens.
-            reference: the other model of the exact KL. This policy itself stands for it without its LoRA adapter.
-            temperature: divides the logits; None for the temperature of the sampling.
             entropy: whether to compute the entropies.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "kl" with a
-            reference; "entropies", or "detached_entropies" (no gradient, for the log) unless they are trained.
+            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "entropies", or
+            "detached_entropies" (no gradient, for the log) unless they are trained.
         """
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
-        hidden, labels = self.hidden_and_labels(input_ids, predicts)
-        ref_hidden = hidden.detach()
-        if reference is not None:
-            with torch.no_grad(), lora.without_lora(reference.model):
-                ref_hidden, _ = reference.hidden_and_labels(input_ids, predicts)
-        recompute = torch.is_grad_enabled() and self.recompute_logits and len(labels) > self.chunk_tokens
-        parts = zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden)))
-        options = (self.temperature if temperature is None else temperature, reference, entropy)
-        chunks = [self.chunk(recompute, *part, *options) for part in parts]
-        outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-        return outputs
+        hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
+        labels = nn.functional.pad(input_ids[:, 1:], (0, 1))[predicts]  # (tokens,)
+        recompute = torch.is_grad_enabled() and self.recompute_logits and len(labels) > CHUNK_TOKENS
+        chunks = []
+        for inputs in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS)):
+            if recompute:  # in the backward pass: logits live only while they are used
+                chunks.append(
+                    checkpoint(self.statistics, *inputs, entropy, use_reentrant=False, preserve_rng_state=False)
+                )
+            else:
+                chunks.append(self.statistics(*inputs, entropy))
+        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
-    def hidden_and_labels(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what predicts each response token (tokens, H), and these tokens (tokens,)."""
-        labels = nn.functional.pad(input_ids[:, 1:], (0, 1))
-        return models.last_hidden_states(self.model, input_ids, predicts), labels[predicts]
-
-    def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-        """Apply the model's own head: (..., H) -> (..., V), float32 or better, divided by the temperature."""
-        logits = self.model.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
-        logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
-        return logits if temperature == 1 else logits / temperature
-
-    def chunk(self, recompute: bool, *inputs) -> dict[str, Tensor]:
-        """Call `chunk_outputs`, with recomputation in the backward pass if asked."""
-        if recompute:  # logits live only while they are used
-            return checkpoint(self.chunk_outputs, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self.chunk_outputs(*inputs)
-
-    def chunk_outputs(
-        self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None",
-        entropy: bool,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Return log-probability, KL and entropy of each token of a chunk; see `forward`."""
-        logprobs = self.logits(hidden, temperature).log_softmax(-1)  # (chunk, V)
+    def statistics(self, hidden: Tensor, labels: Tensor, entropy: bool) -> dict[str, Tensor]:
+        """Return log-probability and entropy of each token of a chunk, from (chunk, H) and (chunk,); see `forward`."""
+        logprobs = (self.logits(hidden) / self.temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        if reference is not None:
-            with torch.no_grad():
-                ref_logprobs = reference.logits(ref_hidden, temperature).log_softmax(-1)
-            outputs["kl"] = exact_kl(logprobs, ref_logprobs)
         if entropy:  # at the end: recomputation stops after what has a gradient, so one without is not computed twice
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_name == "entropies"):
                 outputs[self.entropy_name] = entropy_from_logprobs(logprobs)
         return outputs
 
-
-def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Policy:
-    """Load the policy of --model, or of the checkpoint folder `saved`."""
-    model = models.load_model("--model", args.model if args.lora_rank else saved or args.model, dtype, device)
-    if args.lora_rank:
-        lora.add_lora(model, args)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(
-        model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0,
-        recompute_logits=args.gradient_checkpointing,
-    )  # fmt: skip
-    models.check_head(f"--model {args.model}", model, policy.logits)
-    return policy
-
-
-def reference_name(args: Args) -> str:
-    """Return the folder or hub name of the reference of the KL penalty; "" if no other model is held for it."""
-    return (args.ref_model or ("" if args.lora_rank else args.model)) if args.kl_coef else ""
-
-
-def refreshed_reference(saved: str | None) -> str | None:
-    """Return the folder of the refreshed reference in the checkpoint folder `saved`; None if there is none."""
-    folder = saved and os.path.join(saved, "reference")
-    return folder if folder and os.path.isdir(folder) else None
-
-
-def load_reference(
-    args: Args, policy: Policy, saved: str | None, dtype: torch.dtype, sharding: Sharding
-) -> Policy | None:
-    """Load the model of the KL penalty; None without one. With LoRA it is the policy, used without its adapter."""
-    if not reference_name(args):
-        return policy if args.kl_coef else None
-    name = refreshed_reference(saved) or reference_name(args)
-    flag = f"--ref_model {name}" if args.ref_model else f"--model {name}"
-    model = models.load_model(flag.split()[0], name, dtype, sharding.load_device).requires_grad_(False)
-    reference = Policy(model, args.temperature, args.logits_chunk_tokens)
-    models.check_head(flag, model, reference.logits)
-    # Without --ref_model it is what the policy started from, which a resumed run loads again; a refresh mixes weights.
-    models.check_same_shapes(flag, reference, policy, everything=not args.ref_model or args.ref_refresh_every > 0)
-    return sharding.shard(reference)
-
-
-def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimizer, world, autocast) -> Tensor:
-    """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX: arXiv:2203.02155, eq. 2).
-
-    Leaves the average over ranks to the next backward pass. Returns this rank's share of the cross-entropy.
-    """
-    tokens = sum(len(row["response"]) for row in rows)
-    lengths = [len(row["query"]) + len(row["response"]) for row in rows]
-    total = torch.zeros((), device=world.device)
-    for cut in utils.micro_batches(lengths, args.micro_batch_tokens, world):
-        with gradient_sync(wrapped, False):
-            with autocast():  # at temperature 1, whatever that of the rollout
-                inputs = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
-                loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
-            optimizer.backward(args.ptx_coef * loss * world.size)
-        total = total + loss.detach()  # float64 in a float64 run
-    return total
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the model's own head: (..., H) -> (..., V), float32 or better."""
+        logits = self.model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Rollout: the decode loop
+# Rollout: the decode loop, and what makes its responses a batch
 # ----------------------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.set_stance("force_eager")  # its shapes change at every token
 @torch.no_grad()
 def generate(
     model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
@@ -511,6 +434,71 @@ def generate(
     ]
 
 
+def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Batch | None:
+    """Sample and score responses to some prompts, spread over the ranks.
+
+    Args:
+        rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
+        key: names the random numbers, see `utils.generator`.
+    Returns:
+        The Batch, the same on every rank; None if the run is interrupted.
+    """
+    world, rewards, conversations = sampler.world, sampler.rewards, sampler.conversations
+    rows = [row for row in rows for _ in range(samples or 1)]
+    local = world.shard(list(range(len(rows))))  # the responses of this rank
+    responses = sample_responses(sampler, rows, local, samples == 0, key)
+    if world.any(sampler.interrupted() or responses is None):
+        return None
+    for response in responses:
+        response.text = sampler.tokenizer.decode(response.response, skip_special_tokens=True)
+    scored_rows = [x.row if x.conversation is None else x.conversation.scored_row() for x in responses]
+    texts, token_ids = [x.text for x in responses], [x.response for x in responses]
+    scores = rewards.score(scored_rows, texts, token_ids, sampler.interrupted)  # {source: a score a response}
+    if world.any(sampler.interrupted()):  # then some may be missing
+        return None
+    for i, response in enumerate(responses):
+        response.scores = {source: column[i] for source, column in scores.items()}
+    responses = world.unshard(responses, len(rows))
+    if conversations:
+        conversations.leave_out_failed(responses)
+    batch = Batch.from_samples(responses, model_device(sampler.model))
+    if not batch.tokens["rollout_logprobs"].isfinite().all():
+        utils.fail("--model: its log-probabilities are not finite; check its weights, --precision and --temperature")
+    return batch
+
+
+def sample_responses(
+    sampler: Sampler, rows: list[dict], local: list[int], greedy: bool, key: tuple
+) -> list[Sample] | None:
+    """Sample the responses of this rank, `rows[i]` for i in `local`; None if the run is interrupted.
+
+    Each response of all ranks has a line of random numbers, whichever rank makes it: uniform numbers for the tokens of
+    the decode loop, or seeds for the turns of an engine.
+    """
+    args, engine, conversations, rng = sampler.args, sampler.engine, sampler.conversations, utils.generator(*key)
+    tool_seeds = rng.integers(2**62, size=len(rows))[local].tolist() if conversations else []
+    if engine is None:
+        draws = rng.random((len(rows), args.max_response_length))[local]
+    else:
+        draws = rng.integers(2**62, size=(len(rows), args.max_turns if conversations else 1))[local]
+    draws, rows = None if greedy else draws, [rows[i] for i in local]
+    with sampler.decoding():
+        decode = functools.partial(sampler.in_batches, generate)
+        if conversations:
+            ended = conversations.sample(rows, tool_seeds, draws, sampler.interrupted, engine, decode)
+            return ended and [Sample(x.row, x.response, x.values, x.stopped, x) for x in ended]
+        queries = [row["query"] for row in rows]
+        if engine is None:
+            sampled = decode(queries, None if greedy else torch.from_numpy(draws))
+        else:
+            seeds = None if greedy else draws[:, 0].tolist()
+            sampled = engine.generate(queries, seeds, sampler.stop_ids, args, sampler.interrupted)
+    return sampled and [
+        Sample(row, response, values, stopped=response[-1] in sampler.stop_ids)
+        for row, response, values in zip(rows, *sampled)
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # What a fork changes first: how reward components become one score, and scores become advantages
 # ----------------------------------------------------------------------------------------------------------------
@@ -524,18 +512,12 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
     return sum(weight * scores for scores, weight in zip(components.values(), reward_weights(args)) if weight)
 
 
-def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: list[float], args: Args) -> Tensor:
+def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -> Tensor:
     """Return what each response is trained with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
         scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool, see `Batch.ended`.
-        statistics: as in `utils.update_statistics`, of all scores so far.
     """
-    if args.reward_normalization:
-        count, mean, squares = statistics
-        scores = (scores - mean) / (math.sqrt(squares / max(1, count - 1)) + 1e-8)
-    if args.reward_clip:
-        scores = scores.clamp(-args.reward_clip, args.reward_clip)
     if args.non_stop_penalty:
         scores = torch.where(stopped, scores, args.penalty_reward_value)
     if args.overlong_buffer:
@@ -544,49 +526,51 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: l
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
-def collect(
-    step: int, position: int, statistics: list[float], policy_step: int, *, prompts: list[dict], sample: Callable,
-    rewards: Rewards, args: Args,
-) -> Experience | None:  # fmt: skip
+def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int) -> Experience | None:
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
     Args:
-        position: of the step's first prompt in `data.take_prompts`. statistics: of the scores of all steps before.
-        policy_step: steps that the policy has trained. sample: `rollout` with all but its first three arguments.
+        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy has trained.
     Returns:
         The Experience; None if the run is interrupted.
     """
+    args, rewards = sampler.args, sampler.rewards
     wanted, size = args.rollout_batch_size, args.group_size
-    batches, count = [], wanted
-    for refill in range(1 + (args.max_refills if args.filter_groups == "refill" else 0)):
-        rows = data.take_prompts(prompts, position, count, args.seed)
+    samples, count = [], wanted
+    for refill in range(1 + (MAX_REFILLS if args.filter_groups == "refill" else 0)):
+        rows = take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
-        batches.append(sample(rows, size, key))
-        if batches[-1] is None:
+        latest = rollout(sampler, rows, size, key)
+        if latest is None:
             return None
-        position += count
-        statistics = utils.update_statistics(statistics, weighted_sum(batches[-1].reward_components, args))
-        batch = join(batches)
-        scores = weighted_sum(batch.reward_components, args)  # all of a step by the same statistics
-        batch.scores = final_scores(scores, batch.response_mask.sum(1), batch.ended, statistics, args)
+        position, samples = position + count, samples + latest.samples
+        batch = Batch.from_samples(samples, latest.stopped.device)
+        lengths = batch.response_mask.sum(1)
+        batch.scores = final_scores(weighted_sum(batch.reward_components, args), lengths, batch.ended, args)
         has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
-        found = int(has_signal.sum())
-        if found >= wanted or evaluation.unscored(batches[-1], rewards, args):
+        groups = int(has_signal.sum())
+        if groups >= wanted or evaluation.unscored(latest, rewards, args):
             break
-        # As many prompts as it takes if the next ones are like those so far.
-        count = min(wanted, math.ceil((wanted - found) * len(has_signal) / max(1, found)))
+        # As many prompts as are needed if the next ones are like those so far.
+        count = min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
     metrics = {
         "objective/scores": batch.scores.nanmean().item(),
-        "val/zero_std_fraction": 1 - found / len(has_signal) if size > 1 else math.nan,
+        "val/zero_std_fraction": 1 - groups / len(has_signal) if size > 1 else math.nan,
         "val/sampled_prompts": len(has_signal),
-        **evaluation.batch_metrics(batch),
+        **evaluation.batch_metrics(batch, correct_responses(batch, rewards), rewards),
     }
     unscored, sampled_tokens = evaluation.unscored(batch, rewards, args), sum(batch.lengths)
     if args.filter_groups != "none":
-        if not found:  # nothing to learn from in this step
+        if not groups:  # nothing to learn from in this step
             batch.scores, has_signal = torch.full_like(batch.scores, math.nan), torch.ones_like(has_signal)
-        batch = batch.select(has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist())
-    return Experience(batch, metrics, sampled_tokens, position, statistics, policy_step, size, unscored)
+        chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0]
+        samples = [batch.samples[i] for i in chosen.tolist()]
+        batch = Batch.from_samples(samples, batch.scores.device, batch.scores[chosen])
+    if not batch.scores.isfinite().any():
+        utils.warn(
+            f"step {step}: no response trains: none has a score, or --filter_groups or --mask_truncated drop all"
+        )
+    return Experience(batch, metrics, sampled_tokens, position, policy_step, unscored)
 
 
 def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
@@ -618,119 +602,148 @@ def equal_scores(grouped: Tensor) -> Tensor:
     return highest <= lowest
 
 
+def correct_responses(batch: Batch, rewards: Rewards) -> Tensor:
+    """Return (N,) float64: 1 if the first source that tells right from wrong gave 1 or more and the response stopped.
+
+    Else 0; NaN where that source gave no score: a failed reward says nothing of a response, so means leave it out. Of a
+    row that names its sources, it is the first of these. All NaN if no source tells right from wrong.
+    """
+    correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
+    for name in reversed(rewards.verifiers):
+        scores = batch.reward_components[name]
+        right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
+        correct = torch.where(evaluation.counted(batch, name), right, correct)
+    return correct
+
+
+def policy_metrics(
+    total: dict[str, float], updates: int, responses: int, args: Args, mean_score: float, kl_coef: float
+) -> dict[str, float]:
+    """Return the logged objectives of a step from the totals of its sums.
+
+    Args:
+        total: sums over the tokens of all updates; those of kl, surprisal and weights over the first epoch only.
+        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta of the step.
+    """
+    tokens, updates, responses = total["tokens"], max(1, updates), max(1, responses)
+    kl = total["kl"] / responses if args.kl_coef else math.nan
+    return {
+        "objective/kl": kl,  # mean over responses of the sum over tokens
+        "objective/non_score_reward": -kl_coef * kl,
+        "objective/rlhf_reward": mean_score - (kl_coef * kl if args.kl_coef else 0.0),
+        "objective/entropy": total["surprisal"] / responses,
+        "objective/loss": total["loss"] / updates,
+        "loss/policy_avg": total["policy_loss"] / updates,
+        "policy/approxkl_avg": total["approxkl"] / tokens,
+        "policy/clipfrac_avg": total["clipped"] / tokens,
+        "policy/entropy_avg": total["entropy"] / tokens,
+        "rollout/correction_mean": total["weights"] * args.num_epochs / tokens,
+    }
+
+
 @record
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
-    stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = load_conversations(args, tokenizer, stop_ids)
     tools = conversations and conversations.schemas
-    prompts, eval_prompts = data.load_train_and_eval(args, tokenizer, needs_answer(args), tools)
-    ptx_rows = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
+    prompts, eval_prompts = load_train_and_eval(args, tokenizer, needs_answer(args), tools)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
-    token_loss, *defaults = VARIANTS[args.loss]
-    chosen = (args.loss_aggregation, args.advantage_scale, args.clip_low, args.clip_high)
-    aggregation, scale, clip_low, clip_high = (d if c is None else c for d, c in zip(defaults, chosen))
+    variant = VARIANTS[args.loss]
+    aggregation, scale = args.loss_aggregation or variant.aggregation, args.advantage_scale or variant.scale
+    clip_low = variant.clip_low if args.clip_low is None else args.clip_low
+    clip_high = variant.clip_high if args.clip_high is None else args.clip_high
+    # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
+    # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
+    old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
+    if args.async_steps and args.rollout_correction == "none":
+        old_logprobs_from = "engine"
 
     # ---- setting up: models, optimizer, rollout ----
-    precision = models.precision(args.precision, world.device)
-    dtype, loss_dtype, compute_dtype, autocast = precision
+    precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    dp = world
-    policy = load_policy(args, run.checkpoint, dtype, sharding.load_device)
-    model, wrapped = policy.model, sharding.wrap(policy)
-    reference = load_reference(args, policy, run.checkpoint, dtype, sharding)
-    exact_kl_args = {"reference": reference} if args.kl_estimator == "full" and reference is not None else {}
-    kl_in_reward = reference is not None and args.kl_in == "reward"
-    kl_in_loss = reference is not None and args.kl_in == "loss"
+    policy, wrapped, reference = loading.load_policy_and_reference(
+        args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
+    )
+    kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == where for where in ("reward", "loss"))
     rewards.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
-    engine = engines.rollout_engine(args, rollout_world, compute_dtype)
+    engine = engines.rollout_engine(args, rollout_world, precision.compute_dtype)
     if engine is None:
-        models.check_decodes(f"--model {args.model}", model)
-    sample = functools.partial(
-        rollout, generate=generate, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards,
-        conversations=conversations, args=args, interrupt=run.interrupt, world=rollout_world, autocast=autocast,
+        loading.check_decodes(f"--model {args.model}", policy.model)
+    sampler = Sampler(
+        policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
+        precision.autocast,
     )  # fmt: skip
-    collect_step = functools.partial(collect, prompts=prompts, sample=sample, rewards=rewards, args=args)
-    forward_all = functools.partial(forward_batch, token_budget=args.micro_batch_tokens, world=dp, autocast=autocast)
-    evaluate = functools.partial(evaluation.evaluate, sample, eval_prompts, args) if eval_prompts else None
-    keeps_reference = bool(reference and (args.ref_refresh_every or refreshed_reference(run.checkpoint)))
-    kept = {"": model} | ({"reference": reference.model} if keeps_reference else {})
-    run.start(total_steps, tokenizer, kept, {"": optimizer}, engine)
-    run.log.lengths(data.token_lengths(prompts, eval_prompts, ptx_rows))
-    run.clock.count_flops(policy)
-    if reference not in (None, policy):
-        run.clock.count_flops(reference)
-    prefetch = engines.Prefetch(collect_step, run.interrupt) if args.async_steps else None
+    forward_all = functools.partial(
+        forward_batch, token_budget=args.micro_batch_tokens, world=world, autocast=precision.autocast
+    )
+    evaluate = functools.partial(
+        evaluation.evaluate, functools.partial(rollout, sampler), correct_responses, eval_prompts, rewards, args
+    )
+    keeps_reference = args.ref_refresh_every or loading.refreshed_reference(run.checkpoint)
+    saved_models = {"": policy.model} | ({"reference": reference.model} if keeps_reference else {})
+    run.start(total_steps, tokenizer, saved_models, {"": optimizer}, engine)
+    run.log.lengths(token_lengths(prompts, eval_prompts))
+    prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
     prefetched = None
     if engine is not None:
-        engine.sync(model)
+        engine.sync(policy.model)
 
-    for step in run.steps(evaluate):
+    for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
         run.phase("rollout")
         experience, prefetched = prefetched, None
         if experience is None:
-            position, statistics = run.state.get("position", 0), run.state.get("score_statistics", [0.0, 0.0, 0.0])
-            experience = collect_step(step, position, statistics, step - 1)
+            experience = collect(sampler, prompts, step, run.state.get("position", 0), step - 1)
         if experience is None:
             run.leave()
-        batch, position, statistics = experience.batch, experience.position, experience.score_statistics
         if experience.unscored:
             run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
-        if prefetch is not None and step < total_steps:  # samples while this step trains, with the weights from before
-            prefetch.start(step + 1, position, statistics, step - 1)
-        mask, scores, kl_coef = (
-            batch.response_mask,
-            batch.scores,
-            run.state.get("kl_coef", args.kl_coef),
-        )  # (N, T), (N,)
+        if args.async_steps and step < total_steps:  # samples while this step trains, with the weights from before
+            prefetch.start(step + 1, experience.position, step - 1)
+        batch, mask, scores = experience.batch, experience.batch.response_mask, experience.batch.scores  # (N, T), (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
+        kl_coef = run.state.get("kl_coef", args.kl_coef)
         if engine is not None:
             engine.sleep()
 
         # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
         run.phase("logprobs")
-        # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
-        # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
-        old_from_engine = args.async_steps > 0 and args.rollout_correction == "none"
-        needs_old = updates_a_step > 1 and not old_from_engine
-        if reference is not None and not exact_kl_args:
+        if reference is not None:
             with lora.without_lora(reference.model):
                 batch.tokens["ref_logprobs"] = forward_all(reference, batch, entropy=False)["logprobs"]
-        if needs_old or kl_in_reward:
-            old = forward_all(policy, batch, entropy=False, **exact_kl_args)
-            if exact_kl_args:
-                batch.tokens["kl"] = old["kl"]
-            elif reference is not None:
-                batch.tokens["kl"] = kl_estimate(old["logprobs"], batch.tokens["ref_logprobs"], args.kl_estimator)
-        if old_from_engine:
-            batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(loss_dtype)
-        elif needs_old:
-            batch.tokens["old_logprobs"] = old["logprobs"]
+        if old_logprobs_from == "trainer" or kl_in_reward:
+            logprobs_at_start = forward_all(policy, batch, entropy=False)["logprobs"]
+            if reference is not None:
+                batch.tokens["kl"] = kl_estimate(logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator)
+        if old_logprobs_from == "trainer":
+            batch.tokens["old_logprobs"] = logprobs_at_start
+        if old_logprobs_from == "engine":
+            batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(precision.loss_dtype)
 
         # ---- 3. advantages ----
         outcomes = scores  # R, (N,)
         if kl_in_reward:
             outcomes = scores - kl_coef * masked_sum(batch.tokens["kl"], mask, 1)
-        advantages = group_advantages(outcomes, args.group_size, scale).to(loss_dtype)  # (N,)
+        advantages = group_advantages(outcomes, args.group_size, scale).to(precision.loss_dtype)  # (N,)
         if kl_in_reward:  # a KL that is not finite is no missing score: `Optimizer.step` skips its update
             advantages = advantages.masked_fill(scores.isfinite() & ~outcomes.isfinite(), math.nan)
         batch.tokens["advantages"] = torch.where(mask, advantages[:, None], 0.0)
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
-        model.train()  # for gradient checkpointing; there is no dropout
-        sums = utils.Sums(dp)
+        policy.model.train()  # for gradient checkpointing; there is no dropout
+        sums = utils.Sums(world)
         updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
-        optimizer.updates += updates_a_step - len(updates)  # fewer where responses were left out; schedules go by steps
+        optimizer.skip(updates_a_step - len(updates))
         for number, (epoch, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
             if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
@@ -738,36 +751,29 @@ def main(args: Args) -> None:
             reduce_loss = functools.partial(
                 aggregate, how=aggregation, tokens=token_count, sequences=len(mini), max_length=args.max_response_length
             )
-            if args.ptx_coef:
-                count = args.ptx_batch_size
-                rows = data.take_prompts(ptx_rows, optimizer.updates * count, count, args.seed)
-                sums.add(ptx=ptx_loss(wrapped, rows, args, optimizer, dp, autocast))
-            for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, dp):
+            for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = t["response_mask"]  # (n, T), as all of t and out
                 with gradient_sync(wrapped, last):
-                    with autocast():
-                        out = forward_tokens(wrapped, inputs, m, **(exact_kl_args if kl_in_loss else {}))
+                    with precision.autocast():
+                        out = forward_tokens(wrapped, inputs, m)
                     logprobs = out["logprobs"]
-                    old_logprobs = t.get("old_logprobs", logprobs.detach())
+                    old_logprobs = logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
                     weights = correction_weights(
                         old_logprobs, t["rollout_logprobs"], m, args.rollout_correction, args.rollout_correction_cap
                     )
                     token_losses, clipped = policy_loss(
-                        logprobs, old_logprobs, t["advantages"], m, token_loss, clip_low, clip_high,
-                        args.dual_clip, args.sapo_tau_positive, args.sapo_tau_negative,
+                        logprobs, old_logprobs, t["advantages"], m, variant.token_loss, clip_low, clip_high,
+                        args.dual_clip,
                     )  # fmt: skip
                     loss = policy_term = reduce_loss(token_losses * weights, m)
                     token_kl = torch.zeros_like(logprobs)
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
                     if kl_in_loss:
-                        if exact_kl_args:
-                            token_kl = out["kl"]
-                        else:
-                            token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
+                        token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
                     # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
-                    optimizer.backward(loss * dp.size)
+                    optimizer.backward(loss * world.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
@@ -775,47 +781,42 @@ def main(args: Args) -> None:
                     kl = t.get("kl", token_kl.detach())
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
-                    latest = logprobs.detach() if old_from_engine else old_logprobs
-                    if number == 0 or not old_from_engine:  # else the first update only: nearest to what sampled
-                        evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
+                    if old_logprobs_from != "engine":
+                        evaluation.add_mismatch(sums, old_logprobs, t["rollout_logprobs"], m)
+                    elif number == 0:  # the first update only: nearest to the weights that sampled
+                        evaluation.add_mismatch(sums, logprobs.detach(), t["rollout_logprobs"], m)
             optimizer.step()
-        model.eval()
+        policy.model.eval()
 
         # ---- 5. sync: the prefetched rollout, the engine, the reference, the KL controller ----
-        if prefetch is not None and step < total_steps:
+        if args.async_steps and step < total_steps:
             run.phase("rollout")
             prefetched = prefetch.result()
         if engine is not None:
             run.phase("sync")
-            engine.sync(model)
+            engine.sync(policy.model)
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             sync_reference(reference, policy)
         total = sums.totals()
         next_kl_coef = kl_coef
-        if reference is not None and args.kl_controller == "adaptive":
-            next_kl_coef = adapt_kl_coef(
-                kl_coef, total["mean_kl"] / max(1, len(trained)), args.kl_target, len(trained), args.kl_horizon
-            )
+        if reference is not None and args.kl_target:
+            mean_kl = total["mean_kl"] / max(1, len(trained))
+            next_kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon)
 
         # ---- 6. metrics ----
+        mean_score = experience.metrics["objective/scores"]
         metrics = {
-            "epoch": position / len(prompts),
+            "epoch": experience.position / len(prompts),
             "objective/kl_coef": kl_coef,
-            **evaluation.policy_metrics(
-                total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef
-            ),
-            "rollout/staleness": step - 1 - experience.policy_step,
+            **policy_metrics(total, len(updates), len(trained), args, mean_score, kl_coef),
+            **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
             **experience.metrics,
             **optimizer.metrics(),
             **(engine.metrics() if engine is not None else {}),
         }
-        engines.watch_agreement({"step": step, **metrics})
         mean_advantages = masked_mean(batch.tokens["advantages"], mask, 1)
-        shown = evaluation.sample_rows(batch, args.log_samples, mean_advantages)
-        run.finish_step(
-            metrics, shown, experience.sampled_tokens,
-            position=position, score_statistics=statistics, kl_coef=next_kl_coef,
-        )  # fmt: skip
+        samples = evaluation.sample_rows(batch, args.log_samples, mean_advantages)
+        run.finish_step(metrics, samples, experience.sampled_tokens, position=experience.position, kl_coef=next_kl_coef)
     run.finish()
 
 

@@ -40,27 +40,28 @@ from transformers import DynamicCache
 import utils
 from plumbing import cli
 from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.data import mixture as data
-from plumbing.models import loading as models
-from plumbing.models import lora
-from plumbing.models.critic import critic_schedule, explained_variance, load_critic
+from plumbing.data.mixture import load_supervised, load_train_and_eval, take_prompts, token_lengths
+from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import Rewards, needs_answer, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
     Batch,
     Experience,
+    Sample,
+    Sampler,
     collate,
     forward_batch,
     forward_tokens,
-    join,
+    load_conversations,
     logits_processors,
-    rollout,
 )
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
-from plumbing.turns.conversations import load_conversations
+
+CHUNK_TOKENS = 512  # response tokens whose logits are held at once
+MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step goes on with what there is
 
 
 @dataclass
@@ -259,15 +260,11 @@ def clipped_loss(
     return loss, outside
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape.
-
-    Without shift_mean the mean is added again: only the scale changes.
-    """
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape."""
     mean = masked_mean(x, mask)
     variance = masked_sum((x - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
-    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
 def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: float) -> Tensor:
@@ -283,32 +280,14 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: floa
     return rewards if kl is None else torch.where(mask, rewards - kl_coef * kl, 0.0)
 
 
-def earlier_rewards(rewards: Tensor, turn_rewards: Tensor, mask: Tensor) -> Tensor:
-    """Move what the turns of a conversation earned from its last token to theirs; the sum of a response stays.
-
-    Args:
-        rewards: (N, T), with the score at the last token. turn_rewards: (N, T), a part of the score, at the last token
-            of each turn. mask: (N, T) bool.
-    """
-    return rewards + turn_rewards - token_rewards(turn_rewards.sum(1), None, mask, 0.0)
-
-
-def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
-    """Return each response's lambda, 1 - 1 / (alpha * length), at least 0 (VAPO, arXiv:2504.05118): (N, T) -> (N,).
-
-    1 / (1 - lambda), over which GAE looks ahead, is then a share alpha of the response, whatever its length.
-    """
-    return (1 - 1 / (alpha * mask.sum(1, dtype=torch.float64))).clamp(min=0)
-
-
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return advantages and returns by generalized advantage estimation (GAE, arXiv:1506.02438, eq. 16).
 
     delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}. Positions outside of the mask pass on
     what follows them; after the last token, value and advantage are 0.
 
     Args:
-        rewards, values: (N, T). mask: (N, T) bool. lam: of all, or of each response (N,).
+        rewards, values: (N, T). mask: (N, T) bool.
     Returns:
         Advantages (N, T) and returns A + V (N, T), 0 outside of the mask.
     """
@@ -336,12 +315,19 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     return 0.5 * torch.maximum(plain, clipped), clipped > plain
 
 
-def filter_weights(grouped: Tensor, kind: str, power: float) -> Tensor:
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """Return 1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one; NaN for equal R."""
+    error, target = (returns - values)[mask].double(), returns[mask].double()
+    differ = len(target) > 1 and target.var() > 1e-10 * target.square().mean()  # by more than float32 rounds
+    return (1 - error.var() / target.var()).item() if differ else math.nan
+
+
+def filter_weights(grouped: Tensor, kind: str) -> Tensor:
     """Return how likely PF-PPO draws each response for training (arXiv:2409.06957).
 
     Args:
         grouped: (P, G) scores, compared along a row; one that is not finite is never drawn unless all of its row are.
-        kind: "pow": |score| ** power. "max_min": best and worst alike, no other. "max_random": half of the draws for
+        kind: "pow": |score|. "max_min": best and worst alike, no other. "max_random": half of the draws for
             the best, half for all others.
     Returns:
         (P, G) float64, each row adds up to 1; uniform where the rule gives no response any weight.
@@ -353,7 +339,7 @@ def filter_weights(grouped: Tensor, kind: str, power: float) -> Tensor:
     normalise = lambda rows: rows / rows.sum(1, keepdim=True).clamp(min=1)
     if kind == "pow":
         largest = scores.abs().amax(1, keepdim=True).clamp(min=1e-300)
-        weights = torch.where(scored, (scores.abs() / largest) ** power, 0.0)
+        weights = torch.where(scored, scores.abs() / largest, 0.0)
     elif kind == "max_min":
         weights = normalise(best.double()) + normalise(worst.double())
     else:
@@ -419,16 +405,6 @@ def loss_reduction(mask: Tensor, mini: list[int], drawn: list[int], passes: floa
     )  # fmt: skip
 
 
-def exact_kl(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return KL(policy || reference) per token, summed over the vocabulary: (..., V), (..., V) -> (...).
-
-    A token that the policy masks (-inf) adds 0. The KL is inf where only the reference masks a token.
-    """
-    probabilities = logprobs.exp()
-    log_ratios = (logprobs - ref_logprobs).masked_fill(probabilities == 0, 0.0)
-    return (probabilities * log_ratios).sum(-1)
-
-
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
     """Return the entropy H = -sum(p * log p) in nats over the vocabulary: log p (..., V) -> (...).
 
@@ -448,120 +424,90 @@ class Policy(nn.Module):
     All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
     """
 
-    def __init__(
-        self, model: nn.Module, temperature: float, chunk_tokens: int, train_entropy: bool = False,
-        recompute_logits: bool = False,
-    ):  # fmt: skip
+    def __init__(self, model: nn.Module, args):
         super().__init__()
-        self.model, self.temperature, self.chunk_tokens = model, temperature, chunk_tokens
-        self.recompute_logits = recompute_logits
-        self.entropy_name = "entropies" if train_entropy else "detached_entropies"
+        self.model, self.temperature = model, args.temperature
+        self.recompute_logits = args.gradient_checkpointing
+        self.entropy_name = "entropies" if args.entropy_coef else "detached_entropies"
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, reference: "Policy | None" = None,
-        temperature: float | None = None, entropy: bool = True,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self, input_ids: Tensor, response_mask: Tensor, entropy: bool = True, temperature: float | None = None
+    ) -> dict[str, Tensor]:
         """Return statistics of the response tokens.
 
         Args:
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
             response_mask: (N, L) bool, set on response tokens.
-            reference: the other model of the exact KL. This policy itself stands for it without its LoRA adapter.
-            temperature: divides the logits; None for the temperature of the sampling.
-            entropy: whether to compute the entropies.
+            entropy: whether to compute the entropies. temperature: divides the logits; None for --temperature.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "kl" with a
-            reference; "entropies", or "detached_entropies" (no gradient, for the log) unless they are trained.
+            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "entropies", or
+            "detached_entropies" (no gradient, for the log) unless they are trained.
         """
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
-        hidden, labels = self.hidden_and_labels(input_ids, predicts)
-        ref_hidden = hidden.detach()
-        if reference is not None:
-            with torch.no_grad(), lora.without_lora(reference.model):
-                ref_hidden, _ = reference.hidden_and_labels(input_ids, predicts)
-        recompute = torch.is_grad_enabled() and self.recompute_logits and len(labels) > self.chunk_tokens
-        parts = zip(*(x.split(self.chunk_tokens) for x in (hidden, labels, ref_hidden)))
-        options = (self.temperature if temperature is None else temperature, reference, entropy)
-        chunks = [self.chunk(recompute, *part, *options) for part in parts]
-        outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-        return outputs
+        hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
+        labels = nn.functional.pad(input_ids[:, 1:], (0, 1))[predicts]  # (tokens,)
+        recompute = torch.is_grad_enabled() and self.recompute_logits and len(labels) > CHUNK_TOKENS
+        options, chunks = (entropy, temperature or self.temperature), []
+        for inputs in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS)):
+            if recompute:  # in the backward pass: logits live only while they are used
+                chunks.append(
+                    checkpoint(self.statistics, *inputs, *options, use_reentrant=False, preserve_rng_state=False)
+                )
+            else:
+                chunks.append(self.statistics(*inputs, *options))
+        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
-    def hidden_and_labels(self, input_ids: Tensor, predicts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what predicts each response token (tokens, H), and these tokens (tokens,)."""
-        labels = nn.functional.pad(input_ids[:, 1:], (0, 1))
-        return models.last_hidden_states(self.model, input_ids, predicts), labels[predicts]
-
-    def logits(self, hidden: Tensor, temperature: float = 1.0) -> Tensor:
-        """Apply the model's own head: (..., H) -> (..., V), float32 or better, divided by the temperature."""
-        logits = self.model.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
-        logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
-        return logits if temperature == 1 else logits / temperature
-
-    def chunk(self, recompute: bool, *inputs) -> dict[str, Tensor]:
-        """Call `chunk_outputs`, with recomputation in the backward pass if asked."""
-        if recompute:  # logits live only while they are used
-            return checkpoint(self.chunk_outputs, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return self.chunk_outputs(*inputs)
-
-    def chunk_outputs(
-        self, hidden: Tensor, labels: Tensor, ref_hidden: Tensor, temperature: float, reference: "Policy | None",
-        entropy: bool,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Return log-probability, KL and entropy of each token of a chunk; see `forward`."""
-        logprobs = self.logits(hidden, temperature).log_softmax(-1)  # (chunk, V)
+    def statistics(self, hidden: Tensor, labels: Tensor, entropy: bool, temperature: float) -> dict[str, Tensor]:
+        """Return log-probability and entropy of each token of a chunk, from (chunk, H) and (chunk,); see `forward`."""
+        logprobs = (self.logits(hidden) / temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        if reference is not None:
-            with torch.no_grad():
-                ref_logprobs = reference.logits(ref_hidden, temperature).log_softmax(-1)
-            outputs["kl"] = exact_kl(logprobs, ref_logprobs)
         if entropy:  # at the end: recomputation stops after what has a gradient, so one without is not computed twice
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_name == "entropies"):
                 outputs[self.entropy_name] = entropy_from_logprobs(logprobs)
         return outputs
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the model's own head: (..., H) -> (..., V), float32 or better."""
+        logits = self.model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
-def load_policy(args: Args, saved: str | None, dtype: torch.dtype, device) -> Policy:
-    """Load the policy of --model, or of the checkpoint folder `saved`."""
-    model = models.load_model("--model", args.model if args.lora_rank else saved or args.model, dtype, device)
+
+class Critic(nn.Module):
+    """The value of every response token: the return to expect when the tokens before it are known."""
+
+    def __init__(self, scalar: loading.ScalarModel):
+        super().__init__()
+        self.scalar = scalar
+
+    def forward(self, input_ids: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+        """Return "values" (tokens,), each read one position before its token, the set entries of the mask row by row.
+
+        Args:
+            input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response tokens.
+        """
+        return {"values": self.scalar(input_ids, nn.functional.pad(response_mask[:, 1:], (0, 1)))}
+
+
+def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) -> Critic:
+    """Load the critic of --value_model, or of a checkpoint folder; a language model gets a head of zeros."""
+    saved = os.path.join(checkpoint, "critic") if checkpoint and not args.lora_rank else None
+    name = saved or args.value_model or args.model
+    scalar, new_head = loading.load_scalar_model("--value_model", name, dtype, device)
+    if new_head:
+        nn.init.zeros_(scalar.model.score.weight)
     if args.lora_rank:
-        lora.add_lora(model, args)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = Policy(
-        model, args.temperature, args.logits_chunk_tokens, train_entropy=args.entropy_coef > 0,
-        recompute_logits=args.gradient_checkpointing,
-    )  # fmt: skip
-    models.check_head(f"--model {args.model}", model, policy.logits)
-    return policy
+        lora.add_lora(scalar.model, args)
+    if args.gradient_checkpointing or args.critic_gradient_checkpointing:
+        scalar.model.gradient_checkpointing_enable({"use_reentrant": False})
+    return Critic(scalar)
 
 
-def reference_name(args: Args) -> str:
-    """Return the folder or hub name of the reference of the KL penalty; "" if no other model is held for it."""
-    return (args.ref_model or ("" if args.lora_rank else args.model)) if args.kl_coef else ""
-
-
-def refreshed_reference(saved: str | None) -> str | None:
-    """Return the folder of the refreshed reference in the checkpoint folder `saved`; None if there is none."""
-    folder = saved and os.path.join(saved, "reference")
-    return folder if folder and os.path.isdir(folder) else None
-
-
-def load_reference(
-    args: Args, policy: Policy, saved: str | None, dtype: torch.dtype, sharding: Sharding
-) -> Policy | None:
-    """Load the model of the KL penalty; None without one. With LoRA it is the policy, used without its adapter."""
-    if not reference_name(args):
-        return policy if args.kl_coef else None
-    name = refreshed_reference(saved) or reference_name(args)
-    flag = f"--ref_model {name}" if args.ref_model else f"--model {name}"
-    model = models.load_model(flag.split()[0], name, dtype, sharding.load_device).requires_grad_(False)
-    reference = Policy(model, args.temperature, args.logits_chunk_tokens)
-    models.check_head(flag, model, reference.logits)
-    # Without --ref_model it is what the policy started from, which a resumed run loads again; a refresh mixes weights.
-    models.check_same_shapes(flag, reference, policy, everything=not args.ref_model or args.ref_refresh_every > 0)
-    return sharding.shard(reference)
+def critic_schedule(args: Args) -> tuple[int, int, int]:
+    """Return the critic's passes over a rollout, the responses of an update, and the updates of a whole step."""
+    epochs, size = args.critic_num_epochs or args.num_epochs, args.critic_mini_batch_size or args.mini_batch_size
+    return epochs, size, epochs * args.rollout_batch_size * args.group_size // size
 
 
 def update_critic(
@@ -575,7 +521,7 @@ def update_critic(
     """
     epochs, size, updates_a_step = critic_schedule(args)
     sums, updates = utils.Sums(world), utils.mini_batches(drawn, size, epochs, (args.seed, step))
-    optimizer.updates += updates_a_step - len(updates)  # where responses were left out; the schedule goes by steps
+    optimizer.skip(updates_a_step - len(updates))
     for _, mini in updates:
         reduce_loss = loss_reduction(batch.response_mask, mini, drawn, epochs / len(updates), args)
         for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
@@ -610,10 +556,11 @@ def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimi
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Rollout: the decode loop
+# Rollout: the decode loop, and what makes its responses a batch
 # ----------------------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.set_stance("force_eager")  # its shapes change at every token
 @torch.no_grad()
 def generate(
     model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
@@ -684,6 +631,71 @@ def generate(
     ]
 
 
+def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Batch | None:
+    """Sample and score responses to some prompts, spread over the ranks.
+
+    Args:
+        rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
+        key: names the random numbers, see `utils.generator`.
+    Returns:
+        The Batch, the same on every rank; None if the run is interrupted.
+    """
+    world, rewards, conversations = sampler.world, sampler.rewards, sampler.conversations
+    rows = [row for row in rows for _ in range(samples or 1)]
+    local = world.shard(list(range(len(rows))))  # the responses of this rank
+    responses = sample_responses(sampler, rows, local, samples == 0, key)
+    if world.any(sampler.interrupted() or responses is None):
+        return None
+    for response in responses:
+        response.text = sampler.tokenizer.decode(response.response, skip_special_tokens=True)
+    scored_rows = [x.row if x.conversation is None else x.conversation.scored_row() for x in responses]
+    texts, token_ids = [x.text for x in responses], [x.response for x in responses]
+    scores = rewards.score(scored_rows, texts, token_ids, sampler.interrupted)  # {source: a score a response}
+    if world.any(sampler.interrupted()):  # then some may be missing
+        return None
+    for i, response in enumerate(responses):
+        response.scores = {source: column[i] for source, column in scores.items()}
+    responses = world.unshard(responses, len(rows))
+    if conversations:
+        conversations.leave_out_failed(responses)
+    batch = Batch.from_samples(responses, model_device(sampler.model))
+    if not batch.tokens["rollout_logprobs"].isfinite().all():
+        utils.fail("--model: its log-probabilities are not finite; check its weights, --precision and --temperature")
+    return batch
+
+
+def sample_responses(
+    sampler: Sampler, rows: list[dict], local: list[int], greedy: bool, key: tuple
+) -> list[Sample] | None:
+    """Sample the responses of this rank, `rows[i]` for i in `local`; None if the run is interrupted.
+
+    Each response of all ranks has a line of random numbers, whichever rank makes it: uniform numbers for the tokens of
+    the decode loop, or seeds for the turns of an engine.
+    """
+    args, engine, conversations, rng = sampler.args, sampler.engine, sampler.conversations, utils.generator(*key)
+    tool_seeds = rng.integers(2**62, size=len(rows))[local].tolist() if conversations else []
+    if engine is None:
+        draws = rng.random((len(rows), args.max_response_length))[local]
+    else:
+        draws = rng.integers(2**62, size=(len(rows), args.max_turns if conversations else 1))[local]
+    draws, rows = None if greedy else draws, [rows[i] for i in local]
+    with sampler.decoding():
+        decode = functools.partial(sampler.in_batches, generate)
+        if conversations:
+            ended = conversations.sample(rows, tool_seeds, draws, sampler.interrupted, engine, decode)
+            return ended and [Sample(x.row, x.response, x.values, x.stopped, x) for x in ended]
+        queries = [row["query"] for row in rows]
+        if engine is None:
+            sampled = decode(queries, None if greedy else torch.from_numpy(draws))
+        else:
+            seeds = None if greedy else draws[:, 0].tolist()
+            sampled = engine.generate(queries, seeds, sampler.stop_ids, args, sampler.interrupted)
+    return sampled and [
+        Sample(row, response, values, stopped=response[-1] in sampler.stop_ids)
+        for row, response, values in zip(rows, *sampled)
+    ]
+
+
 # ----------------------------------------------------------------------------------------------------------------
 # What a fork changes first: how reward components become one score, and scores become advantages
 # ----------------------------------------------------------------------------------------------------------------
@@ -697,12 +709,26 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
     return sum(weight * scores for scores, weight in zip(components.values(), reward_weights(args)) if weight)
 
 
+def update_statistics(statistics: list[float], scores: Tensor) -> list[float]:
+    """Add scores (N,) to the running [count, mean, sum of squared deviations]; what is not finite does not count.
+
+    Source: Welford's method in the batch form of Chan, Golub and LeVeque 1979, eq. 2.1.
+    """
+    count, mean, squares = statistics
+    new = scores[scores.isfinite()].double()
+    if not len(new):
+        return statistics
+    total, difference = count + len(new), new.mean().item() - mean
+    squares += (new - new.mean()).square().sum().item() + difference**2 * count * len(new) / total
+    return [total, mean + difference * len(new) / total, squares]
+
+
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: list[float], args: Args) -> Tensor:
     """Return what each response is trained with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
         scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool, see `Batch.ended`.
-        statistics: as in `utils.update_statistics`, of all scores so far.
+        statistics: as in `update_statistics`, of all scores so far.
     """
     if args.reward_normalization:
         count, mean, squares = statistics
@@ -718,48 +744,54 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: l
 
 
 def collect(
-    step: int, position: int, statistics: list[float], policy_step: int, *, prompts: list[dict], sample: Callable,
-    rewards: Rewards, args: Args,
-) -> Experience | None:  # fmt: skip
+    sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int, statistics: list[float]
+) -> Experience | None:
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
     Args:
-        position: of the step's first prompt in `data.take_prompts`. statistics: of the scores of all steps before.
-        policy_step: steps that the policy has trained. sample: `rollout` with all but its first three arguments.
+        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy has trained.
+        statistics: of the scores of all steps before, see `update_statistics`.
     Returns:
         The Experience; None if the run is interrupted.
     """
+    args, rewards = sampler.args, sampler.rewards
     wanted, size = args.rollout_batch_size, args.group_size
-    batches, count = [], wanted
-    for refill in range(1 + (args.max_refills if args.filter_groups == "refill" else 0)):
-        rows = data.take_prompts(prompts, position, count, args.seed)
+    samples, count = [], wanted
+    for refill in range(1 + (MAX_REFILLS if args.filter_groups == "refill" else 0)):
+        rows = take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
-        batches.append(sample(rows, size, key))
-        if batches[-1] is None:
+        latest = rollout(sampler, rows, size, key)
+        if latest is None:
             return None
-        position += count
-        statistics = utils.update_statistics(statistics, weighted_sum(batches[-1].reward_components, args))
-        batch = join(batches)
+        position, samples = position + count, samples + latest.samples
+        statistics = update_statistics(statistics, weighted_sum(latest.reward_components, args))
+        batch = Batch.from_samples(samples, latest.stopped.device)
         scores = weighted_sum(batch.reward_components, args)  # all of a step by the same statistics
         batch.scores = final_scores(scores, batch.response_mask.sum(1), batch.ended, statistics, args)
         has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
-        found = int(has_signal.sum())
-        if found >= wanted or evaluation.unscored(batches[-1], rewards, args):
+        groups = int(has_signal.sum())
+        if groups >= wanted or evaluation.unscored(latest, rewards, args):
             break
-        # As many prompts as it takes if the next ones are like those so far.
-        count = min(wanted, math.ceil((wanted - found) * len(has_signal) / max(1, found)))
+        # As many prompts as are needed if the next ones are like those so far.
+        count = min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
     metrics = {
         "objective/scores": batch.scores.nanmean().item(),
-        "val/zero_std_fraction": 1 - found / len(has_signal) if size > 1 else math.nan,
+        "val/zero_std_fraction": 1 - groups / len(has_signal) if size > 1 else math.nan,
         "val/sampled_prompts": len(has_signal),
-        **evaluation.batch_metrics(batch),
+        **evaluation.batch_metrics(batch, correct_responses(batch, rewards), rewards),
     }
     unscored, sampled_tokens = evaluation.unscored(batch, rewards, args), sum(batch.lengths)
     if args.filter_groups != "none":
-        if not found:  # nothing to learn from in this step
+        if not groups:  # nothing to learn from in this step
             batch.scores, has_signal = torch.full_like(batch.scores, math.nan), torch.ones_like(has_signal)
-        batch = batch.select(has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist())
-    return Experience(batch, metrics, sampled_tokens, position, statistics, policy_step, size, unscored)
+        chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0]
+        samples = [batch.samples[i] for i in chosen.tolist()]
+        batch = Batch.from_samples(samples, batch.scores.device, batch.scores[chosen])
+    if not batch.scores.isfinite().any():
+        utils.warn(
+            f"step {step}: no response trains: none has a score, or --filter_groups or --mask_truncated drop all"
+        )
+    return Experience(batch, metrics, sampled_tokens, position, policy_step, unscored, score_statistics=statistics)
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
@@ -770,160 +802,175 @@ def equal_scores(grouped: Tensor) -> Tensor:
     return highest <= lowest
 
 
+def correct_responses(batch: Batch, rewards: Rewards) -> Tensor:
+    """Return (N,) float64: 1 if the first source that tells right from wrong gave 1 or more and the response stopped.
+
+    Else 0; NaN where that source gave no score: a failed reward says nothing of a response, so means leave it out. Of a
+    row that names its sources, it is the first of these. All NaN if no source tells right from wrong.
+    """
+    correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
+    for name in reversed(rewards.verifiers):
+        scores = batch.reward_components[name]
+        right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
+        correct = torch.where(evaluation.counted(batch, name), right, correct)
+    return correct
+
+
+def policy_metrics(
+    total: dict[str, float], updates: int, responses: int, args: Args, mean_score: float, kl_coef: float
+) -> dict[str, float]:
+    """Return the logged objectives of a step from the totals of its sums.
+
+    Args:
+        total: sums over the tokens of all updates; those of kl, surprisal and weights over the first epoch only.
+        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta of the step.
+    """
+    tokens, updates, responses = total["tokens"], max(1, updates), max(1, responses)
+    kl = total["kl"] / responses if args.kl_coef else math.nan
+    return {
+        "objective/kl": kl,  # mean over responses of the sum over tokens
+        "objective/non_score_reward": -kl_coef * kl,
+        "objective/rlhf_reward": mean_score - (kl_coef * kl if args.kl_coef else 0.0),
+        "objective/entropy": total["surprisal"] / responses,
+        "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / updates,
+        "loss/policy_avg": total["policy_loss"] / updates,
+        **({"loss/ptx": total["ptx"] / updates} if "ptx" in total else {}),
+        "policy/approxkl_avg": total["approxkl"] / tokens,
+        "policy/clipfrac_avg": total["clipped"] / tokens,
+        "policy/entropy_avg": total["entropy"] / tokens,
+        "rollout/correction_mean": total["weights"] * args.num_epochs / tokens,
+    }
+
+
 @record
 def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
-    stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = load_conversations(args, tokenizer, stop_ids)
     tools = conversations and conversations.schemas
-    prompts, eval_prompts = data.load_train_and_eval(args, tokenizer, needs_answer(args), tools)
-    ptx_rows = data.load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
+    prompts, eval_prompts = load_train_and_eval(args, tokenizer, needs_answer(args), tools)
+    ptx_rows = load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size
     total_steps = args.total_episodes // N
-    if args.value_model:
-        models.check_can_read("--value_model", args.value_model, tokenizer, args.model)
+    # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
+    # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
+    old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
+    if args.async_steps and args.rollout_correction == "none":
+        old_logprobs_from = "engine"
 
     # ---- setting up: models, optimizer, rollout ----
-    precision = models.precision(args.precision, world.device)
-    dtype, loss_dtype, compute_dtype, autocast = precision
+    precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    dp = world
-    policy = load_policy(args, run.checkpoint, dtype, sharding.load_device)
-    model, wrapped = policy.model, sharding.wrap(policy)
-    reference = load_reference(args, policy, run.checkpoint, dtype, sharding)
-    exact_kl_args = {"reference": reference} if args.kl_estimator == "full" and reference is not None else {}
-    kl_in_reward = reference is not None and args.kl_in == "reward"
-    kl_in_loss = reference is not None and args.kl_in == "loss"
+    policy, wrapped, reference = loading.load_policy_and_reference(
+        args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
+    )
+    kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == where for where in ("reward", "loss"))
     rewards.load_models(args, precision, sharding)
-    critic = load_critic(args, run.checkpoint, dtype, sharding.load_device)
+    critic = load_critic(args, run.checkpoint, precision.param_dtype, sharding.load_device)
     wrapped_critic = sharding.wrap(critic)
     optimizer = utils.Optimizer(policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step)
     critic_optimizer = utils.Optimizer(critic, args, total_steps * critic_schedule(args)[2], prefix="critic_")
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
-    engine = engines.rollout_engine(args, rollout_world, compute_dtype)
+    engine = engines.rollout_engine(args, rollout_world, precision.compute_dtype)
     if engine is None:
-        models.check_decodes(f"--model {args.model}", model)
-    sample = functools.partial(
-        rollout, generate=generate, model=model, engine=engine, tokenizer=tokenizer, stop_ids=stop_ids, rewards=rewards,
-        conversations=conversations, args=args, interrupt=run.interrupt, world=rollout_world, autocast=autocast,
+        loading.check_decodes(f"--model {args.model}", policy.model)
+    sampler = Sampler(
+        policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
+        precision.autocast,
     )  # fmt: skip
-    collect_step = functools.partial(collect, prompts=prompts, sample=sample, rewards=rewards, args=args)
-    forward_all = functools.partial(forward_batch, token_budget=args.micro_batch_tokens, world=dp, autocast=autocast)
-    evaluate = functools.partial(evaluation.evaluate, sample, eval_prompts, args) if eval_prompts else None
-    keeps_reference = bool(reference and (args.ref_refresh_every or refreshed_reference(run.checkpoint)))
-    kept = {"": model, "critic": critic.scalar.model} | ({"reference": reference.model} if keeps_reference else {})
-    run.start(total_steps, tokenizer, kept, {"": optimizer, "critic": critic_optimizer}, engine)
-    run.log.lengths(data.token_lengths(prompts, eval_prompts, ptx_rows))
-    critic.state = run.state.get("critic", critic.state)
-    run.clock.count_flops(policy)
-    if reference not in (None, policy):
-        run.clock.count_flops(reference)
-    run.clock.count_flops(critic)
-    prefetch = engines.Prefetch(collect_step, run.interrupt) if args.async_steps else None
+    forward_all = functools.partial(
+        forward_batch, token_budget=args.micro_batch_tokens, world=world, autocast=precision.autocast
+    )
+    evaluate = functools.partial(
+        evaluation.evaluate, functools.partial(rollout, sampler), correct_responses, eval_prompts, rewards, args
+    )
+    keeps_reference = args.ref_refresh_every or loading.refreshed_reference(run.checkpoint)
+    saved_models = {"": policy.model, "critic": critic.scalar.model} | (
+        {"reference": reference.model} if keeps_reference else {}
+    )
+    run.start(total_steps, tokenizer, saved_models, {"": optimizer, "critic": critic_optimizer}, engine)
+    run.log.lengths(token_lengths(prompts, eval_prompts, ptx_rows))
+    prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
     prefetched = None
     if engine is not None:
-        engine.sync(model)
+        engine.sync(policy.model)
 
-    for step in run.steps(evaluate):
+    for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
         run.phase("rollout")
         experience, prefetched = prefetched, None
         if experience is None:
-            position, statistics = run.state.get("position", 0), run.state.get("score_statistics", [0.0, 0.0, 0.0])
-            experience = collect_step(step, position, statistics, step - 1)
+            statistics = run.state.get("score_statistics", [0.0, 0.0, 0.0])
+            experience = collect(sampler, prompts, step, run.state.get("position", 0), step - 1, statistics)
         if experience is None:
             run.leave()
-        batch, position, statistics = experience.batch, experience.position, experience.score_statistics
         if experience.unscored:
             run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
-        if prefetch is not None and step < total_steps:  # samples while this step trains, with the weights from before
-            prefetch.start(step + 1, position, statistics, step - 1)
-        mask, scores, kl_coef = (
-            batch.response_mask,
-            batch.scores,
-            run.state.get("kl_coef", args.kl_coef),
-        )  # (N, T), (N,)
+        if args.async_steps and step < total_steps:  # samples while this step trains, with the weights from before
+            prefetch.start(step + 1, experience.position, step - 1, experience.score_statistics)
+        batch, mask, scores = experience.batch, experience.batch.response_mask, experience.batch.scores  # (N, T), (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
+        kl_coef = run.state.get("kl_coef", args.kl_coef)
         if engine is not None:
             engine.sleep()
 
         # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
         run.phase("logprobs")
-        # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
-        # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
-        old_from_engine = args.async_steps > 0 and args.rollout_correction == "none"
-        needs_old = updates_a_step > 1 and not old_from_engine
-        if reference is not None and not exact_kl_args:
+        if reference is not None:
             with lora.without_lora(reference.model):
                 batch.tokens["ref_logprobs"] = forward_all(reference, batch, entropy=False)["logprobs"]
-        if needs_old or kl_in_reward or args.pf_ppo != "none":
-            old = forward_all(policy, batch, entropy=False, **exact_kl_args)
-            if exact_kl_args:
-                batch.tokens["kl"] = old["kl"]
-            elif reference is not None:
-                batch.tokens["kl"] = kl_estimate(old["logprobs"], batch.tokens["ref_logprobs"], args.kl_estimator)
-        if old_from_engine:
-            batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(loss_dtype)
-        elif needs_old:
-            batch.tokens["old_logprobs"] = old["logprobs"]
+        if old_logprobs_from == "trainer" or kl_in_reward or args.pf_ppo != "none":
+            logprobs_at_start = forward_all(policy, batch, entropy=False)["logprobs"]
+            if reference is not None:
+                batch.tokens["kl"] = kl_estimate(logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator)
+        if old_logprobs_from == "trainer":
+            batch.tokens["old_logprobs"] = logprobs_at_start
+        if old_logprobs_from == "engine":
+            batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(precision.loss_dtype)
 
-        # ---- 3. values, advantages, and which responses train ----
+        # ---- 3. values, advantages, and the responses that train ----
         run.phase("values")
-        warmup_steps = critic.state["warmup_steps"]  # fewer than --critic_warmup_steps if it ended early
-        policy_trains = step > warmup_steps
-        optimizer.total_updates = (total_steps - warmup_steps) * updates_a_step
+        policy_trains = step > args.critic_warmup_steps
         scored = mask & scores.isfinite()[:, None]  # (N, T), the tokens that can train
         kl = batch.tokens["kl"] if kl_in_reward else None
-        rewards_t = token_rewards(scores.to(loss_dtype), kl, mask, kl_coef)  # (N, T)
-        if args.turn_rewards:
-            weight = reward_weights(args)[args.reward.index("environment")]
-            rewards_t = earlier_rewards(rewards_t, weight * batch.tokens["turn_rewards"].to(loss_dtype), mask)
-        if args.whiten_rewards:
-            rewards_t = whiten(rewards_t, scored, shift_mean=False)
+        rewards_t = token_rewards(scores.to(precision.loss_dtype), kl, mask, kl_coef)  # (N, T)
         old_values = forward_all(critic, batch)["values"]  # (N, T)
-        if critic.state["fits"]:  # to the rewards-to-go, in which values have no share
-            old_values = critic.fit(old_values, gae(rewards_t, old_values, scored, args.gamma, 1.0)[1], scored)
-        policy_lambda = critic_lambda = args.gae_lambda
-        if args.length_adaptive_lambda:
-            policy_lambda = length_adaptive_lambda(scored, args.length_adaptive_lambda)
+        advantages, returns = gae(rewards_t, old_values, scored, args.gamma, args.gae_lambda)  # (N, T)
         if args.critic_gae_lambda is not None:
-            critic_lambda = args.critic_gae_lambda
-        advantages, _ = gae(rewards_t, old_values, scored, args.gamma, policy_lambda)  # (N, T)
-        _, returns = gae(rewards_t, old_values, scored, args.gamma, critic_lambda)
+            _, returns = gae(rewards_t, old_values, scored, args.gamma, args.critic_gae_lambda)
         batch.tokens["advantages"] = whiten(advantages, scored) if args.whiten_advantages else advantages
         batch.tokens["old_values"], batch.tokens["returns"] = old_values, returns
         drawn = trained
         if args.pf_ppo != "none":
             groups = scores.view((1, -1) if args.group_size == 1 else (-1, args.group_size))
-            odds = filter_weights(groups, args.pf_ppo, args.pf_ppo_power)
-            finite = set(trained)
-            drawn = [i for i in resample(odds, utils.generator("filter", args.seed, step)) if i in finite]
+            drawn = resample(filter_weights(groups, args.pf_ppo), utils.generator("filter", args.seed, step))
+            drawn = [i for i in drawn if scores[i].isfinite()]
 
         # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
-        model.train()  # for gradient checkpointing; there is no dropout
+        policy.model.train()  # for gradient checkpointing; there is no dropout
         critic.train()
-        sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, dp, autocast)
+        sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, world, precision.autocast)
         updates = utils.mini_batches(drawn, args.mini_batch_size, args.num_epochs, (args.seed, step))
-        optimizer.updates += (updates_a_step - len(updates)) * policy_trains  # where responses were left out
+        if policy_trains:
+            optimizer.skip(updates_a_step - len(updates))
         for number, (epoch, mini) in enumerate(updates):
             reduce_loss = loss_reduction(mask, mini, drawn, args.num_epochs / len(updates), args)
             if args.ptx_coef and policy_trains:
-                count = args.ptx_batch_size
-                rows = data.take_prompts(ptx_rows, optimizer.updates * count, count, args.seed)
-                sums.add(ptx=ptx_loss(wrapped, rows, args, optimizer, dp, autocast))
-            for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, dp):
+                rows = take_prompts(ptx_rows, optimizer.updates * args.ptx_batch_size, args.ptx_batch_size, args.seed)
+                sums.add(ptx=ptx_loss(wrapped, rows, args, optimizer, world, precision.autocast))
+            for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = t["response_mask"]  # (n, T), as all of t and out
                 with gradient_sync(wrapped, last), torch.set_grad_enabled(policy_trains):
-                    with autocast():
-                        out = forward_tokens(wrapped, inputs, m, **(exact_kl_args if kl_in_loss else {}))
+                    with precision.autocast():
+                        out = forward_tokens(wrapped, inputs, m)
                     logprobs = out["logprobs"]
-                    old_logprobs = t.get("old_logprobs", logprobs.detach())
+                    old_logprobs = logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
                     weights = correction_weights(
                         old_logprobs, t["rollout_logprobs"], m, args.rollout_correction, args.rollout_correction_cap
                     )
@@ -935,14 +982,11 @@ def main(args: Args) -> None:
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
                     if kl_in_loss:
-                        if exact_kl_args:
-                            token_kl = out["kl"]
-                        else:
-                            token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
+                        token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
                     # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     if policy_trains:
-                        optimizer.backward(loss * dp.size)
+                        optimizer.backward(loss * world.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
@@ -950,48 +994,45 @@ def main(args: Args) -> None:
                     kl = t.get("kl", token_kl.detach())
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
-                    latest = logprobs.detach() if old_from_engine else old_logprobs
-                    if number == 0 or not old_from_engine:  # else the first update only: nearest to what sampled
-                        evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
+                    if old_logprobs_from != "engine":
+                        evaluation.add_mismatch(sums, old_logprobs, t["rollout_logprobs"], m)
+                    elif number == 0:  # the first update only: nearest to the weights that sampled
+                        evaluation.add_mismatch(sums, logprobs.detach(), t["rollout_logprobs"], m)
             if policy_trains:
                 optimizer.step()
-        model.eval()
+        policy.model.eval()
         critic.eval()
 
         # ---- 5. sync: the prefetched rollout, the engine, the reference, the KL controller ----
-        if prefetch is not None and step < total_steps:
+        if args.async_steps and step < total_steps:
             run.phase("rollout")
             prefetched = prefetch.result()
         if engine is not None:
             run.phase("sync")
-            engine.sync(model)
+            engine.sync(policy.model)
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             sync_reference(reference, policy)
         total = sums.totals()
         if args.pf_ppo != "none":  # the sums were of the responses drawn, these are of the rollout
-            total["surprisal"] = -masked_sum(old["logprobs"], scored).item()
+            total["surprisal"] = -masked_sum(logprobs_at_start, scored).item()
             if reference is not None:
                 kl = batch.tokens["kl"]
                 total.update(kl=masked_sum(kl, scored).item(), mean_kl=masked_mean(kl, scored, 1).sum().item())
         next_kl_coef = kl_coef
-        if reference is not None and args.kl_controller == "adaptive" and policy_trains:
-            next_kl_coef = adapt_kl_coef(
-                kl_coef, total["mean_kl"] / max(1, len(trained)), args.kl_target, len(trained), args.kl_horizon
-            )
-        explained = explained_variance(old_values, returns, scored)
-        critic.end_step(step, step * N, explained, args.critic_warmup_patience)
+        if reference is not None and args.kl_target and policy_trains:
+            mean_kl = total["mean_kl"] / max(1, len(trained))
+            next_kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon)
 
         # ---- 6. metrics ----
+        mean_score = experience.metrics["objective/scores"]
         metrics = {
-            "epoch": position / len(prompts),
+            "epoch": experience.position / len(prompts),
             "objective/kl_coef": kl_coef,
-            **evaluation.policy_metrics(
-                total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef
-            ),
-            "rollout/staleness": step - 1 - experience.policy_step,
+            **policy_metrics(total, len(updates), len(trained), args, mean_score, kl_coef),
+            **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
             "loss/value_avg": total["value_loss"],
             "val/clipfrac_avg": total["raised"] / total["value_tokens"],
-            "val/explained_variance": explained,
+            "val/explained_variance": explained_variance(old_values, returns, scored),
             "val/values": masked_mean(old_values, scored).item(),
             "val/returns": masked_mean(returns, scored).item(),
             **experience.metrics,
@@ -999,13 +1040,11 @@ def main(args: Args) -> None:
             **critic_optimizer.metrics(),
             **(engine.metrics() if engine is not None else {}),
         }
-        engines.watch_agreement({"step": step, **metrics})
         mean_advantages = masked_mean(batch.tokens["advantages"], mask, 1)
-        shown = evaluation.sample_rows(batch, args.log_samples, mean_advantages)
+        samples = evaluation.sample_rows(batch, args.log_samples, mean_advantages)
         run.finish_step(
-            metrics, shown, experience.sampled_tokens,
-            position=position, score_statistics=statistics, kl_coef=next_kl_coef,
-            critic=critic.state,
+            metrics, samples, experience.sampled_tokens, position=experience.position, kl_coef=next_kl_coef,
+            score_statistics=experience.score_statistics,
         )  # fmt: skip
     run.finish()
 

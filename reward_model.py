@@ -34,11 +34,10 @@ from torch import Tensor, nn
 import utils
 from plumbing import cli
 from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.data import mixture as data
 from plumbing.data import prompts
+from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import arithmetic_pairs, is_number, read_rows, split_of
-from plumbing.models import loading as models
-from plumbing.models import lora
+from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
@@ -116,7 +115,7 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
     Equal scores don't rank a pair right. The standard deviation is unbiased, over both sides.
     """
     right = (scores[:, 0] > scores[:, 1]).double()
-    found = {
+    statistics = {
         "pair_accuracy": right.mean().item(),
         "margin": (scores[:, 0] - scores[:, 1]).mean().item(),
         "score_mean": scores.mean().item(),
@@ -125,9 +124,9 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
         "score_rejected": scores[:, 1].mean().item(),
     }
     for subset in sorted({subset for subset in subsets if subset is not None}):
-        chosen = torch.tensor([own == subset for own in subsets])
-        found[f"pair_accuracy/{subset}"] = right[chosen].mean().item()
-    return found
+        chosen = torch.tensor([name == subset for name in subsets])
+        statistics[f"pair_accuracy/{subset}"] = right[chosen].mean().item()
+    return statistics
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -217,7 +216,7 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
         held_out = held_out[: args.eval_pairs or None]
     elif args.eval_every:
         count = min(args.eval_pairs or len(pairs), max(1, len(pairs) // 10))
-        held_out = data.take_prompts(pairs, 0, count, args.seed)
+        held_out = take_prompts(pairs, 0, count, args.seed)
     about = lambda pair: pair["prompt"] or frozenset((pair["chosen_text"], pair["rejected_text"]))
     evaluated = set(map(about, held_out))
     kept = [pair for pair in pairs if about(pair) not in evaluated]
@@ -226,8 +225,8 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
     if len(kept) < args.batch_size:
         utils.fail(f"--batch_size {args.batch_size}: --dataset {args.dataset} has {len(kept)} pairs to train on only")
     sequences = [pair[side] for pair in kept + held_out for side in ("chosen", "rejected")]
-    models.check_vocabulary(args.model, sequences)
-    models.check_positions(args.model, max(map(len, sequences)), "--dataset: the longest side of a pair")
+    loading.check_vocabulary(args.model, sequences)
+    loading.check_positions(args.model, max(map(len, sequences)), "--dataset: the longest side of a pair")
     return kept, held_out
 
 
@@ -244,14 +243,14 @@ def cut_pairs(pairs: list[dict], budget: int, world) -> list[list[int]]:
 
 def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, world, autocast) -> Tensor | None:
     """Scores of chosen and rejected sides (P, 2) float64, the work spread over the ranks; None if interrupted."""
-    share = []
+    local = []
     for cut in cut_pairs(pairs, budget, world):
         if interrupt.agreed():
             return None
         with torch.no_grad(), autocast():
             scores = model(*collate([pairs[i] for i in cut], world.device))
-        share += zip(cut, scores.view(2, -1).T.tolist())
-    return torch.tensor([scores for _, scores in sorted(world.all_gather(share))], dtype=torch.float64)
+        local += zip(cut, scores.view(2, -1).T.tolist())
+    return torch.tensor([scores for _, scores in sorted(world.all_gather(local))], dtype=torch.float64)
 
 
 def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
@@ -265,7 +264,7 @@ def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
 
 def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, dtype: torch.dtype, device):
     """Load --model, or the checkpoint folder `saved`, with a head of one output; a new head is random (choice 1)."""
-    scorer, new_head = models.load_scalar_model(
+    scorer, new_head = loading.load_scalar_model(
         "--model", args.model if args.lora_rank else saved or args.model, dtype, device
     )
     config, head = scorer.model.config, scorer.model.score.weight.data
@@ -289,66 +288,65 @@ def main(args: Args) -> None:
     # ---- setting up ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
-    stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = args.num_epochs * len(pairs) // args.batch_size
-    precision = dtype, loss_dtype, _, autocast = models.precision(args.precision, world.device)
+    precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    dp = world
-    scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, dtype, sharding.load_device)
+    scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, precision.param_dtype, sharding.load_device)
     config, wrapped = scorer.model.config, sharding.wrap(scorer)
     optimizer = utils.Optimizer(scorer, args, total_steps)
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
-    lengths = {"sides of pairs": sides(pairs)} | ({"sides of held-out pairs": sides(eval_pairs)} if eval_pairs else {})
     run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer})
-    run.log.lengths(lengths)
-    run.clock.count_flops(scorer)
+    run.log.lengths({"sides of pairs": sides(pairs), "sides of held-out pairs": sides(eval_pairs)})
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict], list[int]] | None:
         """Score pairs, keep mean and deviation in the model's config, and return what `Run.steps` shows."""
-        scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, dp, autocast)  # (P, 2)
+        scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, world, precision.autocast)  # (P, 2)
         if scores is None:
             return None
         config.score_mean, config.score_std = scores.mean().item(), scores.std().item()
-        found = pair_statistics(scores, [pair["subset"] for pair in pairs])
-        shown = sample_pairs(pairs[: max(4, args.log_samples)], scores)
-        return {f"eval/{name}": x for name, x in found.items()}, shown, sides(pairs)
+        statistics = pair_statistics(scores, [pair["subset"] for pair in pairs])
+        samples = sample_pairs(pairs[: max(4, args.log_samples)], scores)
+        return {f"eval/{name}": x for name, x in statistics.items()}, samples, sides(pairs)
 
     for _ in run.steps(evaluate if eval_pairs else None):
         # ---- update: one batch of pairs, cut into micro-batches ----
         run.phase("training")
         position = run.state.get("position", 0)
-        batch = data.take_prompts(pairs, position, args.batch_size, args.seed)
+        batch = take_prompts(pairs, position, args.batch_size, args.seed)
         scorer.train()  # for gradient checkpointing; there is no dropout
-        total, share = torch.zeros((), dtype=torch.float64, device=world.device), []
-        cuts = cut_pairs(batch, args.micro_batch_tokens, dp)
+        total, local = torch.zeros((), dtype=torch.float64, device=world.device), []
+        cuts = cut_pairs(batch, args.micro_batch_tokens, world)
         for number, cut in enumerate(cuts, 1):
             micro = [batch[i] for i in cut]
             with gradient_sync(wrapped, number == len(cuts)):
-                with autocast():
+                with precision.autocast():
                     scores = wrapped(*collate(micro, world.device)).view(2, -1)  # chosen and rejected, (2, n)
-                margins = torch.tensor([pair["margin"] for pair in micro], device=world.device, dtype=loss_dtype)
+                margins = torch.tensor(
+                    [pair["margin"] for pair in micro], device=world.device, dtype=precision.loss_dtype
+                )
                 loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
                 # DDP and FSDP take the mean over ranks, and the sum was divided by the pairs of all ranks.
-                optimizer.backward(loss * dp.size)
+                optimizer.backward(loss * world.size)
             total += loss.detach()
-            share += zip(cut, scores.detach().T.tolist())
+            local += zip(cut, scores.detach().T.tolist())
         optimizer.step()
         scorer.eval()
 
         # ---- metrics ----
-        scores = torch.tensor([scores for _, scores in sorted(dp.all_gather(share))], dtype=torch.float64)  # (P, 2)
+        scores = torch.tensor([scores for _, scores in sorted(world.all_gather(local))], dtype=torch.float64)  # (P, 2)
         position += args.batch_size
         metrics = {
             "epoch": position / len(pairs),
-            "train/loss": dp.sum(total).item(),
+            "train/loss": world.sum(total).item(),
             **{f"train/{name}": x for name, x in pair_statistics(scores, [None] * len(batch)).items()},
             **optimizer.metrics(),
         }
         samples = sample_pairs(batch[: args.log_samples], scores)
         run.finish_step(metrics, samples, sum(sides(batch)), position=position)
-    if not eval_pairs and evaluate(data.take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None:
+    if not eval_pairs and evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None:
         run.leave()
     run.finish()
 

@@ -24,7 +24,6 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-set_num_threads = torch.set_num_threads  # vLLM's CPU build puts a function that does nothing in its place
 ROOT = os.path.dirname(os.path.abspath(__file__))
 progress_bars: list[tqdm] = []  # that are on the terminal
 EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
@@ -52,25 +51,6 @@ def warn(message: str) -> None:
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-class Console:
-    """stdout or stderr, where an error ends no run: a terminal may be gone after days, or the disk of a log full."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self.stream.flush()
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
-
-
 @dataclass
 class World:
     """This process among all of the run: one process, or `torchrun` on one or several nodes.
@@ -83,7 +63,6 @@ class World:
     device: torch.device
     group: object = None  # of torch.distributed; None: the default one
     ranks_per_engine: int = 1  # neighbouring ranks that share one rollout engine, and so compute the same rollout
-    sequence_parallel_group: object = None  # see `data_parallel`
 
     @property
     def main(self) -> bool:
@@ -94,21 +73,6 @@ class World:
         self.barrier()  # fails at once where a rank has ended; a new group would wait for it for half an hour
         group = dist.new_group(backend="gloo") if self.size > 1 else None
         return World(self.rank, self.size, torch.device("cpu"), group, ranks_per_engine)
-
-    def data_parallel(self, sequence_parallel: int) -> "World":
-        """Return the same processes counted by data-parallel rank: `sequence_parallel` neighbours share each sequence.
-
-        Sums and gathers of the result run over one process of each sequence-parallel group.
-        """
-        if sequence_parallel == 1:
-            return self
-        if self.size % sequence_parallel:
-            fail(f"--sequence_parallel {sequence_parallel}: has to divide the number of ranks, {self.size}")
-        sequence_group, _ = dist.new_subgroups(sequence_parallel)
-        same_slice = [list(range(i, self.size, sequence_parallel)) for i in range(sequence_parallel)]
-        group, _ = dist.new_subgroups_by_enumeration(same_slice)
-        rank, size = self.rank // sequence_parallel, self.size // sequence_parallel
-        return World(rank, size, self.device, group, sequence_parallel_group=sequence_group)
 
     def all_gather(self, items: list) -> list:
         """Return every rank's list, concatenated in rank order."""
@@ -167,7 +131,6 @@ class World:
 
 def setup_processes() -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, be the only process."""
-    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     # transformers would print its progress and warnings once a rank.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -202,7 +165,7 @@ def generator(*key) -> np.random.Generator:
 
 
 class Interrupt:
-    """SIGTERM and SIGINT ask the run to save and end; a second SIGINT ends it at once, as does any before `can_save`.
+    """SIGTERM and SIGINT ask the run to save and exit; a second SIGINT ends it at once, as does any before `can_save`.
 
     `requested` is this process's flag and is polled where ranks run on their own (generation). `agreed` is collective
     and is asked where ranks meet, so that all of them leave at the same place.
@@ -215,19 +178,16 @@ class Interrupt:
         signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, signum, frame) -> None:
-        name = signal.Signals(signum).name
+        if self.requested and signum == signal.SIGINT:
+            os._exit(128 + signal.SIGINT)
+        line = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
         if not self.can_save:
-            self._say(f"{name}: ends before the first step; nothing is lost")
-            os._exit(EXIT_INTERRUPTED)  # an exception could be caught, or wait for threads, wherever it is raised
-        self._say(f"{name}: the run ends as soon as it can save a checkpoint; SIGINT (Ctrl-C) ends it at once")
-        self.requested = True
-        signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
-
-    @staticmethod
-    def _say(line: str) -> None:
+            line = "the run exits before its first step; nothing is lost"
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            with contextlib.suppress(OSError):  # not by print, which the signal may have interrupted
-                os.write(2, f"\n{line}\n".encode())
+            os.write(2, f"\n{signal.Signals(signum).name}: {line}\n".encode())  # print may be what was interrupted
+        if not self.can_save:
+            os._exit(EXIT_INTERRUPTED)  # an exception could be caught, or wait for threads, wherever it is raised
+        self.requested = True
 
     def agreed(self) -> bool:
         return self.world.any(self.requested)
@@ -265,18 +225,19 @@ class Optimizer:
         prefix: of the flags to go by, "critic_" for --critic_learning_rate and so on.
     """
 
+    MAX_SKIPPED = 5  # updates in a row without a finite gradient, before the run fails
     COUNTERS = ("updates", "skipped_in_a_row", "loss_scale", "since_rescaled")
 
     def __init__(self, model: torch.nn.Module, args, total_updates: int, prefix: str = ""):
         setting = lambda name: getattr(args, prefix + name)
-        self.peak, self.floor = setting("learning_rate"), setting("min_learning_rate")
+        self.peak, self.floor = setting("learning_rate"), 0.0 if prefix else args.min_learning_rate
         self.schedule, self.warmup_ratio = setting("lr_schedule"), setting("warmup_ratio")
-        self.max_grad_norm, self.max_skipped, self.prefix = setting("max_grad_norm"), args.max_skipped_updates, prefix
+        self.max_grad_norm, self.prefix = args.max_grad_norm, prefix
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         matrices, others = [p for p in self.parameters if p.ndim >= 2], [p for p in self.parameters if p.ndim < 2]
         decay = setting("weight_decay")
         groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=(args.adam_beta1, args.adam_beta2), fused=True)
+        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=args.adam_betas, fused=True)
         self.total_updates = total_updates
         self.updates = self.skipped_in_a_row = self.since_rescaled = 0
         self.rescales, self.loss_scale = args.precision == "fp16", 2.0**16 if args.precision == "fp16" else 1.0
@@ -315,11 +276,15 @@ class Optimizer:
             if self.skipped_in_a_row:
                 name = f"{self.prefix}update".replace("_", " ")
                 warn(f"{name} {self.updates}: its loss or gradient is not finite, so it changes no weight")
-        if self.skipped_in_a_row > self.max_skipped:
+        if self.skipped_in_a_row > self.MAX_SKIPPED:
             fail(
-                f"--max_skipped_updates {self.max_skipped}: the gradient was not finite in {self.skipped_in_a_row} "
-                f"updates in a row; go on from the last checkpoint with a lower --{self.prefix}learning_rate"
+                f"--{self.prefix}learning_rate {self.peak}: the gradient was not finite in {self.skipped_in_a_row} "
+                "updates in a row; resume from the last checkpoint with a lower one"
             )
+
+    def skip(self, updates: int) -> None:
+        """Count updates that were not made, since responses were left out: the schedule goes by steps."""
+        self.updates += updates
 
     def rescale(self, finite: bool) -> bool:
         """Adapt the scale of the loss to an update; return whether it was lowered."""
@@ -344,7 +309,7 @@ class Optimizer:
         }
 
     def state_dict(self) -> dict:
-        """Return the counters; Adam's state is saved by the names of its parameters, see plumbing/run/checkpoints.py."""
+        """Return the counters; plumbing/run/checkpoints.py saves Adam's state by the names of its parameters."""
         return {name: getattr(self, name) for name in self.COUNTERS}
 
     def load_state_dict(self, state: dict) -> None:
@@ -381,7 +346,6 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
         Lists of indices into `lengths`, as many on every rank, so that none waits for the others in a collective. The
         last one may be empty, and is run like the rest.
     """
-    token_budget *= world.sequence_parallel_group.size() if world.sequence_parallel_group else 1
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # longest first: memory problems show at once
     longest = np.array([lengths[i] for i in order[:: world.size]])  # (places,), the longest over the ranks
     # Dynamic programming over cut positions: cost[i] is the minimum for the first i places, and last_cut[i] the place
@@ -436,25 +400,23 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 class Clock:
-    """Seconds, peak memory and FLOPs of the phases of a step."""
+    """Seconds and peak memory of the phases of a step."""
 
-    def __init__(self, device: torch.device, seconds_before: float, engine=None):
+    def __init__(self, world: World, seconds_before: float, parameters: int):
         """
         Args:
-            seconds_before: of the run before it was resumed.
-            engine: the rollout engine; while it sleeps, the memory that torch still counts for it is free.
+            seconds_before: of the run before it was resumed. parameters: of the model that trains.
         """
-        self.device, self.start_time, self.engine = device, time.perf_counter() - seconds_before, engine
+        self.device, self.ranks, self.parameters = world.device, world.size, parameters
+        self.start_time = time.perf_counter() - seconds_before
         self.phase = ""
         self.start()
 
     def start(self) -> None:
         """Begin a step."""
-        self.peak_gb = 0.0
+        self.seconds: dict[str, float] = {}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.seconds: dict[str, float] = {}
-        self.flops: dict[str, torch.Tensor | float] = defaultdict(float)
 
     def begin(self, phase: str) -> None:
         """Begin a phase, which ends the one before; "" for none."""
@@ -463,72 +425,30 @@ class Clock:
         now = time.perf_counter()
         if self.phase:
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.last
-            asleep = self.engine.freed_gb if getattr(self.engine, "asleep", False) else 0.0
-            self.peak_gb = max(self.peak_gb, peak_memory_gb(self.device) - asleep)
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)
         self.phase, self.last = phase, now
-
-    def count_flops(self, model: torch.nn.Module, ranks_a_sequence: int = 1) -> None:
-        """Count this rank's FLOPs of each forward pass of a model, and of the backward pass where there is a gradient.
-
-        A parameter takes 2 a token in the forward pass and 4 in the backward one, a frozen one there only 2.
-
-        Args:
-            model: takes (input_ids, mask) padded on the right; a row ends at its mask's last entry. A `reference`
-                among its options passes forward, too, inside of its own forward.
-            ranks_a_sequence: that share its positions.
-        """
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        size = parameter_count(model)
-        backward = 2 * (size + trained) if trained else 0
-
-        def count(module, inputs: tuple, options: dict) -> None:
-            mask, reference = inputs[1], options.get("reference")
-            ends = torch.where(mask, torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(1)
-            per_token = 2 * size + (backward if torch.is_grad_enabled() else 0)
-            per_token += 0 if reference is None else 2 * parameter_count(reference)
-            self.flops[self.phase] = self.flops[self.phase] + per_token * ends.sum().double() / ranks_a_sequence
-
-        model.register_forward_pre_hook(count, with_kwargs=True)
 
     def total(self) -> float:
         """Return the seconds since the run began, those before a resume included."""
         return time.perf_counter() - self.start_time
 
     def metrics(self, tokens: int) -> dict[str, float]:
-        """End the step; return time/... of its phases, and perf/... of the step and of each phase with counted FLOPs.
+        """End the step; return the seconds of its phases, its speed and its peak memory.
 
         Args:
-            tokens: of the step's sequences, prompts included, over all ranks.
+            tokens: of the step's sequences, prompts included, over all ranks. The model FLOPs utilisation (perf/mfu)
+                counts 6 FLOPs a parameter and token, those of training; NaN where the device's peak is not known.
         """
         self.begin("")
-        step, peak = sum(self.seconds.values()), peak_flops(self.device)
-        flops = {name: float(count) for name, count in self.flops.items()}
-        known = [name for name in flops if flops[name] and self.seconds.get(name) and math.isfinite(peak)]
+        step = sum(self.seconds.values())
+        flops = 6 * self.parameters * tokens / self.ranks
         return {
             **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
             "time/step": step,
             "time/from_scratch": self.total(),
             "perf/tokens_per_second": tokens / step,
-            "perf/mfu": sum(flops.values()) / step / peak,
-            **{f"perf/mfu_{name}": flops[name] / self.seconds[name] / peak for name in known},
-            "perf/peak_memory_gb": self.peak_gb,
+            "perf/mfu": flops / step / peak_flops(self.device),
+            "perf/peak_memory_gb": peak_memory_gb(self.device),
         }
-
-
-def update_statistics(statistics: list[float], scores: torch.Tensor) -> list[float]:
-    """Take scores (N,) into the running [count, mean, sum of squared deviations]; what is not finite does not count.
-
-    Source: Welford's method in the batch form of Chan, Golub and LeVeque 1979, eq. 2.1.
-    """
-    count, mean, squares = statistics
-    new = scores[scores.isfinite()].double()
-    if not len(new):
-        return statistics
-    total, difference = count + len(new), new.mean().item() - mean
-    squares += (new - new.mean()).square().sum().item() + difference**2 * count * len(new) / total
-    return [total, mean + difference * len(new) / total, squares]
 
 
 class Sums:

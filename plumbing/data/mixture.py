@@ -208,7 +208,7 @@ def load_parts(flag: str, name: str, split: str, encode: Callable) -> list[dict]
     return Mixture(parts) if len(parts) > 1 else parts[0][0]
 
 
-def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict]) -> dict[str, list[int]]:
+def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:
     """Return the tokens of each row by what it is for, {name: [tokens]}, for the statistics that a run shows."""
     rows = {"prompts": prompts, "held-out prompts": eval_prompts, "supervised rows": supervised}
     return {

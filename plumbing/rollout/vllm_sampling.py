@@ -63,7 +63,7 @@ class VllmSampling:
         responses = asyncio.run(all_responses())
         if None in responses:
             return None
-        return [ids for ids, _ in responses], [logprobs for _, logprobs in responses]
+        return [ids for ids, _ in responses], [{"rollout_logprobs": logprobs} for _, logprobs in responses]
 
     async def sample(
         self, query: list[int], seed: int | None, length: int, stop_ids: list[int], args, interrupted: Callable

@@ -54,7 +54,7 @@ class Run:
         step, size = self.state["step"], self.world.size
         self.world.on_main(lambda: resume.open_folder(self.origin, self.args, self.script, size, step))
         self.log = RunLog(self.origin, self.args, self.world, total_steps, step)
-        self.clock = utils.Clock(self.world.device, self.state["seconds"], engine)
+        self.clock = utils.Clock(self.world, self.state["seconds"], utils.parameter_count(models[""]))
 
     def steps(self, evaluate: Callable | None) -> Iterator[int]:
         """Yield the number of each step that is left, from 1 on.

@@ -116,12 +116,14 @@ class Conversations:
         """
         return asyncio.run(self._sample(rows, seeds, draws, interrupted, engine, generate))
 
-    def leave_out_failed(self, conversations: list[Conversation], columns: list[list[float]]) -> list[list[float]]:
-        """Return each source's scores with NaN for conversations whose environment has failed; warn of them."""
-        failed = [conversation.error for conversation in conversations if conversation.error]
+    def leave_out_failed(self, samples: list) -> None:
+        """Set the scores of responses whose environment has failed to NaN; warn of them."""
+        failed = [sample for sample in samples if sample.conversation.error]
+        for sample in failed:
+            sample.scores = dict.fromkeys(sample.scores, math.nan)
         if failed:
-            warn(f"--environment: {len(failed)} of {len(conversations)} responses are left out; the first: {failed[0]}")
-        return [[math.nan if x.error else score for x, score in zip(conversations, column)] for column in columns]
+            first = failed[0].conversation.error
+            warn(f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}")
 
     async def _sample(self, rows, seeds, draws, interrupted: Callable, engine, generate) -> list[Conversation] | None:
         sampler = EngineTurns(engine, self, interrupted) if engine else DecodedTurns(generate, len(rows), self)
