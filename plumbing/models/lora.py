@@ -1,25 +1,19 @@
-"""LoRA adapters, and a model's weights without or with its adapter, under the names of a model that has none.
-
-Imports no other module of plumbing.
-"""
+"""LoRA adapters, and a model's weights without or with its adapter, under the names of a model that has none."""
 
 import contextlib
 
 import torch
 
-from utils import fail, full_tensor, generator
+from utils import full_tensor, generator
 
 
 def add_lora(model: torch.nn.Module, args) -> None:
     """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by peft.
 
-    A new adapter changes nothing; `checkpoints.load_optimizer` loads the one of a run that is resumed.
+    Its alpha is twice --lora_rank. A new adapter changes nothing; `checkpoints.load_optimizer` loads a saved one.
     """
     from peft import LoraConfig
 
-    hidden = model.config.get_text_config().hidden_size
-    if args.lora_rank > hidden:
-        fail(f"--lora_rank {args.lora_rank}: has to be at most the hidden size of the model, {hidden}")
     head = ["score"] if hasattr(model, "score") else None  # of a reward model: all of it trains
     layers = {"target_modules": "all-linear", "exclude_modules": head}
     model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, **layers))

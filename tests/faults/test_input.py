@@ -240,7 +240,6 @@ COMMANDS = {
     "grpo --reward_timeout 1e9": "--reward_timeout: has to be above 0 and at most 1e6, not 1e9",
     "ppo --gae_lambda nan": "--gae_lambda: has to be between 0 and 1, not nan",
     "rloo --group_size=": "--group_size: has to be a whole number, not ''",
-    "grpo --lora_rank 33": "--lora_rank 33: has to be at most the hidden size of the model, 32",
     "grpo --sequence_parallel 3": "--sequence_parallel 3: has to divide the number of ranks, 1",
     "grpo --shard fsdp --shard_group_size 2": "--shard_group_size 2: has to divide the number of ranks, 1",
     "ppo --critic_mini_batch_size 3": "--critic_mini_batch_size 3: has to divide the 8 responses a step",
