@@ -8,6 +8,7 @@ Imports utils.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -42,11 +43,17 @@ def parse(cls: type, line: list[str] | None = None):
     line = sys.argv[1:] if line is None else line
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default="")
-    path = finder.parse_known_args(line)[0].config
-    args = tyro.cli(
-        cls, args=line, description=sys.modules[cls.__module__].__doc__, use_underscores=True,
-        console_outputs=os.environ.get("LOCAL_RANK", "0") == "0", **({"default": from_file(cls, path)} if path else {}),
-    )  # fmt: skip
+    silent = os.environ.get("LOCAL_RANK", "0") != "0"  # one rank of a node speaks
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere if silent else sys.stdout),
+        contextlib.redirect_stderr(nowhere if silent else sys.stderr),
+    ):
+        path = finder.parse_known_args(line)[0].config
+        default = {"default": from_file(cls, path)} if path else {}
+        args = tyro.cli(
+            cls, args=line, description=sys.modules[cls.__module__].__doc__, use_underscores=True, **default
+        )
     if path:
         args.config = ""  # its flags are those of the run now, and args.json is a --config itself
     check(args)
@@ -60,8 +67,10 @@ def from_file(cls: type, path: str):
     values = values.get("args", values) if isinstance(values, dict) else values
     if not isinstance(values, dict):
         fail(f"--config {path}: must hold flags and their values, {{flag: value}}")
+    for name in values.keys() - cls.__dataclass_fields__.keys():
+        fail(f"--config {path}: there is no flag {name!r}")
     try:
-        return cls(**{str(name): value for name, value in values.items()})
+        return cls(**values)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
         fail(f"--config {path}: {'; '.join(problems)}")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import grpo
-from plumbing import flags
 from plumbing.rollout.batch import Batch
 from plumbing.run import evaluation
 
@@ -74,11 +73,3 @@ def test_a_step_in_which_nothing_trains_is_warned_of(capsys, changes, named):
     evaluation.policy_metrics(totals, 0, 0, grpo.Args(**changes), NAN, 0.0)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: no response of this step trains") and named in line
-
-
-@pytest.mark.parametrize("name", ["clip_high", "value_clip"])
-def test_a_huge_clip_is_warned_of(capsys, name):
-    args = grpo.Args()
-    setattr(args, name, 1e6)
-    flags.check_rl_args(args)
-    assert capsys.readouterr().err.startswith(f"warning: --{name} 1000000.0: ")

@@ -1,6 +1,5 @@
 """rloo.py: its loss, its advantages and its flags against loops over plain Python numbers, and whole runs of it."""
 
-import contextlib
 import itertools
 import math
 import random
@@ -15,8 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo
-from plumbing import command_line
-from rloo import Args, check_args, clipped_loss, leave_one_out, minus_mean, reward_to_go, token_advantages, whiten
+from rloo import clipped_loss, leave_one_out, minus_mean, reward_to_go, token_advantages, whiten
 
 NAN, INF = math.nan, math.inf
 KINDS = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo"]
@@ -215,36 +213,6 @@ def test_properties_of_advantages(rows, groups, within, shifts):
         close(moved, got[order], 1e-9)
         if kind != "reinforce++":
             close(token_advantages(kind, scores + shift, 2 * shift, None, mask, 3, 0.0, 1.0), got, 1e-9)
-
-
-# ---- flags ------------------------------------------------------------------------------------------------------
-
-FLAGS = dict(rollout_batch_size=8, mini_batch_size=8, total_episodes=80)
-ALONE = "error: --group_size 1: --advantage"
-K1 = "warning: --kl_in loss --kl_estimator k1:"
-
-
-@pytest.mark.parametrize(
-    "options, line",
-    [
-        *((dict(group_size=1, advantage=kind), f"{ALONE} {kind} " if kind in COMPARING else "") for kind in KINDS),
-        (dict(), ""), (dict(kl_in="loss"), K1), (dict(kl_in="loss", kl_estimator="k2"), ""),
-    ],
-)  # fmt: skip
-def test_flags(options, line, capsys):
-    """Each refusal and each warning is one line that names the flag."""
-    with pytest.raises(SystemExit) if line.startswith("error") else contextlib.nullcontext():
-        check_args(Args(**FLAGS, **options))
-    err = capsys.readouterr().err
-    assert err.startswith(line) and err.count("\n") == bool(line)
-
-
-@pytest.mark.parametrize("value", [-1.0, 0.5, 1.0, 1.01])
-def test_the_range_of_dual_clip(value, capsys):
-    with pytest.raises(SystemExit) if value <= 1 else contextlib.nullcontext():
-        assert command_line.parse(Args, ["--dual_clip", str(value)]).dual_clip == value
-    said = capsys.readouterr().err
-    assert ("--dual_clip: has to be above 1, or 0 for none" in helpers.refusal(said)) if value <= 1 else not said
 
 
 # ---- whole runs -------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import utils
-from plumbing import command_line, flags
 from plumbing.data import mixture as data
 from plumbing.rollout.batch import Batch, join
 from plumbing.run import evaluation
@@ -325,28 +324,6 @@ def test_the_schedule_goes_by_steps(base, tmp_path):
     rows = metrics_of(values)
     assert any(row["val/zero_std_fraction"] for row in rows) and rows[-1]["lr"] == pytest.approx(0, abs=1e-3)
     assert rows[0]["lr"] > rows[1]["lr"] > rows[2]["lr"] > rows[3]["lr"]
-
-
-@pytest.mark.parametrize(
-    "options, line",
-    [
-        (dict(filter_groups="drop", group_size=1), "error: --filter_groups drop: takes groups, so a --group_size of 2"),
-        (dict(overlong_buffer=11, max_response_length=10), "error: --overlong_buffer 11: has to be at most --max_resp"),
-    ],
-)
-def test_flags(options, line, capsys):
-    with pytest.raises(SystemExit):
-        flags.check_rl_args(grpo.Args(**{"mini_batch_size": 8, **options}))
-    err = capsys.readouterr().err
-    assert err.startswith(line) and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("flag", ["overlong_buffer", "max_refills", "reward_clip"])
-def test_ranges_of_flags(script, flag, capsys):
-    with pytest.raises(SystemExit) as end:
-        command_line.parse(__import__(script).Args, [f"--{flag}", "-1"])
-    assert end.value.code == 2 and capsys.readouterr().err == f"error: --{flag}: has to be 0 or more, not -1\n"
 
 
 # ---- what a run says of its data --------------------------------------------------------------------------------

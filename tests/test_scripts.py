@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import re
-import typing
 
 import helpers
 import pytest
@@ -13,11 +12,9 @@ import torch
 import transformers
 from helpers import all_finite, folder_of, metrics_of, read_lines, run_here, same_weights, start, steps_of, weights_of
 
-import grpo
 import ppo
 import reward_model
 import rloo
-from plumbing import command_line, flags
 
 SCRIPTS = {"rloo": rloo, "ppo": ppo, "reward_model": reward_model}
 ONE_CHECKER = {"LOCAL_WORLD_SIZE": "4"}  # one process that scores instead of four
@@ -355,48 +352,6 @@ def test_dropout_is_off(base, tmp_path, script, option):
         run_here(variant(base, tmp_path, script, run_name=name, eval_every=0, save_every=0, **{option: model}), script)
     plain, other = (metrics_of({"output_dir": tmp_path, "run_name": name}) for name in ("without", "with"))
     assert plain == other
-
-
-# ---- flags ----------------------------------------------------------------------------------------------------------
-
-
-def ranges(kind) -> list:
-    """Return the ranges in a flag's type, which may be optional or a tuple; int or float where there is none."""
-    if isinstance(kind, type) and issubclass(kind, (int, float)) and kind is not bool:
-        return [kind]
-    if hasattr(kind, "__metadata__"):
-        return [*kind.__metadata__]
-    return [found for inner in typing.get_args(kind) for found in ranges(inner)]
-
-
-NUMBERS = [
-    (field.name, found)
-    for module in (grpo, *SCRIPTS.values())
-    for field in dataclasses.fields(module.Args)
-    for found in ranges(field.type)
-]
-NEGATIVE = {"penalty_reward_value", "reward_weights"}
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_defaults_fit_together(script, capsys):
-    args = command_line.parse(SCRIPTS[script].Args, [])
-    assert args == SCRIPTS[script].Args()
-    check = flags.check_training_args if script == "reward_model" else SCRIPTS[script].check_args
-    check(args)
-    assert capsys.readouterr() == ("", "")
-
-
-def test_every_number_has_a_range():
-    """Which takes neither NaN nor infinity, and only where it makes sense a number below 0. (test_bad_input.py has
-    each range on a command line.)"""
-    assert len(NUMBERS) > 150
-    for name, found in NUMBERS:
-        refused = ["nan", "inf"] + ["-1"] * (name not in NEGATIVE)
-        for value in refused:
-            with pytest.raises(ValueError):
-                found.instance_from_str([value])
-        assert name not in NEGATIVE or found.instance_from_str(["-1"]) in (-1, (-1,))
 
 
 # ---- what a run leaves ----------------------------------------------------------------------------------------------

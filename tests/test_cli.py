@@ -1,0 +1,269 @@
+"""Command lines, --config and the rules of flags (plumbing/cli.py): in this process, before anything is loaded."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import shlex
+
+import evaluate
+import pytest
+import reward_server
+import vllm_server
+from pydantic import ValidationError
+
+import grpo
+import ppo
+import reward_model
+import rloo
+from plumbing import cli
+
+SCRIPTS = {"grpo": grpo, "rloo": rloo, "ppo": ppo, "reward_model": reward_model, "evaluate": evaluate}
+SCRIPTS |= {"reward_server": reward_server, "vllm_server": vllm_server}
+
+
+def parse(line: str):
+    script, *words = shlex.split(line)
+    return cli.parse(SCRIPTS[script].Args, words)
+
+
+def refused(capsys, line: str) -> str:
+    """Return what a command line that is refused prints, without boxes and line ends."""
+    with pytest.raises(SystemExit) as end:
+        parse(line)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and not out
+    return re.sub(r"[│╭╮╰╯─|+\s]+|-{9,}", " ", err)
+
+
+# ---- words and ranges: tyro's and pydantic's own messages, which name the flag ---------------------------------------
+
+COMMAND_LINES = {
+    "grpo --group_sise 4": "Perhaps you meant: --group_size",
+    "grpo --zzzz 1": "Unrecognized options: --zzzz, 1",
+    "grpo --lerning-rate=4": "Perhaps you meant: --learning_rate",
+    "grpo --confg x.json": "Perhaps you meant: --config",
+    "grpo -seed 2": "Unrecognized options: -seed",
+    "grpo ''": "Unrecognized options",
+    "grpo --group_size 8 9": "Unrecognized options: 9",
+    "grpo --resume true": "Unrecognized options: true",
+    "grpo --group_size --seed 2": "Missing value for argument '--group_size'",
+    "grpo --config": "argument --config: expected one argument",
+    "grpo --group_size two": "--group_size: invalid literal for int() with base 10: 'two'",
+    "grpo --group_size 1.5": "--group_size: invalid literal for int() with base 10: '1.5'",
+    "grpo --learning_rate x": "--learning_rate: could not convert string to float: 'x'",
+    "grpo --async_steps 2": "invalid choice '2' for argument '--async_steps'. Expected one of ('0', '1')",
+    "grpo --shard größe": "invalid choice 'größe' for argument '--shard'",
+    "grpo --track tensorboard": "invalid choice 'tensorboard' for argument '--track'",
+    "grpo --advantage_scale median": "--advantage_scale",
+    "grpo --adam_betas 0.9": "Missing value for argument '--adam_betas'. Expected 2 values",
+    "vllm_server": "--model",
+    "vllm_server --model a --port 1e3": "--port: invalid literal for int()",
+    "reward_server --port 65536": "port Input should be less than 65536",
+    "evaluate --samples 513": "samples Input should be less than or equal to 512",
+    "evaluate --k 1 0": "k.1 Input should be greater than 0",
+    "evaluate --num_prompts 1e400": "--num_prompts: invalid literal for int()",
+}
+
+
+@pytest.mark.parametrize("line", COMMAND_LINES)
+def test_bad_words(line, capsys):
+    assert COMMAND_LINES[line] in refused(capsys, line)
+
+
+RANGES = {  # flag: values outside of its range
+    "rollout_batch_size": "0 -2", "num_epochs": "0", "max_response_length": "0", "micro_batch_tokens": "0 -1",
+    "learning_rate": "0 -0.001 nan inf", "warmup_ratio": "-1 1.5 nan", "weight_decay": "-0.1 inf", "max_grad_norm": "0",
+    "temperature": "0 inf", "top_p": "0 1.5", "repetition_penalty": "0", "kl_coef": "-1 -inf", "kl_target": "-1",
+    "kl_horizon": "0", "ref_refresh_every": "-1", "keep_checkpoints": "-1", "save_every": "-1", "eval_prompts": "-1",
+    "eval_samples": "0", "timeout": "0 1e9 inf", "log_samples": "-1", "penalty_reward_value": "nan", "clip_low": "-1 2",
+    "clip_high": "-0.1", "reward_weights": "inf", "overlong_buffer": "-1", "seed": "-1", "kv_cache_gb": "-1",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_ranges(name):
+    for value in RANGES[name].split():
+        with pytest.raises(ValidationError, match=f"{name}(.0)?\n  Input should be "):
+            grpo.Args(**{name: (value,) if name == "reward_weights" else value})
+
+
+def test_a_value_out_of_range_is_named(capsys):
+    said = refused(capsys, "grpo --seed -1 --adam_betas 0.9 1 --timeout inf --reward_weights 1 nan")
+    for part in ("seed Input should be greater than or equal to 0", "adam_betas.1 Input should be less than 1"):
+        assert part in said
+    for part in ("timeout Input should be less than or equal to 1000000", "reward_weights.1 Input should be a finite"):
+        assert part in said
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "vllm_server"])
+def test_every_number_has_a_range(script):
+    """No number takes NaN or infinity, and only two make sense below 0."""
+    cls = SCRIPTS[script].Args
+    numbers = [field for field in dataclasses.fields(cls) if isinstance(field.default, (int, float))]
+    numbers = [field.name for field in numbers if "Literal" not in str(field.type) and field.type is not bool]
+    assert len(numbers) > 4
+    for name in numbers:
+        for value in [math.nan, math.inf] + [-1] * (name != "penalty_reward_value"):
+            with pytest.raises(ValidationError):
+                cls(**{name: value})
+
+
+# ---- rules and warnings ----------------------------------------------------------------------------------------------
+
+RULES = {
+    "grpo --mini_batch_size 3": "--mini_batch_size must divide --rollout_batch_size x --group_size (mini_batch_size",
+    "grpo --mini_batch_size 1024": "--mini_batch_size must divide",
+    "rloo --total_episodes 511": "--total_episodes must be at least a step",
+    "grpo --group_size 1 --mini_batch_size 1": "--group_size must be 2 or more",
+    "grpo --min_response_length 1025": "--min_response_length must be at most --max_response_length",
+    "evaluate --min_response_length 1025": "--min_response_length must be at most --max_response_length",
+    "ppo --min_learning_rate 1": "--min_learning_rate must be at most --learning_rate",
+    "reward_model --min_learning_rate 1": "--min_learning_rate must be at most --learning_rate",
+    "grpo --dual_clip 3 --loss cispo": "--dual_clip requires a --loss that clips the ratio (dual_clip 3.0, l",
+    "rloo --dual_clip 1": "--dual_clip must be above 1, or 0 for none",
+    "grpo --ref_refresh_every 2 --kl_coef 0": "--ref_refresh_every requires a --kl_coef above 0",
+    "ppo --ref_refresh_every 2 --lora_rank 4": "--ref_refresh_every requires --lora_rank 0",
+    "grpo --overlong_buffer 1025": "--overlong_buffer must be at most --max_response_length",
+    "ppo --filter_groups drop": "--filter_groups requires a --group_size of 2 or more",
+    "rloo --group_size 1 --mini_batch_size 1": "--group_size must be 2 or more with this --advantage",
+    "rloo --advantage remax --filter_groups drop": "--filter_groups requires another --advantage",
+    "rloo --advantage remax --async_steps 1": "--advantage remax requires --async_steps 0",
+    "ppo --ptx_coef 1": "--ptx_coef and --ptx_dataset require each other",
+    "ppo --ptx_dataset data.jsonl": "--ptx_coef and --ptx_dataset require each other",
+    "ppo --critic_mini_batch_size 3": "--critic_mini_batch_size must divide",
+    "ppo --critic_warmup_steps 351": "--critic_warmup_steps must be less than the steps of --total_episodes",
+    "grpo --reward": "--reward must name a source",
+    "grpo --reward math math": "--reward must not name a source twice",
+    "grpo --reward http://": "--reward: the address of a reward server must be of the form http://10.0.0.2:8000",
+    "grpo --reward http://127.0.0.1:99999": "--reward: the address",
+    "grpo --reward http://[::1": "--reward: the address",
+    "grpo --reward 'http://a b'": "--reward: the address",
+    "grpo --reward math format --reward_weights 1": "--reward_weights must hold one weight for each source of --reward",
+    "grpo --reward_weights 0": "--reward_weights must not all be 0",
+    "reward_server --reward environment": "--reward environment requires the conversations of a run",
+    "reward_server --reward_weights 1 2": "--reward_weights must hold one weight",
+    "grpo --rollout_backend server": "--rollout_backend server and --rollout_servers require each other",
+    "grpo --rollout_servers http://x": "--rollout_backend server and --rollout_servers require each other",
+    "grpo --rollout_backend server --rollout_servers http://a:b": "--rollout_servers must be addresses of the form",
+    "grpo --rollout_backend vllm --temperature 2.5": "--temperature must be at most 2",
+    "evaluate --backend vllm --temperature 2.5": "--temperature must be at most 2",
+    "evaluate --backend vllm --precision float64": "--precision float64 requires --backend hf",
+    "evaluate --samples 2 --temperature 0": "--samples above 1 requires a --temperature above 0",
+    "evaluate --k 1 9": "--k must be at most --samples",
+    "grpo --vllm_tensor_parallel 2": "--vllm_tensor_parallel requires --rollout_backend vllm",
+    "grpo --rollout_backend vllm --vllm_tensor_parallel 2 --async_steps 1": "--async_steps 1 requires",
+    "grpo --rollout_correction mask --rollout_correction_cap 0.5": "requires a --rollout_correction_cap of 1 or more",
+}
+
+
+@pytest.mark.parametrize("line", RULES)
+def test_rules(line, capsys):
+    """One line with the values of the flags that it names."""
+    with pytest.raises(SystemExit) as end:
+        parse(line)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and not out and err.startswith("error: ") and RULES[line] in err
+    assert err.count("\n") == 1 and err.endswith(")\n")
+
+
+WARNINGS = {
+    "grpo --clip_high 11": "warning: --clip_high: above 10",
+    "ppo --value_clip 11": "warning: --value_clip: above 10",
+    "grpo --kl_estimator k1": "warning: --kl_in loss with --kl_estimator k1",
+    "rloo --top_p 0.9": "warning: --top_p, ",
+    "ppo --repetition_penalty 1.1": "warning: --top_p, ",
+    "grpo --kl_estimator k1 --kl_in reward": "",
+    "grpo --kl_estimator k1 --kl_coef 0": "",
+} | {script: "" for script in SCRIPTS if script != "vllm_server"}  # of the defaults
+
+
+@pytest.mark.parametrize("line", WARNINGS)
+def test_warnings(line, capsys):
+    parse(line)
+    out, err = capsys.readouterr()
+    assert not out and err.startswith(WARNINGS[line]) and err.count("\n") == bool(WARNINGS[line])
+
+
+def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for line in ("grpo --kl_coef -1", "grpo --kl_ceof 1", "grpo --mini_batch_size 3"):
+        with pytest.raises(SystemExit) as end:
+            parse(line)
+        assert end.value.code == 2 and capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_lists_every_flag(script, capsys):
+    with contextlib.suppress(SystemExit):
+        parse(f"{script} --help")
+    named = set(re.findall(r"--(\w+)", capsys.readouterr().out))
+    assert {field.name for field in dataclasses.fields(SCRIPTS[script].Args)} <= named
+
+
+# ---- --config --------------------------------------------------------------------------------------------------------
+
+
+def with_file(tmp_path, content: str, line: str = "", name: str = "config.yaml", script: str = "grpo"):
+    (tmp_path / name).write_text(content)
+    return parse(f"{script} --config {tmp_path / name} {line}")
+
+
+def test_flags_of_the_command_line_override_the_file(tmp_path):
+    content = "learning_rate: 1e-5\nreward: [math, format]\ngroup_size: 16\nnon_stop_penalty: false\nclip_low: null\n"
+    args = with_file(tmp_path, content, "--group_size 32 --reward exact --resume --no-resume --resume --seed=3")
+    changed = dict(learning_rate=1e-5, reward=("exact",), group_size=32, non_stop_penalty=False, resume=True, seed=3)
+    assert args == dataclasses.replace(grpo.Args(), **changed)
+    assert with_file(tmp_path, content).reward == ("math", "format")
+    texts = {"system_prompt": "- think\n--seed 3 = 'x'", "reward_weights": [-0.5], "adam_betas": [0.9, 0.95]}
+    args = with_file(tmp_path, json.dumps(texts), name="config.json")
+    assert (args.system_prompt, args.reward_weights, args.adam_betas) == (
+        *list(texts.values())[:1],
+        (-0.5,),
+        (0.9, 0.95),
+    )
+
+
+@pytest.mark.parametrize("script", ["grpo", "ppo", "reward_model", "evaluate"])
+def test_what_a_run_leaves_is_a_config(script, tmp_path):
+    args = dataclasses.replace(SCRIPTS[script].Args(), seed=7, system_prompt="")
+    left = json.dumps({"args": dataclasses.asdict(args), "script": f"{script}.py", "ranks": 2})
+    assert with_file(tmp_path, left, name="args.json", script=script) == args
+
+
+CONFIGS = {
+    "lerning_rate: 1e-5": "there is no flag 'lerning_rate'",
+    "3: 1": "there is no flag 3",
+    "group-size: 4": "there is no flag 'group-size'",
+    "group_size: two": "group_size: Input should be a valid integer",
+    "group_size: [1, 2]": "group_size: Input should be a valid integer",
+    "kl_coef: -1": "kl_coef: Input should be greater than or equal to 0",
+    "kl_coef: .nan": "kl_coef: Input should be a finite number",
+    "model:": "model: Input should be a valid string",
+    "model: yes": "model: Input should be a valid string",
+    "loss: ppo": "loss: Input should be 'grpo', 'dr_grpo'",
+    "reward: math": "reward: Input should be a valid tuple",
+    "reward: [[exact]]": "reward.0: Input should be a valid string",
+    "resume: maybe": "resume: Input should be a valid boolean",
+    "mini_batch_size: 3": "--mini_batch_size must divide",
+    "- a": "must hold flags and their values",
+    "": "must hold flags and their values",
+    "a: [": "while parsing a flow node",
+    "!!python/object/apply:os.mkdir [made]": "could not determine a constructor",
+}
+
+
+@pytest.mark.parametrize("content", CONFIGS)
+def test_bad_files(content, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        with_file(tmp_path, content)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.startswith("error: --") and CONFIGS[content] in err and err.count("\n") == 1
+
+
+def test_files_that_cannot_be_read(tmp_path, capsys):
+    assert "--config none.json: [Errno 2] No such file or directory" in refused(capsys, "grpo --config none.json")
+    assert f"--config {tmp_path}: [Errno 21] Is a directory" in refused(capsys, f"grpo --config {tmp_path}")
+    (tmp_path / "cut.json").write_text("{")
+    assert "cut.json: Expecting property name" in refused(capsys, f"grpo --config={tmp_path / 'cut.json'}")
