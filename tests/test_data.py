@@ -1,10 +1,17 @@
-"""Data: what the readers make of each kind of row, mixtures, and conversations through the chat template."""
+"""Data: what the readers make of each kind of row and of any bytes, mixtures, and conversations through the chat
+template."""
 
 import collections
+import contextlib
+import datetime
+import functools
+import io
 import json
+import math
 import types
 
 import helpers
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,9 +27,8 @@ from plumbing.run import evaluation
 
 ARGS = dict(
     prompt_column="", answer_column="", system_prompt="", max_prompt_length=512, reward=("math",), eval_every=20,
-    eval_prompts=256, dataset_split="train", eval_split="test", eval_dataset="", max_response_length=64,
-    model=str(helpers.ROOT / "assets" / "tiny"), chat_template="", overlong_prompts="drop", ptx_dataset="",
-    ptx_split="train", verifier_column="",
+    eval_prompts=256, eval_dataset="", max_response_length=64, model=str(helpers.ROOT / "assets" / "tiny"),
+    chat_template="", ptx_dataset="", verifier_column="", seed=1,
 )  # fmt: skip
 
 # The templates of Llama (which begins with the BOS) and of Qwen (which has none), as far as they matter here.
@@ -58,11 +64,23 @@ def tokenizers(tmp_path_factory) -> dict:
     return made
 
 
-def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[dict]:
     args = args_of(**changes)
-    return data.load_prompts("--dataset", str(path), "train", tokenizer, args, needs_answer(args))
+    return data.mix(data.load_prompts("--dataset", name, split, tokenizer, args, needs_answer(args)), 1)
+
+
+def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
+    return prompts_of(helpers.write_rows(tmp_path / "rows.jsonl", rows), tokenizer, **changes)
+
+
+def refused(capsys, function, *args, **options) -> str:
+    """Return the one line with which a call exits."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        function(*args, **options)
+    line = helpers.refusal(capsys.readouterr().err)
+    assert end.value.code == 2
+    return line
 
 
 # ---- rows that people have --------------------------------------------------------------------------------------
@@ -115,38 +133,24 @@ def test_known_rows_need_no_flags(name, tokenizers, tmp_path):
     assert got["columns"] == row  # whole: reward functions get them
 
 
-def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers):
+def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers, capsys):
     pytest.importorskip("reasoning_gym")
     name, tokenizer = "reasoning_gym:leg_counting", tokenizers[False, None]
-    args = args_of(reward=("reasoning_gym",), max_prompt_length=2000)
-    train, test = (data.load_prompts("--dataset", name, split, tokenizer, args) for split in ("train", "test"))
+    changes = dict(reward=("reasoning_gym",), max_prompt_length=2000)
+    train, test = (prompts_of(name, tokenizer, split, **changes) for split in ("train", "test"))
     assert (len(train), len(test)) == (5000, 500)
     assert train[7]["columns"]["reasoning_gym"] == ["leg_counting", 5000, 1, 7]
-    assert train[:3] == data.load_prompts("--dataset", name, "train", tokenizer, args)[:3]
+    assert train[:3] == prompts_of(f"{name}@train", tokenizer, "test", **changes)[:3]
     assert train[0]["prompt"] != test[0]["prompt"] and train[0]["answer"].isdigit()
+    line = refused(capsys, prompts_of, "reasoning_gym:no_such", tokenizer)
+    assert line.startswith("error: --dataset reasoning_gym:no_such: ")
 
 
-@pytest.mark.parametrize("name, words", [("reasoning_gym:no_such", "no_such"), ("reasoning_gym:", "reasoning_gym:")])
-def test_no_such_task(name, words, tokenizers, capsys):
-    pytest.importorskip("reasoning_gym")
-    with pytest.raises(SystemExit):
-        data.load_prompts("--dataset", name, "train", tokenizers[False, None], args_of())
-    err = capsys.readouterr().err
-    assert err.startswith("error: --dataset reasoning_gym:") and words in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize("flag, expected", [("", ["exact"]), ("kind", ["math"]), ("none", None), ("kid", None)])
-def test_rows_that_name_their_sources(tokenizers, tmp_path, capsys, flag, expected):
-    """An answer is needed where a named source reads it; a column that is nowhere is warned of."""
-    rows = [{"prompt": "1+1?", "answer": "2", "verifier": "exact", "kind": "math"}]
-    reward = ("math", "exact", "format")
-    (got,) = load(rows, tmp_path, tokenizers[False, None], reward=reward, verifier_column=flag)
-    assert got["sources"] == expected
-    warned = capsys.readouterr().err.count("has no column 'kid', which --verifier_column names")
-    assert warned == (flag == "kid")
-    without = [*rows, {"prompt": "2+2?", "verifier": "format"}]
-    if not flag:
-        assert [row["answer"] for row in load(without, tmp_path, tokenizers[False, None], reward=reward)] == ["2", None]
+def test_rows_that_name_their_sources(tokenizers, tmp_path):
+    """An answer is needed where a named source reads it."""
+    rows = [{"prompt": "1+1?", "answer": "2", "verifier": "exact"}, {"prompt": "2+2?", "verifier": "format"}]
+    read = load(rows, tmp_path, tokenizers[False, None], reward=("math", "exact", "format"))
+    assert [(row["sources"], row["answer"]) for row in read] == [(["exact"], "2"), (["format"], None)]
 
 
 # ---- src and tgt ------------------------------------------------------------------------------------------------
@@ -173,16 +177,13 @@ def test_both_readings_of_src_and_tgt(src, tgt):
 
 @pytest.mark.parametrize(
     "row", [
-        {"src": [], "tgt": []}, {"src": ["a"], "tgt": ["b", "c"]}, {"src": ["a", "b"], "tgt": []},
-        {"src": ["a", ""], "tgt": ["b"]}, {"src": [1], "tgt": ["b"]}, {"src": {"a": 1}, "tgt": []}, {"src": None},
-        {"src": ["a"], "tgt": [None]}, {"src": ["a"], "tgt": 5},
+        {"src": ["a"], "tgt": ["b", "c"]}, {"src": ["a", "b"], "tgt": []}, {"src": ["a", ""], "tgt": ["b"]},
+        {"src": [1], "tgt": ["b"]}, {"src": {"a": 1}, "tgt": []}, {"src": None}, {"src": ["a"], "tgt": [None]},
     ],
 )  # fmt: skip
 def test_bad_src_and_tgt(row, tokenizers, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        load([{"src": "a", "tgt": "b"}, row], tmp_path, tokenizers[False, None])
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: --dataset {tmp_path / 'rows.jsonl'} row 2: ") and err.count("\n") == 1
+    line = refused(capsys, load, [{"src": "a", "tgt": "b"}, row], tmp_path, tokenizers[False, None])
+    assert line.startswith(f"error: --dataset {tmp_path / 'rows.jsonl'} row 2: ")
 
 
 # ---- the chat template, exactly once ------------------------------------------------------------------------------
@@ -219,14 +220,10 @@ def test_token_ids_are_those_of_apply_chat_template(name, kind, system, tokenize
 @pytest.mark.parametrize("bos", [True, False])
 def test_without_a_template_text_stays_as_it_is(bos, tokenizers, tmp_path, capsys):
     tokenizer = tokenizers[bos, None]
-    (got,) = load([ROWS["text"][0]], tmp_path, tokenizer)
-    assert got["query"] == tokenizer.encode("1+1?") and got["query"].count(2) == bos and got["prompt"] == "1+1?"
-    with pytest.raises(SystemExit):
-        load([ROWS["src and tgt"][0]], tmp_path, tokenizer)
-    assert (
-        "row 1: has messages or several turns, but the tokenizer of --model has no chat template"
-        in capsys.readouterr().err
-    )
+    (row,) = load([ROWS["text"][0]], tmp_path, tokenizer)
+    assert row["query"] == tokenizer.encode("1+1?") and row["query"].count(2) == bos and row["prompt"] == "1+1?"
+    line = refused(capsys, load, [ROWS["src and tgt"][0]], tmp_path, tokenizer)
+    assert "row 1: has messages or several turns, but the tokenizer of --model has no chat template" in line
 
 
 # ---- messages ----------------------------------------------------------------------------------------------------
@@ -238,13 +235,11 @@ def one(row, tmp_path, tokenizer, **changes) -> tuple:
 
 
 def test_a_last_turn_of_the_assistant_is_the_reference_and_not_part_of_the_prompt(tokenizers, tmp_path, capsys):
-    tokenizer, said = tokenizers[False, WITHOUT_BOS], [*DIALOGUE, {"role": "assistant", "content": "5"}]
+    tokenizer, answered = tokenizers[False, WITHOUT_BOS], [*DIALOGUE, {"role": "assistant", "content": "5"}]
     asked = one({"messages": DIALOGUE, "answer": "5"}, tmp_path, tokenizer)
-    assert one({"messages": said}, tmp_path, tokenizer) == asked
-    assert one({"messages": said, "answer": "five"}, tmp_path, tokenizer) == (asked[0], "five")
-    with pytest.raises(SystemExit):
-        load([{"messages": said[-1:]}], tmp_path, tokenizer)
-    assert "row 1: has a turn of the assistant and nothing before it" in capsys.readouterr().err
+    assert one({"messages": answered}, tmp_path, tokenizer) == asked
+    assert one({"messages": answered, "answer": "five"}, tmp_path, tokenizer) == (asked[0], "five")
+    assert "row 1: " in refused(capsys, load, [{"messages": answered[-1:]}], tmp_path, tokenizer)
 
 
 def test_parts_of_text_are_joined(tokenizers, tmp_path):
@@ -258,35 +253,23 @@ def test_parts_of_text_are_joined(tokenizers, tmp_path):
     "content", [None, 3, {"text": "a"}, ["a"], [{"type": "image", "url": "a.png"}], [{"type": "text", "text": None}]],
     ids=str,
 )  # fmt: skip
-def test_content_that_is_no_text_is_named_with_its_row(content, tokenizers, tmp_path, capsys):
-    rows = [ROWS["messages"][0], {"messages": [{"role": "user", "content": content}], "answer": "2"}]
-    with pytest.raises(SystemExit):
-        load(rows, tmp_path, tokenizers[False, WITHOUT_BOS])
-    err = capsys.readouterr().err
-    assert "row 2: the content of a message is text or a list of text parts" in err and err.count("\n") == 1
+def test_content_that_is_not_text_is_named_with_its_row(content, tokenizers, tmp_path, capsys):
+    rows = [ROWS["messages"][0], {"messages": [*DIALOGUE, {"role": "user", "content": content}], "answer": "2"}]
+    line = refused(capsys, load, rows, tmp_path, tokenizers[False, WITHOUT_BOS])
+    assert "row 2 turn 4: content: " in line
 
 
 def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
-    """Rows that hold the template already are warned of, and go in as they are with `none`."""
     (tmp_path / "chat.jinja").write_text("<eos>{{ messages[-1]['content'] }}<pad>")
-    folder = str(helpers.ROOT / "assets" / "tiny")
-    tokenizer = models.load_tokenizer(folder, str(tmp_path / "chat.jinja"))
+    tokenizer = models.load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(tmp_path / "chat.jinja"))
     row = {"prompt": "<eos>1+1=<pad>", "answer": "2"}
     assert one({"prompt": "1+1=", "answer": "2"}, tmp_path, tokenizer)[0] == row["prompt"]
-    assert capsys.readouterr().err == ""
-    assert one(row, tmp_path, tokenizer)[0] == "<eos><eos>1+1=<pad><pad>"
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ") and "1 of 1 prompts hold <" in line and "--chat_template none" in line
     as_is = dict(chat_template="none", system_prompt="Think.")
-    (got,) = load([row], tmp_path, tokenizer, **as_is)
-    assert got["prompt"] == row["prompt"] and got["query"] == tokenizer.encode(row["prompt"], add_special_tokens=False)
-    assert capsys.readouterr().err == ""
-    with pytest.raises(SystemExit):
-        load([{"prompt": DIALOGUE, "answer": "5"}], tmp_path, tokenizer, **as_is)
-    assert "--chat_template none takes text" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        models.load_tokenizer(folder, str(tmp_path / "no.jinja"))
-    assert capsys.readouterr().err.startswith(f"error: --chat_template {tmp_path / 'no.jinja'}: ")
+    (read,) = load([row], tmp_path, tokenizer, **as_is)
+    ids = tokenizer.encode(row["prompt"], add_special_tokens=False)
+    assert read["prompt"] == row["prompt"] and read["query"] == ids and capsys.readouterr().err == ""
+    line = refused(capsys, load, [{"prompt": DIALOGUE, "answer": "5"}], tmp_path, tokenizer, **as_is)
+    assert "--chat_template none requires text" in line
 
 
 # ---- rows that lack something, or have too much -------------------------------------------------------------------
@@ -295,21 +278,10 @@ def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
 def test_first_rows_without_an_answer(tokenizers, tmp_path, capsys):
     """The column is that of any row; a row that has nothing in it is named."""
     rows = [{"prompt": "a", "other": 1}, {"prompt": "b", "answer": None}, {"prompt": "c", "answer": "3"}]
-    got = load(rows, tmp_path, tokenizers[False, None], reward=("format",))
-    assert [row["answer"] for row in got] == [None, None, "3"]
-    with pytest.raises(SystemExit):
-        load(rows, tmp_path, tokenizers[False, None])
-    assert "row 1: has no answer in 'answer', which --reward math needs" in capsys.readouterr().err
-
-
-def test_answers_that_a_reward_cannot_use(tokenizers, tmp_path, capsys):
-    """They are named by their number in the file, and not asked of a reward that does not score the row."""
-    rows = [{"prompt": "a" * 600, "answer": "1"}, {"prompt": "a", "answer": ["966"]}, {"prompt": "b", "answer": [1, 2]}]
-    rows.append({"prompt": "c", "answer": [1, 2], "verifier": "format"})
-    changes = {"overlong_prompts": "drop", "reward": ("math", "format")}
-    assert len(load(rows, tmp_path, tokenizers[False, None], **changes)) == 3
-    said = capsys.readouterr().err
-    assert "--reward math cannot use the answers of 1 of 2 rows" in said and "(row 3: [1, 2] is a list" in said
+    read = load(rows, tmp_path, tokenizers[False, None], reward=("format",))
+    assert [row["answer"] for row in read] == [None, None, "3"]
+    line = refused(capsys, load, rows, tmp_path, tokenizers[False, None])
+    assert "row 1: has no answer in 'answer', which --reward math needs" in line
 
 
 def test_columns_with_dots(tokenizers, tmp_path, capsys):
@@ -317,24 +289,17 @@ def test_columns_with_dots(tokenizers, tmp_path, capsys):
     names = dict(prompt_column="in.text", answer_column="out.a.b")
     assert one(row, tmp_path, tokenizers[False, None], **names) == ("6*7?", 42)
     assert one(row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "out.a"})[1] == "exactly so called"
-    with pytest.raises(SystemExit):
-        one(row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "in.text.b"})
-    assert "has no column 'in.text.b' with anything in it; name one with --answer_column" in capsys.readouterr().err
+    line = refused(capsys, one, row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "in.text.b"})
+    assert "has no column 'in.text.b' with anything in it; name one with --answer_column" in line
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path, capsys):
     rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 9, 4, 8)]
-    got = load(rows, tmp_path, tokenizers[False, None], max_prompt_length=5)
-    assert [len(row["query"]) for row in got] == [3, 4]
-    (line,) = capsys.readouterr().err.splitlines()
-    told = "left out 2 of 4 rows that are too long; row 2 has 9 tokens, over --max_prompt_length 5"
-    assert line == f"warning: --dataset {tmp_path / 'rows.jsonl'}: {told}"
-    for changes in (dict(max_prompt_length=2), dict(max_prompt_length=5, overlong_prompts="error")):
-        with pytest.raises(SystemExit):
-            load(rows, tmp_path, tokenizers[False, None], **changes)
-    first, second = capsys.readouterr().err.splitlines()
-    assert "every row is too long; row 1 has 3 tokens" in first
-    assert "row 2: has 9 tokens, over --max_prompt_length 5; --overlong_prompts drop" in second
+    read = load(rows, tmp_path, tokenizers[False, None], max_prompt_length=5)
+    assert [len(row["query"]) for row in read] == [3, 4]
+    dropped = "2 of 4 rows, which have more tokens than --max_prompt_length 5"
+    assert capsys.readouterr().err == f"warning: --dataset {tmp_path / 'rows.jsonl'}: left out {dropped}\n"
+    assert "left out 4 of 4" in refused(capsys, load, rows, tmp_path, tokenizers[False, None], max_prompt_length=2)
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -350,120 +315,180 @@ def test_a_folder_without_the_split(saved, tokenizers, tmp_path, capsys):
         rows.save_to_disk(tmp_path / "saved")
         name = str(tmp_path / "saved")
     assert read_rows("--dataset", name, "train") == helpers.ROWS
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        data.load_train_and_eval(args_of(dataset=name), tokenizers[False, None], "")
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: --eval_split of --dataset {name}: ") and "'test'" in err and "['train']" in err
+    line = refused(capsys, data.load_train_and_eval, args_of(dataset=name), tokenizers[False, None], "")
+    assert line.startswith(f"error: --eval_dataset {name}: ") and "test" in line and "['train']" in line
+
+
+# ---- files that are broken, or hold something else -------------------------------------------------------------------
+
+FIXED = settings(max_examples=100, deadline=None, derandomize=True)
+CHAT = helpers.make_tokenizer()
+CHAT.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{% endfor %}>"
+
+
+def rows_or_error(read, *arguments) -> list | str:
+    """The rows that a function reads from a file, or the one line with which it exits; nothing else."""
+    err = io.TextIOWrapper(io.BytesIO(), errors="backslashreplace")  # as sys.stderr
+    try:
+        with contextlib.redirect_stderr(err):
+            rows = read(*arguments)
+    except SystemExit as end:
+        err.seek(0)
+        text = err.read()
+        assert end.code == 2 and text.startswith("error: --dataset ") and text.count("\n") == 1, text
+        return text
+    assert all(isinstance(row, dict) for row in rows)
+    return rows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("files")
+
+
+def read_bytes(path, content: bytes) -> list | str:
+    path.write_bytes(content)
+    return rows_or_error(read_rows, "--dataset", str(path), "train")
+
+
+names = st.sampled_from("prompt question messages src tgt answer solution role content".split() + ["\u00e9 ", ""])
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=50)
+turn = st.fixed_dictionaries({"role": scalars | st.just("user"), "content": scalars})
+values = st.recursive(
+    scalars | turn, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6
+)
+objects = st.dictionaries(names, values, max_size=4)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "txt"])
+@FIXED
+@given(content=st.binary(max_size=200) | st.text(alphabet='{}[]",:\\u0 1e-.ntf\n\ufeff').map(str.encode))
+def test_any_bytes(folder, ending, content):
+    read_bytes(folder / f"bytes.{ending}", content)
+
+
+@FIXED
+@given(rows=st.lists(objects | values, min_size=1, max_size=4), place=st.integers(0), byte=st.binary(max_size=2))
+def test_json_that_is_nearly_valid(folder, rows, place, byte):
+    lines = [json.dumps(row) for row in rows]
+    for name, text in {"near.jsonl": "\n".join(lines), "near.json": "[" + ",\n".join(lines) + "]"}.items():
+        read = read_bytes(folder / name, text.encode())
+        if all(isinstance(row, dict) for row in rows):
+            assert json.dumps(read) == json.dumps(rows)
+        else:
+            assert isinstance(read, str) and "row " in read
+        place %= len(text)
+        read_bytes(folder / name, text[:place].encode() + byte + text[place + 1 :].encode())
+
+
+@pytest.mark.parametrize("tokenizer", [None, CHAT], ids=["text", "chat"])
+@FIXED
+@given(rows=st.lists(objects, max_size=4), column=names, value=values)
+def test_rows_of_odd_types(folder, tokenizers, tokenizer, rows, column, value):
+    """Each is a prompt of token ids, or the line that refuses it."""
+    tokenizer = tokenizer or tokenizers[False, None]
+    for odd in (rows, [{"prompt": "1+1=", "answer": "2", column: value}]):
+        file = helpers.write_rows(folder / "odd.jsonl", odd)
+        read = rows_or_error(functools.partial(prompts_of, file, tokenizer, reward=("exact",), max_prompt_length=40))
+        for row in read if isinstance(read, list) else []:
+            assert isinstance(row["prompt"], str) and 0 < len(row["query"]) <= 40
+            assert all(type(token) is int for token in row["query"]) and str(row["answer"]).strip()
+
+
+@pytest.mark.parametrize(
+    "value", [datetime.datetime(2020, 1, 1), datetime.time(1), b"\xff", 1.5, True, {"a": 1}, [b"1"], None], ids=repr
+)
+def test_types_that_only_parquet_has(folder, tokenizers, value):
+    for column in ("prompt", "answer", "other"):
+        row = {"prompt": "1+1=", "answer": "2", column: value}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "types.parquet")
+        read = rows_or_error(prompts_of, str(folder / "types.parquet"), tokenizers[False, None])
+        assert isinstance(read, str) == (column == "prompt" or column == "answer" and value is None), read
 
 
 # ---- mixtures ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def mixed(tmp_path, tokenizers):
-    """A list of data sets whose prompts begin with a, b, c ..., sizes and weights as given."""
-
-    def make(parts: list[tuple[int, float]], **changes):
-        (tmp_path / "parts").mkdir()
-        for letter, (size, _) in zip("abcdef", parts):
-            rows = [{"prompt": f"{letter}{i}", "answer": str(i)} for i in range(size)]
-            helpers.write_rows(tmp_path / "parts" / f"{letter}.jsonl", rows)
-        entries = [{"prob": weight, "filepath": f"parts/{c}.jsonl"} for c, (_, weight) in zip("abcdef", parts)]
-        (tmp_path / "mix.json").write_text(json.dumps(entries))
-        args = args_of(dataset=str(tmp_path / "mix.json"), **changes)
-        return data.load_train_and_eval(args, tokenizers[False, None], needs_answer(args))
-
-    return make
+def mixture(folder, parts: dict[str, tuple[int, float]], name: str = "mix.json") -> str:
+    """Write a list of data sets {letter: (size, weight)}, whose prompts begin with their letter; return its path."""
+    entries = []
+    for letter, (size, weight) in parts.items():
+        rows = [{"prompt": f"{letter}{i}", "answer": str(i)} for i in range(size)]
+        helpers.write_rows(folder / f"{letter}.jsonl", rows)
+        entries.append({"prob": weight, "filepath": f"{letter}.jsonl"})
+    (folder / name).write_text(json.dumps(entries))
+    return str(folder / name)
 
 
-def test_a_mixture_takes_turns_by_weight_and_passes_through_each_part(mixed):
-    rows, _ = mixed([(3, 2), (50, 1), (7, 5)])
-    assert len(rows) == 60
-    stream = [row["prompt"] for row in data.take_prompts(rows, 0, 800, seed=1)]
-    for end in range(1, 800):
-        counts = collections.Counter(prompt[0] for prompt in stream[:end])
-        assert all(abs(counts[c] - share * end / 8) < 1.01 for c, share in zip("abc", (2, 1, 5)))
-    for letter, size in zip("abc", (3, 50, 7)):
-        own = [prompt for prompt in stream if prompt[0] == letter]
-        passes = [own[i : i + size] for i in range(0, len(own) - size + 1, size)]
-        assert len(passes) >= 2 and all(len(set(each)) == size for each in passes)
-        assert len({tuple(each) for each in passes}) > 1  # shuffled anew
-    pieces = [row["prompt"] for start in (400, 37, 0) for row in data.take_prompts(rows, start, 37, seed=1)]
-    assert pieces == stream[400:437] + stream[37:74] + stream[:37]  # whatever was asked before
-    assert stream != [row["prompt"] for row in data.take_prompts(rows, 0, 800, seed=2)]
+def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tokenizers):
+    """It is one list, the same for the same seed."""
+    path = mixture(tmp_path, {"a": (30, 2), "b": (500, 1), "c": (70, 5)})
+    draw = lambda seed: data.load_train_and_eval(
+        args_of(dataset=path, eval_every=0, seed=seed), tokenizers[False, None], ""
+    )[0]
+    rows = draw(1)
+    drawn = [row["prompt"] for row in rows]
+    assert len(drawn) == 600 and draw(1) == rows != draw(2)
+    counts = collections.Counter(prompt[0] for prompt in drawn)
+    for letter, size, share in (("a", 30, 2 / 8), ("b", 500, 1 / 8), ("c", 70, 5 / 8)):
+        assert abs(counts[letter] - 600 * share) < 4 * math.sqrt(600 * share * (1 - share))
+        part = [prompt for prompt in drawn if prompt[0] == letter]
+        passes = [part[i : i + size] for i in range(0, len(part), size)]
+        assert all(len(set(each)) == len(each) for each in passes) and len({tuple(x) for x in passes}) == len(passes)
+    assert {row["dataset"] for row in rows} == {"a.jsonl", "b.jsonl", "c.jsonl"}
 
 
-def test_what_is_evaluated_on_is_taken_from_each_part(mixed, tmp_path, capsys):
-    held_out = helpers.write_rows(
-        tmp_path / "held_out.jsonl", [{"prompt": p, "answer": "0"} for p in ("a0", "b1", "b0")]
-    )
-    rows, evaluated = mixed([(1, 1), (3, 1)], eval_dataset=held_out)
-    assert [row["prompt"] for row in evaluated] == ["a0", "b1", "b0"] and [row["prompt"] for row in rows] == ["b2"]
-    assert {row["prompt"] for row in data.take_prompts(rows, 0, 9, seed=1)} == {"b2"}
-    assert "left out 3 rows" in capsys.readouterr().err
+def test_each_pass_is_shuffled_anew():
+    rows = [{"prompt": str(i)} for i in range(7)]
+    stream = data.take_prompts(rows, 0, 21, seed=1)
+    passes = [stream[i : i + 7] for i in (0, 7, 14)]
+    assert all(sorted(row["prompt"] for row in each) == sorted(map(str, range(7))) for each in passes)
+    assert passes[0] != passes[1] != passes[2] and data.take_prompts(rows, 5, 9, seed=1) == stream[5:14]
+    assert stream != data.take_prompts(rows, 0, 21, seed=2)
 
 
-def test_an_evaluation_takes_turns_and_each_prompt_once(mixed):
-    rows, _ = mixed([(3, 2), (50, 1), (7, 1e-9)])
-    taken = [row["prompt"] for row in data.first_prompts(rows, 8)]
-    assert taken == ["a0", "b0", "a1", "a2", "b1", "b2", "b3", "b4"]
-    everything = [row["prompt"] for row in data.first_prompts(rows, 0)]
-    assert len(everything) == 60 and set(everything) == {row["prompt"] for row in rows}
-    assert [row["prompt"] for row in data.first_prompts(rows.parts[1][0], 2)] == ["b0", "b1"]
-    assert {row["dataset"] for row in rows} == {f"parts/{c}.jsonl" for c in "abc"}
+def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
+    """Of a list, the first of each data set in proportion to its weight."""
+    evaluated = mixture(tmp_path, {"a": (5, 3), "b": (50, 1)}, "evaluated.json")
+    args = args_of(dataset=str(tmp_path / "b.jsonl"), eval_dataset=evaluated, eval_prompts=4)
+    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], "")
+    assert [row["prompt"] for row in held_out] == ["a0", "a1", "a2", "b0"]
+    assert [row["prompt"] for row in train] == [f"b{i}" for i in range(1, 50)]
+    assert "left out 1 rows" in capsys.readouterr().err
+    parts = data.load_prompts("--dataset", evaluated, "train", tokenizers[False, None], args)
+    assert len(data.first_prompts(parts, 0)) == 55
+    assert [row["prompt"] for row in data.first_prompts(parts[1:], 2)] == ["b0", "b1"]
 
 
 def test_entries_may_name_their_split(tmp_path, tokenizers):
-    entries = [{"prob": 1, "filepath": "arithmetic"}, {"prob": 1, "filepath": "arithmetic", "split": "test"}]
+    entries = [{"prob": 1, "filepath": "arithmetic"}, {"prob": 1, "filepath": "arithmetic@test"}]
     (tmp_path / "mix.json").write_text(json.dumps(entries))
-    rows = data.load_prompts("--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of())
-    sizes = {part[0]["dataset"]: len(part) for part, _ in rows.parts}
-    assert sizes == {"arithmetic": 20_000, "arithmetic:test": 1_000}
+    parts = data.load_prompts("--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of())
+    assert {rows[0]["dataset"]: len(rows) for rows, _ in parts} == {"arithmetic": 20_000, "arithmetic@test": 1_000}
 
 
-def test_supervised_rows_of_a_list(tmp_path, tokenizers):
-    helpers.write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b"}])
-    entries = [{"prob": 3, "filepath": "a.jsonl"}, {"prob": 1, "filepath": "arithmetic"}]
-    (tmp_path / "mix.json").write_text(json.dumps(entries))
-    tokenizer = tokenizers[False, None]
-    args = args_of(ptx_dataset=str(tmp_path / "mix.json"), ptx_split="test")
-    rows = data.load_supervised(args, tokenizer, [1])
-    assert [len(part) for part, _ in rows.parts] == [1, 1000]
-    stream = data.take_prompts(rows, 0, 8, seed=1)
-    assert [tokenizer.decode(row["response"]) for row in stream].count("b<eos>") == 6
+def test_supervised_rows(tmp_path, tokenizers, capsys):
+    file = helpers.write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 99)])
+    rows = data.load_supervised(args_of(ptx_dataset=file), tokenizers[False, None], [1])
+    assert [tokenizers[False, None].decode(row["response"]) for row in rows] == ["b<eos>", "bb<eos>"]
+    assert "left out 1 of 3 rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    "entry, word",
+    "entry, field",
     [
-        ({"prob": 1, "filepath": "a.jsonl", "weight": 2}, "'weight'"), ({"prob": 1, "file": "a.jsonl"}, "'file'"),
-        ({"prob": 1, "filepath": "a.jsonl", "split": 3}, "split takes a name"),
+        ({"prob": 0, "filepath": "a.jsonl"}, "prob"), ({"prob": float("nan"), "filepath": "a.jsonl"}, "prob"),
+        ({"prob": "1", "filepath": "a.jsonl"}, "prob"), ({"prob": 1, "filepath": 3}, "filepath"),
+        ({"prob": 1, "filepath": ""}, "filepath"), ({"prob": 1, "filepath": "a.jsonl", "weight": 2}, "weight"),
+        ({"filepath": "a.jsonl"}, "prob"),
     ],
 )  # fmt: skip
-def test_unknown_keys_of_an_entry(entry, word, tmp_path, tokenizers, capsys):
-    helpers.write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1"}])
+def test_bad_entries(entry, field, tmp_path, tokenizers, capsys):
+    path = mixture(tmp_path, {"a": (1, 0.5)})
     (tmp_path / "mix.json").write_text(json.dumps([{"prob": 0.5, "filepath": "a.jsonl"}, entry]))
-    with pytest.raises(SystemExit):
-        data.load_prompts("--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of())
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: --dataset {tmp_path / 'mix.json'} entry 2: ") and word in err
-
-
-@pytest.mark.parametrize(
-    "entry", [
-        {"prob": 0, "filepath": "parts/a.jsonl"}, {"prob": -1, "filepath": "parts/a.jsonl"},
-        {"prob": "1", "filepath": "parts/a.jsonl"}, {"prob": 1, "filepath": 3}, {"prob": None, "filepath": "a"},
-        {"prob": 10**400, "filepath": "parts/a.jsonl"}, {"prob": 1, "filepath": " "},
-    ],
-)  # fmt: skip
-def test_bad_entries(entry, tmp_path, tokenizers, capsys):
-    helpers.write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "1"}])
-    (tmp_path / "mix.json").write_text(json.dumps([{"prob": 0.5, "filepath": "a.jsonl"}, entry]))
-    with pytest.raises(SystemExit):
-        data.load_prompts("--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of())
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: --dataset {tmp_path / 'mix.json'} entry 2: takes a prob") and err.count("\n") == 1
+    assert refused(capsys, prompts_of, path, tokenizers[False, None]).startswith(
+        f"error: --dataset {path} entry 2: {field}: "
+    )
 
 
 def test_a_run_on_a_mixture(tmp_path):
@@ -472,18 +497,14 @@ def test_a_run_on_a_mixture(tmp_path):
     (tmp_path / "mix.json").write_text(
         json.dumps([{"prob": 3, "filepath": "train.jsonl"}, {"prob": 1, "filepath": "held_out.jsonl"}])
     )
-    for letter in "ab":
-        helpers.write_rows(tmp_path / f"{letter}.jsonl", [{"prompt": f"{letter}{i}", "answer": "1"} for i in range(5)])
-    (tmp_path / "evaluated.json").write_text(json.dumps([{"prob": 1, "filepath": f"{c}.jsonl"} for c in "ab"]))
     values |= {"dataset": str(tmp_path / "mix.json"), "eval_dataset": "", "eval_every": 0, "run_name": "whole"}
-    helpers.run_here({**values, "eval_dataset": str(tmp_path / "evaluated.json"), "eval_prompts": 4, "eval_every": 4})
+    evaluated = mixture(tmp_path, {"a": (5, 1), "b": (5, 1)}, "evaluated.json")
+    helpers.run_here({**values, "eval_dataset": evaluated, "eval_prompts": 4, "eval_every": 4})
     parts = {"run_name": "parts", "total_episodes": 16}
     helpers.run_here({**values, **parts})
     helpers.run_here({**values, **parts, "total_episodes": 32, "resume": True})
     whole, pieces = (helpers.read_lines(tmp_path / "runs" / name / "samples.jsonl") for name in ("whole", "parts"))
     assert whole == pieces and len(whole) == 32
-    held_out = {row["prompt"] for row in helpers.HELD_OUT}
-    assert sum(row["prompt"] in held_out for row in whole) == 8
     last = helpers.read_lines(tmp_path / "runs" / "whole" / "metrics.jsonl")[-1]
     assert {name for name in last if name.startswith("eval/accuracy/")} == {f"eval/accuracy/{c}.jsonl" for c in "ab"}
 

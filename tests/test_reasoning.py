@@ -69,7 +69,7 @@ gym = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reas
 @pytest.fixture(scope="module")
 def rows():
     """Three rows of each task, as utils makes them."""
-    return {task: reasoning_gym_rows("--dataset", task, "test", 3) for task in TASKS}
+    return {task: reasoning_gym_rows(task, "test", 3) for task in TASKS}
 
 
 @gym
@@ -111,7 +111,7 @@ def test_the_score_is_the_tasks_own(rows):
 @gym
 def test_the_row_is_made_again():
     """The rows of utils name the very problem, the last of 500 as the first."""
-    row = reasoning_gym_rows("--dataset", "basic_arithmetic", "test", 500)[-1]
+    row = reasoning_gym_rows("basic_arithmetic", "test", 500)[-1]
     assert row["reasoning_gym"] == ["basic_arithmetic", 500, 2, 499]
     assert verifier.reasoning_gym(row["answer"], row["reasoning_gym"]) == 1
     made = verifier.reasoning_gym_dataset.cache_info().misses
@@ -255,7 +255,7 @@ def scores(names, rows, texts, timeout=20.0):
 
 @gym
 def test_each_reward_reads_its_own_column():
-    row = reasoning_gym_rows("--dataset", "leg_counting", "train", 2)[1]
+    row = reasoning_gym_rows("leg_counting", "train", 2)[1]
     rows = [row, row, {"answer": TWO}, {"answer": TWO, "reasoning_gym": None}, {"answer": None}]
     texts = [f"<answer>{row['answer']}</answer>", "<answer>no</answer>", TWO, "Zoey is a knave", TWO]
     found, failures = scores(("reasoning_gym", "knights", "format"), rows, texts)

@@ -1,10 +1,11 @@
 """The data sets of a run: their prompts, mixtures of several, and the order in which a run takes them.
 
-Imports plumbing.data.rows (reads the rows), plumbing.data.prompts (makes prompts of them), plumbing.rewards.sources and
-plumbing.rewards.verifiers (what scores them, and which answers it can use) and plumbing.models.loading (how much the model can read).
+Imports plumbing.data.rows (reads the rows), plumbing.data.prompts (makes prompts of them), plumbing.rewards.sources
+(what scores them) and plumbing.models.loading (how much the model can read).
 """
 
 import functools
+import math
 import os
 from typing import Callable
 
@@ -20,14 +21,15 @@ from plumbing.data.prompts import (
     is_filled,
     is_turn_of_assistant,
     prompt_and_answer,
-    template_tokens,
     value_at,
 )
 from plumbing.data.rows import read_parts, split_of
 from plumbing.models.loading import check_positions, check_vocabulary
-from plumbing.rewards.sources import is_scored_by, named_sources, needs_answer
-from plumbing.rewards.verifiers import VERIFIERS
+from plumbing.rewards.sources import named_sources, needs_answer
 from utils import fail, generator, warn
+
+Parts = list[tuple[list[dict], float]]
+"""The rows of each data set, and its weight."""
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------
 
@@ -35,15 +37,19 @@ from utils import fail, generator, warn
 def load_train_and_eval(
     args, tokenizer, answer_for: str, tools: list[dict] | None = None
 ) -> tuple[list[dict], list[dict]]:
-    """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on."""
-    train = load_prompts("--dataset", args.dataset, "train", tokenizer, args, answer_for, tools)
-    held_out = []
-    dataset, _ = split_of(args.dataset)
+    """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on.
+
+    Args:
+        answer_for, tools: as in `load_prompts`.
+    """
+    train = mix(load_prompts("--dataset", args.dataset, "train", tokenizer, args, answer_for, tools), args.seed)
+    held_out, (dataset, _) = [], split_of(args.dataset)
     if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
         name = args.eval_dataset or dataset
-        held_out = load_prompts("--eval_dataset", name, "test", tokenizer, args, answer_for, tools)
-        held_out = first_prompts(held_out, args.eval_prompts)
-    kept = without(train, {row["prompt"] for row in held_out})
+        parts = load_prompts("--eval_dataset", name, "test", tokenizer, args, answer_for, tools)
+        held_out = first_prompts(parts, args.eval_prompts)
+    evaluated = {row["prompt"] for row in held_out}
+    kept = [row for row in train if row["prompt"] not in evaluated]
     if len(kept) < len(train):
         warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
     if not kept:
@@ -53,7 +59,7 @@ def load_train_and_eval(
 
 
 def check_lengths(args, prompts: list[dict]) -> None:
-    """End the run if the model cannot read all prompts, the longest with a response of --max_response_length."""
+    """Exit with code 2 if the model cannot read all prompts, the longest with a response of --max_response_length."""
     check_vocabulary(args.model, (row["query"] for row in prompts))
     longest = max(len(row["query"]) for row in prompts)
     check_positions(
@@ -64,23 +70,26 @@ def check_lengths(args, prompts: list[dict]) -> None:
 
 def load_prompts(
     flag: str, name: str, split: str, tokenizer, args, answer_for: str = "", tools: list[dict] | None = None
-) -> list[dict]:
+) -> Parts:
     """Read a data set, or a list of them, and turn each row into a prompt, once and for all, as token ids.
 
     Args:
         flag, name, split: as in `plumbing.data.rows.read_parts`.
-        args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length and
-            --overlong_prompts.
+        args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length.
         answer_for: the flag that needs an answer in every row, such as "--reward math"; "" if none does.
         tools: the schemas that the chat template shows to the model.
     Returns:
-        Rows {"prompt": the text that the model sees, "query": its token ids, "messages": the same as messages, None
-        with --chat_template none, "answer": the reference or None, "dataset": the name of its data set, "sources": what
-        `named_sources` gives, "columns": the row as it was read}; a Mixture for a list of data sets. Ends the run,
-        naming the row, on whatever is missing or empty.
+        Of each data set the weight and the rows {"prompt": the text that the model sees, "query": its token ids,
+        "messages": the same as messages, None with --chat_template none, "answer": the reference or None, "dataset":
+        the name of its data set, "sources": what `named_sources` gives, "columns": the row as it was read}.
     """
     encode = lambda part, rows: encode_rows(f"{flag} {part}", part, rows, tokenizer, args, answer_for, tools)
     return load_parts(flag, name, split, encode)
+
+
+def load_parts(flag: str, name: str, split: str, encode: Callable) -> Parts:
+    """Return what `encode(name, rows)` makes of each data set of a list of them, or of the single one."""
+    return [(encode(part, rows), weight) for part, rows, weight in read_parts(flag, name, split)]
 
 
 def encode_rows(
@@ -89,91 +98,46 @@ def encode_rows(
     """Turn the rows of one data set into prompts; see `load_prompts`. `where` names it in messages."""
     prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows, required=True)
     answer_column = find_column(where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows, required=False)
-    prompts, numbered, too_long, wrapped = [], {}, [], []
-    as_is = args.chat_template == "none"
-    marks = [] if as_is else template_tokens(tokenizer)
+    prompts, as_is = [], args.chat_template == "none"
     for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
         at = f"{where} row {number}"
         for column in {"prompts", "responses"} & row.keys():
-            fail(f"{at}: has a column {column!r}, which is a name that reward functions get something else by")
+            fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")
         prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
         sources = named_sources(at, row, args)
         if answer_for and not is_filled(answer) and needs_answer(args, sources):
             missing = f"has no answer in {answer_column!r}" if answer_column else "has no answer"
-            there = f"name a column with --answer_column, there are {', '.join(row)}"
-            fail(f"{at}: {missing}, which {answer_for} needs; {there}")
+            fail(f"{at}: {missing}, which {answer_for} needs; --answer_column names one of {', '.join(row)}")
         text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
-        if isinstance(prompt, str):
-            wrapped += [mark for mark in marks if mark in prompt][:1]
-        if reason := over_limit(args, where, number, query):
-            too_long.append(reason)
-        else:
-            messages = None if as_is else as_messages(at, prompt, args.system_prompt)
-            own = {"prompt": text, "query": query, "messages": messages, "answer": answer}
-            prompts.append({**own, "dataset": name, "sources": sources, "columns": row})
-            numbered[number] = prompts[-1]
-    warn_of_overlong(where, too_long, len(rows))
-    check_references(where, args.reward, numbered)
-    column = args.verifier_column
-    if column not in ("", "none") and not any(column in row for row in rows):
-        warn(f"{where}: has no column {column!r}, which --verifier_column names, so every source scores its rows")
-    if wrapped:
-        warn(
-            f"{where}: {len(wrapped)} of {len(rows)} prompts hold {wrapped[0]}, and the chat template puts it around "
-            "them once more; --chat_template none takes prompts as they are"
-        )
-    return prompts
+        messages = None if as_is else as_messages(at, prompt, args.system_prompt)
+        encoded = {"prompt": text, "query": query, "messages": messages, "answer": answer}
+        prompts.append({**encoded, "dataset": name, "sources": sources, "columns": row})
+    return drop_overlong(where, prompts, args)
 
 
-def check_references(where: str, names: tuple[str, ...], rows: dict[int, dict]) -> None:
-    """Warn of the rows whose answer a verifier can do nothing with; end the run if it is all that it scores.
-
-    Args:
-        names: of --reward. rows: {number in the data set: prompt}.
-    """
-    for name in [name for name in names if name in VERIFIERS and VERIFIERS[name].column]:
-        column = VERIFIERS[name].column
-        unread, scored = {}, [number for number, row in rows.items() if is_scored_by(row, name)]
-        for number in scored:
-            try:
-                VERIFIERS[name].reference({**rows[number]["columns"], "answer": rows[number]["answer"]}.get(column))
-            except ValueError as error:
-                unread[number] = error
-        first = "; ".join(f"row {number}: {error}" for number, error in list(unread.items())[:3])
-        count = f"the answers of {len(unread)} of {len(scored)} rows"
-        if unread and len(unread) == len(scored):
-            fail(f"{where}: --reward {name} cannot use {count} ({first})")
-        if unread:
-            warn(f"{where}: --reward {name} cannot use {count}, whose responses get no score ({first})")
-
-
-def over_limit(args, where: str, number: int, query: list[int], response: list[int] = ()) -> str:
-    """Return what is too long in a row, "" if nothing is; with --overlong_prompts error end the run there."""
-    for option, ids in (("max_prompt_length", query), ("max_response_length", response)):
-        if len(ids) > getattr(args, option):
-            reason = f"has {len(ids)} tokens, over --{option} {getattr(args, option)}"
-            if args.overlong_prompts == "error":
-                fail(f"{where} row {number}: {reason}; --overlong_prompts drop leaves such rows out")
-            return f"row {number} {reason}"
-    return ""
-
-
-def warn_of_overlong(where: str, reasons: list[str], total: int) -> None:
-    """Say how many of `total` rows are left out for their length; end the run if none is left."""
-    if reasons and len(reasons) == total:
-        fail(f"{where}: every row is too long; {reasons[0]}")
-    if reasons:
-        warn(f"{where}: left out {len(reasons)} of {total} rows that are too long; {reasons[0]}")
+def drop_overlong(where: str, rows: list[dict], args) -> list[dict]:
+    """Return the rows within --max_prompt_length and --max_response_length; count the others in one line."""
+    limits = {"query": args.max_prompt_length, "response": args.max_response_length}
+    kept = [row for row in rows if all(len(row.get(key, ())) <= limit for key, limit in limits.items())]
+    flags = f"--max_prompt_length {args.max_prompt_length}"
+    if "response" in rows[0]:
+        flags += f" or --max_response_length {args.max_response_length}"
+    dropped = f"{where}: left out {len(rows) - len(kept)} of {len(rows)} rows, which have more tokens than {flags}"
+    if not kept:
+        fail(dropped)
+    if len(kept) < len(rows):
+        warn(dropped)
+    return kept
 
 
 def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     """Return the rows of --ptx_dataset: {"query": token ids of the prompt, "response": those of the text to imitate}.
 
     The text is the last turn of messages, if the assistant's, or else stands in the answer column. A stop token is
-    added to it. A Mixture for a list of data sets.
+    added to it.
     """
     encode = lambda name, rows: encode_supervised(f"--ptx_dataset {name}", rows, tokenizer, stop_ids, args)
-    supervised = load_parts("--ptx_dataset", args.ptx_dataset, "train", encode)
+    supervised = mix(load_parts("--ptx_dataset", args.ptx_dataset, "train", encode), args.seed)
     check_vocabulary(args.model, (row["query"] + row["response"] for row in supervised))
     longest = max(len(row["query"]) + len(row["response"]) for row in supervised)
     check_positions(args.model, longest, f"--ptx_dataset {args.ptx_dataset}: its longest row")
@@ -182,7 +146,7 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
 
 def encode_supervised(where: str, rows: list[dict], tokenizer, stop_ids: list[int], args) -> list[dict]:
     """Turn the rows of one data set into those of `load_supervised`. `where` names it in messages."""
-    supervised, too_long = [], []
+    supervised = []
     for number, row in enumerate(rows, 1):
         at = f"{where} row {number}"
         prompt_column = find_column(at, "", "", PROMPT_COLUMNS, [row], required=False)
@@ -194,18 +158,8 @@ def encode_supervised(where: str, rows: list[dict], tokenizer, stop_ids: list[in
             fail(f"{at}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
         _, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, args.chat_template == "none")
         response = [*encode_text(at, text, tokenizer, special=False), stop_ids[0]]
-        if reason := over_limit(args, where, number, query, response):
-            too_long.append(reason)
-        else:
-            supervised.append({"query": query, "response": response})
-    warn_of_overlong(where, too_long, len(rows))
-    return supervised
-
-
-def load_parts(flag: str, name: str, split: str, encode: Callable) -> list[dict]:
-    """Return what `encode(name, rows)` makes of a data set, or a Mixture of what it makes of each in a list of them."""
-    parts = [(encode(part, rows), weight) for part, rows, weight in read_parts(flag, name, split)]
-    return Mixture(parts) if len(parts) > 1 else parts[0][0]
+        supervised.append({"query": query, "response": response})
+    return drop_overlong(where, supervised, args)
 
 
 def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:
@@ -216,68 +170,34 @@ def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: lis
     }
 
 
-# ---- the order in which a run takes its prompts ----------------------------------------------------------------------
+# ---- mixtures, and the order in which a run takes its prompts --------------------------------------------------------
 
 
-class Mixture(list):
-    """The rows of several data sets, which take turns by weight."""
+def mix(parts: Parts, seed: int) -> list[dict]:
+    """Return the rows of a single data set as they are; of several, as many rows as all have, drawn by weight.
 
-    def __init__(self, parts: list[tuple[list[dict], float]]):
-        """`parts`: the rows of each data set, and the weight with which it gets its turns."""
-        super().__init__(row for rows, _ in parts for row in rows)
-        self.parts, self.counts = parts, [0] * len(parts)
-        self.turns: list[tuple[int, int]] = []  # (part, position in it) of the positions that were asked for so far
-
-    def next_part(self, counts: list[int], among: list[int]) -> int:
-        """Return which of some parts lags most behind its share of their turns, after `counts` turns of each part."""
-        total, turn = sum(self.parts[part][1] for part in among), sum(counts[part] for part in among) + 1
-        return max(among, key=lambda part: self.parts[part][1] / total * turn - counts[part])
-
-    def turn(self, position: int) -> tuple[int, int]:
-        """Return the part, and the position in it, of a position of the mixture's endless stream.
-
-        The parts take turns as evenly as their weights allow: next is the one that lags most behind its share.
-        """
-        while len(self.turns) <= position:
-            part = self.next_part(self.counts, range(len(self.parts)))
-            self.turns.append((part, self.counts[part]))
-            self.counts[part] += 1
-        return self.turns[position]
+    Each data set gives its rows in shuffled passes, so that one with a large weight and few rows repeats them.
+    """
+    if len(parts) == 1:
+        return parts[0][0]
+    count, total = sum(len(rows) for rows, _ in parts), sum(weight for _, weight in parts)
+    drawn = generator("mixture", seed).choice(len(parts), count, p=[weight / total for _, weight in parts]).tolist()
+    streams = [iter(take_prompts(rows, 0, drawn.count(i), (seed, i))) for i, (rows, _) in enumerate(parts)]
+    return [next(streams[i]) for i in drawn]
 
 
-def first_prompts(prompts: list[dict], count: int) -> list[dict]:
-    """Return the first `count` prompts, 0 for all; of a Mixture in turns as in training, but each prompt once."""
-    count = min(count or len(prompts), len(prompts))
-    if not isinstance(prompts, Mixture):
-        return prompts[:count]
-    taken, counts = [], [0] * len(prompts.parts)
-    while len(taken) < count:
-        left = [i for i, (rows, _) in enumerate(prompts.parts) if counts[i] < len(rows)]
-        part = prompts.next_part(counts, left)
-        taken.append(prompts.parts[part][0][counts[part]])
-        counts[part] += 1
-    return taken
-
-
-def without(rows: list[dict], prompts: set[str]) -> list[dict]:
-    """Return the rows whose prompt is not one of `prompts`; of a Mixture, one of the parts that are left."""
-    if isinstance(rows, Mixture):
-        parts = [(without(part, prompts), weight) for part, weight in rows.parts]
-        return Mixture([(part, weight) for part, weight in parts if part])
-    return [row for row in rows if row["prompt"] not in prompts]
+def first_prompts(parts: Parts, count: int) -> list[dict]:
+    """Return the first `count` prompts, 0 for all; of several data sets the first of each in proportion to its weight,
+    rounded up."""
+    total = sum(weight for _, weight in parts)
+    ends = [math.ceil(count * weight / total) if count else None for _, weight in parts]
+    return [row for (rows, _), end in zip(parts, ends) for row in rows[:end]]
 
 
 def take_prompts(prompts: list[dict], position: int, count: int, seed) -> list[dict]:
-    """Return the prompts `position ... position + count - 1` of an endless stream of passes, each shuffled anew.
-
-    In a Mixture, each data set has passes of its own.
-    """
-    positions = range(position, position + count)
-    if isinstance(prompts, Mixture):
-        turns = map(prompts.turn, positions)
-        return [take_prompts(prompts.parts[part][0], index, 1, (seed, part))[0] for part, index in turns]
+    """Return the prompts `position ... position + count - 1` of an endless stream of passes, each shuffled anew."""
     size = len(prompts)
-    return [prompts[pass_order(seed, i // size, size)[i % size]] for i in positions]
+    return [prompts[pass_order(seed, i // size, size)[i % size]] for i in range(position, position + count)]
 
 
 @functools.lru_cache(maxsize=64)

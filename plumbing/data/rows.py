@@ -7,10 +7,11 @@ import json
 import os
 import random
 import zlib
+from typing import Annotated, Any
 
-from tqdm import tqdm
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from utils import fail, first_line
+from utils import fail, loading
 
 # ---- built-in tasks --------------------------------------------------------------------------------------------------
 
@@ -72,23 +73,18 @@ def arithmetic_pairs(split: str) -> list[dict]:
     return pairs
 
 
-def reasoning_gym_rows(flag: str, task: str, split: str, size: int) -> list[dict]:
+def reasoning_gym_rows(task: str, split: str, size: int) -> list[dict]:
     """Return `size` generated problems of a reasoning_gym task; training and test ones come from different seeds.
 
     The column "reasoning_gym", [task, size, seed, index], is what generates the problem again: the scorer needs it.
     """
-    try:
-        import reasoning_gym
-    except ImportError:
-        fail(f"{flag} reasoning_gym:{task}: takes the package reasoning-gym (pip install reasoning-gym)")
+    import reasoning_gym
+
     seed = {"train": 1, "test": 2}[split]
-    try:
-        entries = reasoning_gym.create_dataset(task, size=size, seed=seed)
-    except Exception as error:  # no such task, or one that asks for more than a name
-        fail(f"{flag} reasoning_gym:{task}: {first_line(error)}")
+    entries = reasoning_gym.create_dataset(task, size=size, seed=seed)
     return [
         {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": [task, size, seed, index]}
-        for index, entry in enumerate(tqdm(entries, desc=f"making {task}", delay=2, leave=False))
+        for index, entry in enumerate(entries)
     ]
 
 
@@ -105,63 +101,104 @@ def split_of(name: str, default: str = "train") -> tuple[str, str]:
 
 
 def read_rows(flag: str, name: str, split: str) -> list[dict]:
-    """Return the rows of a data set as dicts; end the run if it cannot be read or has none.
+    """Return the rows of a data set as dicts; exit with code 2 if it cannot be read or is empty.
 
     Args:
         flag: the option that named it, for messages.
         name: "arithmetic"; "reasoning_gym:TASK"; a .jsonl, .json or .parquet file; a folder; "owner/name" or
-            "owner/name:config" on the hub.
-        split: the split to read where `name` has no @split; a single file has only one, whatever it is called.
+            "owner/name:config" on the hub; each with or without "@split".
+        split: the split to read where `name` has none. A single file has only one split, whatever it is called.
     """
     name, split = split_of(name, split)
-    if name == "arithmetic" or name.startswith("reasoning_gym:"):
-        kind, _, task = name.partition(":")
-        sizes = BUILT_IN[kind]
-        if split not in sizes:
-            fail(f"{flag} {name}: has the splits {' and '.join(sizes)}, not {split!r}")
-        size = sizes[split]
-        rows = reasoning_gym_rows(flag, task, split, size) if kind != name else arithmetic_rows(split, size)
-    elif os.path.isfile(name):
-        rows = read_file(flag, name)
-    elif os.path.isdir(name) or name.count("/") == 1:
-        rows = read_data_set(flag, name, split)
-    else:
-        fail(f"{flag} {name}: no built-in task (arithmetic), no such file or folder, and not an owner/name on the hub")
+    kind, _, task = name.partition(":")
+    if kind in BUILT_IN and split not in BUILT_IN[kind]:
+        fail(f"{flag} {name}: has the splits {' and '.join(BUILT_IN[kind])}, not {split!r}")
+    with loading(f"{flag} {name}"):
+        if kind == "arithmetic":
+            rows = arithmetic_rows(split, BUILT_IN[kind][split])
+        elif kind == "reasoning_gym":
+            rows = reasoning_gym_rows(task, split, BUILT_IN[kind][split])
+        elif os.path.isfile(name):
+            rows = read_file(name)
+        elif os.path.isdir(name) or name.count("/") == 1:
+            rows = read_data_set(name, split)
+        else:
+            raise ValueError("not a built-in task (arithmetic), a file, a folder, or an owner/name on the hub")
     if not rows:
         fail(f"{flag} {name}: has no rows in split {split!r}")
+    return check(f"{flag} {name}", rows, ROWS)
+
+
+def read_file(name: str) -> list[dict]:
+    """Return the rows of a .jsonl, .json (a list of rows) or .parquet file; raise ValueError naming the line.
+
+    `datasets` reads these, too, but gives each column one type for all rows.
+    """
+    if name.endswith(".parquet"):
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(name).to_pylist()
+    if not name.endswith((".jsonl", ".json")):
+        raise ValueError("a file has to end in .jsonl, .json or .parquet")
+    rows = []
+    with open(name, encoding="utf-8") as file:
+        if name.endswith(".json"):
+            return json.load(file)
+        for number, line in enumerate(file, 1):
+            try:
+                rows += [json.loads(line)] if line.strip() else []
+            except ValueError as error:
+                raise ValueError(f"row {number}: {error}") from None
     return rows
 
 
-def read_parts(flag: str, name: str, split: str) -> list[tuple[str, list[dict], float]]:
-    """Return the data sets that a list of them names, as (name, rows, weight); any other data set alone.
+def read_data_set(name: str, split: str) -> list[dict]:
+    """Return the rows of a split of a folder, or of "owner/name" or "owner/name:config" on the hub."""
+    import datasets
 
-    A list is a .json file of {"prob": weight, "filepath": a data set, relative to the list's own folder}. An entry may
-    have a "split", in place of the one that is given here.
+    datasets.utils.logging.set_verbosity_error()
+    path, _, config = (name, "", "") if os.path.isdir(name) else name.partition(":")
+    if any(os.path.exists(os.path.join(path, file)) for file in ("dataset_dict.json", "state.json")):
+        data = datasets.load_from_disk(path)  # written by save_to_disk
+        data = data if isinstance(data, datasets.DatasetDict) else {str(data.split or "train"): data}
+        if split not in data:
+            raise ValueError(f"has the splits {list(data)}, not {split!r}")
+        return data[split].to_list()
+    if not config and not os.path.isdir(path):  # GSM8K has two
+        config = "main" if "main" in datasets.get_dataset_config_names(path) else ""
+    return datasets.load_dataset(path, config or None, split=split).to_list()
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+class MixtureEntry(BaseModel):
+    """An entry of a list of data sets."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    prob: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """Weight of the data set; the sum over the list need not be 1."""
+    filepath: Annotated[str, Field(min_length=1)]
+    """Any data set, with or without @split; a file relative to the folder of the list."""
+
+
+ROWS = TypeAdapter(list[dict[str, Any]])
+ENTRIES = TypeAdapter(list[MixtureEntry])
+
+
+def check(where: str, value, adapter: TypeAdapter, item: str = "row"):
+    """Return a list as pydantic reads it; exit with code 2, and the item, field and words of pydantic's first error.
 
     Args:
-        flag, name, split: as in `read_rows`.
+        where: where the list is from. item: what an item of it is.
     """
-    name, split = split_of(name, split)
-    rows = read_rows(flag, name, split)
-    if not is_list_of_data_sets(name, rows):
-        return [(name, rows, 1.0)]
-    parts = []
-    for number, entry in enumerate(rows, 1):
-        at, weight, path = f"{flag} {name} entry {number}", entry.get("prob"), entry.get("filepath")
-        for key in entry.keys() - {"prob", "filepath", "split"}:
-            fail(f"{at}: has {key!r}, but takes prob, filepath and split")
-        named = isinstance(path, str) and path.strip()
-        if not named or not is_number(weight) or weight <= 0:
-            fail(f"{at}: takes a prob above 0 and a filepath, not {str(entry)[:60]}")
-        if not isinstance(entry.get("split", ""), str):
-            fail(f"{at}: split takes a name, not {entry['split']!r}")
-        in_folder = os.path.join(os.path.dirname(name), path)
-        source = in_folder if os.path.exists(in_folder) else path
-        part = read_rows(at, source, entry.get("split", split))
-        if is_list_of_data_sets(source, part):  # itself, perhaps
-            fail(f"{flag} {source}: is a list of data sets and stands in another, {name}")
-        parts.append((f"{path}:{entry['split']}" if "split" in entry else path, part, float(weight)))
-    return parts
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        number, *fields = first["loc"] or (None,)
+        at = f"{where} {item} {number + 1}" if isinstance(number, int) else where
+        fail(f"{': '.join([at, *map(str, fields)])}: {first['msg']}")
 
 
 def is_number(value) -> bool:
@@ -169,67 +206,19 @@ def is_number(value) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
 
 
-def is_list_of_data_sets(name: str, rows: list[dict]) -> bool:
-    """Return whether what was read are the entries of a list of data sets, right or wrong, and not rows."""
-    entries = [row for row in rows if "filepath" in row]
-    return name.endswith(".json") and bool(entries) and all("filepath" in row or "prob" in row for row in rows)
+def read_parts(flag: str, name: str, split: str) -> list[tuple[str, list[dict], float]]:
+    """Return the data sets of a list, a .json file of `MixtureEntry`s, as (name, rows, weight); any other one alone.
 
-
-def read_file(flag: str, name: str) -> list[dict]:
-    """Return the rows of a .jsonl, .json (a list of rows) or .parquet file.
-
-    `datasets` reads these, too, but gives each column one type for all rows, and does not name the line of an error.
+    Args:
+        flag, name, split: as in `read_rows`.
     """
-    if name.endswith(".parquet"):
-        import pyarrow.parquet
-
-        try:
-            return pyarrow.parquet.read_table(name).to_pylist()
-        except Exception as error:  # its own types, and OverflowError for dates after 9999
-            fail(f"{flag} {name}: not a readable parquet file ({first_line(error)})")
-    if not name.endswith((".jsonl", ".json")):
-        fail(f"{flag} {name}: a file has to end in .jsonl, .json or .parquet")
-    rows, line = [], 0
-    try:
-        with open(name, "rb") as file:
-            if name.endswith(".json"):
-                rows = json.load(file)
-            else:
-                for line, text in enumerate(file, 1):  # noqa: B007 (read where it fails)
-                    if text.strip():
-                        rows.append(json.loads(text))
-    except OSError as error:
-        fail(f"{flag} {name}: could not be read ({first_line(error)})")
-    except (ValueError, RecursionError) as error:  # not JSON, or not UTF-8
-        fail(f"{flag} {name}: line {line or getattr(error, 'lineno', 1)} is not valid JSON ({first_line(error)})")
-    if not isinstance(rows, list):
-        fail(f"{flag} {name}: has to hold a list of rows")
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            fail(f"{flag} {name} row {number}: has to be an object with named columns, not {type(row).__name__}")
-    return rows
-
-
-def read_data_set(flag: str, name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a folder, or of "owner/name" or "owner/name:config" on the hub."""
-    import datasets
-
-    datasets.utils.logging.set_verbosity_error()
-    path, _, config = (name, "", "") if os.path.isdir(name) else name.partition(":")
-    try:
-        if any(os.path.exists(os.path.join(path, file)) for file in ("dataset_dict.json", "state.json")):
-            data = datasets.load_from_disk(path)  # written by save_to_disk
-            data = data if isinstance(data, datasets.DatasetDict) else {str(data.split or "train"): data}
-            if split not in data:
-                raise ValueError(f'Unknown split "{split}". Should be one of {list(data)}.')  # as load_dataset says
-            data = data[split]
-        else:
-            if not config and not os.path.isdir(path):
-                configs = datasets.get_dataset_config_names(path)
-                config = configs[0] if len(configs) == 1 else next((c for c in ("main", "default") if c in configs), "")
-                if not config:
-                    fail(f"{flag} {name}: take one of its configurations as {name}:CONFIG: {', '.join(configs)}")
-            data = datasets.load_dataset(path, config or None, split=split)
-    except Exception as error:  # the hub's clients raise many unrelated types, all of one meaning here
-        fail(f"{flag} {name}: could not be read, split {split!r} ({first_line(error)})")
-    return data.to_list()
+    path, split = split_of(name, split)
+    rows = read_rows(flag, path, split)
+    if not (path.endswith(".json") and any("filepath" in row for row in rows)):
+        return [(path, rows, 1.0)]
+    parts = []
+    for entry in check(f"{flag} {path}", rows, ENTRIES, "entry"):
+        in_folder = os.path.join(os.path.dirname(path), entry.filepath)
+        source = in_folder if os.path.exists(split_of(in_folder)[0]) else entry.filepath
+        parts.append((entry.filepath, read_rows(f"{flag} {path}:", source, split), entry.prob))
+    return parts
