@@ -510,7 +510,7 @@ def test_a_run_on_a_mixture(tmp_path):
 
 
 def test_accuracy_of_each_data_set():
-    rows = [{"dataset": name} for name in "aabab"]
-    found = evaluation.accuracy_of_data_sets(rows, torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]))
-    assert found == {"eval/accuracy/a": pytest.approx(2 / 3), "eval/accuracy/b": 1.0}
-    assert evaluation.accuracy_of_data_sets(rows[:2], torch.tensor([1.0, 0.0])) == {}
+    batch = lambda names: types.SimpleNamespace(samples=[types.SimpleNamespace(row={"dataset": x}) for x in names])
+    accuracy = evaluation.accuracy_of_data_sets(batch("aabab"), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]))
+    assert accuracy == {"eval/accuracy/a": pytest.approx(2 / 3), "eval/accuracy/b": 1.0}
+    assert evaluation.accuracy_of_data_sets(batch("aa"), torch.tensor([1.0, 0.0])) == {}
