@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
 
-VOCABULARY, ROWS, LENGTH, CHUNK = 8192, 4, 256, 128
+VOCABULARY, ROWS, LENGTH = 4096, 16, 256
 LOGITS = 4 * VOCABULARY * ROWS * LENGTH  # bytes of the log-probs of all tokens, float32
 
 
@@ -38,7 +38,7 @@ def test_logits_that_are_kept(checkpointing, grad, least, most):
     shape |= dict(num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=512)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape)).train()
-    policy = grpo.Policy(model, 1.0, CHUNK, recompute_logits=checkpointing)
+    policy = grpo.Policy(model, grpo.Args(gradient_checkpointing=checkpointing))
     ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH))
     mask = torch.ones_like(ids, dtype=torch.bool)
     for parameter in model.parameters():

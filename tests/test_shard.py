@@ -219,7 +219,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     load = lambda: loading.load_model("--model", model, torch.float32, CPU)
     plain, own = load(), loading.load_model("--model", model, torch.float32, sharding.load_device)
     assert own.device.type == ("meta" if rank else "cpu")
-    policy = sharding.wrap(grpo.Policy(own, 1.0, 8))
+    policy = sharding.wrap(grpo.Policy(own, args))
     assert all(x.to_local().numel() < x.numel() for x in policy.parameters() if x.ndim == 2)
     ids, collectives = torch.arange(40, 52)[None], Collectives()
     with unsharded(own), collectives, torch.no_grad():
@@ -229,7 +229,7 @@ def alone(rank: int, port: int, model: str, log: str) -> None:
     for last in (False, True):  # two micro-batches; the other rank has other rows
         with gradient_sync(policy, last):
             policy(ids, ids > 45 + rank + 2 * last)["logprobs"].sum().backward()
-    plain_policy = grpo.Policy(plain, 1.0, 8)
+    plain_policy = grpo.Policy(plain, args)
     for first in (45, 46, 47, 48):
         (plain_policy(ids, ids > first)["logprobs"].sum() / 2).backward()
     for ours, theirs in zip(policy.parameters(), plain.parameters(), strict=True):
