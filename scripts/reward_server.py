@@ -89,6 +89,7 @@ class Scorer:
         self.weights = dict(zip(args.reward, sources.reward_weights(args)))
         self.counted = [name for name, weight in self.weights.items() if weight]
         if model := next(filter(sources.is_reward_model, args.reward), None):
+            sources.check_name(model)
             self.tokenizer = loading.read_tokenizer("--reward", model)
             self.stop_ids = loading.stop_token_ids(self.tokenizer, model, args.stop_token)
         self.rewards = sources.Rewards(args, self.tokenizer)

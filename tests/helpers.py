@@ -206,6 +206,7 @@ def _signal_at(place: str) -> None:
 
 def _main(script: str, flags: list[str], log: str, environment: dict, place: str, curves: bool) -> None:
     """What `python SCRIPT FLAGS` does, in a process that has its imports."""
+    multiprocessing.current_process()._config["daemon"] = False  # else it could not start workers
     for number, name in ((1, "out"), (2, "err")):
         descriptor = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
