@@ -114,7 +114,8 @@ def start(small: Path, recipe: str, folder: Path, words=(), run=True, steps=2, *
     )
     served = f"--model {small}/model --tensor_parallel 1 --kv_cache_gb 0.05 --max_length 300 --precision float32"
     flags = {
-        "grpo.py": rl, "ppo.py": f"{rl} --value_model {small}/reward_model", "reward_model.py": f"{pairs} --num_epochs 1",
+        "grpo.py": rl, "ppo.py": f"{rl} --value_model {small}/reward_model",
+        "reward_model.py": f"{pairs} --num_epochs 1",
         "vllm_server.py": " ".join([served, *helpers.SERVER_ON_CPU]),
     }  # fmt: skip
     flags = {script: line.split() for script, line in flags.items()}
