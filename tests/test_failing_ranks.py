@@ -1,51 +1,27 @@
-"""What torchrun says of a rank that is killed or raises, and how it starts again; what a rank says that is stuck.
+"""Ranks that fail: torchrun names the one, starts again; the others end soon; one that others wait for prints where it is.
 
 Each phase in which a rank can fail is in tests/faults/test_ranks.py.
 """
 
-import contextlib
 import json
 import os
-import re
-import socket
 import subprocess
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import forked_python
 import helpers
 import pytest
+import torch
 
-import grpo
 import utils
-from plumbing.run import log as run_log
 from plumbing.run import ranks as of_ranks
-from plumbing.run import resume
-
-# Rank 1 kills itself, or raises, before a call of a function.
-FAILING = """
-import os, signal, sys
-sys.path[:0] = {paths!r}
-import helpers
-import grpo
-from plumbing import command_line
-
-def fail(calls):
-    if calls == {number} and os.environ["RANK"] == "1":
-        open({marker!r}, "w").close()
-        if {raises}:
-            raise ValueError("no such luck")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-helpers._before({function!r}, fail)
-grpo.main(command_line.parse(grpo.Args))
-"""
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
-    return {**helpers.workspace(tmp_path_factory.mktemp("ranks")), "eval_every": 0, "total_episodes": 4000}
+    return {**helpers.workspace(tmp_path_factory.mktemp("ranks")), "eval_every": 0, "num_epochs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -64,22 +40,6 @@ def torchrun():
         yield start
 
 
-@pytest.mark.parametrize("function, raises", [("data.take_prompts", False), ("utils.Optimizer.step", True)])
-def test_a_rank_that_fails_ends_all_and_is_named(base, tmp_path, torchrun, function, raises):
-    """By torchrun, soon, with its rank and the signal, or the exception and where it was raised."""
-    values = {**base, "output_dir": str(tmp_path), "run_name": "run"}
-    script, log, marker = (tmp_path / name for name in ("failing.py", "log", "marker"))
-    paths = [str(path) for path in helpers.PATHS]
-    script.write_text(FAILING.format(paths=paths, marker=str(marker), function=function, number=5, raises=raises))
-    code = torchrun(log, script, values).wait(120)
-    text = log.read_text()
-    assert code == 1 and time.time() - marker.stat().st_mtime < 60, text[-3000:]
-    cause = text[text.index("Root Cause (first observed failure)") :]
-    assert "rank      : 1 (local_rank: 1)" in cause, text[-3000:]
-    said = ("ValueError: no such luck", "in main\n", "(rank 1 of 2, in the phase 'training')")
-    assert all(line in cause for line in said) if raises else "(SIGKILL)" in cause, cause
-
-
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo", "reward_model"])
 def test_torchrun_learns_of_an_exception_in_any_script(script, tmp_path, monkeypatch):
     """By the file that it names in the environment, from which it makes its report."""
@@ -89,6 +49,37 @@ def test_torchrun_learns_of_an_exception_in_any_script(script, tmp_path, monkeyp
         module.main(None)  # has no flags
     message = json.loads(file.read_text())["message"]
     assert "AttributeError" in message["message"] and f"{script}.py" in message["extraInfo"]["py_callstack"]
+
+
+def raising(error: Exception):
+    def main(args) -> None:
+        raise error
+
+    return of_ranks.record(main)
+
+
+HANDLED = {  # what `main` raises, in which phase, and the line that the run ends with
+    "load": (OSError("nobody/nothing is not a local folder\nmore"), "error: nobody/nothing is not a local folder (test_f"),
+    "training": (torch.OutOfMemoryError("CUDA out of memory."), "error: rank 0 of 1, in the phase 'training': a GPU is o"),
+    "sync": (RuntimeError("[gloo/transport/tcp/pair.cc] closed"), "error: rank 0 of 1, in the phase 'sync': another rank"),
+}
+
+
+@pytest.mark.parametrize("phase", HANDLED)
+def test_errors_that_are_one_line(phase, monkeypatch, capsys):
+    error, line = HANDLED[phase]
+    monkeypatch.setattr(of_ranks, "phase", phase)
+    monkeypatch.setattr(of_ranks.time, "sleep", lambda seconds: None)
+    with pytest.raises(SystemExit) as end:
+        raising(error)(None)
+    assert end.value.code == 2 and helpers.refusal(capsys.readouterr().err).startswith(line)
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(of_ranks, "phase", "training")
+    with pytest.raises(ValueError) as error:
+        raising(ValueError("no such luck"))(None)
+    assert error.value.__notes__ == ["(rank 0 of 1, in the phase 'training')"]
 
 
 DEADLY = """
@@ -103,7 +94,7 @@ def score(prompts, responses, **columns):
 
 
 def test_torchrun_starts_again_and_resumes(base, tmp_path, torchrun):
-    """With --max_restarts a killed rank ends all and the next start goes on from the newest checkpoint by itself."""
+    """With --max_restarts a killed rank ends all, and the next start goes on from the newest checkpoint by itself."""
     (tmp_path / "deadly.py").write_text(DEADLY)
     marker, log = tmp_path / "marker", tmp_path / "log"
     values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 48, "save_every": 1}
@@ -118,43 +109,53 @@ def test_torchrun_starts_again_and_resumes(base, tmp_path, torchrun):
     assert [row["step"] for row in helpers.metrics_of(values)] == [1, 2, 3, 4, 5, 6]
 
 
-def slow_reward() -> None:
-    time.sleep(3.5)
-
-
-def a_rank(rank: int, port: int, folder: str) -> None:
-    """Rank 1 hangs in a reward, for which rank 0 waits."""
-    os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    sys.stderr = open(2, "w", closefd=False)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    world = utils.setup_processes()
+def slow() -> None:
+    """Let this rank wait in a reward, and print tracebacks soon."""
     of_ranks.STUCK_AFTER = 1.0
-    log = run_log.RunLog(resume.Origin(folder, {}), grpo.Args(), world, 1, 0, {"prompts": [1]})
-    log.phase("rollout")
-    if rank == 1:
-        slow_reward()
-    world.barrier()
-    log.phase("training")  # does not last long enough
-    world.barrier()
-    log.close("done")
-    time.sleep(2.5)  # the run is over
-    world.barrier()
+    helpers._before("sources.Rewards.score", lambda calls: time.sleep(4.0) if calls == 1 else None)
 
 
-def test_ranks_that_wait_say_where(tmp_path):
-    """Each prints its traceback every so often, and none is ended."""
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [helpers._server().Process(target=a_rank, args=(rank, port, str(tmp_path))) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(60)
-        each.kill()
-    said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
-    assert [each.exitcode for each in ranks] == [0, 0], said
-    for rank, function in enumerate(("barrier", "slow_reward")):
-        lines = re.findall(rf"^rank {rank} of 2, in the phase 'rollout' for (\d+) seconds, is here:$", said[rank], re.M)
-        assert lines == [["1", "2", "3"], ["2"]][rank] and said[rank].count(", in the phase") == len(lines), said[rank]
-        assert f" in {function}\n" in said[rank] and " in a_rank\n" in said[rank]
+def eager() -> None:
+    of_ranks.STUCK_AFTER = 1.0
+
+
+def test_ranks_that_wait_print_where(base, tmp_path):
+    """The one that is slow and the one that waits for it, again and again; the run goes on."""
+    values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 8, "save_every": 0}
+    ranks = helpers.run_ranks(values, 2, (0, 0), {0: eager, 1: slow})
+    assert ranks[1].err.count("Timeout (0:00:0") >= 2 and " in <lambda>\n" in ranks[1].err
+    assert " in all_gather" in ranks[0].err
+
+
+# ---- numbers that are not finite, on one rank ------------------------------------------------------------------------
+
+
+def watched(folder: str, rank: int, factor: float) -> None:
+    """Write down a sum of all weights after each update; multiply the token losses of the second update."""
+    import grpo
+
+    sums, step, policy_loss = [], utils.Optimizer.step, grpo.policy_loss
+
+    def and_sum(optimizer) -> None:
+        step(optimizer)
+        weights = [utils.full_tensor(parameter.detach()).double() for parameter in optimizer.parameters]
+        sums.append(sum(weight.abs().sum().item() for weight in weights))
+        torch.save(sums, f"{folder}/{rank}.pt")
+
+    def loss(*args, **options):
+        losses, clipped = policy_loss(*args, **options)
+        return losses * (factor if len(sums) == 1 else 1.0), clipped
+
+    utils.Optimizer.step, grpo.policy_loss = and_sum, loss
+
+
+@pytest.mark.parametrize("shard", ["none", "fsdp"])
+def test_a_loss_that_is_not_finite_on_one_rank(base, tmp_path, shard):
+    """All ranks skip the same update, which is counted, and go on with equal weights."""
+    values = {**base, "output_dir": str(tmp_path), "run_name": shard, "shard": shard, "total_episodes": 16}
+    watch = {rank: partial(watched, str(tmp_path), rank, factor) for rank, factor in enumerate((1.0, float("inf")))}
+    helpers.run_ranks(values | {"num_epochs": 2}, 2, (0, 0), watch)
+    assert [row["val/skipped_updates"] for row in helpers.metrics_of(values)] == [1, 0]
+    ours, theirs = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert len(ours) == 8 and ours == theirs  # after each update
+    assert ours[1] == ours[0] and len(set(ours)) == 7
