@@ -301,7 +301,7 @@ def main(args: Args) -> None:
     run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer})
     run.log.lengths({"sides of pairs": sides(pairs), "sides of held-out pairs": sides(eval_pairs)})
 
-    def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict], list[int]] | None:
+    def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict]] | None:
         """Score pairs, keep mean and deviation in the model's config, and return what `Run.steps` shows."""
         scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, world, precision.autocast)  # (P, 2)
         if scores is None:
@@ -309,7 +309,7 @@ def main(args: Args) -> None:
         config.score_mean, config.score_std = scores.mean().item(), scores.std().item()
         statistics = pair_statistics(scores, [pair["subset"] for pair in pairs])
         samples = sample_pairs(pairs[: max(4, args.log_samples)], scores)
-        return {f"eval/{name}": x for name, x in statistics.items()}, samples, sides(pairs)
+        return {f"eval/{name}": x for name, x in statistics.items()}, samples
 
     for _ in run.steps(evaluate if eval_pairs else None):
         # ---- update: one batch of pairs, cut into micro-batches ----

@@ -28,15 +28,15 @@ def unscored(batch: Batch, rewards: Rewards, args) -> str:
 
 def evaluate(
     sample: Callable, correct_responses: Callable, rows: list[dict], rewards: Rewards, args
-) -> tuple[dict, list[dict], list[int]] | None:
+) -> tuple[dict, list[dict]] | None:
     """Measure greedy and sampled accuracy, with the same random numbers at every call; warn of missing scores.
 
     Args:
         sample: `rollout` of a script with all but its last three arguments. correct_responses: of a script.
         rows: held-out prompts.
     Returns:
-        Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no score), samples as
-        `sample_rows` gives them, one a prompt, and the lengths of all responses in tokens; None if interrupted.
+        Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no score), and samples
+        as `sample_rows` gives them, one a prompt; None if interrupted.
     """
     metrics, k = {}, args.eval_samples
     for name, samples in (("greedy_", 0), ("", k)):
@@ -60,7 +60,7 @@ def evaluate(
     for name, value in batch_metrics(batch, correct, rewards).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
-    return metrics, sample_rows(batch, max(4, args.log_samples), every=k), batch.response_mask.sum(1).tolist()
+    return metrics, sample_rows(batch, max(4, args.log_samples), every=k)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:

@@ -100,7 +100,7 @@ class Run:
             evaluation = evaluate()
             if evaluation is None:
                 self.leave()
-            results, held_out = evaluation[:2]
+            results, held_out = evaluation
             self.log.table(step, held_out[:4])
         self.state.update(results=results, held_out=held_out[: self.args.log_samples], evaluated=True)
 

@@ -1,14 +1,12 @@
 """SIGKILL, SIGTERM and SIGINT at random instants of runs, again and again, each time where the resumed run got to.
 
-An instant is the call of a function of some phase and up to 30,000 further calls of any function after it. With --long,
-where there are 30 kills or more of each kind of run, every second one is an instant of the clock instead: it may be
-within a call. Each process ends within a few steps, so a chain of kills costs little more than the undisturbed run. An
-instant that a process does not reach lets it finish; the next chain begins with an empty folder.
+An instant is the call of a function of some phase and up to 30,000 further calls of any function after it. Each process
+ends within a few steps, so a chain of kills costs little more than the undisturbed run. An instant that a process does
+not reach lets it finish; the next chain begins with an empty folder.
 """
 
 import os
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -26,29 +24,22 @@ STEPS_IN_CI, STOPS_IN_CI = 6, 3
 SIGNALS = ("SIGKILL", "SIGTERM SIGINT")  # of a run, one drawn each time
 
 # What the random instants come after: functions, each with the number of calls from which one is drawn.
-STARTING = {"resume.find_origin": 1, "resume.open_folder": 1}
+RUNNING = {
+    "resume.find_origin": 1, "resume.open_folder": 1, "checkpoints.save_checkpoint": 2, "checkpoints.save_model": 4,
+    "torch.distributed.checkpoint.save": 2, "os.rename": 4, "log.RunLog.log": 2, "log.append": 4,
+    "checkpoints.save_final": 1, "utils.Optimizer.step": 6,
+}  # fmt: skip
 LOADING = {"checkpoints.load_checkpoint": 1, "checkpoints.load_optimizer": 1}  # a checkpoint
-SAVING = {
-    "checkpoints.save_checkpoint": 2, "checkpoints.save_model": 4, "torch.distributed.checkpoint.save": 2,
-    "files.checksums": 2, "os.rename": 4, "checkpoints.remove_folder": 1, "log.RunLog.log": 2,
-    "log.append": 4, "checkpoints.save_final": 1,
-}  # fmt: skip
-OF_RANK_0 = {
-    "resume.find_origin", "resume.open_folder", "files.checksums", "os.rename", "checkpoints.remove_folder", "log.append",
-}  # fmt: skip
-TRAINING = {"utils.Optimizer.step": 6}
+OF_RANK_0 = {"resume.find_origin", "resume.open_folder", "os.rename", "log.append"}
 SAMPLING = {"grpo.generate": 4, "sources.Rewards.score": 4, "grpo.forward_batch": 3}
-TURNS = {"tool_processes.ToolProcess.step": 60, "conversations.Conversation.add": 90}
-
-GAME = {"environment": helpers.GAME, "reward": "environment", "max_response_length": 30, "max_turn_length": 5}
+GAME = {"environment": helpers.GAME, "reward": "environment", "max_response_length": 30}
 RANKS = {"micro_batch_tokens": 200, "num_epochs": 1}
-# Script, ranks, flags, what instants come after beside STARTING, LOADING, SAVING and TRAINING, and the signals of CI.
+# Script, ranks, flags, what instants come after besides RUNNING, and the signals of CI.
 KINDS = {
     "one rank": ("grpo", 1, MOVING, SAMPLING | {"grpo.sync_reference": 1}, SIGNALS),
-    "conversations": ("grpo", 1, GAME, SAMPLING | TURNS, SIGNALS),
-    "two ranks": ("grpo", 2, MOVING | RANKS, SAMPLING, ()),
+    "conversations": ("grpo", 1, GAME, SAMPLING, SIGNALS[1:]),
     "sharded": ("grpo", 2, MOVING | RANKS | {"shard": "fsdp"}, SAMPLING, SIGNALS[:1]),
-    "sharded conversations": ("grpo", 2, GAME | RANKS | {"shard": "fsdp"}, SAMPLING | TURNS, ()),
+    "sharded conversations": ("grpo", 2, GAME | RANKS | {"shard": "fsdp"}, SAMPLING, ()),
     "LoRA": ("grpo", 1, {"lora_rank": 4}, SAMPLING, ()),
     "ppo": ("ppo", 1, MOVING | OF_PPO, {"ppo.generate": 4, "ppo.forward_batch": 4, "ppo.update_critic": 4}, ()),
     "rloo": ("rloo", 1, MOVING | {"advantage": "remax"}, {"rloo.generate": 6, "rloo.forward_batch": 3}, ()),
@@ -59,32 +50,27 @@ KINDS = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, long) -> dict:
     folder, steps = tmp_path_factory.mktemp("kills"), STEPS if long else STEPS_IN_CI
-    pairs = (
-        write_pairs(folder / "pairs.jsonl", helpers.ROWS, 18),
-        write_pairs(folder / "held.jsonl", helpers.HELD_OUT, 3),
-    )
+    rows = (("pairs.jsonl", helpers.ROWS, 18), ("held.jsonl", helpers.HELD_OUT, 3))
+    pairs = [write_pairs(folder / name, source, count) for name, source, count in rows]
     return helpers.workspace(folder) | {"save_every": 1, "total_episodes": 8 * steps, "pairs": pairs}
 
 
 def flags_of(base: dict, kind: str) -> dict:
     script, _, changes, *_ = KINDS[kind]
-    values = {**base, **changes, "ptx_dataset": base["dataset"]}
+    values = {**base, **changes}
     dataset, eval_dataset = values.pop("pairs")
     if script == "reward_model":
         kept = ("model", "system_prompt", "output_dir", "learning_rate", "eval_every", "save_every")
-        own = {"batch_size": 6, "num_epochs": values["total_episodes"] // 24}  # three steps an epoch
-        return {name: values[name] for name in kept} | own | {"dataset": dataset, "eval_dataset": eval_dataset}
-    if script != "ppo":
-        del values["ptx_dataset"]
-    return values
+        changes = {"batch_size": 6, "num_epochs": values["total_episodes"] // 24}  # three steps an epoch
+        return {name: values[name] for name in kept} | changes | {"dataset": dataset, "eval_dataset": eval_dataset}
+    return values | ({"ptx_dataset": base["dataset"]} if script == "ppo" else {})
 
 
 class Chain:
     """A run that is stopped again and again, and the undisturbed one."""
 
-    def __init__(self, values: dict, whole: dict, kind: str, seconds: float):
-        """`seconds`: the latest instant of the clock."""
-        self.values, self.whole, self.seconds = values, whole, seconds
+    def __init__(self, values: dict, whole: dict, kind: str):
+        self.values, self.whole = values, whole
         self.script, self.size, *_ = KINDS[kind]
         self.step = 0  # that a resumed run has to go on after, at least
 
@@ -95,72 +81,47 @@ class Chain:
             return [helpers.start(values, script=self.script, place=places.get(0, ""))]
         return helpers.start_ranks(values, self.size, places, script=self.script)
 
-    def start_and_signal(self, ranks: list[int], how: str, seconds: float) -> list[helpers.Running]:
-        """Start the run and send some of its ranks a signal after so many seconds."""
-        running = self.start({})
-        while how != "SIGKILL" and running[0].process.is_alive() and not running[0].out:
-            time.sleep(0.01)  # until Python's own handlers are replaced
-        running[ranks[0]].process.join(seconds)
-        for rank in ranks:
-            if running[rank].process.is_alive():
-                os.kill(running[rank].process.pid, signal.Signals[how])
-        return running
-
-    def stop(self, draw: np.random.Generator, how: str, instants: dict, by_the_clock: bool) -> bool:
+    def stop(self, draw: np.random.Generator, how: str, instants: dict) -> bool:
         """Start the run and send it a signal at a random instant; return whether that ended it. Check what is left."""
         ranks = [int(draw.integers(self.size))]
         if how != "SIGKILL" and draw.random() < 0.5:  # as torchrun does, or as somebody does to one rank
             ranks = list(range(self.size))
-        begin = time.monotonic()
-        if by_the_clock:
-            place = draw.uniform(0, self.seconds)
-            running = self.start_and_signal(ranks, how, place)
-        else:
-            if (folder_of(self.values) / "checkpoints").exists():
-                instants = instants | LOADING
-            name = draw.choice(list(instants))
-            ranks = [0] if name in OF_RANK_0 else ranks
-            place = f"{name}:{draw.integers(instants[name]) + 1}:{how}+{int(10 ** draw.uniform(0, 4.5))}"
-            running = self.start(dict.fromkeys(ranks, place))
+        if (folder_of(self.values) / "checkpoints").exists():
+            instants = instants | LOADING
+        name = draw.choice(list(instants))
+        ranks = [0] if name in OF_RANK_0 else ranks
+        place = f"{name}:{draw.integers(instants[name]) + 1}:{how}+{int(10 ** draw.uniform(0, 4.5))}"
+        running = self.start(dict.fromkeys(ranks, place))
         first = running[ranks[0]].wait()
         for other in running:  # a machine ends all at once or nearly; alone, a rank ends as it misses the other
             other.process.join(60.0 if first.code in (0, 75) else draw.choice([0.0, draw.uniform(0, 0.5), 60.0]))
             other.process.kill()
             other.process.join()
-        codes, saved = [each.code for each in running], self.saved(running)
+        codes = [each.code for each in running]
+        saved = [int(step) for step in re.findall(r"interrupted: step (\d+) is saved", running[0].out)]
         print(f"rank {ranks} at {place}: exit codes {codes}, saved: {saved}")
         errors = place, [each.err[-3000:] for each in running]
         stopped = codes != [0] * self.size
-        if stopped and how == "SIGKILL":
-            assert first.code == -9, errors
-        elif stopped:
-            assert time.monotonic() - begin < 20 and first.code == 75, errors
-        if saved is not None:  # else it had not begun a step
+        assert not stopped or first.code == (-9 if how == "SIGKILL" else 75), errors
+        if saved:  # else it had not begun a step
             assert codes == [75] * self.size and not any("Traceback" in each.err for each in running), errors
         self.check(running, place)
-        self.step = self.step if saved is None else saved
+        self.step = saved[0] if saved else self.step
         return stopped
 
-    @staticmethod
-    def saved(running: list[helpers.Running]) -> int | None:
-        """The step that an interrupted run says it has saved; None if it says so of none."""
-        found = re.findall(r"interrupted: step (\d+) is saved", running[0].out)
-        return int(found[0]) if found else None
-
     def check(self, running: list[helpers.Running], place) -> None:
-        """The run went on where it has to; whole checkpoints, rows of the undisturbed run, and no process are left."""
-        found = re.findall(r"goes on after step (\d+)", running[0].out)
-        assert not found or int(found[0]) >= self.step, place
-        folder = folder_of(self.values)
-        for checkpoint in (folder / "checkpoints").glob("step_*"):
-            assert not files.damage(str(checkpoint)), place
+        """The run went on where it has to; rows of the undisturbed run, and no process, are left."""
+        after = re.findall(r"goes on after step (\d+)", running[0].out)
+        assert not after or int(after[0]) >= self.step, place
         for part in ("metrics", "samples"):
             ours, theirs = (rows_of(folder_of(each) / f"{part}.jsonl") for each in (self.values, self.whole))
             assert ours == theirs[: len(ours)], (place, part)
             if part == "metrics" and ours:
                 self.step = max(self.step, ours[-1]["step"] if self.values["save_every"] else 0)
-        for each in running:
-            assert not outlived(each), place
+        end = time.monotonic() + 10
+        while (left := [x for each in running for x in processes_of(each)]) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not left, place
 
     def finish(self) -> None:
         """The run that nobody kills any more ends like the undisturbed one, bit for bit, clocks aside."""
@@ -171,34 +132,25 @@ class Chain:
         assert metrics_of(self.values) == metrics_of(self.whole)
         assert read_lines(ours / "samples.jsonl") == read_lines(theirs / "samples.jsonl")
         assert same_weights(ours / "final", theirs / "final")
-        assert not [path for path in ours.rglob("*") if path.suffix in (".tmp", ".old")]
+        assert not [path for path in (ours / "checkpoints").iterdir() if path.name.startswith(".step")]
 
 
 def rows_of(path: Path) -> list[dict]:
-    """The rows of a log, without a last one that a kill cut short, and without what a clock says."""
+    """The rows of a log, without a last one that a kill cut short, and without the numbers of clocks."""
     rows = files.read_jsonl(str(path))
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
-def outlived(running: helpers.Running, seconds: float = 10.0) -> list[int]:
-    """The processes that a run has started and that are there `seconds` after its end."""
-    end = time.monotonic() + seconds
-    while (left := processes_of(running)) and time.monotonic() < end:
-        time.sleep(0.05)
-    return left
-
-
 @pytest.fixture(scope="module")
 def undisturbed(base, tmp_path_factory):
-    """A function kind -> (flags of the undisturbed run of a kind, which is made once, and its seconds)."""
+    """A function kind -> flags of the undisturbed run of a kind, which is made once."""
     made = {}
 
-    def run(kind: str) -> tuple[dict, float]:
+    def run(kind: str) -> dict:
         if kind not in made:
             values = {**flags_of(base, kind), "output_dir": str(tmp_path_factory.mktemp("whole")), "run_name": "whole"}
-            begin = time.monotonic()
-            Chain(values, values, kind, 0.0).finish()
-            made[kind] = values, time.monotonic() - begin
+            Chain(values, values, kind).finish()
+            made[kind] = values
         return made[kind]
 
     return run
@@ -209,15 +161,15 @@ def undisturbed(base, tmp_path_factory):
 def test_a_run_that_is_stopped_again_and_again(undisturbed, tmp_path, long, kind, how):
     """In every second run that gets SIGTERM and SIGINT they alone save, and the last step is."""
     if how not in KINDS[kind][-1] and not long:
-        pytest.skip("takes --long")
-    whole, seconds = undisturbed(kind)
+        pytest.skip("runs with --long")
+    whole = undisturbed(kind)
     draw, wanted = utils.generator("kills", kind, how, os.environ.get("SEED", "1")), STOPS if long else STOPS_IN_CI
-    instants, count, chains = STARTING | SAVING | TRAINING | KINDS[kind][3], 0, 0
+    count = chains = 0
     while count < wanted:
         chains += 1
-        own = {"run_name": f"run_{chains}", "save_every": 1 if how == "SIGKILL" else chains % 2}
-        chain = Chain({**whole, **own, "output_dir": str(tmp_path)}, whole, kind, seconds / 2)
-        while count < wanted and chain.stop(draw, draw.choice(how.split()), instants, long and count % 2 == 1):
+        changes = {"run_name": f"run_{chains}", "save_every": 1 if how == "SIGKILL" else chains % 2}
+        chain = Chain({**whole, **changes, "output_dir": str(tmp_path)}, whole, kind)
+        while count < wanted and chain.stop(draw, draw.choice(how.split()), RUNNING | KINDS[kind][3]):
             count += 1
         chain.finish()
     print(f"{kind}, {how}: {count} in {chains} runs")
