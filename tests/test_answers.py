@@ -1,10 +1,14 @@
-"""The built-in rewards against human judgement, and files of data that somebody else wrote (or broke)."""
+"""Where the final answer of a response is, and tables of what `math`, `gsm8k`, `exact` and `format` say of it."""
+
+import logging
+import re
+import time
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from plumbing.rewards import verifiers as verifier
+from plumbing.rewards import answers, verifiers
 
 # The same examples every time: a formula that takes math-verify minutes is killed in a run, but would hang a test.
 FIXED = settings(derandomize=True, database=None, deadline=None)
@@ -13,300 +17,272 @@ FIXED = settings(derandomize=True, database=None, deadline=None)
 @pytest.fixture(scope="module", autouse=True)
 def quiet():
     """math-verify warns at the first call that its time limits are off."""
-    import logging
-
     logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
 
 
-def score(checker, response: str, answer) -> int | None:
-    """What a checker says, None where it refuses the reference (which gives no score, and not a score of 0)."""
-    try:
-        value = checker(response, answer)
-    except ValueError:
-        return None
-    assert type(value) is float and value in (0.0, 1.0)
-    return int(value)
+def misses(check, rows) -> list:
+    """Return the rows (response, reference, judgement) of which a verifier says something else, and what it says."""
+    return [(*row, score) for row in rows if (score := check(*row[:2])) != row[2]]
 
 
-def compare(name: str, checker, table: dict[str, list[tuple]]) -> float:
-    """Hold a checker against a table, print a report, and return how often it agrees with the judgement.
+# ---- one rule for the final answer -----------------------------------------------------------------------------------
 
-    A row is (response, reference, judgement) or, for a known miss, (response, reference, judgement, what the checker
-    says). The judgement is what a careful teacher says of the response's final answer, without regard to the checker.
-    Exactly the known misses have to be missed: one that is hit now loses its mark.
-    """
-    total = misses = 0
-    wrong = []
-    for group, rows in table.items():
-        for response, answer, judged, *known in rows:
-            said = score(checker, response, answer)
-            total, misses = total + 1, misses + (said != judged)
-            if said != judged:
-                print(f"{name} misses ({group}): {response!r} for {answer!r} is {judged}, it says {said}")
-            if said != (known or [judged])[0]:
-                wrong.append((group, response, answer, f"judged {judged}", f"says {said}", f"marked {known}"))
-    print(f"{name}: {total - misses} of {total} as judged, {misses} missed")
-    assert not wrong, "\n".join(map(repr, wrong))
-    return (total - misses) / total
+FORMS = [  # the thought never counts, whatever it holds
+    "<think>{thought}</think> <answer>{answer}</answer>",
+    "<think>{thought}</think>\n\n<answer>\n{answer}\n</answer>",
+    "{thought}</think><answer>{answer}</answer>",  # the template has opened the thought
+    "<think>{thought}</think><answer>{wrong}</answer> No: <answer>{answer}</answer>",
+    "<think>{thought}</think><think>{thought}</think><answer>{answer}</answer>",
+    "<think>{thought}</think><answer>{answer}</answer><think>{thought}",
+    "<think>{thought}</think>{answer}",
+    "<think>{thought}</think>\n\\boxed{{{answer}}}",
+    "<think>{thought}</think><answer>so \\boxed{{{answer}}}</answer>\\boxed{{{wrong}}}",
+]
+THOUGHTS = ["hm", "\\boxed{{{wrong}}}", "<answer>{wrong}</answer>", "#### {wrong}", "The answer is {wrong}."]
+NO_ANSWERS = ["<think>{thought}</think>", "<think>{thought}", "<think>hm</think> so <think>{thought}"]
+TWO = "Zoey is a knave, and Oliver is a knight."
+SOURCES = {  # reward: (the reference, a right answer, a wrong one)
+    "math": ("42", "42", "41"),
+    "exact": ("42", "42", "41"),
+    "gsm8k": ("6 * 7\n#### 42", "#### 42", "#### 41"),
+    "knights": (TWO, TWO, "Zoey is a knight, and Oliver is a knave."),
+    "reasoning_gym": (["task", 1, 1, 0], "42", "41"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_each_verifier_reads_the_same_place(name, monkeypatch):
+    class Task(dict):
+        def score_answer(self, answer, entry):
+            return float(answer == entry["answer"])
+
+    monkeypatch.setattr(verifiers, "reasoning_gym_dataset", lambda *source: Task({0: {"answer": "42"}}))
+    check, (reference, right, wrong) = verifiers.VERIFIERS[name].check, SOURCES[name]
+    for thought in THOUGHTS:
+        for form in FORMS:
+            if name == "gsm8k" and "boxed" in form:
+                continue  # strict: a box is not "####"
+            for answer, other, score in ((right, wrong, 1), (wrong, right, 0)):
+                response = form.format(thought=thought.format(wrong=other), answer=answer, wrong=other)
+                assert check(response, reference) == score, response
+                if name in ("math", "gsm8k"):
+                    assert answers.voted_answer(name, response) == answer.removeprefix("#### ")
+        for form in NO_ANSWERS:
+            assert check(form.format(thought=thought.format(wrong=right)), reference) == 0, (form, thought)
+
+
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("<answer>5</answer>", "5"), ("<answer>\n 5 \n</answer> or 6", "5"),
+        ("<answer>5</answer><answer>6</answer>", "6"), ("<think>\\boxed{4}</think><answer>5</answer>", "5"),
+        ("<answer>so \\boxed{5}</answer>", "5"), ("<answer></answer>", ""), ("\\boxed{5}", "5"),
+        ("\\boxed{4} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), ("$\\boxed{ 5 }$", "5"), ("\\boxed{}", ""),
+        ("\\boxed{5", None), ("\\boxed{4} \\boxed{5", None), ("5", None), ("", None), ("<answer>5", None),
+        ("<answer>\\boxed{5</answer>", "\\boxed{5"), ("</answer>5<answer>", None), ("boxed{5}", None),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{1} and \boxed{[2, \infty\}}", r"[2, \infty\}"),
+        (r"\boxed{a \\} b}", r"a \\"),  # a line end, then the brace
+    ],
+)  # fmt: skip
+def test_final_answer(response, answer):
+    assert answers.final_answer(response) == answer
+
+
+@settings(FIXED, max_examples=300)
+@given(st.lists(st.sampled_from(["<answer>", "</answer>", "5", " ", "\n", "a b", "{", "}"])).map("".join))
+def test_the_tag_is_read_as_reasoning_gym_reads_it(response):
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    assert answers.final_answer(response) == reasoning_gym.utils.extract_answer(response)
+
+
+@pytest.mark.parametrize("text", ["<answer>" * 4000, "<answer>5</answer" * 2000, "\\boxed{" * 4000, "\\[" * 15_000])
+def test_long_nonsense_is_searched_in_linear_time(text):
+    assert answers.final_answer(text) is None
+    assert answers.final_answer(f"{text}</think> \\boxed{{5}}") == "5"
+    assert verifiers.math(text, "5") == 0
 
 
 # ---- math ------------------------------------------------------------------------------------------------------------
 
-MATH = {
-    "integers": [
-        ("The answer is 42.", "42", 1),
-        ("42", "42", 1),
-        ("So 6 * 7 = 42", "42", 1),
-        ("The answer is 43.", "42", 0),
-        ("The answer is 4.", "42", 0),
-        ("The answer is 420.", "42", 0),
-        ("The answer is **42**.", "42", 1),
-        ("The answer is 042.", "42", 1),
-        ("The answer is forty-two.", "42", 1, 0),
-        (r"\boxed{42}", "42", 1),
-        (r"$\boxed{42}$", "42", 1),
-        (r"\[\boxed{42}\]", "42", 1),
-        (r"\(\boxed{42}\)", "42", 1),
-        (r"\fbox{42}", "42", 1),
-    ],
-    "negative": [
-        ("The answer is -7.", "-7", 1),
-        ("The answer is 7.", "-7", 0),
-        ("The answer is -7.", "7", 0),
-        (r"$\boxed{-7}$", "-7", 1),
-        ("The answer is \u22127.", "-7", 1),
-        ("The answer is minus 7.", "-7", 1, 0),
-        (r"\boxed{-\frac{3}{4}}", r"\frac{-3}{4}", 1),
-        ("The answer is $-0$.", "0", 1),
-    ],
-    "fractions": [
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
-        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1),
-        (r"\boxed{\tfrac{1}{2}}", r"\frac{1}{2}", 1),
-        (r"\boxed{\frac12}", r"\frac{1}{2}", 1),
-        (r"\boxed{1/2}", r"\frac{1}{2}", 1),
-        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1),
-        ("The answer is 1/2.", r"\frac{1}{2}", 1),
-        ("The answer is 1/2.", "1/2", 1),
-        ("The answer is 2/1.", "1/2", 0),
-        ("The answer is 1/3.", r"\frac{1}{2}", 0),
-        ("The answer is 0.333.", r"\frac{1}{3}", 0),
-        (r"\boxed{1\frac{1}{2}}", r"\frac{3}{2}", 1),
-        ("The answer is 1 1/2.", r"\frac{3}{2}", 1),
-        (r"\boxed{\frac{x+1}{2}}", r"\frac{1}{2}(x+1)", 1),
-        (r"\boxed{\frac{\sqrt{3}}{3}}", r"\frac{1}{\sqrt{3}}", 1),
-    ],
-    "decimals": [
-        ("The answer is 0.5.", r"\frac{1}{2}", 1),
-        ("The answer is .5", "0.5", 1),
-        ("The answer is 18.00.", "18", 1),
-        ("The answer is 18.", "18.00", 1),
-        ("The answer is 3.14.", "3.1416", 0),
-        ("The answer is 3.14.", r"\pi", 0),
-        ("The answer is 0.50.", "0.05", 0),
-        ("The answer is 1.5.", "15", 0),
-    ],
-    "percent": [
-        ("The answer is 25%.", "25%", 1),
-        (r"\boxed{25\%}", "25%", 1),
-        (r"\boxed{25\%}", r"25\%", 1),
-        (r"\boxed{25}", r"25\%", 1),
-        ("The answer is 25 percent.", "25", 1),
-        ("The answer is 0.25.", r"25\%", 1, 0),  # the sign is dropped, as MATH's own checker does
-        ("The answer is 2.5%.", r"25\%", 0),
+MATH = {  # (response, reference, whether a careful teacher would call it right)
+    "numbers": [
+        ("The answer is 42.", "42", 1), ("42", "42", 1), ("So 6 * 7 = 42", "42", 1), ("The answer is 43.", "42", 0),
+        ("The answer is 4.", "42", 0), ("The answer is 420.", "42", 0), ("The answer is **42**.", "42", 1),
+        ("The answer is 042.", "42", 1), (r"\boxed{42}", "42", 1), (r"$\boxed{42}$", "42", 1),
+        (r"\[\boxed{42}\]", "42", 1), (r"\(\boxed{42}\)", "42", 1), (r"\fbox{42}", "42", 1),
+        ("The answer is -7.", "-7", 1), ("The answer is 7.", "-7", 0), ("The answer is -7.", "7", 0),
+        (r"$\boxed{-7}$", "-7", 1), ("The answer is −7.", "-7", 1), (r"\boxed{-\frac{3}{4}}", r"\frac{-3}{4}", 1),
+        ("The answer is $-0$.", "0", 1), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\tfrac{1}{2}}", r"\frac{1}{2}", 1),
+        (r"\boxed{\frac12}", r"\frac{1}{2}", 1), (r"\boxed{1/2}", r"\frac{1}{2}", 1),
+        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1), ("The answer is 1/2.", r"\frac{1}{2}", 1),
+        ("The answer is 1/2.", "1/2", 1), ("The answer is 2/1.", "1/2", 0), ("The answer is 1/3.", r"\frac{1}{2}", 0),
+        ("The answer is 0.333.", r"\frac{1}{3}", 0), (r"\boxed{1\frac{1}{2}}", r"\frac{3}{2}", 1),
+        ("The answer is 1 1/2.", r"\frac{3}{2}", 1), (r"\boxed{\frac{x+1}{2}}", r"\frac{1}{2}(x+1)", 1),
+        (r"\boxed{\frac{\sqrt{3}}{3}}", r"\frac{1}{\sqrt{3}}", 1), ("The answer is 0.5.", r"\frac{1}{2}", 1),
+        ("The answer is .5", "0.5", 1), ("The answer is 18.00.", "18", 1), ("The answer is 18.", "18.00", 1),
+        ("The answer is 3.14.", "3.1416", 0), ("The answer is 3.14.", r"\pi", 0), ("The answer is 0.50.", "0.05", 0),
+        ("The answer is 1.5.", "15", 0), ("The answer is 1,234.", "1234", 1), ("The answer is 1234.", "1,234", 1),
+        ("The answer is 1,234,567.", "1234567", 1), (r"\boxed{1,234}", "1234", 1), (r"\boxed{1{,}234}", "1234", 1),
+        (r"\boxed{1\,234\,567}", "1234567", 1), ("The answer is 1 234 567.", "1234567", 1),
+        ("The answer is 1,234.", "1.234", 0), ("The answer is 12,34.", "1234", 0), (r"\boxed{1,234}", "234", 0),
     ],
     "units": [
-        ("The answer is 5 cm.", "5", 1),
-        (r"\boxed{5\text{ cm}}", "5", 1),
-        (r"\boxed{5 \mathrm{~cm}}", "5", 1),
-        (r"\boxed{5\text{ cm}^2}", "5", 1),
-        ("The answer is 5.", r"5\text{ cm}", 1),
-        ("The answer is 5 cm.", "5 cm", 1),
-        ("The train needs 3 hours.", "3 hours", 1),
-        (r"\boxed{50\text{ cm}}", r"5\text{ cm}", 0),
-        (r"\boxed{90^\circ}", "90", 1),
-        (r"\boxed{90}", r"90^\circ", 1),
-        ("The angle is 90 degrees.", r"90^\circ", 1),
-        ("The angle is 90\u00b0.", r"90^\circ", 1),
-        (r"\boxed{9^\circ}", r"90^\circ", 0),
+        ("The answer is 25%.", "25%", 1), (r"\boxed{25\%}", "25%", 1), (r"\boxed{25\%}", r"25\%", 1),
+        (r"\boxed{25}", r"25\%", 1), ("The answer is 25 percent.", "25", 1), ("The answer is 2.5%.", r"25\%", 0),
+        ("The answer is 5 cm.", "5", 1), (r"\boxed{5\text{ cm}}", "5", 1), (r"\boxed{5 \mathrm{~cm}}", "5", 1),
+        (r"\boxed{5\text{ cm}^2}", "5", 1), ("The answer is 5.", r"5\text{ cm}", 1),
+        ("The answer is 5 cm.", "5 cm", 1), ("The train needs 3 hours.", "3 hours", 1),
+        (r"\boxed{50\text{ cm}}", r"5\text{ cm}", 0), (r"\boxed{90^\circ}", "90", 1), (r"\boxed{90}", r"90^\circ", 1),
+        ("The angle is 90 degrees.", r"90^\circ", 1), ("The angle is 90°.", r"90^\circ", 1),
+        (r"\boxed{9^\circ}", r"90^\circ", 0), ("The answer is $18.", "18", 1), ("The answer is $18.00.", "18", 1),
+        (r"\boxed{\$18}", "18", 1), ("She makes $18 every day.", "$18", 1), ("The answer is 18 dollars.", "$18", 1),
+        ("The answer is $1,800.", "$1,800", 1), ("The answer is $81.", "$18", 0), ("12 cm^2", "12", 1),
+        (r"\boxed{12}", "12 cm^2", 1), (r"\boxed{12\text{ cm}^2}", "12 cm^2", 1), (r"\boxed{12 cm²}", "12 cm^2", 1),
+        (r"\boxed{12cm}", "12 cm", 1), (r"\boxed{5.4cents}", r"5.4 \text{ cents}", 1), (r"\boxed{12 km}", "12 m", 0),
+        (r"\boxed{12\text{ km}}", r"12\text{ m}", 0), (r"\boxed{12\text{ km}}", r"12\text{ kilometers}", 1),
+        (r"\boxed{12 meters}", "12 m", 1), (r"\boxed{12 sq. units}", "12", 1), (r"\boxed{5°C}", r"5^\circ\text{C}", 1),
+        (r"\boxed{£5.00}", "5", 1), (r"\boxed{7th}", "7", 1), (r"\boxed{\approx 5}", "5", 1),
+        (r"\boxed{60 \text{ km/h}}", "60 km/h", 1), (r"\boxed{60 \text{ m/s}}", "60 km/h", 0),
+        (r"\boxed{3 \text{ hours}}", "3 hours", 1), (r"\boxed{3 \text{ minutes}}", "3 hours", 0),
+        (r"\boxed{18 \text{ dollars}}", r"\$18", 1), (r"\boxed{5 apples}", "5", 1),
+        (r"\boxed{6 apples}", "5 apples", 0), (r"\boxed{5 \mathrm{~m}}", "5 m", 1), ("45°", r"45^\circ", 1),
+        (r"\boxed{45°}", "45", 1), (r"\boxed{45}", "45°", 1), (r"\boxed{54°}", r"45^\circ", 0),
+        (r"\boxed{2}", "2c", 0), (r"\boxed{2}", "2xy", 0), (r"\boxed{2xy}", "2yx", 1),
+        (r"\boxed{x \text{ is even}}", "x", 0), (r"\boxed{\frac{1}{2} \text{ cup}}", r"\frac{1}{2}", 1),
+        (r"\boxed{2\pi \text{ cm}}", r"2\pi", 1), (r"\boxed{42\%}", "42", 1), (r"\boxed{42\%}", "0.42", 0),
+        (r"\boxed{42 \text{ percent}}", r"42\%", 1), (r"\boxed{42}", "42%", 1), (r"\boxed{4.2\%}", "42%", 0),
+        ("42_3", "42_5", 0), (r"\boxed{42_{5}}", "42_5", 1), (r"\boxed{42}", "42_5", 1), (r"\boxed{24_5}", "42_5", 0),
     ],
-    "money": [
-        ("The answer is $18.", "18", 1),
-        ("The answer is $18.00.", "18", 1),
-        (r"\boxed{\$18}", "18", 1),
-        ("She makes $18 every day.", "$18", 1),
-        ("The answer is 18 dollars.", "$18", 1),
-        ("The answer is $18 and not $20.", "18", 1, 0),
-        ("The answer is $1,800.", "$1,800", 1),
-        ("The answer is $81.", "$18", 0),
+    "small and large numbers": [
+        (r"\boxed{1.5 \times 10^3}", "1500", 1), (r"\boxed{1.5 \cdot 10^{-3}}", "0.0015", 1),
+        (r"\boxed{10^6}", "1000000", 1), ("The answer is 1.5e3.", "1500", 1), ("The answer is 2^10.", "1024", 1),
+        (r"\boxed{1.5 \times 10^4}", "1500", 0), ("The answer is 1.5e4.", "1.5", 0),
+        (r"\boxed{0.0}", r"9.11\times10^{-31}", 0), (r"\boxed{0}", r"9.11\times10^{-31}", 0),
+        (r"\boxed{9.12\times10^{-31}}", r"9.11\times10^{-31}", 0),
+        (r"\boxed{9.11 \cdot 10^{-31}}", r"9.11\times10^{-31}", 1), (r"\boxed{9.11e-31}", r"9.11\times10^{-31}", 1),
+        (r"\boxed{9.11e-30}", r"9.11\times10^{-31}", 0), (r"\boxed{0.0000001}", "0.0000002", 0),
+        (r"\boxed{0.000000100}", "0.0000001", 1), (r"\boxed{10^{-7}}", "0.0000001", 1),
+        (r"\boxed{10^{-7}}", "10^{-8}", 0), (r"\boxed{m = 10^{-7}}", "10^{-8}", 0),
+        (r"\boxed{0.333333}", r"\frac{1}{3}", 1), (r"\boxed{0.333}", r"\frac{1}{3}", 0),
+        (r"\boxed{3.14159265}", r"\pi", 1), (r"\boxed{12345678}", "12345679", 0),
+        (r"\boxed{12345678.0}", "12345679", 0), (r"\boxed{2^{100}}", "1267650600228229401496703205376", 1),
+        (r"\boxed{2^{100}}", "1267650600228229401496703205377", 0), (r"\boxed{1.5e3}", "1500", 1),
+        (r"\boxed{1 234 567}", "1234567", 1), (r"\boxed{1,\!234}", "1234", 1), (r"\boxed{1,2,3,4}", "1234", 0),
+        (r"\boxed{4 2}", "42", 0), (r"\boxed{\$1.5 \text{ million}}", "1500000", 1), (r"\boxed{5 million}", "5", 0),
+        (r"\boxed{10^{-9}}", "0", 0), (r"\boxed{\frac{0}{0}}", "0.5", 0), (r"\boxed{2^{100}+1}", "2^{100}", 0),
+        ("1 1/2", r"\frac{3}{2}", 1), (r"\boxed{1 1/2}", "1.5", 1), (r"\boxed{-1 1/2}", "-1.5", 1),
     ],
-    "thousands": [
-        ("The answer is 1,234.", "1234", 1),
-        ("The answer is 1234.", "1,234", 1),
-        ("The answer is 1,234,567.", "1234567", 1),
-        (r"\boxed{1,234}", "1234", 1),
-        (r"\boxed{1{,}234}", "1234", 1),
-        (r"\boxed{1\,234\,567}", "1234567", 1),
-        ("The answer is 1 234 567.", "1234567", 1),
-        ("The answer is 1,234.", "1.234", 0),
-        ("The answer is 12,34.", "1234", 0),
-        (r"\boxed{1,234}", "234", 0),
+    "equations and expressions": [
+        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1), (r"\boxed{2\sqrt2}", r"2\sqrt{2}", 1), (r"\boxed{\sqrt{9}}", "3", 1),
+        (r"\boxed{\sqrt[3]{8}}", "2", 1), (r"\boxed{2\sqrt{2}}", r"2\sqrt{3}", 0), (r"\boxed{2\pi}", r"2\pi", 1),
+        (r"\boxed{\pi \cdot 2}", r"2\pi", 1), (r"\boxed{2}", r"2\pi", 0), (r"\boxed{6.28}", r"2\pi", 0),
+        (r"\boxed{\infty}", r"\infty", 1), (r"\boxed{-\infty}", r"\infty", 0), (r"\boxed{x = 5}", "5", 1),
+        (r"\boxed{5}", "$x = 5$", 1), ("So x = 5.", "5", 1), (r"\boxed{x = 6}", "5", 0),
+        (r"\boxed{y = 2x + \frac{1}{2}}", r"y=2x+\frac{1}{2}", 1),
+        (r"\boxed{2x + \frac{1}{2} = y}", r"y=2x+\frac{1}{2}", 1),
+        (r"\boxed{4x - 2y + 1 = 0}", r"y=2x+\frac{1}{2}", 1),
+        (r"\boxed{y = 2x - \frac{1}{2}}", r"y=2x+\frac{1}{2}", 0), (r"\boxed{(x+1)^2}", "$x^2+2x+1$", 1),
+        (r"\boxed{(x+1)(x+2)}", "$x^2+3x+2$", 1), (r"\boxed{x^2+1}", "$x^2+2x+1$", 0),
+        (r"\boxed{\sin^2 x}", r"1-\cos^2 x", 1), (r"\boxed{\binom{5}{2}}", "10", 1), (r"\boxed{5!}", "120", 1),
+        (r"\boxed{3 + 4i}", "$3+4i$", 1), (r"\boxed{3 - 4i}", "$3+4i$", 0),
+        (r"\boxed{x > \frac{1}{2}}", r"x>\frac{1}{2}", 1), (r"\boxed{\frac{1}{2} < x}", r"x>\frac{1}{2}", 1),
+        (r"\boxed{x < \frac{1}{2}}", r"x>\frac{1}{2}", 0), (r"\boxed{11_2}", "$11_2$", 1),
+        (r"\boxed{11_3}", "$11_2$", 0), ("43 = 42", "42", 0), (r"\boxed{43 = 42}", "42", 0),
+        (r"\boxed{6 \cdot 7 = 42}", "42", 1), ("6*7 = 42", "42", 1), (r"\boxed{6 \cdot 7 = 41 = 42}", "42", 0),
+        (r"\boxed{\frac{1}{3} = 0.33}", "0.33", 1), (r"\boxed{x = 6 \cdot 7 = 42}", "42", 1),
+        (r"\boxed{n=42}", "42", 1), (r"\boxed{42 = n}", "42", 0), (r"\boxed{y=2x+1}", "y = 2x+1", 1),
+        (r"\boxed{\frac{x^2}{16} + \frac{y^2}{12} = \frac{1}{4}}", r"\frac{x^2}{4} + \frac{y^2}{3} = 1", 1),
+        (r"\boxed{2x+1}", "y = 2x+1", 1), (r"\boxed{y=2x+1}", "y=2x-1", 0), (r"\boxed{x > 0}", r"[0,\infty)", 0),
+        (r"\boxed{x \in [0, \infty)}", r"[0,\infty)", 1),
     ],
-    "scientific": [
-        (r"\boxed{1.5 \times 10^3}", "1500", 1),
-        (r"\boxed{1.5 \cdot 10^{-3}}", "0.0015", 1),
-        (r"\boxed{10^6}", "1000000", 1),
-        ("The answer is 1.5e3.", "1500", 1),
-        ("The answer is 2^10.", "1024", 1),
-        (r"\boxed{1.5 \times 10^4}", "1500", 0),
-        ("The answer is 1.5e4.", "1.5", 0),
-    ],
-    "roots and constants": [
-        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1),
-        (r"\boxed{2\sqrt2}", r"2\sqrt{2}", 1),
-        (r"\boxed{\sqrt{9}}", "3", 1),
-        (r"\boxed{\sqrt[3]{8}}", "2", 1),
-        (r"\boxed{2\sqrt{2}}", r"2\sqrt{3}", 0),
-        (r"\boxed{2\pi}", r"2\pi", 1),
-        (r"\boxed{\pi \cdot 2}", r"2\pi", 1),
-        ("The area is 2\u03c0.", r"2\pi", 1, 0),
-        ("The area is 2*pi.", r"2\pi", 1, 0),
-        (r"\boxed{2}", r"2\pi", 0),
-        (r"\boxed{6.28}", r"2\pi", 0),
-        (r"\boxed{e^{i\pi}}", "-1", 1, 0),
-        (r"\boxed{\infty}", r"\infty", 1),
-        (r"\boxed{-\infty}", r"\infty", 0),
-    ],
-    "sets, tuples, intervals": [
-        (r"\boxed{\{1, 2\}}", r"\{1,2\}", 1),
-        (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1),
-        (r"\boxed{1, 2}", r"\{1,2\}", 1),
-        (r"\boxed{\{1, 2, 3\}}", r"\{1,2\}", 0),
-        (r"\boxed{\{1\}}", r"\{1,2\}", 0),
-        (r"\boxed{\emptyset}", r"\emptyset", 1),
-        (r"\boxed{(3, \frac{\pi}{2})}", r"\left(3, \frac{\pi}{2}\right)", 1),
+    "sets, tuples, intervals, matrices": [
+        (r"\boxed{\{1, 2\}}", r"\{1,2\}", 1), (r"\boxed{\{2, 1\}}", r"\{1,2\}", 1), (r"\boxed{1, 2}", r"\{1,2\}", 1),
+        (r"\boxed{\{1, 2, 3\}}", r"\{1,2\}", 0), (r"\boxed{\{1\}}", r"\{1,2\}", 0),
+        (r"\boxed{\emptyset}", r"\emptyset", 1), (r"\boxed{(3, \frac{\pi}{2})}", r"\left(3, \frac{\pi}{2}\right)", 1),
         (r"\boxed{(\frac{\pi}{2}, 3)}", r"\left(3, \frac{\pi}{2}\right)", 0),
-        (r"\boxed{(1, \sqrt{2}, 3)}", r"(1, \sqrt{2}, 3)", 1),
-        (r"\boxed{(1, 3, \sqrt{2})}", r"(1, \sqrt{2}, 3)", 0),
-        (r"\boxed{[0, \infty)}", r"[0,\infty)", 1),
-        (r"\boxed{(0, \infty)}", r"[0,\infty)", 0),
+        (r"\boxed{(1, \sqrt{2}, 3)}", r"(1, \sqrt{2}, 3)", 1), (r"\boxed{(1, 3, \sqrt{2})}", r"(1, \sqrt{2}, 3)", 0),
+        (r"\boxed{[0, \infty)}", r"[0,\infty)", 1), (r"\boxed{(0, \infty)}", r"[0,\infty)", 0),
         (r"\boxed{x \ge 0}", r"[0,\infty)", 1),
         (r"\boxed{(-\infty,-1)\cup(1,\infty)}", r"(-\infty,-1)\cup(1,\infty)", 1),
         (r"\boxed{(1,\infty)\cup(-\infty,-1)}", r"(-\infty,-1)\cup(1,\infty)", 1),
         (r"\boxed{(-\infty,-1]\cup(1,\infty)}", r"(-\infty,-1)\cup(1,\infty)", 0),
-    ],
-    "matrices": [
         (r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 1),
         (r"\boxed{\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 1),
         (r"\boxed{\begin{pmatrix} 1/2 \\ 3 \end{pmatrix}}", r"\begin{pmatrix}0.5\\3\end{pmatrix}", 1),
         (r"\boxed{\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 0),
         (r"\boxed{\begin{pmatrix} 1 & 2 \end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 0),
-    ],
-    "equations and expressions": [
-        (r"\boxed{x = 5}", "5", 1),
-        (r"\boxed{5}", "$x = 5$", 1),
-        ("So x = 5.", "5", 1),
-        (r"\boxed{x = 6}", "5", 0),
-        (r"\boxed{y = 2x + \frac{1}{2}}", r"y=2x+\frac{1}{2}", 1),
-        (r"\boxed{2x + \frac{1}{2} = y}", r"y=2x+\frac{1}{2}", 1),
-        (r"\boxed{4x - 2y + 1 = 0}", r"y=2x+\frac{1}{2}", 1),
-        (r"\boxed{y = 2x - \frac{1}{2}}", r"y=2x+\frac{1}{2}", 0),
-        (r"\boxed{(x+1)^2}", "$x^2+2x+1$", 1),
-        (r"\boxed{(x+1)(x+2)}", "$x^2+3x+2$", 1),
-        (r"\boxed{x^2+1}", "$x^2+2x+1$", 0),
-        (r"\boxed{\sin^2 x}", r"1-\cos^2 x", 1),
-        (r"\boxed{\binom{5}{2}}", "10", 1),
-        (r"\boxed{5!}", "120", 1),
-        (r"\boxed{3 + 4i}", "$3+4i$", 1),
-        (r"\boxed{3 - 4i}", "$3+4i$", 0),
-        (r"\boxed{x > \frac{1}{2}}", r"x>\frac{1}{2}", 1),
-        (r"\boxed{\frac{1}{2} < x}", r"x>\frac{1}{2}", 1),
-        (r"\boxed{x < \frac{1}{2}}", r"x>\frac{1}{2}", 0),
-        (r"\boxed{11_2}", "$11_2$", 1),
-        (r"\boxed{11_3}", "$11_2$", 0),
+        (r"\boxed{(2,1)}", r"\{1,2\}", 0), (r"\boxed{(1,2)}", r"\{1,2\}", 0), (r"\boxed{[1,2]}", r"\{1,2\}", 0),
+        (r"\boxed{\{1,2\}}", "(1,2)", 0), (r"\boxed{\left\{1,2\right\}}", r"\{2,1\}", 1),
+        (r"\boxed{(1,2)}", "(2,1)", 0), (r"\boxed{(1,2)}", "[1,2]", 0), (r"\boxed{(1,2]}", "(1,2)", 0),
+        (r"\boxed{(1,2),(3,4)}", "(3,4),(1,2)", 1), (r"\boxed{(1,2),(3,5)}", "(3,4),(1,2)", 0),
+        (r"\boxed{(1,2,3)}", "(1,2,3)", 1), (r"\boxed{(1,3,2)}", "(1,2,3)", 0),
+        (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
+        (r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 0),
+        (r"\boxed{(10^{-9}, 1)}", "(10^{-8}, 1)", 0),
     ],
     "words": [
-        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1),
-        (r"\boxed{Evelyn}", r"\text{Evelyn}", 1),
-        (r"\boxed{\text{Briana}}", r"\text{Evelyn}", 0),
-        ("The answer is Evelyn.", r"\text{Evelyn}", 1),
-        (r"\boxed{\text{(C)}}", r"\text{(C)}", 1),
-        (r"\boxed{C}", r"\text{(C)}", 1),
-        (r"\boxed{\text{(D)}}", r"\text{(C)}", 0),
-        ("The answer is (C).", r"\text{(C)}", 1),
+        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1), (r"\boxed{Evelyn}", r"\text{Evelyn}", 1),
+        (r"\boxed{\text{Briana}}", r"\text{Evelyn}", 0), ("The answer is Evelyn.", r"\text{Evelyn}", 1),
+        (r"\boxed{\text{(C)}}", r"\text{(C)}", 1), (r"\boxed{C}", r"\text{(C)}", 1),
+        (r"\boxed{\text{(D)}}", r"\text{(C)}", 0), ("The answer is (C).", r"\text{(C)}", 1), ("Yes", "Yes", 1),
+        (r"\boxed{\text{yes}}", "Yes", 1), (r"\boxed{Yes.}", r"\text{Yes}", 1), (r"\boxed{\textbf{No}}", "Yes", 0),
+        ("The answer is Yes.", "Yes", 1), ("**Answer:** No", "Yes", 0), (r"\boxed{True}", "True", 1),
+        (r"\boxed{False}", "True", 0), (r"\boxed{1}", "True", 0), ("<answer>even</answer>", "even", 1),
+        (r"\boxed{odd}", "even", 0), (r"\boxed{not even}", "even", 0), (r"\boxed{\text{even or odd}}", "even", 0),
+        (r"\boxed{friday}", "Friday", 1), (r"\boxed{Monday}", "Friday", 0), (r"\boxed{A}", "A", 1),
+        ("$E$", r"$\text{e}$", 1), (r"\boxed{\text{(A)}}", "A", 1), (r"\boxed{a}", r"\text{(A)}", 1),
+        ("The answer is (A).", "A", 1), (r"\boxed{B}", "A", 0), (r"\boxed{AB}", "A", 0), (r"\boxed{A, B}", "A", 0),
+        (r"\boxed{\text{A or B}}", "A", 0), (r"\boxed{\text{no solution}}", "No solution", 1),
+        (r"\boxed{\text{on}}", "no", 0), ("12:30 PM", "12:30 PM", 1),
+        (r"\boxed{12:30 \text{ p.m.}}", r"12:30 \text{ PM}", 1), (r"\boxed{12:30 AM}", "12:30 PM", 0),
+        (r"\boxed{12:03 PM}", "12:30 PM", 0), (r"\boxed{\frac{2}{5}}", "12:30 PM", 0),
+        (r"\boxed{2 hours 30 minutes}", "2 hours 30 minutes", 1), (r"\boxed{30 minutes}", "2 hours 30 minutes", 0),
+        (r"\boxed{42}", "forty-two", 0), (r"\boxed{是}", "是", 1), (r"\boxed{否}", "是", 0),
     ],
-    "boxes": [
+    "forms": [
         (r"First $\boxed{3}$. I made a mistake. So it is $\boxed{4}$.", "4", 1),
         (r"First $\boxed{3}$. I made a mistake. So it is $\boxed{4}$.", "3", 0),
-        (r"\boxed{\frac{\sqrt{\frac{1}{4}}}{\frac{1}{2}}}", "1", 1),
-        (r"\boxed{\boxed{5}}", "5", 1),
+        (r"\boxed{\frac{\sqrt{\frac{1}{4}}}{\frac{1}{2}}}", "1", 1), (r"\boxed{\boxed{5}}", "5", 1),
         (r"\boxed{5} is the answer to all 7 questions.", "5", 1),
-        (r"\boxed{5} is the answer to all 7 questions.", "7", 0),
-        (r"The answer is 7. \boxed{5}", "5", 1),
-        (r"\boxed{5", "5", 0),
-        (r"\boxed{}", "5", 0),
-        (r"\boxed{ 5 }", "5", 1),
-        (r"\boxed 5", "5", 1),
+        (r"\boxed{5} is the answer to all 7 questions.", "7", 0), (r"The answer is 7. \boxed{5}", "5", 1),
+        (r"\boxed{5", "5", 0), (r"\boxed{}", "5", 0), (r"\boxed{ 5 }", "5", 1), (r"\boxed 5", "5", 1),
+        ("The answer is 42.", "6 boxes of 7 make 6*7=<<6*7=42>>42.\n#### 42", 1), ("#### 42", "#### 42", 1),
+        ("6*7=42\n#### 42", "#### 42", 1), ("####42", "#### 42", 1), ("#### 41", "#### 42", 0),
+        ("The answer is 1,600.", "#### 1,600", 1), ("The answer is 6.", "6 boxes of 7 make 42.\n#### 42", 0),
+        ("So it is 42 apples, as 6 * 7 = 42.", "#### 42", 1), (r"First \boxed{3}, but no: \boxed{4}", "4", 1),
+        (r"First \boxed{3}, but no: \boxed{4}", "3", 0), ("First \\boxed{3}.\n\nThen \\boxed{4}.", "4", 1),
+        ("First \\boxed{3}.\n\nThen \\boxed{4}.", "3", 0), (r"Answer: \dfrac{1}{2}", r"\frac{1}{2}", 1),
+        (r"Answer: \dfrac{1}{3}", r"\frac{1}{2}", 0),
+        (r"The final answer to the problem is \sqrt{8}.", r"2\sqrt{2}", 1), ("Answer:\n\n2x+1", "2x + 1", 1),
+        ("The answer is 42." + "\nI checked this, line by line." * 200, "42", 1),
+        (r"**Final Answer**: \(x = 7\)", "7", 1), ("+7", "7", 1), (r"\boxed{+7}", "7", 1), (r"\boxed{-7}", "7", 0),
+        (r"\fbox{9}", "9", 1), (r"\boxed{8} \fbox{9}", "8", 0), (r"\boxed {9}", "9", 1), (r"$\boxed 9$", "9", 1),
+        (r"\boxed{42.}", "42", 1), (r"\boxed{$42$}", "42", 1), (r"\boxed{\(42\)}", "42", 1),
+        ("\\boxed{\n42\n}", "42", 1), (r"\boxed{\text{Answer: } 42}", "42", 1), (r"\boxed{42", "42", 0),
+        (r"\boxed{42} \boxed{4", "42", 0), (r"\boxed{42", r"\boxed{42", 0), (r"\boxed{2\,\pi}", r"2\pi", 1),
+        (r"The area is $2\pi$.", r"2\pi", 1), ("2π", r"2\pi", 1), ("2*pi", r"2\pi", 1),
+        (r"\boxed{sqrt(2)/2}", r"\frac{1}{\sqrt{2}}", 1), (r"\boxed{\sqrt(2)}", r"\sqrt{2}", 1),
+        (r"\boxed{x²+1}", "x^2+1", 1), (r"\boxed{x ≤ 3}", r"x \le 3", 1), ("√2", r"\sqrt{2}", 1),
     ],
-    "GSM8K references": [
-        ("The answer is 42.", "6 boxes of 7 make 6*7=<<6*7=42>>42.\n#### 42", 1),
-        ("#### 42", "#### 42", 1),
-        ("6*7=42\n#### 42", "#### 42", 1),
-        ("####42", "#### 42", 1),
-        ("#### 41", "#### 42", 0),
-        ("The answer is 1,600.", "#### 1,600", 1),
-        ("The answer is 6.", "6 boxes of 7 make 42.\n#### 42", 0),
-        ("So it is 42 apples, as 6 * 7 = 42.", "#### 42", 1),
-    ],
-    "no answer": [
-        ("", "42", 0),
-        (" \n\t", "42", 0),
-        ("I do not know.", "42", 0),
-        ("The answer is", "42", 0),
-        ("$", "42", 0),
-        ("\\", "42", 0),
-        ("$$", "42", 0),
-        ("42 apples are too many, so I give no answer.", "42", 0, 1),
-    ],
-    "many answers": [
-        ("The answer is 1, 2, 3, 4 or 5.", "3", 0),
-        ("The answer is 1 or 2.", "2", 0),
-        ("The answer is 1 or 2.", "1", 0),
-        ("1 2 3 4 5 6 7 8 9 10", "7", 0),
-        ("Answer: 1\nAnswer: 2\nAnswer: 3", "1", 0),
-        ("Answer: 1\nAnswer: 2\nAnswer: 3", "3", 1),
-        (r"\boxed{1} \boxed{2} \boxed{3}", "2", 0),
-        (r"$\boxed{1}$, $\boxed{2}$, $\boxed{3}$", "2", 0),
-        (r"\boxed{1, 2, 3}", "2", 0),
-        (r"\boxed{2 \text{ or } 3}", "2", 0),
-        ("The answer is 1, 2, 3, 4 or 5.", "1", 0),
-        ("1, 2, 3", "3", 0),
-    ],
-    "in the midst of text": [
-        ("We have 42 and then add 8 to get 50. The answer is 50.", "42", 0),
+    "in text": [
+        ("", "42", 0), (" \n\t", "42", 0), ("I do not know.", "42", 0), ("The answer is", "42", 0), ("$", "42", 0),
+        ("\\", "42", 0), ("$$", "42", 0), ("We have 42 and then add 8 to get 50. The answer is 50.", "42", 0),
         ("We have 42 and then add 8 to get 50. The answer is 50.", "50", 1),
         ("We add 8 to 42, which gives 50, and that is all.", "50", 1),
         ("The final answer is 50. I hope it is correct.", "50", 1),
         ("The final answer is $50$. I hope it is correct. 8 minutes were spent.", "50", 1),
-        ("The answer is 50, as 42 + 8 = 50.", "50", 1),
-        ("The answer is 50 (not 42).", "50", 1),
-        ("The answer is 50 (not 42).", "42", 0),
-        ("<think>Is it 42?</think> The answer is 50.", "50", 1),
-        ("<think>The answer is 42.</think>", "42", 0),
-        ("Answer: 50\n\nCheck: 50 - 8 = 42.", "50", 1),
-        ("Question 17: 50", "50", 1),
-    ],
-    "as models write": [
-        (r"Adding the two, $3 + 4 = 7$, so the answer is $\boxed{7}$.", "7", 1),
+        ("The answer is 50, as 42 + 8 = 50.", "50", 1), ("The answer is 50 (not 42).", "50", 1),
+        ("The answer is 50 (not 42).", "42", 0), ("<think>Is it 42?</think> The answer is 50.", "50", 1),
+        ("<think>The answer is 42.</think>", "42", 0), ("Answer: 50\n\nCheck: 50 - 8 = 42.", "50", 1),
+        ("Question 17: 50", "50", 1), (r"Adding the two, $3 + 4 = 7$, so the answer is $\boxed{7}$.", "7", 1),
         (r"Adding the two, $3 + 4 = 7$, so the answer is $\boxed{7}$.", "4", 0),
         ("Janet sells 16 - 3 - 4 = 9 eggs and makes 9 * 2 = $18 a day.\n#### 18", "18", 1),
         ("Janet sells 16 - 3 - 4 = 9 eggs and makes 9 * 2 = $18 a day.\n#### 18", "9", 0),
-        ("She earns 9 * $2 = $18.\n\nThe answer is: 18", "#### 18", 1),
-        ("**Final answer:** 18", "#### 18", 1),
-        ("**Answer: $18**", "#### 18", 1),
-        ("Thus, the total cost is \\$1,250.\n\n\\boxed{1250}", "#### 1,250", 1),
+        ("She earns 9 * $2 = $18.\n\nThe answer is: 18", "#### 18", 1), ("**Final answer:** 18", "#### 18", 1),
+        ("**Answer: $18**", "#### 18", 1), ("Thus, the total cost is \\$1,250.\n\n\\boxed{1250}", "#### 1,250", 1),
         ("Thus, the total cost is \\$1,250.\n\n\\boxed{1520}", "#### 1,250", 0),
         (r"The probability is $\frac{3}{8}$.", r"\frac{3}{8}", 1),
         (r"The probability is $\frac{3}{8}$.", r"\frac{8}{3}", 0),
@@ -324,64 +300,52 @@ MATH = {
         (r"The vertex is $\boxed{\left(\frac{1}{2}, -3\right)}$.", r"\left( \frac{1}{2}, -3 \right)", 1),
         (r"It happens in \boxed{12} ways.", "12", 1),
     ],
-}
+    "several": [
+        ("The answer is 1, 2, 3, 4 or 5.", "3", 0), ("The answer is 1 or 2.", "2", 0),
+        ("The answer is 1 or 2.", "1", 0), ("1 2 3 4 5 6 7 8 9 10", "7", 0),
+        ("Answer: 1\nAnswer: 2\nAnswer: 3", "1", 0), ("Answer: 1\nAnswer: 2\nAnswer: 3", "3", 1),
+        (r"\boxed{1} \boxed{2} \boxed{3}", "2", 0), (r"$\boxed{1}$, $\boxed{2}$, $\boxed{3}$", "2", 0),
+        (r"\boxed{1, 2, 3}", "2", 0), (r"\boxed{2 \text{ or } 3}", "2", 0), ("The answer is 1, 2, 3, 4 or 5.", "1", 0),
+        ("1, 2, 3", "3", 0), ("The answer is 42, 1, 2", "42", 0), ("The answer is 42, 1, 2.", "2", 0),
+        ("42, 1, 2", "42", 0), ("The answer is 41 or 42.", "42", 0), ("The answer is 42 or 41.", "42", 0),
+        (r"\boxed{41 or 42}", "42", 0), (r"\boxed{42 or 41}", "42", 0), (r"\boxed{42 \text{ or } 41}", "42", 0),
+        (r"\boxed{42 \text{ (or 41)}}", "42", 0), (r"\boxed{41, 42}", "42", 0), (r"\boxed{42; 43}", "42", 0),
+        (r"\boxed{42 / 43}", "42", 0), (r"\boxed{42 \pm 1}", "42", 0), (r"\boxed{42 \ne 41}", "42", 0),
+        (r"\boxed{42?}", "42", 0), (r"\boxed{x=41 \text{ or } x=42}", "42", 0),
+        (r"\boxed{x=1 \text{ or } x=2}", "1, 2", 1), (r"\boxed{1 \text{ and } 2}", r"\{1, 2\}", 1),
+        (r"\boxed{1}, \boxed{2}", "1, 2", 0), (r"\boxed{\text{not } 42}", "42", 0),
+        (r"\boxed{42 \text{ is wrong}, 41}", "42", 0),
+    ],
+    "formulas without dollars": [
+        (r"\boxed{3x+2}", "3x+2", 1), (r"\boxed{3}", "3x+2", 0), (r"\boxed{(1, 2)}", "(1, 2)", 1),
+        ("The answer is 2.", "(1, 2)", 0), (r"\boxed{5, -5}", "5,-5", 1), (r"\boxed{5}", "5,-5", 0),
+        (r"\boxed{3 + 4i}", "3 + 4i", 1), ("The answer is 4.", "3 + 4i", 0), (r"\boxed{x^2+2x+1}", "x^2+2x+1", 1),
+        (r"\boxed{[0, 1]}", "[0, 1]", 1), (r"\boxed{1}", "[0, 1]", 0), (r"\boxed{x > 5}", "x > 5", 1),
+        (r"\boxed{2, 3, 5}", "2,3,5", 1), ("The answer is 2.3.", "2,3,5", 0), (r"\boxed{a+b}", "a+b", 1),
+        (r"\boxed{3:2}", "3:2", 1), ("The answer is $18.", r"\$18", 1), (r"\boxed{C}", "C", 1),
+    ],
+}  # fmt: skip
+KNOWN_MISSES = [  # the verdict is the other one
+    ("The answer is forty-two.", "42", 1), ("The answer is minus 7.", "-7", 1), ("The answer is 0.25.", r"25\%", 1),
+    ("The answer is $18 and not $20.", "18", 1), ("The area is 2π.", r"2\pi", 1), ("The area is 2*pi.", r"2\pi", 1),
+    (r"\boxed{e^{i\pi}}", "-1", 1), ("42 apples are too many, so I give no answer.", "42", 0),
+]  # fmt: skip
 
 
-# Half of the references of MATH have no backslash. Read as plain text, only a number in them is seen, or nothing.
-BARE = [
-    (r"\boxed{3x+2}", "3x+2", 1),
-    (r"\boxed{3}", "3x+2", 0),
-    (r"\boxed{(1, 2)}", "(1, 2)", 1),
-    ("The answer is 2.", "(1, 2)", 0),
-    (r"\boxed{5, -5}", "5,-5", 1),
-    (r"\boxed{5}", "5,-5", 0),
-    (r"\boxed{3 + 4i}", "3 + 4i", 1),
-    ("The answer is 4.", "3 + 4i", 0),
-    (r"\boxed{x^2+2x+1}", "x^2+2x+1", 1),
-    (r"\boxed{[0, 1]}", "[0, 1]", 1),
-    (r"\boxed{1}", "[0, 1]", 0),
-    (r"\boxed{x > 5}", "x > 5", 1),
-    (r"\boxed{2, 3, 5}", "2,3,5", 1),
-    ("The answer is 2.3.", "2,3,5", 0),
-    (r"\boxed{a+b}", "a+b", 1),
-    (r"\boxed{3:2}", "3:2", 1),
-    ("The answer is $18.", r"\$18", 1),
-    (r"\boxed{C}", "C", 1),
-]
-
-# Without dollars around them, all boxes are taken together for a set; the last one counts in MATH's own checker.
-BOXES = [
-    (r"First \boxed{3}, but no: \boxed{4}", "4", 1),
-    (r"First \boxed{3}, but no: \boxed{4}", "3", 0),
-    ("First \\boxed{3}.\n\nThen \\boxed{4}.", "4", 1),
-    ("First \\boxed{3}.\n\nThen \\boxed{4}.", "3", 0),
-]
+@pytest.mark.parametrize("group", MATH)
+def test_math(group):
+    assert misses(verifiers.math, MATH[group]) == []
 
 
-def test_math_agrees_with_human_judgement():
-    assert len(sum(MATH.values(), [])) >= 80
-    assert compare("math", verifier.math, MATH) >= 0.9
+def test_known_misses_of_math():
+    """One that is no longer missed moves to the table above."""
+    assert [row[:3] for row in misses(verifiers.math, KNOWN_MISSES)] == KNOWN_MISSES
 
 
-def test_math_reads_formulas_without_dollars():
-    compare("math", verifier.math, {"bare formulas": BARE})
-
-
-def test_math_takes_the_last_box():
-    compare("math", verifier.math, {"several boxes without dollars": BOXES})
-
-
-@pytest.mark.parametrize("answer", [42, 42.0, "42", " 42\n", "work\n#### 42"])
-def test_math_takes_numbers_and_text_as_reference(answer):
-    assert verifier.math("The answer is 42.", answer) == 1
-    assert verifier.math("The answer is 41.", answer) == 0
-
-
-@pytest.mark.parametrize("answer", ["", "####", None, "$"])
-def test_math_refuses_a_reference_that_holds_no_answer(answer):
-    """A score of 0 for every response would say that the model is wrong."""
-    with pytest.raises(ValueError):
-        verifier.math("The answer is 42.", answer)
+@pytest.mark.parametrize("solution", [r"Since $x=5$, we get $\boxed{10}$.", "Then 2 * 5 = 10.\nThe answer is $10$."])
+def test_a_solution_as_reference_is_its_answer(solution):
+    assert verifiers.math(r"\boxed{10}", solution) == verifiers.math(solution, "10") == 1
+    assert verifiers.math(r"\boxed{5}", solution) == 0
 
 
 PIECES = (
@@ -396,133 +360,146 @@ PIECES = (
 
 @settings(FIXED, max_examples=300)
 @given(st.lists(st.sampled_from(PIECES), max_size=14), st.sampled_from(["42", r"\frac{1}{2}", r"\{1,2\}", "$x+1$"]))
-def test_math_never_raises_for_a_response_like_mathematics(pieces, answer):
+def test_math_has_a_score_for_any_response(pieces, answer):
     assume(pieces.count("^2") <= 2)  # a tower of powers has more digits than there is memory
-    assert score(verifier.math, "".join(pieces), answer) is not None
-
-
-@settings(FIXED, max_examples=100)
-@given(st.text(max_size=60))
-def test_math_never_raises_for_a_response_of_any_text(response):
-    assert score(verifier.math, response, "42") is not None
+    assert verifiers.math("".join(pieces), answer) in (0, 1)
 
 
 @settings(FIXED, max_examples=150)
 @given(st.lists(st.sampled_from(PIECES), max_size=6))
-def test_math_refuses_a_reference_in_no_other_way_than_by_value_error(pieces):
+def test_math_refuses_a_reference_by_value_error(pieces):
     assume(pieces.count("^2") <= 2)
-    score(verifier.math, r"\boxed{42}", "".join(pieces))
-
-
-@pytest.mark.parametrize(
-    "piece", ["(", r"\frac{", r"\boxed{", r"\boxed{1} ", "$", "$1$, ", "1,", "1+", "-", "answer 1"]
-)
-def test_math_reads_long_nonsense(piece):
-    """As a model writes it that has come off the rails: repeated to the end, too deep for any parser."""
-    assert score(verifier.math, piece * (3000 // len(piece)), "42") == 0
+    try:
+        verifiers.math(r"\boxed{42}", "".join(pieces))
+    except ValueError:
+        pass
 
 
 @settings(FIXED, max_examples=100)
 @given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
 def test_math_compares_integers_however_they_are_written(number, other):
-    plain, commas = str(number), f"{number:,}"
-    for response in (
-        f"The answer is {plain}.",
-        rf"\boxed{{{plain}}}",
-        f"#### {commas}",
-        rf"So $x=\boxed{{{commas}}}$.",
-    ):
-        assert verifier.math(response, plain) == verifier.math(response, f"so\n#### {commas}") == 1
-        assert verifier.math(response, str(other)) == (number == other)
+    commas = f"{number:,}"
+    for response in (f"The answer is {number}.", rf"\boxed{{{number}}}", f"#### {commas}", rf"$x=\boxed{{{commas}}}$."):
+        assert verifiers.math(response, str(number)) == verifiers.math(response, f"so\n#### {commas}") == 1
+        assert verifiers.math(response, str(other)) == (number == other)
 
 
-# ---- gsm8k -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\\boxed" + "{" * 20, "9^9^9", "\\boxed{((9^9)^9)^9}", "\\[" * 15_000, "(" * 3000, "answer: $" * 500,
+        "$1$, " * 600, r"\frac{" * 500, r"\boxed{1} " * 300, "1," * 1500, "1+" * 1500, "-" * 3000, "answer 1" * 375,
+    ],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+def test_long_nonsense_is_read_at_once(text):
+    start = time.process_time()
+    assert verifiers.math(text, "42") == 0
+    assert time.process_time() - start < 5
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [["966"], '["966"]', [966], ["so\n#### 966"], [966.0], 966, "966", " 966\n"])
+def test_a_list_of_one_is_its_element(answer):
+    for check, response in ((verifiers.math, "\\boxed{966}"), (verifiers.gsm8k, "#### 966"), (verifiers.exact, "966")):
+        assert check(response, answer) == 1 and check(response.replace("966", "967"), answer) == 0
+
+
+@pytest.mark.parametrize(
+    "reward, answer, reason",
+    [
+        *[(name, answer, "is not one answer") for name in ("math", "gsm8k", "exact")
+          for answer in (["1", "2"], [], '["1", "2"]', None)],
+        ("math", "$$", "'$$' has no answer"), ("math", "####", "has no answer"),
+        ("gsm8k", "12 or 13", "is not a number"),
+        ("math", "word " * 100, "is a text of 499 characters and not an answer"),
+        ("knights", "Zoey", 'has no "NAME is a knight"'),
+    ],
+)  # fmt: skip
+def test_references_of_no_use_are_refused(reward, answer, reason):
+    """A score of 0 for every response would say that the model is wrong."""
+    for refuse in (verifiers.VERIFIERS[reward].reference, lambda answer: verifiers.VERIFIERS[reward].check("", answer)):
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            refuse(answer)
+
+
+SCRAPS = ["#### ", "$", ",", ".", "-", "1", "23", " ", "\n", "<think>", "</think>", "<answer>", "</answer>"]
+responses = st.text() | st.lists(st.sampled_from(SCRAPS)).map("".join)
+references = st.text() | st.integers() | st.floats() | st.none() | st.booleans() | st.lists(st.text()) | st.binary()
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "exact", "format"])
+@settings(FIXED, max_examples=200)
+@given(responses, references)
+def test_any_text_has_a_score_unless_the_reference_is_refused(name, response, answer):
+    verifier = verifiers.VERIFIERS[name]
+    try:
+        verifier.reference(answer)
+    except ValueError:
+        with pytest.raises(ValueError):
+            verifier.check(response, answer)
+    else:
+        assert verifier.check(response, answer) in (0, 1)
+
+
+# ---- gsm8k, exact and format -----------------------------------------------------------------------------------------
 
 # Judged by the rule of the original: the number after "####", without commas, "$" and a final full stop.
-GSM8K = {
-    "form": [
-        ("6 * 7 = 42\n#### 42", "42", 1),
-        ("#### 42", "42", 1),
-        ("####42", "42", 1),
-        ("####   42", "42", 1),
-        ("####\n42", "42", 1),
-        ("#### 42 ", "42", 1),
-        ("#### 42\n", "42", 1),
-        ("#### 42.", "42", 1),
-        ("#### 42 apples", "42", 1),
-        ("The answer is #### 42", "42", 1),
-        ("42", "42", 0),
-        ("### 42", "42", 0),
-        ("# # # # 42", "42", 0),
-        ("The answer is 42.", "42", 0),
-        (r"\boxed{42}", "42", 0),
-        (r"#### \boxed{42}", "42", 0),
-        ("#### **42**", "42", 0),
-        ("#### x = 42", "42", 0),
-        ("#### forty-two", "42", 0),
-        ("####", "42", 0),
-        ("#### ", "42", 0),
-        ("", "42", 0),
-        ("42 ####", "42", 0),
-    ],
-    "numbers": [
-        ("#### 43", "42", 0),
-        ("#### 4", "42", 0),
-        ("#### 421", "42", 0),
-        ("#### 4 2", "42", 0),
-        ("#### 1,234", "1234", 1),
-        ("#### 1234", "1,234", 1),
-        ("#### 1,234,567", "1234567", 1),
-        ("#### 1,234", "1.234", 0),
-        ("#### 0.5", "0.5", 1),
-        ("#### .5", ".5", 1),
-        ("#### 0.5", "5", 0),
-        ("#### 42.5", "42", 0),
-        ("#### 42", "42.5", 0),
-        ("#### 18.00", "18.00", 1),
-        ("#### 18.00", "18", 1),
-        ("#### 18", "18.00", 1),
-        ("#### 042", "42", 1),
-        ("#### 0", "0", 1),
-        ("#### 1e3", "1000", 0),
-        ("#### 1/2", "0.5", 0),
-    ],
-    "signs": [
-        ("#### -7", "-7", 1),
-        ("#### 7", "-7", 0),
-        ("#### -7", "7", 0),
-        ("#### $42", "42", 1),
-        ("#### $42.", "42", 1),
-        ("#### $1,234.50", "1234.50", 1),
-        ("#### 42", "$42", 1),
-        ("#### -$7", "-7", 1),
-        ("#### $-7", "-7", 1),
-        ("#### 42$", "42", 1),
-        ("#### 42%", "42", 1),
-    ],
-    "several": [
-        ("#### 41\n#### 42", "42", 1),
-        ("#### 42\n#### 41", "42", 0),
-        ("#### 41\nNo.\n#### 42\nI hope so.", "42", 1),
-        ("#### 42\n#### none", "42", 1),
-        ("#### 41 #### 42", "42", 1),
-    ],
-    "references": [
-        ("#### 42", "6 * 7 = <<6*7=42>>42\n#### 42", 1),
-        ("#### 6", "6 * 7 = <<6*7=42>>42\n#### 42", 0),
-        ("#### 1234", "#### 1,234", 1),
-        ("#### 42", "#### $42.", 1),
-        ("#### 42", 42, 1),
-        ("#### 43", 42, 0),
-        ("#### 42", 42.0, 1),  # a column of floats, as pandas makes of integers with a gap
-        ("#### 42", "", None),
-        ("#### 42", None, None),
-    ],
-}
+GSM8K = [
+    ("6 * 7 = 42\n#### 42", "42", 1), ("#### 42", "42", 1), ("####42", "42", 1), ("####   42", "42", 1),
+    ("####\n42", "42", 1), ("#### 42 ", "42", 1), ("#### 42\n", "42", 1), ("#### 42.", "42", 1),
+    ("#### 42 apples", "42", 1), ("The answer is #### 42", "42", 1), ("42", "42", 0), ("### 42", "42", 0),
+    ("# # # # 42", "42", 0), ("The answer is 42.", "42", 0), (r"\boxed{42}", "42", 0), (r"#### \boxed{42}", "42", 0),
+    ("#### **42**", "42", 0), ("#### x = 42", "42", 0), ("#### forty-two", "42", 0), ("####", "42", 0),
+    ("#### ", "42", 0), ("", "42", 0), ("42 ####", "42", 0), ("#### 43", "42", 0), ("#### 4", "42", 0),
+    ("#### 421", "42", 0), ("#### 4 2", "42", 0), ("#### 1,234", "1234", 1), ("#### 1234", "1,234", 1),
+    ("#### 1,234,567", "1234567", 1), ("#### 1,234", "1.234", 0), ("#### 0.5", "0.5", 1), ("#### .5", ".5", 1),
+    ("#### 0.5", "5", 0), ("#### 42.5", "42", 0), ("#### 42", "42.5", 0), ("#### 18.00", "18.00", 1),
+    ("#### 18.00", "18", 1), ("#### 18", "18.00", 1), ("#### 042", "42", 1), ("#### 0", "0", 1),
+    ("#### 1e3", "1000", 0), ("#### 1/2", "0.5", 0), ("#### -7", "-7", 1), ("#### 7", "-7", 0), ("#### -7", "7", 0),
+    ("#### $42", "42", 1), ("#### $42.", "42", 1), ("#### $1,234.50", "1234.50", 1), ("#### 42", "$42", 1),
+    ("#### -$7", "-7", 1), ("#### $-7", "-7", 1), ("#### 42$", "42", 1), ("#### 42%", "42", 1),
+    ("#### 41\n#### 42", "42", 1), ("#### 42\n#### 41", "42", 0), ("#### 41\nNo.\n#### 42\nI hope so.", "42", 1),
+    ("#### 42\n#### none", "42", 1), ("#### 41 #### 42", "42", 1), ("#### 42", "6 * 7 = <<6*7=42>>42\n#### 42", 1),
+    ("#### 6", "6 * 7 = <<6*7=42>>42\n#### 42", 0), ("#### 1234", "#### 1,234", 1), ("#### 42", "#### $42.", 1),
+    ("#### 42", 42, 1), ("#### 43", 42, 0), ("#### 42", 42.0, 1), ("#### 8.0", "8", 1), ("#### +8", "8", 1),
+    ("#### 08", "8", 1), ("#### 8", "8.00", 1), ("#### -8", "8", 0), ("#### -0", "0", 1), ("#### 8.01", "8", 0),
+    ("#### 80", "8", 0), ("#### 1,234.50", "1234.5", 1), ("#### 1,2,3,4", "1234", 0), ("#### 12,34", "1234", 0),
+    ("#### 1/2", "1", 0), ("#### 3:30", "3", 0), ("#### 42, I think", "42", 1), ("#### 42 or #### 41", "42", 0),
+    ("<answer>42</answer>", "42", 1), ("<answer>$42.00</answer>", "42", 1), ("<answer>It is 42</answer>", "42", 0),
+    ("<answer>#### 42</answer> #### 41", "42", 1),
+]  # fmt: skip
+EXACT = [
+    ("42", "42", 1), (" 42\n", "42", 1), ("42", "42 ", 1), ("42", 42, 1), ("Paris", "Paris", 1), ("paris", "Paris", 0),
+    ("Paris.", "Paris", 0), ("The answer is Paris", "Paris", 0), ("42.0", "42", 0), ("a  b", "a b", 0), ("", "42", 0),
+    ("42", "6 * 7 = 42\n#### 42", 1), ("6 * 7 = 42\n#### 42", "6 * 7 = 42\n#### 42", 1),
+    ("#### Plan\nWait.", "#### Plan\nWait.", 1), ("é", "é", 0),
+]  # fmt: skip
+FORMAT = [
+    ("<think>a</think><answer>b</answer>", 1), ("<think>a</think> <answer>b</answer>", 1),
+    ("<think>\na\n\nb\n</think>\n<answer>\nc\n</answer>\n", 1), (" \n<think>a</think>\n\n\t<answer>b</answer>\n ", 1),
+    ("<think></think><answer></answer>", 1), ("<think>1 < 2 > 0, <b>so</b></think><answer><x></answer>", 1), ("", 0),
+    ("42", 0), ("<think>a</think>", 0), ("<answer>b</answer>", 0), ("<think>a</think><answer>b", 0),
+    ("<think>a<answer>b</answer>", 0), ("a</think><answer>b</answer>", 0), ("<think>a</think>b</answer>", 0),
+    ("<think>a</think> b", 0), ("<answer>b</answer><think>a</think>", 0), ("<think><answer>b</answer></think>", 0),
+    ("<think>a<answer></think>b</answer>", 0), ("</think>a<think><answer>b</answer>", 0),
+    ("<think>a</think><think>a</think><answer>b</answer>", 0),
+    ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
+    ("<think>a</think><answer>b</answer><think>a</think><answer>b</answer>", 0),
+    ("<think><think>a</think><answer>b</answer>", 0), ("<think>I write <answer> then.</think><answer>b</answer>", 0),
+    ("<think>a</think><answer>b</answer></answer>", 0), ("So: <think>a</think><answer>b</answer>", 0),
+    ("<think>a</think>so<answer>b</answer>", 0), ("<think>a</think><answer>b</answer>.", 0),
+    ("<Think>a</Think><Answer>b</Answer>", 0), ("<think >a</think><answer>b</answer>", 0),
+    ("<thinking>a</thinking><answer>b</answer>", 0), ("&lt;think&gt;a&lt;/think&gt;<answer>b</answer>", 0),
+]  # fmt: skip
 
 
-def test_gsm8k_is_strict():
-    compare("gsm8k", verifier.gsm8k, GSM8K)
+def test_strict_verifiers():
+    assert misses(verifiers.gsm8k, GSM8K) == []
+    assert misses(verifiers.exact, EXACT) == []
+    assert [(text, right) for text, right in FORMAT if verifiers.format(text) != right] == []
 
 
 @settings(FIXED, max_examples=300)
@@ -530,95 +507,9 @@ def test_gsm8k_is_strict():
 def test_gsm8k_knows_an_integer_however_it_is_written(number, commas, dollar, end, thought):
     written = f"{'-' * (number < 0)}{'$' * dollar}{abs(number):{',' * commas}}"
     for answer in (str(number), f"{number:,}", f"It is {number}.\n#### {number}", number):
-        assert verifier.gsm8k(f"{thought}\n#### {written}{end}", answer) == 1
-    assert verifier.gsm8k(f"{thought}\n#### {written}{end}", str(number + 1)) == 0
-
-
-# ---- exact and format ------------------------------------------------------------------------------------------------
-
-EXACT = {
-    "": [
-        ("42", "42", 1),
-        (" 42\n", "42", 1),
-        ("42", "42 ", 1),
-        ("42", 42, 1),
-        ("Paris", "Paris", 1),
-        ("paris", "Paris", 0),
-        ("Paris.", "Paris", 0),
-        ("The answer is Paris", "Paris", 0),
-        ("42.0", "42", 0),
-        ("a  b", "a b", 0),
-        ("", "42", 0),
-        ("42", "6 * 7 = 42\n#### 42", 1),
-        ("6 * 7 = 42\n#### 42", "6 * 7 = 42\n#### 42", 1),  # the reference itself
-        ("#### Plan\nWait.", "#### Plan\nWait.", 1),  # a heading of Markdown in it
-        ("e\u0301", "\u00e9", 0),
-    ]
-}
-
-
-def test_exact_compares_text():
-    compare("exact", verifier.exact, EXACT)
-
-
-@settings(FIXED, max_examples=300)
-@given(st.text(), st.text(), st.text(alphabet=" \t\n"))
-def test_exact_holds_for_the_reference_and_nothing_else(text, other, space):
-    assume("####" not in text)
-    assert verifier.exact(text, text) == verifier.exact(space + text + space, text) == 1
-    assert verifier.exact(other, text) == (other.strip() == text.strip())
-
-
-FORMAT = {
-    "right": [
-        ("<think>a</think><answer>b</answer>", None, 1),
-        ("<think>a</think> <answer>b</answer>", None, 1),
-        ("<think>\na\n\nb\n</think>\n<answer>\nc\n</answer>\n", None, 1),
-        (" \n<think>a</think>\n\n\t<answer>b</answer>\n ", None, 1),
-        ("<think></think><answer></answer>", None, 1),
-        ("<think>1 < 2 > 0, <b>so</b></think><answer><x></answer>", None, 1),
-    ],
-    "a tag is missing": [
-        ("", None, 0),
-        ("42", None, 0),
-        ("<think>a</think>", None, 0),
-        ("<answer>b</answer>", None, 0),
-        ("<think>a</think><answer>b", None, 0),
-        ("<think>a<answer>b</answer>", None, 0),
-        ("a</think><answer>b</answer>", None, 0),
-        ("<think>a</think>b</answer>", None, 0),
-        ("<think>a</think> b", None, 0),
-    ],
-    "order": [
-        ("<answer>b</answer><think>a</think>", None, 0),
-        ("<think><answer>b</answer></think>", None, 0),
-        ("<think>a<answer></think>b</answer>", None, 0),
-        ("</think>a<think><answer>b</answer>", None, 0),
-    ],
-    "twice": [
-        ("<think>a</think><think>a</think><answer>b</answer>", None, 0),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", None, 0),
-        ("<think>a</think><answer>b</answer>" * 2, None, 0),
-        ("<think><think>a</think><answer>b</answer>", None, 0),
-        ("<think>I write <answer> then.</think><answer>b</answer>", None, 0),
-        ("<think>a</think><answer>b</answer></answer>", None, 0),
-    ],
-    "text outside": [
-        ("So: <think>a</think><answer>b</answer>", None, 0),
-        ("<think>a</think>so<answer>b</answer>", None, 0),
-        ("<think>a</think><answer>b</answer>.", None, 0),
-    ],
-    "almost": [
-        ("<Think>a</Think><Answer>b</Answer>", None, 0),
-        ("<think >a</think><answer>b</answer>", None, 0),
-        ("<thinking>a</thinking><answer>b</answer>", None, 0),
-        ("&lt;think&gt;a&lt;/think&gt;<answer>b</answer>", None, 0),
-    ],
-}
-
-
-def test_format_is_that_of_r1():
-    compare("format", verifier.format, FORMAT)
+        assert verifiers.gsm8k(f"{thought}\n#### {written}{end}", answer) == 1
+    assert verifiers.gsm8k(f"{thought}\n#### {written}{end}", str(number + 1)) == 0
+    assert verifiers.gsm8k("#### " + "9" * 5000, "9") == 0
 
 
 plain = st.text(max_size=30).map(lambda text: text.replace("<", "("))
@@ -630,26 +521,8 @@ spaces = st.text(alphabet=" \n\t", max_size=3)
 def test_format_holds_for_any_thought_and_answer(thought, answer, space, outside, gone):
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     parts = [space[0], tags[0], thought, tags[1], space[1], tags[2], answer, tags[3], space[2]]
-    assert verifier.format("".join(parts), None) == 1
-    assert verifier.format("".join(part for part in parts if part != tags[gone]), None) == 0
+    assert verifiers.format("".join(parts), None) == 1
+    assert verifiers.format("".join(part for part in parts if part != tags[gone]), None) == 0
     for place in (0, 4, 8):
         changed = "".join([*parts[:place], outside, *parts[place + 1 :]])
-        assert verifier.format(changed, None) == (not outside.strip())
-
-
-SCRAPS = ["#### ", "$", ",", ".", "-", "1", "23", " ", "\n", "<think>", "</think>", "<answer>", "</answer>"]
-responses = st.text() | st.lists(st.sampled_from(SCRAPS)).map("".join)
-references = st.text() | st.integers() | st.floats() | st.none() | st.booleans() | st.lists(st.text()) | st.binary()
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "exact", "format"])
-@settings(FIXED, max_examples=200)
-@given(responses, references)
-def test_strict_checkers_take_any_text_and_any_reference(name, response, answer):
-    """They score it, or refuse the reference by ValueError, at the start of a run as well as for a response."""
-    try:
-        verifier.VERIFIERS[name].reference(answer)
-        refused = False
-    except ValueError:
-        refused = True
-    assert (score(getattr(verifier, name), response, answer) is None) == refused
+        assert verifiers.format(changed, None) == (not outside.strip())

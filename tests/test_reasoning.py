@@ -1,64 +1,15 @@
-"""The rewards `reasoning_gym` and `knights`: tables of responses, what no response can gain by, and runs in workers."""
+"""The rewards `reasoning_gym`, `knights` and `ifeval`: tables of responses and what no response can gain by."""
 
 import importlib.util
 import json
-import math
-import os
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import make_tokenizer
 
+from plumbing.data.prompts import prompt_and_answer
 from plumbing.data.rows import reasoning_gym_rows
-from plumbing.rewards import answers
 from plumbing.rewards import verifiers as verifier
-from plumbing.rewards.sources import Rewards
-
-# ---- where the answer stands -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "response, answer",
-    [
-        ("<answer>5</answer>", "5"), ("<answer>\n 5 \n</answer> or 6", "5"),
-        ("<answer>5</answer><answer>6</answer>", "6"), ("<think>\\boxed{4}</think><answer>5</answer>", "5"),
-        ("<answer>so \\boxed{5}</answer>", "5"), ("<answer></answer>", ""), ("\\boxed{5}", "5"),
-        ("\\boxed{4} or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"), ("$\\boxed{ 5 }$", "5"), ("\\boxed{}", ""),
-        ("\\boxed{5", None), ("\\boxed{4} \\boxed{5", None), ("5", None), ("", None), ("<answer>5", None),
-        ("<answer>\\boxed{5</answer>", "\\boxed{5"), ("</answer>5<answer>", None), ("boxed{5}", None),
-    ],
-)  # fmt: skip
-def test_final_answer(response, answer):
-    assert answers.final_answer(response) == answer
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["<answer>", "</answer>", "5", " ", "\n", "a b", "{", "}"])).map("".join))
-def test_the_tag_is_read_as_reasoning_gym_reads_it(response):
-    reasoning_gym = pytest.importorskip("reasoning_gym")
-    expected = reasoning_gym.utils.extract_answer(response)
-    assert answers.final_answer(response) == expected
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.text("ab {}<>\n/", max_size=30))
-def test_what_stands_in_a_box_is_found(text):
-    balanced = all(text[:i].count("{") >= text[:i].count("}") for i in range(len(text) + 1))
-    if balanced and text.count("{") == text.count("}"):
-        assert answers.final_answer(f"So \\boxed{{{text}}} it is.") == text.strip()
-    answers.final_answer(text)
-
-
-def test_escaped_braces_in_a_box_are_text():
-    assert answers.final_answer(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
-    assert answers.final_answer(r"\boxed{1} and \boxed{[2, \infty\}}") == r"[2, \infty\}"
-    assert answers.final_answer(r"\boxed{a \\} b}") == r"a \\"  # a line end, then the brace
-    assert answers.final_answer(r"\boxed{1") is None
-
 
 # ---- reasoning_gym ---------------------------------------------------------------------------------------------------
 
@@ -241,76 +192,62 @@ def test_knights_any_text_has_a_score(text, words):
     assert verifier.knights(text + " ".join(words), TWO) in (0, 1)
 
 
-# ---- as the trainer uses them ----------------------------------------------------------------------------------------
+# ---- ifeval ---------------------------------------------------------------------------------------------------------
 
 
-def scores(names, rows, texts, timeout=20.0):
-    rewards = Rewards(names, timeout, make_tokenizer())
-    rows = [{"prompt": "p", "query": [1], "answer": row.get("answer"), "columns": row} for row in rows]
-    found = rewards.score(rows, texts, [[]] * len(rows))
-    rewards.close()
-    as_lists = {name: [None if math.isnan(score) else score for score in part] for name, part in found.items()}
-    return as_lists, {name: source.failure for name, source in rewards.sources.items()}
+BOTH = {
+    "instruction_id": ["punctuation:no_comma", "length_constraints:number_words"],
+    "kwargs": [None, {"num_words": 4, "relation": "at least", "keyword": None}],
+}
+EXPECTED = [
+    ("punctuation:no_comma", {}), ("length_constraints:number_words", {"num_words": 4, "relation": "at least"}),
+]  # fmt: skip
 
 
-@gym
-def test_each_reward_reads_its_own_column():
-    row = reasoning_gym_rows("leg_counting", "train", 2)[1]
-    rows = [row, row, {"answer": TWO}, {"answer": TWO, "reasoning_gym": None}, {"answer": None}]
-    texts = [f"<answer>{row['answer']}</answer>", "<answer>no</answer>", TWO, "Zoey is a knave", TWO]
-    found, failures = scores(("reasoning_gym", "knights", "format"), rows, texts)
-    assert found == {
-        "reasoning_gym": [1, 0, None, None, None], "knights": [None, None, 1, 0, None], "format": [0, 0, 0, 0, 0]
-    }  # fmt: skip
-    assert 'has no column "reasoning_gym"' in failures["reasoning_gym"] and "NAME is a knight" in failures["knights"]
+@pytest.mark.parametrize(
+    "form", [lambda x: x, lambda x: [x], json.dumps, lambda x: str([x]), lambda x: [json.dumps(x)]]
+)
+def test_forms_of_rows(form):
+    """As open-instruct's ground_truth, which is Python's text of a list of one, and others that stand for the same."""
+    assert verifier.constraints_of(form(BOTH)) == EXPECTED
 
 
-@gym
-def test_no_row_has_the_column():
-    found, failures = scores(("reasoning_gym",), [{"answer": "1"}] * 3, ["1"] * 3)
-    assert (
-        found["reasoning_gym"] == [None] * 3 and "is not from --dataset reasoning_gym:TASK" in failures["reasoning_gym"]
-    )
+def test_rows_of_ifeval_itself():
+    row = {"key": 1, "prompt": "p", "instruction_id_list": BOTH["instruction_id"], "kwargs": [{}, BOTH["kwargs"][1]]}
+    prompt, answer = prompt_and_answer("row", row, "prompt", None)
+    assert prompt == "p" and verifier.constraints_of(answer) == EXPECTED
 
 
-@pytest.mark.parametrize("name, package", [("reasoning_gym", "reasoning-gym"), ("math", "math-verify")])
-def test_a_missing_package_is_named_at_the_start(name, package):
-    """A worker that finds no packages (-S) answers with one line."""
-    settings = json.dumps({"load": ["exact", name], "timeout": 5.0})
-    words = [sys.executable, "-S", "-P", "-m", "plumbing.rewards.reward_worker"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    worker = subprocess.run(words, input=settings, capture_output=True, text=True, timeout=60, env=environment)
-    message = f"ModuleNotFoundError: takes the package {package} (pip install {package})"
-    assert json.loads(worker.stdout) == {"reward": name, "error": message} and worker.stderr == ""
+@pytest.mark.parametrize(
+    "answer",
+    [None, "42", 42, [], [BOTH, BOTH], "[", "[" * 10**5, {"instruction_id": ["a:b"]}, {**BOTH, "kwargs": [None]}],
+)  # fmt: skip
+def test_what_is_no_list_of_constraints(answer):
+    with pytest.raises(ValueError, match="is not {.instruction_id"):
+        verifier.constraints_of(answer)
 
 
-def test_a_worker_imports_little():
-    """It starts within a moment: no torch, and the sandbox only for the reward `code`."""
-    program = "import sys, plumbing.rewards.reward_worker; print(*sorted(sys.modules))"
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    imported = set(shown.split())
-    assert "plumbing.rewards.verifiers" in imported
-    assert not imported & {
-        "torch",
-        "numpy",
-        "utils",
-        "math_verify",
-        "plumbing.rewards.code_tests",
-        "plumbing.rewards.sandbox",
-    }
+@pytest.mark.parametrize(
+    "response, score",
+    [
+        ("one two three four", 1.0),
+        ("one, two, three, four", 0.5),
+        ("one two", 0.5),
+        ("one, two", 0.0),
+        ("<think>one, two</think>one two three four", 1.0),  # the thought is not part of the response
+        ("", 0.0),
+    ],
+)
+def test_the_share_that_is_followed(response, score):
+    pytest.importorskip("if_verifiable")
+    assert verifier.ifeval(response, BOTH) == score
 
 
-def test_a_worker_does_not_import_from_the_current_folder(tmp_path, monkeypatch):
-    """Files there, as well as modules of this repository, do not stand in for what it or a function imports."""
-    (tmp_path / "json.py").write_text("1 / 0")
-    (tmp_path / "functions").mkdir()
-    (tmp_path / "functions" / "beside.py").write_text("SCORE = 0.5\n")
-    (tmp_path / "functions" / "judge.py").write_text(
-        "import importlib.util, beside\n"
-        "def score(prompts, responses, **columns):\n"
-        "    assert importlib.util.find_spec('verifiers') is None\n"
-        "    return [beside.SCORE] * len(responses)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    found, failures = scores(("functions/judge.py:score",), [{}], ["a"])
-    assert found == {"functions/judge.py:score": [0.5]}, failures
+def test_languages_and_unknown_constraints():
+    """A constraint that the package does not have gives no score: the response is not to blame."""
+    pytest.importorskip("if_verifiable")
+    german = {"instruction_id": ["language:response_language"], "kwargs": [{"language": "de"}]}
+    assert verifier.ifeval("Das ist ein ganz gewöhnlicher deutscher Satz.", german) == 1
+    assert verifier.ifeval("This is an ordinary English sentence.", german) == 0
+    with pytest.raises(ValueError, match="if-verifiable has no constraint 'no:such'"):
+        verifier.ifeval("x", {"instruction_id": ["no:such"], "kwargs": [{}]})

@@ -10,22 +10,20 @@ plumbing/rewards/answers.py), or all of that without a block. The tests of a row
   - the same with "fn_name": lists of arguments, and the values that this function (or method of a class Solution) has
     to return, compared as JSON. A value may be in a list of its own, as in APPS.
 
-Expected outputs never enter a process that runs a program. Asserts do: exiting early or printing does not pass them, but
-a program that attacks them can. For programs that are trained hard against their tests, prefer outputs.
+Expected outputs never enter a process that runs a program. Asserts do: exiting early or printing does not pass them,
+but a program that attacks them can. For programs that are trained hard against their tests, prefer outputs.
 """
 
 import ast
-import itertools
 import json
 import math
 import os
 import re
 import textwrap
-from typing import Iterator
+from typing import Annotated
 
 import pydantic
 
-from plumbing.rewards import sandbox
 from plumbing.rewards.answers import final_text
 
 # Runs a program and its asserts, then prints a secret word, the values of its calls as JSON, and the word again.
@@ -48,6 +46,7 @@ values = [json.dumps(getattr(owner, {function!r})(*call)) for call in calls]
 os.write(1, "{word}[{{}}]{word}".format(",".join(values)).encode())
 os._exit(0)
 """
+Text = Annotated[str, pydantic.BeforeValidator(lambda text: "\n".join(text) if isinstance(text, list) else text)]
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 
 
@@ -70,18 +69,15 @@ class CodeTests(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="after")
     def check(self):
+        if self.inputs and not self.fn_name:
+            texts = pydantic.TypeAdapter(list[Text]).validate_python
+            self.inputs, self.outputs = texts(self.inputs), texts(self.outputs)
         if len(self.inputs) != len(self.outputs):
             raise ValueError(f"{len(self.inputs)} inputs have {len(self.outputs)} outputs")
-        if self.inputs and self.fn_name:
-            if not all(isinstance(arguments, list) for arguments in self.inputs):
-                raise ValueError("with fn_name, each input is a list of arguments")
-        elif self.inputs:
-            lines = pydantic.TypeAdapter(list[str | list[str]]).validate_python
-            self.inputs, self.outputs = (
-                ["\n".join(side) if isinstance(side, list) else side for side in lines(sides)]
-                for sides in (self.inputs, self.outputs)
-            )
-        elif all(isinstance(statement, DEFINITIONS) for statement in ast.parse(self.asserts).body):
+        if self.fn_name and not all(isinstance(arguments, list) for arguments in self.inputs):
+            raise ValueError("with fn_name, each input is a list of arguments")
+        statements = ast.parse(self.asserts).body
+        if not self.inputs and all(isinstance(statement, DEFINITIONS) for statement in statements):
             raise ValueError("asserts that nothing calls would pass every program")
         return self
 
@@ -95,34 +91,33 @@ def read_tests(answer) -> CodeTests:
         raise ValueError(f"tests are Python asserts or {{inputs, outputs}}: {reason}") from error
 
 
-def passes(response: str, answer, seconds: float, server: str = "") -> bool:
-    """Return whether the program of a response passes all tests of a row within so many seconds of wall clock.
+def code(response: str, answer, seconds: float = 24.0, server: str = "") -> float:
+    """Return 1 if the program of a response passes all tests of its row, else 0.
 
     Args:
+        seconds: of wall clock, for all tests together.
         server: the address of a SandboxFusion server that runs the program; "" for this machine.
 
     Raise ValueError for tests of another form, and an exception if no program can be run.
     """
+    from plumbing.rewards import sandbox
+
     tests, program = read_tests(answer), code_of(response)
     if tests.inputs and not tests.fn_name:
         results = sandbox.run(program, tests.inputs, seconds, server)
-        return len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs))
+        return float(len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs)))
     word, calls = os.urandom(16).hex(), json.dumps(tests.inputs)
     names = {"asserts": tests.asserts, "function": tests.fn_name or "", "calls": calls, "word": word}
     results = sandbox.run(HARNESS.format(program=program, **names), [""], seconds, server)
     _, *report = results[0].stdout.split(word) if results else [""]
-    if len(report) != 2 or len(report[0]) > 32 * len(
-        json.dumps(tests.outputs)
-    ):  # more than any way to write them takes
-        return False
+    if len(report) != 2 or is_far_longer(report[0], json.dumps(tests.outputs)):
+        return 0.0
+    same = lambda value, expected: same_value(value, expected) or same_value([value], expected)
     try:
         values = json.loads(report[0])
-        return len(values) == len(tests.outputs) and all(
-            same_value(value, expected) or same_value([value], expected)
-            for value, expected in zip(values, tests.outputs)
-        )
+        return float(len(values) == len(tests.outputs) and all(map(same, values, tests.outputs)))
     except (ValueError, OverflowError, RecursionError):  # a value that only its own interpreter can write
-        return False
+        return 0.0
 
 
 def code_of(response: str) -> str:
@@ -142,15 +137,18 @@ def code_of(response: str) -> str:
     return program
 
 
-def same_output(result: sandbox.Result, expected: str) -> bool:
+def same_output(result: tuple[int, str], expected: str) -> bool:
     """Return whether a program ended well and printed what is expected."""
-    words = itertools.zip_longest(split(result.stdout), split(expected), fillvalue="")
-    return not result.status and all(same_word(word, other) for word, other in words)
+    status, printed = result
+    if status or is_far_longer(printed, expected):
+        return False
+    printed, expected = (re.findall(r"\S+|\n", text.strip()) for text in (printed, expected))
+    return len(printed) == len(expected) and all(map(same_word, printed, expected))
 
 
-def split(text: str) -> Iterator[str]:
-    """Yield the words and line ends of a text one by one: a program may print far more than is expected."""
-    return (word[0] for word in re.finditer(r"\S+|\n", text.strip()))
+def is_far_longer(text: str, expected: str) -> bool:
+    """Return whether a text is longer than any way to write the expected one, so that it is not worth its memory."""
+    return len(text) > 32 * len(expected) + 1000
 
 
 def same_value(value, expected) -> bool:

@@ -1,8 +1,8 @@
 """Runs programs of a model: in processes under limits on this machine, or on a SandboxFusion server.
 
-    caller -> plumbing/rewards/sandbox_program.py (namespaces) -> a process for each input (limits, Landlock, the program)
+    caller -> plumbing/rewards/sandbox_program.py (namespaces) -> a process for each input (limits, Landlock)
 
-What holds a program on this machine: see there. Programs that attack on purpose need a container around all of it.
+That file says what holds a program on this machine. Programs that attack on purpose need a container around all of it.
 """
 
 import contextlib

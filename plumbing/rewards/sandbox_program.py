@@ -1,14 +1,14 @@
 """The process that runs a program of a model, once for each input. plumbing/rewards/sandbox.py starts it.
 
 What holds the program:
-  - A new process for each input, which holds nothing: no secret, no expected output, an almost empty environment.
+  - A new process for each input, without a secret, an expected output or the caller's environment.
   - Limits of CPU time, address space, file size and open files; a wall clock, after which it is killed.
   - No capabilities, and none to gain.
-  - Where the kernel has Landlock: it writes only in its folder, and reads there and in READABLE; with later versions, no
-    TCP (6.7), and no signals to processes outside (6.12).
-  - Where the kernel allows namespaces: no network, no signal to another process, a folder in memory of FOLDER_SIZE, and
-    the end of all processes that it has started.
-It can see names and sizes of files and the names of processes. A program that attacks on purpose may do more: run all of
+  - Landlock, where the kernel has it: it writes only in its folder, reads there and in READABLE, and, with a later
+    version, uses no TCP (Linux 6.7) and sends no signal to processes outside (6.12).
+  - Namespaces, where the kernel allows them: no network, no signal to other processes, a folder in memory of
+    FOLDER_SIZE, and the end of all processes that it has started.
+It can see names and sizes of files and names of processes. A program that attacks on purpose may do more: run all of
 this in a container.
 
 Imports the standard library only: the interpreter is isolated (-I).
@@ -38,6 +38,7 @@ READABLE = (  # and Python with its packages
     "/etc/mime.types", "/proc/self", "/sys/devices/system/cpu",
 )  # fmt: skip
 libc = ctypes.CDLL(None, use_errno=True)
+LANDLOCK = libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)  # the kernel's version, below 1 for none
 
 
 def check(result: int) -> int:
@@ -53,7 +54,7 @@ def main(folder: str, caller: int) -> None:
     if os.getppid() != caller:
         return
     code, inputs, deadline = json.load(sys.stdin)
-    missing = ["" if landlock_version() > 0 else "no Landlock: they can read and write every file of this user"]
+    missing = ["" if LANDLOCK > 0 else "no Landlock: they can read and write every file of this user"]
     try:
         enter_namespaces(folder)
         private = True
@@ -99,7 +100,9 @@ def run(code: str, text: str, deadline: float, folder: str, private: bool) -> tu
         os.dup2(stdout, 1)
         os.closerange(3, 1024)
         restrict(folder, private)
-        execute(code)
+        sys.argv[:] = ["code.py"]
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
         sys.exit()
     ended = os.pidfd_open(child)
     select.select([ended], [], [], max(0.0, deadline - time.monotonic()))
@@ -112,13 +115,6 @@ def run(code: str, text: str, deadline: float, folder: str, private: bool) -> tu
         return status if status >= 0 else 128 - status, file.read().decode(errors="replace")
 
 
-def execute(code: str) -> None:
-    """Run a program as `python code.py` does."""
-    sys.argv[:] = ["code.py"]
-    sys.modules["__main__"] = module = types.ModuleType("__main__")
-    exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
-
-
 def restrict(folder: str, private: bool) -> None:
     """Give up for good what this process may do, except to compute, to read READABLE and to use `folder`."""
     limits = dict(CPU=CPU_SECONDS, AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0)
@@ -129,26 +125,20 @@ def restrict(folder: str, private: bool) -> None:
     check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
     check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
     check(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
-    if landlock_version() > 0:
+    if LANDLOCK > 0:
         confine(folder)
-
-
-def landlock_version() -> int:
-    """Return the kernel's version of Landlock, below 1 if it has none."""
-    return libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)
 
 
 def confine(folder: str) -> None:
     """Let this process use files in `folder`, read READABLE and use DEVICES; refuse TCP and signals to others."""
-    version = landlock_version()
     # LANDLOCK_ACCESS_FS_*: READ_*, WRITE_FILE, REMOVE_* and MAKE_*; later versions have REFER and TRUNCATE too.
     write_file, read_file, read_folder = 2, 4, 8
-    everything = 0x1FFE | (0x2000 if version >= 2 else 0) | (0x4000 if version >= 3 else 0)
+    everything = 0x1FFE | (0x2000 if LANDLOCK >= 2 else 0) | (0x4000 if LANDLOCK >= 3 else 0)
     readable = [*READABLE, os.path.dirname(os.path.dirname(os.__file__)), *filter(os.path.exists, sys.path)]
     rights = {path: read_file | read_folder if os.path.isdir(path) else read_file for path in readable}
     rights |= {device: read_file | write_file for device in DEVICES} | {folder: everything}
     # The rights of files, of TCP (bind, connect) and of what reaches processes outside (abstract sockets, signals).
-    ruleset = struct.pack("QQQ", everything, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    ruleset = struct.pack("QQQ", everything, 3 if LANDLOCK >= 4 else 0, 3 if LANDLOCK >= 6 else 0)
     rules = check(libc.syscall(ctypes.c_long(444), ruleset, ctypes.c_size_t(len(ruleset)), 0))
     for path, right in rights.items():
         if os.path.exists(path):

@@ -1,9 +1,8 @@
 r"""The functions that check an answer: each takes a response and a column of its row, and returns a score.
 
 They run in worker processes, which are killed when a check hangs or crashes. A check that raises an exception gives no
-score, a wrong answer gives 0. plumbing/rewards/answers.py says what counts as the final answer.
-
-Packages, the file of `math` aside, are imported by the check that needs them: the trainer imports this module as well.
+score, a wrong answer gives 0. plumbing/rewards/answers.py says what counts as the final answer. Packages are imported by
+the check that needs them: the trainer imports this module as well.
 """
 
 import ast
@@ -13,6 +12,7 @@ import re
 from typing import Callable, NamedTuple
 
 from plumbing.rewards.answers import after_thought, final_answer, gold_answer, gold_number, marked_number, stated_text
+from plumbing.rewards.code_tests import code, read_tests
 from plumbing.rewards.math_verifier import LIMIT, math, reference_text
 
 
@@ -22,7 +22,7 @@ def gsm8k(response: str, answer) -> float:
 
 
 def exact(response: str, answer) -> float:
-    """Return 1 if the final answer of the response, or all of it, is the reference, apart from white space around it."""
+    """Return 1 if the final answer of the response, or all of it, is the reference; white space around it is dropped."""
     return float(not {stated_text(response), response.strip()}.isdisjoint({gold_answer(answer), str(answer).strip()}))
 
 
@@ -40,9 +40,9 @@ def knights(response: str, answer) -> float:
     """Return 1 if the response says of each person of the reference, and of nobody else, who is a knight or a knave.
 
     Reference: "Zoey is a knave, and Oliver is a knight." (the column solution_text of K-and-K/knights-and-knaves).
-    Of the response, the `final_answer` counts; without one, what follows the last "conclusion", else the last paragraph.
-    Each "knight" or "knave" there has to be part of a statement such as "Zoey is a knave", "Zoey: knave" or
-    "Zoey = knave". So a second role for a person, a choice ("a knave or a knight") and another person give 0.
+    Of the response, the `final_answer` counts; else what follows the last "conclusion"; else the last paragraph. Each
+    "knight" or "knave" there has to be part of a statement such as "Zoey is a knave", "Zoey: knave" or "Zoey = knave".
+    So a second role for a person, a choice ("a knave or a knight") and another person give 0.
 
     Raise ValueError if the reference names nobody.
     """
@@ -137,35 +137,19 @@ def constraints_of(answer) -> list[tuple[str, dict]]:
                 parsed = json.loads(parsed) if '"instruction_id"' in parsed else ast.literal_eval(parsed)
             else:
                 (parsed,) = parsed
-        pairs = list(zip(parsed["instruction_id"], parsed["kwargs"], strict=True))
-        arguments = [{key: value for key, value in (given or {}).items() if value is not None} for _, given in pairs]
+        names, arguments = parsed["instruction_id"], [(given or {}).items() for given in parsed["kwargs"]]
+        constraints = [
+            (name, {key: value for key, value in given if value is not None})
+            for name, given in zip(names, arguments, strict=True)
+        ]
     except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
-        pairs = []
-    if not pairs:
+        constraints = []
+    if not constraints:
         raise ValueError(f'{str(answer)[:60]!r} is not {{"instruction_id": [names], "kwargs": [arguments]}}')
-    return [(name, given) for (name, _), given in zip(pairs, arguments)]
+    return constraints
 
 
-# ---- programs --------------------------------------------------------------------------------------------------------
-
-
-def code(response: str, answer, seconds: float = 24.0, server: str = "") -> float:
-    """Return 1 if the program of the response passes all tests of the row (plumbing/rewards/code_tests.py), else 0.
-
-    Args:
-        seconds: for all tests together. server: the address of a SandboxFusion server that runs the program; "" for
-            this machine.
-    """
-    from plumbing.rewards.code_tests import passes
-
-    return float(passes(response, answer, seconds, server))
-
-
-def read_tests(answer):
-    """Return the tests of a row. Raise ValueError for tests of another form."""
-    from plumbing.rewards import code_tests
-
-    return code_tests.read_tests(answer)
+# ---- the table ------------------------------------------------------------------------------------------------------
 
 
 class Verifier(NamedTuple):
