@@ -120,20 +120,14 @@ def marked_number(response: str) -> Fraction | None:
 
 
 def voted_answer(reward: str, response: str) -> str | None:
-    """Return the final answer of a response as text, for a vote among responses; None without one.
+    """Return the answer of a response as text, for a vote among responses; None without one.
 
-    With the reward gsm8k, it is the `marked_number`; else the `final_answer`, the last line behind "####", or all that
-    counts, without dollar signs, final full stop, thousands separators, case and repeated spaces.
+    For gsm8k it is the `marked_number`; else the `stated_text` without dollar signs, final full stop and case.
     """
     if reward == "gsm8k":
         number = marked_number(response)
         return None if number is None else str(number)
-    answer = final_answer(response)
-    if answer is None:
-        text = after_thought(response)
-        answer = (re.findall(r"####[ \t]*(\S.*)", text) or [text])[-1]
-    answer = " ".join(answer.replace("$", " ").split()).rstrip(". ")
-    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer).casefold() or None
+    return " ".join(stated_text(response).replace("$", " ").split()).rstrip(". ").casefold() or None
 
 
 # ---- until scripts/evaluate.py reads them no more ----

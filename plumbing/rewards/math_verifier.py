@@ -101,8 +101,10 @@ def parse(text: str, only_formula: bool = False) -> list:
 # ---- the text of an answer -------------------------------------------------------------------------------------------
 
 LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-SYMBOLS = {"[−–]": "-", "×": r"\times", "·": r"\cdot", "÷": "/", "π": r"\pi", "√": r"\sqrt", "°": r"^\circ", "≤": r"\le",
-           "≥": r"\ge", "∞": r"\infty", "≠": r"\ne", "∪": r"\cup", "∩": r"\cap", "²": "^2", "³": "^3"}  # fmt: skip
+SYMBOLS = {
+    "[−–]": "-", "×": r"\times", "·": r"\cdot", "÷": "/", "π": r"\pi", "√": r"\sqrt", "°": r"^\circ", "²": "^2",
+    "³": "^3", "≤": r"\le", "≥": r"\ge", "≠": r"\ne", "∞": r"\infty", "∪": r"\cup", "∩": r"\cap",
+}  # fmt: skip
 TIDY = [  # (pattern, replacement), in this order
     *[(symbol, latex.replace("\\", r"\\") + " ") for symbol, latex in SYMBOLS.items()],
     (r"\\?\$|[€£¥₹]|(?<!\\)\\[()\[\]]|\\!\s*", ""),  # signs of money and of formulas
@@ -211,28 +213,3 @@ def far_apart(one, other, ratio: float = 1e-5) -> bool:
         one, other = one.evalf(20), other.evalf(20)
         return bool(abs(one - other) > ratio * max(abs(one), abs(other)))
     return False
-
-
-# ---- until scripts/evaluate.py votes by text ----
-
-
-def equal_answers(responses: list[str]) -> list[str | None]:
-    """Return the final answer of each response, equal ones in the words of the first of them.
-
-    None for a response without one, or with one that math-verify cannot read.
-    """
-    distinct: list[tuple[str, Answer]] = []  # no two of them equal
-    answers: list[str | None] = []
-    for response in responses:
-        stated = None
-        with contextlib.suppress(Exception):
-            stated = read_response(response)
-        if stated is None or stated == ("", []):
-            answers.append(None)
-            continue
-        first = next((text for text, other in distinct if equal(other, stated)), None)
-        if first is None:
-            first = str(stated[1][-1]) if stated[1] else stated[0]
-            distinct.append((first, stated))
-        answers.append(first)
-    return answers

@@ -27,7 +27,8 @@ import types
 
 CPU_SECONDS = 10
 MEMORY = 1 << 30  # bytes of address space, of which the interpreter itself takes about 50 MB
-FILE_SIZE = 16 << 20  # bytes of each file, and of output
+FILE_SIZE = 16 << 20  # bytes of each file
+OUTPUT = 4 << 20  # bytes of what it prints, of which the rest is dropped
 FOLDER_SIZE = 64 << 20  # bytes of all files together, where there are namespaces
 OPEN_FILES = 64
 PROCESSES = 256  # and threads, where there are namespaces and the user is not root, whom no limit holds
@@ -112,7 +113,7 @@ def run(code: str, text: str, deadline: float, folder: str, private: bool) -> tu
     os.close(ended)
     with open(stdout, "rb") as file:
         file.seek(0)
-        return status if status >= 0 else 128 - status, file.read().decode(errors="replace")
+        return status if status >= 0 else 128 - status, file.read(OUTPUT).decode(errors="replace")
 
 
 def restrict(folder: str, private: bool) -> None:

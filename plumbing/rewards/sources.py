@@ -74,7 +74,7 @@ def named_sources(where: str, row: dict, args) -> list[str] | None:
     value = row.get(column)
     if not is_filled(value):
         return None
-    known = {name.lower(): name for name in args.reward}
+    known = {alias.lower(): name for name in args.reward for alias in (name, name.partition(":http")[0])}
     names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
     for name in names:
         if name not in known:

@@ -1,8 +1,8 @@
 r"""The functions that check an answer: each takes a response and a column of its row, and returns a score.
 
-They run in worker processes, which are killed when a check hangs or crashes. A check that raises an exception gives no
-score, a wrong answer gives 0. plumbing/rewards/answers.py says what counts as the final answer. Packages are imported by
-the check that needs them: the trainer imports this module as well.
+They run in worker processes, which are killed when a check hangs. A check that raises an exception gives no score, a
+wrong answer gives 0. plumbing/rewards/answers.py says what counts as the final answer. Packages are imported by the
+check that needs them: the trainer imports this module as well.
 """
 
 import ast
@@ -22,7 +22,7 @@ def gsm8k(response: str, answer) -> float:
 
 
 def exact(response: str, answer) -> float:
-    """Return 1 if the final answer of the response, or all of it, is the reference; white space around it is dropped."""
+    """Return 1 if the final answer of the response, or all of it, is the reference, without space around it."""
     return float(not {stated_text(response), response.strip()}.isdisjoint({gold_answer(answer), str(answer).strip()}))
 
 
