@@ -182,4 +182,3 @@ def verifier_of(name: str) -> Verifier | None:
     return VERIFIERS.get(name)
 
 
-ANSWER_REWARDS = tuple(name for name, verifier in VERIFIERS.items() if verifier.column == "answer")
