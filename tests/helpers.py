@@ -399,8 +399,8 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
 
     class Closed(rewards):
         def __init__(self, *args):
-            made.append(self)
             super().__init__(*args)
+            made.append(self)
 
     if hasattr(module, "Rewards"):
         module.Rewards = Closed
