@@ -33,7 +33,7 @@ def long(request) -> bool:
 SLOWEST = (  # files that take half a minute or so
     "test_vllm", "test_recipes", "test_vllm_server", "test_invariance", "test_run", "test_shard",
     "test_scripts", "test_random_runs", "test_code", "test_kills",
-    "test_signals", "test_reward_server", "test_ppo", "test_samples", "test_drift", "test_input",
+    "test_signals", "test_reward_server", "test_ppo", "test_samples", "test_drift",
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 from make_models import make_tokenizer  # noqa: E402
 
 import plumbing.rollout.vllm_engine  # noqa: E402, F401
-from plumbing import command_line  # noqa: E402
+from plumbing import cli  # noqa: E402
 from plumbing.run import log as run_log  # noqa: E402
 
 GAME = f"{ROOT / 'tests/game.py'}:Game"  # an environment
@@ -226,7 +226,7 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
         run_log.plot_curves = lambda *args: None
     code = 1
     try:
-        module.main(command_line.parse(module.Args, flags))
+        module.main(cli.parse(module.Args, flags))
         code = 0
     except SystemExit as error:
         code = error.code or 0
@@ -407,7 +407,7 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
     run_log.plot_curves = lambda *args: None
     try:
         line = values if isinstance(values, list) else words(values)
-        module.main(command_line.parse(module.Args, line))
+        module.main(cli.parse(module.Args, line))
     finally:
         run_log.plot_curves = plot_curves
         if hasattr(module, "Rewards"):

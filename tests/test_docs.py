@@ -36,10 +36,10 @@ def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
 
 
 def fields(node: ast.ClassDef) -> set[str]:
-    """Return what a class defines, with what it inherits from those in plumbing/flags.py."""
-    found, rooms = set(members(node.body)), members(tree_of("plumbing/flags.py").body)
+    """Return what a class defines, with what it inherits from those in plumbing/cli.py."""
+    found, rooms = set(members(node.body)), members(tree_of("plumbing/cli.py").body)
     for base in node.bases:
-        owner = rooms.get(base.attr if isinstance(base, ast.Attribute) else base.id)  # flags.RunArgs, or RunArgs there
+        owner = rooms.get(base.attr if isinstance(base, ast.Attribute) else base.id)  # cli.RunArgs, or RunArgs there
         found |= fields(owner) if isinstance(owner, ast.ClassDef) else set()
     return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import helpers
 import pytest
 
-from plumbing import command_line
+from plumbing import cli
 from plumbing.turns.templates import ToolCall, pattern_reader
 from plumbing.turns.tool_processes import ToolProcesses
 
@@ -121,7 +121,7 @@ def test_the_reward_and_the_pattern(folder):
     turns = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
     assert space["few_calls"]([], [], [turns, turns[:1]], answer=[]) == [-0.1, 0]
     (base,) = [words for words in COMMANDS if "--tool_call_pattern" in words]
-    args = command_line.parse(importlib.import_module("grpo").Args, base[2:])
+    args = cli.parse(importlib.import_module("grpo").Args, base[2:])
     processes = ToolProcesses((f"{folder / args.tools[0]}",), "", 30.0)
     processes.close()
     read = pattern_reader(args.tool_call_pattern, processes.schemas)
@@ -144,7 +144,7 @@ def test_the_complete_example(folder):
     small = {"rollout_batch_size": 2, "group_size": 2, "mini_batch_size": 4, "total_episodes": 4, "kl_coef": 0.0}
     for words, changes in ((train, {**small, "run_name": "train"}), (evaluate, {"num_prompts": 2, "run_name": "eval"})):
         script = Path(words[1]).stem
-        args = command_line.parse(importlib.import_module(script).Args, words[2:])
+        args = cli.parse(importlib.import_module(script).Args, words[2:])
         here = lambda name: str(folder / name)
         named = {"dataset": here(args.dataset), "environment": here(args.environment), "tools": here(args.tools[0])}
         kept = {name: getattr(args, name) for name in ("system_prompt", "max_turns", "reward")}

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plumbing import command_line
+from plumbing import cli
 from plumbing.data.rows import arithmetic_rows
 from plumbing.rewards import answers, math_verifier
 from plumbing.rewards.reward_processes import Workers
@@ -477,7 +477,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize("changes", OUT_OF_RANGE, ids=str)
 def test_a_flag_out_of_range_is_named(changes, capsys):
     with pytest.raises(SystemExit) as end:
-        command_line.parse(evaluate.Args, helpers.words({**TINY, **changes}))
+        cli.parse(evaluate.Args, helpers.words({**TINY, **changes}))
     (name,) = changes
     assert end.value.code == 2 and f"--{name}".replace("_", "-") in capsys.readouterr().err.replace("_", "-")
 

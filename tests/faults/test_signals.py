@@ -156,7 +156,7 @@ import os, signal, sys, time
 sys.path[:0] = {paths!r}
 import helpers
 import {script}
-from plumbing import command_line
+from plumbing import cli
 from plumbing.run import log as run_log
 
 def send(calls):
@@ -167,7 +167,7 @@ def send(calls):
 
 run_log.plot_curves = lambda *args: None
 helpers._before({function!r}, send)
-{script}.main(command_line.parse({script}.Args))
+{script}.main(cli.parse({script}.Args))
 """
 
 PHASES = {  # where torchrun gets the signal, and the step that is saved then; None: of a run that has not begun
