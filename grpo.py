@@ -38,22 +38,13 @@ from transformers import DynamicCache
 
 import utils
 from plumbing import cli
-from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import load_train_and_eval, take_prompts, token_lengths
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import Rewards, needs_answer, reward_weights
 from plumbing.rollout import engines
-from plumbing.rollout.batch import (
-    Batch,
-    Experience,
-    Sample,
-    Sampler,
-    forward_batch,
-    forward_tokens,
-    load_conversations,
-    logits_processors,
-)
+from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_batch, forward_tokens, logits_processors
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
@@ -85,7 +76,9 @@ MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then 
 
 
 @dataclass
-class Args(cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.RolloutArgs, cli.ConversationArgs):
+class Args(
+    cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.RolloutArgs, cli.ConversationArgs, cli.PolicyArgs
+):  # fmt: skip
     total_episodes: PositiveInt = 180_000
     """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
     rollout_batch_size: PositiveInt = 64
@@ -102,18 +95,6 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.Rollout
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
-    warmup_ratio: Share = 0.03
-    """Fraction of all updates over which the learning rate rises."""
-    min_learning_rate: NonNegativeFloat = 0.0
-    """Learning rate at the end of a linear or cosine schedule."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of matrices; biases and norms have none."""
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """AdamW's decay of the mean gradient and of the mean squared gradient."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Clip the norm of the gradient to this."""
 
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "reinforce"] = "grpo"
     """Variant: fixes the token loss, and sets what --loss_aggregation, --advantage_scale, --clip_low and --clip_high
@@ -132,11 +113,6 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.Rollout
     """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
-    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
-    """Weight the policy loss by rho = policy at the start of the step / policy that sampled: truncate rho of a token to
-    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or take the response's and drop it above cap."""
-    rollout_correction_cap: PositiveFloat = 2.0
-    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
 
     kl_coef: NonNegativeFloat = 0.001
     """Weight beta of the KL to the reference; 0 needs, and loads, no reference model."""
@@ -144,14 +120,6 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.Rollout
     """Add the KL to the loss, or take it from the score."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of the KL per token."""
-    kl_target: NonNegativeFloat = 0.0
-    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive); 0 keeps beta fixed."""
-    kl_horizon: PositiveInt = 10_000
-    """Responses over which --kl_target acts."""
-    ref_model: str = ""
-    """Reference for the KL penalty; default: --model as it was at the start."""
-    ref_refresh_every: NonNegativeInt = 0
-    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
 
     non_stop_penalty: bool = True
     """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
@@ -166,13 +134,12 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.Rollout
     """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
     sampling)."""
 
-    RULES = cli.RL_RULES | {
+    RULES = {
         "--group_size must be 2 or more: advantages are relative to a group": lambda a: a.group_size >= 2,
         "--dual_clip requires a --loss that clips the ratio": lambda a: (
             not a.dual_clip or VARIANTS[a.loss].token_loss in ("ppo", "gspo")
         ),
     }
-    WARNINGS = cli.RL_WARNINGS
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -648,7 +615,7 @@ def main(args: Args) -> None:
     run = Run(args, __file__, world)
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
-    conversations = load_conversations(args, tokenizer, stop_ids)
+    conversations = engines.load_conversations(args, tokenizer, stop_ids)
     tools = conversations and conversations.schemas
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, needs_answer(args), tools)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import utils
 from plumbing import cli
-from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
+from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from plumbing.data import prompts
 from plumbing.data.mixture import take_prompts
 from plumbing.data.rows import arithmetic_pairs, is_number, read_rows, split_of
@@ -44,7 +44,7 @@ from plumbing.run.run import Run
 
 
 @dataclass
-class Args(cli.RunArgs, cli.ModelArgs):
+class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
     dataset: str = "trl-lib/ultrafeedback_binarized"
     """Preference pairs: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or owner/name[:config] on
     the hub, each with @split after it for another split than train. Columns: chosen and rejected, text or messages,
@@ -68,20 +68,8 @@ class Args(cli.RunArgs, cli.ModelArgs):
     """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     """Course of the learning rate after the warm-up."""
-    warmup_ratio: Share = 0.03
-    """Fraction of all updates over which the learning rate rises."""
-    min_learning_rate: NonNegativeFloat = 0.0
-    """Learning rate at the end of a linear or cosine schedule."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Weight decay of matrices; biases and norms have none."""
-    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """AdamW's decay of the mean gradient and of the mean squared gradient."""
-    max_grad_norm: PositiveFloat = 1.0
-    """Clip the norm of the gradient to this."""
     centre_coef: NonNegativeFloat = 0.0
     """Weight of (r_chosen + r_rejected)^2, which keeps scores around 0; 0.01 is usual."""
-
-    RULES = cli.TRAINING_RULES
 
 
 # ----------------------------------------------------------------------------------------------------------------

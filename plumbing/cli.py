@@ -314,32 +314,63 @@ class ConversationArgs:
     """Texts that end a turn as a stop token does, such as </search> for a model that goes on after a call."""
 
 
-TRAINING_RULES = {
-    "--min_learning_rate must be at most --learning_rate": lambda a: a.min_learning_rate <= a.learning_rate
-}
-RL_RULES = TRAINING_RULES | {
-    "--mini_batch_size must divide --rollout_batch_size x --group_size": lambda a: (
-        a.rollout_batch_size * a.group_size % a.mini_batch_size == 0
-    ),
-    "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
-        a.total_episodes >= a.rollout_batch_size * a.group_size
-    ),
-    "--overlong_buffer must be at most --max_response_length": lambda a: a.overlong_buffer <= a.max_response_length,
-    "--filter_groups requires a --group_size of 2 or more": lambda a: a.filter_groups == "none" or a.group_size > 1,
-    "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
-    "--rollout_correction mask requires a --rollout_correction_cap of 1 or more": lambda a: (
-        a.rollout_correction != "mask" or a.rollout_correction_cap >= 1
-    ),
-    "--ref_refresh_every requires --lora_rank 0: with LoRA the reference is the model without its adapter": lambda a: (
-        not a.ref_refresh_every or not a.lora_rank
-    ),
-    "--ref_refresh_every requires a --kl_coef above 0: there is no reference to refresh": lambda a: (
-        not a.ref_refresh_every or a.kl_coef
-    ),
-}
-RL_WARNINGS = {
-    "--clip_high: above 10 a clip hardly ever acts": lambda a: (a.clip_high or 0) <= 10,
-    "--kl_in loss with --kl_estimator k1: its gradient has zero mean; take k2 or k3": lambda a: (
-        not a.kl_coef or a.kl_in != "loss" or a.kl_estimator != "k1"
-    ),
-}
+@dataclass
+class OptimizerArgs:
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
+    warmup_ratio: Share = 0.03
+    """Fraction of all updates over which the learning rate rises."""
+    min_learning_rate: NonNegativeFloat = 0.0
+    """Learning rate at the end of a linear or cosine schedule."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of matrices; biases and norms have none."""
+    adam_betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's decay of the mean gradient and of the mean squared gradient."""
+    max_grad_norm: PositiveFloat = 1.0
+    """Clip the norm of the gradient to this."""
+
+    RULES = {"--min_learning_rate must be at most --learning_rate": lambda a: a.min_learning_rate <= a.learning_rate}
+
+
+@dataclass
+class PolicyArgs(OptimizerArgs):
+    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
+    """Weight the policy loss by rho = policy at the start of the step / policy that sampled: truncate rho of a token to
+    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or take the response's and drop it above cap."""
+    rollout_correction_cap: PositiveFloat = 2.0
+    """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
+    kl_target: NonNegativeFloat = 0.0
+    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive); 0 keeps beta fixed."""
+    kl_horizon: PositiveInt = 10_000
+    """Responses over which --kl_target acts."""
+    ref_model: str = ""
+    """Reference for the KL penalty; default: --model as it was at the start."""
+    ref_refresh_every: NonNegativeInt = 0
+    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
+
+    RULES = {
+        "--mini_batch_size must divide --rollout_batch_size x --group_size": lambda a: (
+            a.rollout_batch_size * a.group_size % a.mini_batch_size == 0
+        ),
+        "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
+            a.total_episodes >= a.rollout_batch_size * a.group_size
+        ),
+        "--overlong_buffer must be at most --max_response_length": lambda a: a.overlong_buffer <= a.max_response_length,
+        "--filter_groups requires a --group_size of 2 or more": lambda a: a.filter_groups == "none" or a.group_size > 1,
+        "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
+        "--rollout_correction mask requires a --rollout_correction_cap of 1 or more": lambda a: (
+            a.rollout_correction != "mask" or a.rollout_correction_cap >= 1
+        ),
+        "--ref_refresh_every requires --lora_rank 0: with LoRA the reference is the model without its adapter": lambda a: (
+            not a.ref_refresh_every or not a.lora_rank
+        ),
+        "--ref_refresh_every requires a --kl_coef above 0: there is no reference to refresh": lambda a: (
+            not a.ref_refresh_every or a.kl_coef
+        ),
+    }
+    WARNINGS = {
+        "--clip_high: above 10 a clip hardly ever acts": lambda a: (a.clip_high or 0) <= 10,
+        "--kl_in loss with --kl_estimator k1: its gradient has zero mean; take k2 or k3": lambda a: (
+            not a.kl_coef or a.kl_in != "loss" or a.kl_estimator != "k1"
+        ),
+    }

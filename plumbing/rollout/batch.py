@@ -157,15 +157,6 @@ class Experience:
     score_statistics: list[float] | None = None  # running count, mean and sum of squared deviations of scores (ppo.py)
 
 
-def load_conversations(args, tokenizer, stop_ids: list[int]):
-    """Return the Conversations of --tools and --environment, or None without them."""
-    if not (args.tools or args.environment):
-        return None
-    from plumbing.turns.conversations import Conversations
-
-    return Conversations(args, tokenizer, stop_ids)
-
-
 def collate(rows: list[tuple[list[int], list[int]]], device) -> tuple[Tensor, Tensor]:
     """Pad queries and responses on the right: input_ids (n, L) and a mask (n, L) bool of response tokens.
 

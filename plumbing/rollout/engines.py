@@ -47,6 +47,15 @@ def rollout_engine(args, world: World, compute_dtype: torch.dtype | None):
     return engine
 
 
+def load_conversations(args, tokenizer, stop_ids: list[int]):
+    """Return the Conversations of --tools and --environment, or None without them."""
+    if not (args.tools or args.environment):
+        return None
+    from plumbing.turns.conversations import Conversations
+
+    return Conversations(args, tokenizer, stop_ids)
+
+
 class Prefetch:
     """Makes the next step's rollout in another thread while this step trains.
 

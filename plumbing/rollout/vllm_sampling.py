@@ -49,8 +49,8 @@ class VllmSampling:
 
     def generate(
         self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
-    ) -> tuple[list[list[int]], list[list[float]]] | None:
-        """Return a response to each of this rank's queries, and the log-probabilities of its tokens.
+    ) -> tuple[list[list[int]], list[dict[str, list[float]]]] | None:
+        """Return a response to each of this rank's queries and, by name, the values of its tokens.
 
         Args:
             seeds: one a response; None for greedy responses.
