@@ -638,13 +638,11 @@ def main(args: Args) -> None:
     policy, wrapped, reference = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )
-    kl_in_reward, kl_in_loss = (reference is not None and args.kl_in == where for where in ("reward", "loss"))
+    kl_in = "none" if reference is None else args.kl_in
     rewards.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
-    engine = engines.rollout_engine(args, rollout_world, precision.compute_dtype)
-    if engine is None:
-        loading.check_decodes(f"--model {args.model}", policy.model)
+    engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype)
     sampler = Sampler(
         policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
         precision.autocast,
@@ -655,21 +653,16 @@ def main(args: Args) -> None:
     evaluate = functools.partial(
         evaluation.evaluate, functools.partial(rollout, sampler), correct_responses, eval_prompts, rewards, args
     )
-    keeps_reference = args.ref_refresh_every or loading.refreshed_reference(run.checkpoint)
-    saved_models = {"": policy.model} | ({"reference": reference.model} if keeps_reference else {})
+    saved_models = loading.models_to_save(args, policy, reference, run.checkpoint)
     run.start(total_steps, tokenizer, saved_models, {"": optimizer}, engine)
     run.log.lengths(token_lengths(prompts, eval_prompts))
     prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
-    prefetched = None
-    if engine is not None:
-        engine.sync(policy.model)
+    sampler.sync()
 
     for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
         run.phase("rollout")
-        experience, prefetched = prefetched, None
-        if experience is None:
-            experience = collect(sampler, prompts, step, run.state.get("position", 0), step - 1)
+        experience = prefetch.take(step, run.state.get("position", 0), step - 1)
         if experience is None:
             run.leave()
         if experience.unscored:
@@ -679,15 +672,14 @@ def main(args: Args) -> None:
         batch, mask, scores = experience.batch, experience.batch.response_mask, experience.batch.scores  # (N, T), (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
         kl_coef = run.state.get("kl_coef", args.kl_coef)
-        if engine is not None:
-            engine.sleep()
+        sampler.sleep()
 
         # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
         run.phase("logprobs")
         if reference is not None:
             with lora.without_lora(reference.model):
                 batch.tokens["ref_logprobs"] = forward_all(reference, batch, entropy=False)["logprobs"]
-        if old_logprobs_from == "trainer" or kl_in_reward:
+        if old_logprobs_from == "trainer" or kl_in == "reward":
             logprobs_at_start = forward_all(policy, batch, entropy=False)["logprobs"]
             if reference is not None:
                 batch.tokens["kl"] = kl_estimate(logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator)
@@ -698,10 +690,10 @@ def main(args: Args) -> None:
 
         # ---- 3. advantages ----
         outcomes = scores  # R, (N,)
-        if kl_in_reward:
+        if kl_in == "reward":
             outcomes = scores - kl_coef * masked_sum(batch.tokens["kl"], mask, 1)
         advantages = group_advantages(outcomes, args.group_size, scale).to(precision.loss_dtype)  # (N,)
-        if kl_in_reward:  # a KL that is not finite is no missing score: `Optimizer.step` skips its update
+        if kl_in == "reward":  # a KL that is not finite is no missing score: `Optimizer.step` skips its update
             advantages = advantages.masked_fill(scores.isfinite() & ~outcomes.isfinite(), math.nan)
         batch.tokens["advantages"] = torch.where(mask, advantages[:, None], 0.0)
 
@@ -736,7 +728,7 @@ def main(args: Args) -> None:
                     token_kl = torch.zeros_like(logprobs)
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
-                    if kl_in_loss:
+                    if kl_in == "loss":
                         token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
                     # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
@@ -756,12 +748,9 @@ def main(args: Args) -> None:
         policy.model.eval()
 
         # ---- 5. sync: the prefetched rollout, the engine, the reference, the KL controller ----
-        if args.async_steps and step < total_steps:
-            run.phase("rollout")
-            prefetched = prefetch.result()
-        if engine is not None:
-            run.phase("sync")
-            engine.sync(policy.model)
+        run.phase("sync")
+        prefetch.wait()
+        sampler.sync()
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             sync_reference(reference, policy)
         total = sums.totals()
@@ -779,7 +768,7 @@ def main(args: Args) -> None:
             **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
             **experience.metrics,
             **optimizer.metrics(),
-            **(engine.metrics() if engine is not None else {}),
+            **sampler.metrics(),
         }
         mean_advantages = masked_mean(batch.tokens["advantages"], mask, 1)
         samples = evaluation.sample_rows(batch, args.log_samples, mean_advantages)

@@ -8,7 +8,6 @@ import hashlib
 import math
 import os
 import resource
-import signal
 import sys
 import time
 from collections import defaultdict
@@ -162,35 +161,6 @@ def generator(*key) -> np.random.Generator:
     the same numbers. (torch's CPU generator would use 32 bits of the seed only.)
     """
     return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(key).encode()).digest(), "big"))
-
-
-class Interrupt:
-    """SIGTERM and SIGINT ask the run to save and exit; a second SIGINT ends it at once, as does any before `can_save`.
-
-    `requested` is this process's flag and is polled where ranks run on their own (generation). `agreed` is collective
-    and is asked where ranks meet, so that all of them leave at the same place.
-    """
-
-    def __init__(self, world: World):
-        self.world, self.requested = world, False
-        self.can_save = False  # set once the run polls: before that, it may wait for a server or load for minutes
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, self._handle)
-
-    def _handle(self, signum, frame) -> None:
-        if self.requested and signum == signal.SIGINT:
-            os._exit(128 + signal.SIGINT)
-        line = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
-        if not self.can_save:
-            line = "the run exits before its first step; nothing is lost"
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            os.write(2, f"\n{signal.Signals(signum).name}: {line}\n".encode())  # print may be what was interrupted
-        if not self.can_save:
-            os._exit(EXIT_INTERRUPTED)  # an exception could be caught, or wait for threads, wherever it is raised
-        self.requested = True
-
-    def agreed(self) -> bool:
-        return self.world.any(self.requested)
 
 
 def first_line(error: BaseException) -> str:

@@ -311,3 +311,9 @@ def refreshed_reference(checkpoint: str | None) -> str | None:
     """Return the folder of a refreshed reference in a checkpoint; None if there is none."""
     folder = os.path.join(checkpoint or "", "reference")
     return folder if checkpoint and os.path.isdir(folder) else None
+
+
+def models_to_save(args, policy, reference, checkpoint: str | None) -> dict[str, torch.nn.Module]:
+    """Return the language models that a checkpoint holds by the name of their folder: a reference if it was refreshed."""
+    refreshed = args.ref_refresh_every or refreshed_reference(checkpoint)
+    return {"": policy.model} | ({"reference": reference.model} if reference is not None and refreshed else {})

@@ -40,13 +40,27 @@ class Sampler(NamedTuple):
     rewards: object  # plumbing.rewards.sources.Rewards
     conversations: object  # plumbing.turns.conversations.Conversations; None for responses of a single turn
     args: object
-    interrupt: utils.Interrupt
+    interrupt: object  # plumbing.run.ranks.Interrupt
     world: utils.World  # of the rollout, see `utils.World.rollout_world`
     autocast: Callable  # returns the context to compute in
 
     def interrupted(self) -> bool:
         """Return whether this rank was asked to save and exit."""
         return self.interrupt.requested
+
+    def sync(self) -> None:
+        """Give the engine the weights of the trained model; all ranks call it, and nothing samples meanwhile."""
+        if self.engine is not None:
+            self.engine.sync(self.model)
+
+    def sleep(self) -> None:
+        """Free the engine's memory until the next `sync`, where it can."""
+        if self.engine is not None:
+            self.engine.sleep()
+
+    def metrics(self) -> dict[str, float]:
+        """Return what the engine logs of a step."""
+        return {} if self.engine is None else self.engine.metrics()
 
     @contextlib.contextmanager
     def decoding(self):

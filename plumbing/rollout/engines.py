@@ -10,10 +10,9 @@ from typing import Callable
 
 import torch
 
+from plumbing.models.loading import check_decodes
 from plumbing.rollout.vllm_sampling import obstacle
-from utils import Interrupt, World, fail, warn
-
-AGREEMENT = 0.01  # mean difference of probabilities above which what samples is not the trained policy
+from utils import World, fail
 
 
 def rollout_backend(args) -> str:
@@ -23,16 +22,18 @@ def rollout_backend(args) -> str:
     return "vllm" if torch.cuda.is_available() and not obstacle(args) else "hf"
 
 
-def rollout_engine(args, world: World, compute_dtype: torch.dtype | None):
-    """Return the engine of --rollout_backend, or None if transformers' model samples; print which one it is.
+def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: torch.dtype | None):
+    """Return the engine of --rollout_backend, or None if the model itself samples; print which one it is.
 
     Args:
-        world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.
+        model: the one that trains. world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.
     """
     backend, engine = rollout_backend(args), None
     if backend == "hf" and args.async_steps:
         fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
-    if backend != "hf" and obstacle(args):
+    if backend == "hf":
+        check_decodes(f"--model {args.model}", model)
+    elif obstacle(args):
         fail(f"--rollout_backend {backend}: {obstacle(args)}")
     if backend == "vllm":
         from plumbing.rollout.vllm_engine import Engine
@@ -66,10 +67,11 @@ class Prefetch:
     # Not ThreadPoolExecutor: the interpreter waits for its threads at exit, and one may be in a collective with a rank
     # that has ended.
 
-    def __init__(self, make: Callable, interrupt: Interrupt):
+    def __init__(self, make: Callable, interrupt):
         """`make` makes a rollout and returns early, with any result, once `interrupt.requested` is set."""
         self.make, self.interrupt = make, interrupt
         self.thread: threading.Thread | None = None
+        self.future: Future | None = None
         atexit.register(self._leave)
 
     def start(self, *job) -> None:
@@ -79,9 +81,17 @@ class Prefetch:
         self.thread = threading.Thread(target=self._work, args=(device, *job), daemon=True)
         self.thread.start()
 
-    def result(self):
-        """Return what `make` returns for the job that was started; raise what it raises."""
-        return self.future.result()
+    def wait(self) -> None:
+        """Wait for the rollout that was started, if one was."""
+        if self.future is not None:
+            self.future.exception()
+
+    def take(self, *job):
+        """Return the rollout that was started, or else make(*job) now; raise what it raises."""
+        if self.future is None:
+            return self.make(*job)
+        future, self.future = self.future, None
+        return future.result()
 
     def _work(self, device: int | None, *job) -> None:
         if device is not None:
@@ -96,13 +106,3 @@ class Prefetch:
         self.interrupt.requested = True
         if self.thread is not None:
             self.thread.join(timeout=10)
-
-
-def watch_agreement(metrics: dict[str, float]) -> None:
-    """Warn if engine and trainer, given the same weights, disagree about the probabilities of the sampled tokens."""
-    difference = metrics["rollout/prob_diff_mean"]
-    if difference > AGREEMENT and metrics["rollout/staleness"] == 0:
-        warn(
-            f"step {metrics['step']}: rollout and trainer differ by {difference:.3f} in a token's mean probability; "
-            "try --precision float32, --rollout_backend hf to see whose fault it is, or --rollout_correction truncate"
-        )

@@ -1,4 +1,4 @@
-"""Errors and waits of a rank: what it prints when it fails, or when a phase of the run takes too long.
+"""Errors, waits and signals of a rank: what it prints when it fails or a phase takes too long, and how it is interrupted.
 
 Imports plumbing.models.sharding (the advice for a GPU that is full).
 """
@@ -6,6 +6,7 @@ Imports plumbing.models.sharding (the advice for a GPU that is full).
 import faulthandler
 import functools
 import os
+import signal
 import sys
 import time
 import traceback
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import errors
 
 from plumbing.models.sharding import OUT_OF_MEMORY
-from utils import World, fail, first_line
+from utils import EXIT_INTERRUPTED, World, fail, first_line
 
 STUCK_AFTER = 600.0  # seconds in one phase after which each rank of several prints its traceback, again and again
 phase = "start"  # of the run that this process is in
@@ -64,3 +65,32 @@ def record(main: Callable) -> Callable:
 def is_lost_connection(error: Exception) -> bool:
     """Return whether an error is that of a collective whose other ranks are gone or silent for too long."""
     return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+
+
+class Interrupt:
+    """SIGTERM and SIGINT ask the run to save and exit; a second SIGINT ends it at once, as does any before `can_save`.
+
+    `requested` is this process's flag and is polled where ranks run on their own (generation). `agreed` is collective
+    and is asked where ranks meet, so that all of them leave at the same place.
+    """
+
+    def __init__(self, world: World):
+        self.world, self.requested = world, False
+        self.can_save = False  # set once the run polls: before that, it may wait for a server or load for minutes
+        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, self._handle)
+
+    def _handle(self, signum, frame) -> None:
+        if self.requested and signum == signal.SIGINT:
+            os._exit(128 + signal.SIGINT)
+        line = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
+        if not self.can_save:
+            line = "the run exits before its first step; nothing is lost"
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            os.write(2, f"\n{signal.Signals(signum).name}: {line}\n".encode())  # print may be what was interrupted
+        if not self.can_save:
+            os._exit(EXIT_INTERRUPTED)  # an exception could be caught, or wait for threads, wherever it is raised
+        self.requested = True
+
+    def agreed(self) -> bool:
+        return self.world.any(self.requested)

@@ -12,7 +12,7 @@ from typing import Callable, Iterator, NoReturn
 import utils
 from plumbing.run import checkpoints, resume, tracking
 from plumbing.run.log import RunLog
-from plumbing.run.ranks import begin_phase
+from plumbing.run.ranks import Interrupt, begin_phase
 
 
 class Run:
@@ -26,7 +26,7 @@ class Run:
     def __init__(self, args, script: str, world: utils.World):
         """Find the run's folder and the checkpoint to go on from (`checkpoint`, None for a new run); create nothing."""
         begin_phase("load", world)
-        self.args, self.script, self.world, self.interrupt = args, script, world, utils.Interrupt(world)
+        self.args, self.script, self.world, self.interrupt = args, script, world, Interrupt(world)
         self.origin = world.on_main(lambda: resume.find_origin(args, script))
         self.folder, self.checkpoint = self.origin.folder, self.origin.checkpoint
         self.episodes_a_step = getattr(args, "rollout_batch_size", 0) * getattr(args, "group_size", 1)
