@@ -157,8 +157,7 @@ class Args(
     reward_clip: NonNegativeFloat = 0.0
     """Clip scores to +- this, before any penalty; 0 for no clip."""
     filter_groups: Literal["none", "drop", "refill"] = "none"
-    """Drop the groups whose scores are all equal; refill also samples other prompts in their place (DAPO's dynamic
-    sampling)."""
+    """Drop the groups whose scores are all equal; refill samples other prompts in their place (DAPO)."""
 
     RULES = {
         "--critic_mini_batch_size must divide --rollout_batch_size x --group_size": lambda a: (
@@ -422,15 +421,11 @@ class Policy(nn.Module):
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
         hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
         labels = nn.functional.pad(input_ids[:, 1:], (0, 1))[predicts]  # (tokens,)
-        recompute = torch.is_grad_enabled() and self.recompute_logits and len(labels) > CHUNK_TOKENS
-        options, chunks = (entropy, temperature or self.temperature), []
-        for inputs in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS)):
-            if recompute:  # in the backward pass: logits live only while they are used
-                chunks.append(
-                    checkpoint(self.statistics, *inputs, *options, use_reentrant=False, preserve_rng_state=False)
-                )
-            else:
-                chunks.append(self.statistics(*inputs, *options))
+        statistics = self.statistics
+        if torch.is_grad_enabled() and self.recompute_logits and len(labels) > CHUNK_TOKENS:
+            statistics = functools.partial(checkpoint, statistics, use_reentrant=False, preserve_rng_state=False)
+        parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+        chunks = [statistics(*part, entropy, temperature or self.temperature) for part in parts]
         return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
     def statistics(self, hidden: Tensor, labels: Tensor, entropy: bool, temperature: float) -> dict[str, Tensor]:
@@ -678,10 +673,7 @@ def sample_responses(
 
 
 def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
-    """Return the weighted sum of the reward components: {source: (N,)} -> (N,).
-
-    NaN where a source gave no score (NaN), unless the source's weight is 0.
-    """
+    """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with a weight is NaN."""
     return sum(weight * scores for scores, weight in zip(components.values(), reward_weights(args)) if weight)
 
 
@@ -764,9 +756,7 @@ def collect(
         samples = [batch.samples[i] for i in chosen.tolist()]
         batch = Batch.from_samples(samples, batch.scores.device, batch.scores[chosen])
     if not batch.scores.isfinite().any():
-        utils.warn(
-            f"step {step}: no response trains: none has a score, or --filter_groups or --mask_truncated drop all"
-        )
+        utils.warn(f"step {step}: no response trains: each lacks a score, or was masked or filtered out")
     return Experience(batch, metrics, sampled_tokens, position, policy_step, unscored, score_statistics=statistics)
 
 
@@ -779,10 +769,9 @@ def equal_scores(grouped: Tensor) -> Tensor:
 
 
 def correct_responses(batch: Batch, rewards: Rewards) -> Tensor:
-    """Return (N,) float64: 1 if the first source that tells right from wrong gave 1 or more and the response stopped.
+    """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response stopped, else 0.
 
-    Else 0; NaN where that source gave no score: a failed reward says nothing of a response, so means leave it out. Of a
-    row that names its sources, it is the first of these. All NaN if no source tells right from wrong.
+    NaN where it gave no score, or there is no verifier: a failed reward says nothing of a response.
     """
     correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
     for name in reversed(rewards.verifiers):
@@ -859,12 +848,7 @@ def main(args: Args) -> None:
         policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
         precision.autocast,
     )  # fmt: skip
-    forward_all = functools.partial(
-        forward_batch, token_budget=args.micro_batch_tokens, world=world, autocast=precision.autocast
-    )
-    evaluate = functools.partial(
-        evaluation.evaluate, functools.partial(rollout, sampler), correct_responses, eval_prompts, rewards, args
-    )
+    evaluate = functools.partial(evaluation.evaluate, rollout, correct_responses, sampler, eval_prompts)
     saved_models = loading.models_to_save(args, policy, reference, run.checkpoint) | {"critic": critic.scalar.model}
     run.start(total_steps, tokenizer, saved_models, {"": optimizer, "critic": critic_optimizer}, engine)
     run.log.lengths(token_lengths(prompts, eval_prompts, ptx_rows))
@@ -891,9 +875,11 @@ def main(args: Args) -> None:
         run.phase("logprobs")
         if reference is not None:
             with lora.without_lora(reference.model):
-                batch.tokens["ref_logprobs"] = forward_all(reference, batch, entropy=False)["logprobs"]
+                values = forward_batch(reference, batch, args, world, precision.autocast, entropy=False)
+            batch.tokens["ref_logprobs"] = values["logprobs"]
         if old_logprobs_from == "trainer" or kl_in == "reward" or args.pf_ppo != "none":
-            logprobs_at_start = forward_all(policy, batch, entropy=False)["logprobs"]
+            values = forward_batch(policy, batch, args, world, precision.autocast, entropy=False)
+            logprobs_at_start = values["logprobs"]
             if reference is not None:
                 batch.tokens["kl"] = kl_estimate(logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator)
         if old_logprobs_from == "trainer":
@@ -907,7 +893,7 @@ def main(args: Args) -> None:
         scored = mask & scores.isfinite()[:, None]  # (N, T), the tokens that can train
         kl = batch.tokens["kl"] if kl_in == "reward" else None
         rewards_t = token_rewards(scores.to(precision.loss_dtype), kl, mask, kl_coef)  # (N, T)
-        old_values = forward_all(critic, batch)["values"]  # (N, T)
+        old_values = forward_batch(critic, batch, args, world, precision.autocast)["values"]  # (N, T)
         advantages, returns = gae(rewards_t, old_values, scored, args.gamma, args.gae_lambda)  # (N, T)
         if args.critic_gae_lambda is not None:
             _, returns = gae(rewards_t, old_values, scored, args.gamma, args.critic_gae_lambda)
@@ -962,16 +948,15 @@ def main(args: Args) -> None:
                     kl = t.get("kl", token_kl.detach())
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
-                    if old_logprobs_from != "engine":
-                        evaluation.add_mismatch(sums, old_logprobs, t["rollout_logprobs"], m)
-                    elif number == 0:  # the first update only: nearest to the weights that sampled
-                        evaluation.add_mismatch(sums, logprobs.detach(), t["rollout_logprobs"], m)
+                    latest = logprobs.detach() if old_logprobs_from == "engine" else old_logprobs
+                    if number == 0 or old_logprobs_from != "engine":  # the nearest to the weights that sampled
+                        evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             if policy_trains:
                 optimizer.step()
         policy.model.eval()
         critic.eval()
 
-        # ---- 5. sync: the prefetched rollout, the engine, the reference, the KL controller ----
+        # ---- 5. sync: the prefetched rollout, the engine, the reference ----
         run.phase("sync")
         prefetch.wait()
         sampler.sync()
@@ -983,12 +968,8 @@ def main(args: Args) -> None:
             if reference is not None:
                 kl = batch.tokens["kl"]
                 total.update(kl=masked_sum(kl, scored).item(), mean_kl=masked_mean(kl, scored, 1).sum().item())
-        next_kl_coef = kl_coef
-        if reference is not None and args.kl_target and policy_trains:
-            mean_kl = total["mean_kl"] / max(1, len(trained))
-            next_kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon)
 
-        # ---- 6. metrics ----
+        # ---- 6. metrics, and the KL controller ----
         mean_score = experience.metrics["objective/scores"]
         metrics = {
             "epoch": experience.position / len(prompts),
@@ -1005,10 +986,12 @@ def main(args: Args) -> None:
             **critic_optimizer.metrics(),
             **sampler.metrics(),
         }
-        mean_advantages = masked_mean(batch.tokens["advantages"], mask, 1)
-        samples = evaluation.sample_rows(batch, args.log_samples, mean_advantages)
+        if reference is not None and args.kl_target and policy_trains:
+            mean_kl = total["mean_kl"] / max(1, len(trained))
+            kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon)
+        samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(
-            metrics, samples, experience.sampled_tokens, position=experience.position, kl_coef=next_kl_coef,
+            metrics, samples, experience.sampled_tokens, position=experience.position, kl_coef=kl_coef,
             score_statistics=experience.score_statistics,
         )  # fmt: skip
     run.finish()

@@ -195,9 +195,7 @@ def forward_tokens(module, inputs: tuple[Tensor, Tensor], mask: Tensor, **option
 
 
 @torch.no_grad()
-def forward_batch(
-    module, batch: Batch, *, token_budget: int, world: utils.World, autocast: Callable, **options
-) -> dict[str, Tensor]:
+def forward_batch(module, batch: Batch, args, world: utils.World, autocast: Callable, **options) -> dict[str, Tensor]:
     """Return what a module gives for every response token, without gradient, the work spread over the ranks.
 
     Args:
@@ -207,7 +205,7 @@ def forward_batch(
     """
     local, mask = [], batch.response_mask
     sampled = mask.sum(1).tolist()  # tokens
-    for rows in utils.micro_batches(batch.lengths, token_budget, world):
+    for rows in utils.micro_batches(batch.lengths, args.micro_batch_tokens, world):
         with autocast():
             outputs = module(*batch.collate(rows), **options)
         names = list(outputs)

@@ -23,7 +23,7 @@ def rollout_backend(args) -> str:
 
 
 def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: torch.dtype | None):
-    """Return the engine of --rollout_backend, or None if the model itself samples; print which one it is.
+    """Return the engine of --rollout_backend, or None if the model itself samples; print its name.
 
     Args:
         model: the one that trains. world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.

@@ -6,7 +6,7 @@ from typing import Callable
 import torch
 
 from plumbing.rewards.sources import Rewards, is_scored_by, reward_weights
-from plumbing.rollout.batch import Batch
+from plumbing.rollout.batch import Batch, Sampler
 from utils import Sums, warn
 
 MOST_MISMATCH = 0.01  # mean difference of probabilities above which the engine does not sample from the trained policy
@@ -27,20 +27,21 @@ def unscored(batch: Batch, rewards: Rewards, args) -> str:
 
 
 def evaluate(
-    sample: Callable, correct_responses: Callable, rows: list[dict], rewards: Rewards, args
+    rollout: Callable, correct_responses: Callable, sampler: Sampler, rows: list[dict]
 ) -> tuple[dict, list[dict]] | None:
     """Measure greedy and sampled accuracy, with the same random numbers at every call; warn of missing scores.
 
     Args:
-        sample: `rollout` of a script with all but its last three arguments. correct_responses: of a script.
+        rollout, correct_responses: of a script.
         rows: held-out prompts.
     Returns:
         Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no score), and samples
         as `sample_rows` gives them, one a prompt; None if interrupted.
     """
+    rewards, args = sampler.rewards, sampler.args
     metrics, k = {}, args.eval_samples
     for name, samples in (("greedy_", 0), ("", k)):
-        batch = sample(rows, samples, ("evaluation", args.seed))
+        batch = rollout(sampler, rows, samples, ("evaluation", args.seed))
         if batch is None:
             return None
         for source, scores in batch.reward_components.items():
@@ -117,12 +118,11 @@ def conversation_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def sample_rows(batch: Batch, count: int, advantages: torch.Tensor | None = None, every: int = 1) -> list[dict]:
-    """Return `count` responses, one in `every`, for samples.jsonl and the console.
-
-    Args:
-        advantages: (N,), means over the tokens.
-    """
+def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
+    """Return `count` responses, one in `every`, with the mean of their advantages, for samples.jsonl and the console."""
+    advantages, mask = batch.tokens.get("advantages"), batch.response_mask
+    if advantages is not None:
+        advantages = torch.where(mask, advantages, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (N,)
     rows = []
     for i in range(0, len(batch.samples), every)[:count]:
         sample = batch.samples[i]

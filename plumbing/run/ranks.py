@@ -1,4 +1,4 @@
-"""Errors, waits and signals of a rank: what it prints when it fails or a phase takes too long, and how it is interrupted.
+"""Errors, waits and signals of a rank: messages of failures and of phases that take too long, and interruption.
 
 Imports plumbing.models.sharding (the advice for a GPU that is full).
 """
