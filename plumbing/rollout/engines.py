@@ -26,7 +26,7 @@ def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: to
     """Return the engine of --rollout_backend, or None if the model itself samples; print its name.
 
     Args:
-        model: the one that trains. world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.
+        model: that trains. world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.
     """
     backend, engine = rollout_backend(args), None
     if backend == "hf" and args.async_steps:

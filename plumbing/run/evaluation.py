@@ -119,7 +119,7 @@ def conversation_metrics(batch: Batch) -> dict[str, float]:
 
 
 def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
-    """Return `count` responses, one in `every`, with the mean of their advantages, for samples.jsonl and the console."""
+    """Return `count` responses, one in `every`, with their mean advantages, for samples.jsonl and the console."""
     advantages, mask = batch.tokens.get("advantages"), batch.response_mask
     if advantages is not None:
         advantages = torch.where(mask, advantages, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (N,)
