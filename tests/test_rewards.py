@@ -9,14 +9,14 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from conftest import ROOT
-from tiny_models import make_tokenizer
+from tiny_models import CPU, make_tokenizer
 
+import grpo
 from plumbing.rewards import sources
 from plumbing.rewards.sources import Rewards, named_sources, needs_answer
 from plumbing.rewards.workers import Workers, finite_or_nan
-from plumbing.rollout.batch import Batch
+from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 
 FUNCTIONS = """
@@ -201,30 +201,30 @@ def test_only_the_named_sources_count(file, make, capsys):
     assert scores == {"exact": [1, 0, 1], "gsm8k": [0, 1, 0], "format": [0, 0, 0], "knights": [0, 0, 0]}
 
 
-def batch_of(rows: list[dict], verifiers: tuple, **components) -> Batch:
-    ones = torch.ones(len(rows), dtype=torch.bool)
-    scores = {name: torch.tensor(column) for name, column in components.items()}
-    tokens = {"response_mask": ones[:, None]}
-    return Batch(rows, [[1]] * len(rows), ["t"] * len(rows), ones, scores, tokens, verifiers=verifiers)
+def batch_of(rows: list[dict], **components) -> Batch:
+    samples = [
+        Sample(row, [1], {}, True, text="t", scores={name: scores[i] for name, scores in components.items()})
+        for i, row in enumerate(rows)
+    ]
+    return Batch.from_samples(samples, CPU)
 
 
-def test_what_is_measured_of_rows_that_name_their_sources():
+def test_metrics_of_rows_that_name_their_sources():
     """Means of a source are over its rows; a response is correct by the first verifier that scores its row."""
     rows = [row("1", ["math"]), row("1", ["math"]), row("1", ["code"]), row("1", ["code", "math"]), row("1", ["model"])]
-    nan = math.nan
+    nan, rewards = math.nan, types.SimpleNamespace(verifiers=("math", "code"))
     batch = batch_of(
-        rows, ("math", "code"), math=[1.0, 0.0, 0.0, 1.0, 0.0], code=[0.0, 0.0, 1.0, nan, 0.0],
-        model=[0.0, 0.0, 0.0, 0.0, -3.0],
+        rows, math=[1.0, 0.0, 0.0, 1.0, 0.0], code=[0.0, 0.0, 1.0, nan, 0.0], model=[0.0, 0.0, 0.0, 0.0, -3.0]
     )  # fmt: skip
-    correct = evaluation.correct_responses(batch)
+    correct = grpo.correct_responses(batch, rewards)
     assert correct.tolist() == pytest.approx([1, 0, 1, 1, nan], nan_ok=True)
-    metrics = evaluation.batch_metrics(batch)
+    metrics = evaluation.batch_metrics(batch, correct, rewards)
     assert metrics["objective/verifiable_correct_rate"] == 0.75 and metrics["val/missing_scores"] == 1
     means = {name: metrics[f"reward/{name}"] for name in ("math", "code", "model")}
     assert means == pytest.approx({"math": 2 / 3, "code": 1.0, "model": -3.0})
     assert metrics["reward_correct/math"] == pytest.approx(2 / 3) and "reward_correct/model" not in metrics
-    shown = evaluation.sample_rows(batch, 5)
-    assert [[math.isnan(sample[name]) for name in means] for sample in shown[:3]] == [
+    samples = evaluation.sample_rows(batch, 5)
+    assert [[math.isnan(sample[name]) for name in means] for sample in samples[:3]] == [
         [False, True, True], [False, True, True], [True, False, True],
     ]  # fmt: skip
 
@@ -234,11 +234,7 @@ def test_a_source_that_fails_on_all_of_its_rows():
     args = types.SimpleNamespace(reward=("math", "code"), reward_weights=())
     rewards = types.SimpleNamespace(why_missing=lambda components: f"{', '.join(components)} failed")
     rows = [row("1", ["math"]), row("1", ["code"])]
-    failed = batch_of(rows, ("math", "code"), math=[1.0, 0.0], code=[0.0, math.nan])
+    failed = batch_of(rows, math=[1.0, 0.0], code=[0.0, math.nan])
     assert evaluation.unscored(failed, rewards, args) == "code failed"
-    without = batch_of(rows[:1], ("math", "code"), math=[1.0], code=[0.0])  # a step without rows for code
+    without = batch_of(rows[:1], math=[1.0], code=[0.0])  # a step without rows for code
     assert evaluation.unscored(without, rewards, args) == ""
-
-
-def test_a_model_alone_tells_nothing_right_from_wrong():
-    assert evaluation.correct_responses(batch_of([row("1")], (), model=[0.5])) is None

@@ -99,7 +99,7 @@ def request_body(rows: list[dict], texts: list[str]) -> dict:
     body = {
         "src": [row["prompt"] for row in rows], "tgt": [as_text(row.get("answer")) for row in rows], "response": texts
     }  # fmt: skip
-    columns = columns_of(rows)
+    columns = {name: values for name, values in columns_of(rows).items() if name != "answer"}
     return {**body, "columns": columns} if columns else body
 
 

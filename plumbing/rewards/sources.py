@@ -151,7 +151,8 @@ class Rewards:
             responses = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
             if environment:
                 two = [{**row, "turns": [{"role": "assistant", "content": x}]} for row, x in zip(two, texts)]
-            if failure := source.try_out(two, texts, responses):
+            # The other sources have shown what they need, or need a conversation.
+            if hasattr(source, "try_out") and (failure := source.try_out(two, texts, responses)):
                 fail(f"--reward {name}: a trial call with two responses failed: {failure}")
 
     def load_models(self, args, precision, sharding=None) -> None:
@@ -195,10 +196,6 @@ class EnvironmentSource:
     """The sum of --environment's rewards, which the conversations bring along."""
 
     verifies, failure = True, ""
-
-    def try_out(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> str:
-        """Do nothing: there is no conversation yet."""
-        return ""
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         return [finite_or_nan(row["environment"]) for row in rows]

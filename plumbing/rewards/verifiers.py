@@ -180,5 +180,3 @@ def verifier_of(name: str) -> Verifier | None:
     if kind == "code" and server.startswith(("http://", "https://")):
         return VERIFIERS[kind]._replace(check=functools.partial(code, server=server))
     return VERIFIERS.get(name)
-
-

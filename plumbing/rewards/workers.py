@@ -43,8 +43,8 @@ def finite_or_nan(score) -> float:
 
 
 def columns_of(rows: list[dict]) -> dict[str, list]:
-    """Return the columns that prompts had in their files, a value a prompt; None where a row lacks one."""
-    tables = [row.get("columns", {}) for row in rows]
+    """Return the columns that prompts had in their files and "answer", a value a prompt; None where a row lacks one."""
+    tables = [{**row.get("columns", {}), "answer": row.get("answer")} for row in rows]
     names = sorted({name for table in tables for name in table})
     return {name: [table.get(name) for table in tables] for name in names}
 
@@ -156,17 +156,17 @@ class Workers:
         if not self.pool.active:  # a worker without a call has died: pebble then gives up
             self.pool = self._new_pool()
         futures = [self.pool.schedule(attempt, (limit, call, own), timeout=limit) for own in arguments]
-        while wait(futures, timeout=POLL).not_done and not interrupted():
+        while wait(futures, timeout=POLL).not_done and self.pool.active and not interrupted():
             pass
         for future in futures:
-            future.cancel()  # those that are not done
+            future.cancel()  # does nothing to those that are done
         return [self._outcome(future, limit) for future in futures]
 
     def _outcome(self, future, limit: float) -> Outcome:
         try:
             return Outcome(*future.result())
         except CancelledError:
-            return Outcome(None, "the run is interrupted")
+            return Outcome(None, "the run is interrupted, or the pool of workers has failed")
         except TimeoutError:
             return Outcome(None, f"gave no answer within --timeout {limit:g} s", died=True)
         except ProcessExpired as error:
@@ -192,13 +192,9 @@ class VerifierSource:
         # Less than the call may take: a program that is stuck scores 0, a call that is stuck has no score.
         self.options = {"seconds": 0.8 * timeout} if name.startswith("code") else {}
 
-    def try_out(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> str:
-        """Do nothing: what a verifier needs has been checked."""
-        return ""
-
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
-        references = [self._reference(row) for row in rows]
-        texts = [last_turn(row) if "turns" in row else text for row, text in zip(rows, texts)]
+        references = columns_of(rows).get(self.verifier.column, [None] * len(rows))
+        texts = [last_turn(row, text) for row, text in zip(rows, texts)]
         outcomes = self._verify(texts, references, interrupted)
         if self.verifier.limit < math.inf:
             # A formula can take for ever. The response is wrong, then, unless the reference is to blame.
@@ -207,20 +203,19 @@ class VerifierSource:
             for i, outcome in zip(stuck, alone):
                 reason = f"the reference {references[i]!r:.60} alone takes over {self.limit:g} s, or a crash"
                 outcomes[i] = Outcome(None, reason) if outcome.died else outcome
-        self.failure = next((outcome.failure for outcome in reversed(outcomes) if outcome.failure), self.failure)
+        failures = [outcome.failure for outcome in outcomes if outcome.failure]
+        self.failure = failures[-1] if failures else self.failure
         return [finite_or_nan(outcome.result) for outcome in outcomes]
-
-    def _reference(self, row: dict):
-        """Return the value of the column that the verifier compares with, None for none."""
-        return {**row.get("columns", {}), "answer": row["answer"]}.get(self.verifier.column)
 
     def _verify(self, texts: list[str], references: list, interrupted: Callable) -> list[Outcome]:
         calls = [(self.name, text, reference, self.options) for text, reference in zip(texts, references)]
         return self.workers.run(verify, calls, self.limit, interrupted)
 
 
-def last_turn(row: dict) -> str:
-    """Return the last turn of a conversation: the answer is the model's, not that of a tool."""
+def last_turn(row: dict, text: str) -> str:
+    """Return the last turn of a response: the answer of a conversation is the model's, not that of a tool."""
+    if "turns" not in row:
+        return text
     return row["turns"][-1]["content"] if row["turns"] else ""
 
 
@@ -244,11 +239,11 @@ class FunctionSource:
         return [finite_or_nan(score) for score in outcome.result or [None] * len(rows)]
 
     def _call(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> Outcome:
-        columns = columns_of(rows) | {"answer": [row["answer"] for row in rows]}
+        prompts, columns = [row["prompt"] for row in rows], columns_of(rows)
         if "turns" in rows[0]:
             columns["turns"] = [row["turns"] for row in rows]
-        arguments = (self.name, [row["prompt"] for row in rows], texts, responses, columns)
-        (outcome,) = self.workers.run(score_all, [arguments], self.timeout, interrupted)
+        call = (self.name, prompts, texts, responses, columns)
+        (outcome,) = self.workers.run(score_all, [call], self.timeout, interrupted)
         if outcome.died:
             self.workers.load()  # the time of the next call is not for imports
         return outcome

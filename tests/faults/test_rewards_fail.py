@@ -132,7 +132,7 @@ def test_nobody_waits_for_an_answer_once_the_run_is_interrupted(worker):
     source, begin = rewards.sources[f"{path}:sleeps"], time.monotonic()
     source.timeout = 60.0
     scores = source.score(ROWS, [""] * 20, [[]] * 20, lambda: time.monotonic() > begin + 0.2)
-    assert scores == pytest.approx(NONE, nan_ok=True) and source.failure == "the run is interrupted"
+    assert scores == pytest.approx(NONE, nan_ok=True) and source.failure.startswith("the run is interrupted")
     assert time.monotonic() - begin < 4
     assert scores_of(rewards, f"{path}:good") == (ALL, "")
 
