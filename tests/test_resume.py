@@ -214,7 +214,7 @@ def test_a_signal_while_a_run_starts(whole, tmp_path, number):
     begin = time.monotonic()
     os.kill(running.process.pid, number)
     assert running.wait(20).code == 75 and time.monotonic() - begin < 5
-    assert f"{number.name}: ends before the first step" in running.err and "Traceback" not in running.err
+    assert f"{number.name}: exits before its first step" in running.err and "Traceback" not in running.err
     assert not os.listdir(tmp_path)
 
 

@@ -3,7 +3,6 @@
 import math
 import re
 import statistics
-import time
 import types
 
 import helpers
@@ -13,9 +12,8 @@ from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks,
 from transformers import AutoModelForCausalLM
 
 import grpo
-import utils
-from plumbing.data import mixture as data
-from plumbing.rollout.batch import Batch, join
+from plumbing.data import mixture
+from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 from plumbing.run import log as run_log
 
@@ -26,42 +24,50 @@ SCRIPTS = ["grpo", "rloo", "ppo"]
 # ---- collect: what is asked of the sampler, and what comes of it ------------------------------------------------
 
 
-class Sampler:
+class Rollout:
     """Stands for `rollout`: prompt i gets the scores of `table[i % len(table)]`; a response is as long as its place."""
 
     def __init__(self, table: list[list[float]], end: int | None = None):
         self.table, self.end, self.calls = table, end, []
 
-    def __call__(self, rows, samples, key):
-        self.calls.append(([row["i"] for row in rows], samples, key))
+    def __call__(self, sampler, rows, count, key):
+        self.calls.append(([row["i"] for row in rows], count, key))
         if len(self.calls) == self.end:
             return None
-        scores = [score for row in rows for score in self.table[row["i"] % len(self.table)]]
-        rows = [row for row in rows for _ in range(samples)]
-        responses = [[7] * (1 + i % samples) for i in range(len(rows))]
-        mask = torch.arange(len(responses[-1])) < torch.tensor([len(r) for r in responses])[:, None]
-        stopped = torch.tensor([len(response) < samples for response in responses])
-        texts = [f"{row['i']}: {len(r)}" for row, r in zip(rows, responses)]
-        tokens = {"response_mask": mask, "rollout_logprobs": mask * -0.5}
-        return Batch(rows, responses, texts, stopped, {"exact": torch.tensor(scores)}, tokens, None, ("exact",))
+        samples = [
+            Sample(row, [7] * (n + 1), {"rollout_logprobs": [-0.5] * (n + 1)}, n + 1 < count, scores={"exact": score})
+            for row in rows
+            for n, score in enumerate(self.table[row["i"] % len(self.table)])
+        ]
+        return Batch.from_samples(samples, torch.device("cpu"))
 
 
-REWARDS = types.SimpleNamespace(why_missing=lambda components: f"{', '.join(components)}: it returned None")
+REWARDS = types.SimpleNamespace(
+    why_missing=lambda components: f"{', '.join(components)}: it returned None", verifiers=("exact",)
+)
 
 
-def collected(table, position=0, so_far=(0.0, 0.0, 0.0), end=None, **flags):
-    sampler, size = Sampler(table, end), len(table[0])
-    common = {"reward": ("exact",), "rollout_batch_size": 4, "non_stop_penalty": False, "group_size": size}
-    args, prompts = grpo.Args(**common, **flags), [{"i": i, "query": [i]} for i in range(40)]
-    order = [row["i"] for row in data.take_prompts(prompts, 0, 80, args.seed)]
-    options = dict(prompts=prompts, sample=sampler, rewards=REWARDS, args=args)
-    experience = grpo.collect(3, position, list(so_far), 2, **options)
-    assert experience is None or (experience.policy_step, experience.group_size) == (2, size)
-    return experience, sampler.calls, order
+@pytest.fixture
+def collected(monkeypatch):
+    """A function that collects a step from a table of scores: (Experience, calls of `rollout`, order of prompts)."""
+
+    def collect(table, position=0, end=None, max_refills=9, **flags):
+        rollout, size = Rollout(table, end), len(table[0])
+        monkeypatch.setattr(grpo, "rollout", rollout)
+        monkeypatch.setattr(grpo, "MAX_REFILLS", max_refills)
+        common = {"reward": ("exact",), "rollout_batch_size": 4, "non_stop_penalty": False, "group_size": size}
+        sampler = types.SimpleNamespace(
+            args=grpo.Args(**{"mini_batch_size": 4 * size, **common, **flags}), rewards=REWARDS
+        )
+        prompts = [{"i": i, "query": [i]} for i in range(40)]
+        order = [row["i"] for row in mixture.take_prompts(prompts, 0, 80, sampler.args.seed)]
+        return grpo.collect(sampler, prompts, 3, position, 2), rollout.calls, order
+
+    return collect
 
 
 def groups_of(experience) -> list[int]:
-    return [row["i"] for row in experience.batch.rows[::2]]
+    return [sample.row["i"] for sample in experience.batch.samples[::2]]
 
 
 def by_table(table, order) -> list[bool]:
@@ -69,17 +75,17 @@ def by_table(table, order) -> list[bool]:
     return [len({s for s in table[i % len(table)] if not math.isnan(s)}) > 1 for i in order]
 
 
-def test_without_a_filter_every_group_trains():
+def test_without_a_filter_every_group_trains(collected):
     table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0]]
     got, calls, order = collected(table, position=5)
     assert calls == [(order[5:9], 2, ("rollout", 1, 3))] and groups_of(got) == order[5:9] and got.position == 9
     expected = [s for i in order[5:9] for s in table[i % 3]]
     torch.testing.assert_close(got.batch.scores.tolist(), expected, equal_nan=True)
-    assert got.batch.texts == [f"{i}: {n}" for i in order[5:9] for n in (1, 2)] and got.unscored == ""
+    assert [len(sample.response) for sample in got.batch.samples] == [1, 2] * 4 and got.unscored == ""
     assert got.metrics["val/zero_std_fraction"] == 1 - sum(by_table(table, order[5:9])) / 4
 
 
-def test_drop_leaves_out_the_groups_that_teach_nothing():
+def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0], [3.0, 2.0]]
     got, calls, order = collected(table, filter_groups="drop")
     expected = [i for i, teaches in zip(order[:4], by_table(table, order)) if teaches]
@@ -90,7 +96,7 @@ def test_drop_leaves_out_the_groups_that_teach_nothing():
     assert got.metrics["objective/scores"] == pytest.approx(sum(present) / len(present))
 
 
-def test_refill_samples_other_prompts_until_the_step_is_full():
+def test_refill_samples_other_prompts_until_the_step_is_full(collected):
     """As many as it takes if the share of groups with differing scores stays the same, and never more than a step's."""
     table = [[0.0, 1.0]] + [[1.0, 1.0]] * 4
     got, calls, order = collected(table, position=2, filter_groups="refill", max_refills=50)
@@ -104,7 +110,6 @@ def test_refill_samples_other_prompts_until_the_step_is_full():
     assert found >= 4 and len(calls) > 3 and got.position == position
     expected = [i for i in order[2:position] if i % 5 == 0][:4]
     assert groups_of(got) == expected and got.batch.scores.tolist() == [0.0, 1.0] * 4
-    assert got.batch.texts == [f"{i}: {n}" for i in expected for n in (1, 2)]
     assert got.batch.lengths == [2, 3] * 4 and got.batch.stopped.tolist() == [True, False] * 4
     assert torch.equal(got.batch.response_mask, torch.tensor([[True, False], [True, True]] * 4))
     assert torch.equal(got.batch.tokens["rollout_logprobs"], got.batch.response_mask * -0.5)
@@ -119,10 +124,9 @@ def test_refill_samples_other_prompts_until_the_step_is_full():
         "reward_correct/exact": statistics.fmean(scores),
     })  # fmt: skip
     assert got.sampled_tokens == groups * (2 + 3)
-    assert got.score_statistics == pytest.approx(utils.update_statistics([0.0, 0.0, 0.0], torch.tensor(scores)))
 
 
-def test_refill_ends_at_its_limit_with_what_there_is():
+def test_refill_ends_at_its_limit_with_what_there_is(collected):
     table = [[0.0, 1.0]] + [[1.0, 1.0]] * 19
     got, calls, order = collected(table, filter_groups="refill", max_refills=2)
     assert [len(prompts) for prompts, *_ in calls] == [4, 4, 4] and got.position == 12
@@ -130,57 +134,32 @@ def test_refill_ends_at_its_limit_with_what_there_is():
 
 
 @pytest.mark.parametrize("how", ["drop", "refill"])
-def test_where_no_group_is_left_nothing_trains(how):
+def test_where_no_group_is_left_nothing_trains(collected, how):
     got, calls, order = collected([[1.0, 1.0]], filter_groups=how, max_refills=2)
     scores = got.batch.scores
     assert len(calls) == (3 if how == "refill" else 1) and scores.isnan().all() and len(scores) == 8
     assert got.metrics["objective/scores"] == 1
 
 
-def test_a_dead_source_is_not_asked_again():
+def test_a_dead_source_is_not_asked_again(collected):
     got, calls, _ = collected([[NAN, NAN]], filter_groups="refill")
     assert len(calls) == 1 and got.unscored == "exact: it returned None" and got.metrics["val/missing_scores"] == 8
     unscored = lambda weight: evaluation.unscored(got.batch, REWARDS, grpo.Args(reward_weights=(weight,)))
     assert unscored(1.0) == got.unscored and unscored(0.0) == ""
 
 
-def test_an_interrupt_while_refilling():
+def test_an_interrupt_while_refilling(collected):
     assert collected([[1.0, 1.0]], end=2, filter_groups="refill")[0] is None
 
 
-def test_groups_are_compared_after_masking_and_penalties():
+def test_groups_are_compared_after_masking_and_penalties(collected):
     """The last response of each group has no stop token, and the overlong penalty tells equal scores apart."""
     table = [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     got, *_ = collected(table, mask_truncated=True, filter_groups="drop")
-    assert {row["i"] % 2 for row in got.batch.rows} == {1}
+    assert {sample.row["i"] % 2 for sample in got.batch.samples} == {1}
     assert got.batch.scores.isnan().view(-1, 3).tolist()[0] == [0, 0, 1]
     got, *_ = collected([[1.0, 1.0]], overlong_buffer=2, max_response_length=2, filter_groups="drop")
     assert got.batch.scores.tolist() == [0.5, 0.0] * 4
-
-
-def test_normalisation_takes_all_that_was_sampled():
-    got, *_ = collected([[0.0, 4.0]], so_far=(2.0, 1.0, 8.0), reward_normalization=True)
-    count, mean, squares = utils.update_statistics([2.0, 1.0, 8.0], torch.tensor([0.0, 4.0] * 4))
-    assert got.score_statistics == [count, mean, squares] and count == 10
-    expected = [(s - mean) / math.sqrt(squares / 9) for s in [0.0, 4.0] * 4]
-    assert got.batch.scores.tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_all_of_a_step_is_normalised_by_the_same_statistics():
-    """Else equal scores of a step would train as different ones, and differ from remax's greedy one."""
-    table = [[0.0, 4.0]] + [[4.0, 4.0]] * 3
-    got, calls, _ = collected(table, reward_normalization=True, filter_groups="refill", max_refills=50)
-    assert len(calls) > 2 and len(set(got.batch.scores.tolist())) == 2
-
-
-def test_joining_many_responses_takes_no_time():
-    sampler = Sampler([[0.0, 1.0]])
-    batches = [sampler([{"i": i} for i in range(2000)], 2, ()) for _ in range(2)]
-    begin = time.monotonic()
-    batch = join(batches)
-    batch.scores = torch.zeros(8000)
-    assert len(batch.select(list(range(0, 8000, 2))).rows) == 4000
-    assert time.monotonic() - begin < 2  # seconds; it took minutes when it went through all for each
 
 
 # ---- whole runs -------------------------------------------------------------------------------------------------
@@ -210,10 +189,10 @@ def variant(base: dict, tmp_path, **changes) -> dict:
     return {**base, "output_dir": str(tmp_path), "run_name": "run", **changes}
 
 
-SELECTIVE = dict(filter_groups="refill", mask_truncated=True, overlong_buffer=4, reward_normalization=True)
+SELECTIVE = dict(filter_groups="refill", mask_truncated=True, overlong_buffer=4)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_ranks_and_micro_batches_change_nothing(base, tmp_path, script):
     changes = dict(micro_batch_tokens=1, total_episodes=24, save_every=3, kl_estimator="k2")
     one = variant(base, tmp_path, run_name="one", **SELECTIVE, **changes)
@@ -233,13 +212,13 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_resume_between_refills(base, tmp_path, script):
-    """SIGTERM while a step collects: the stream of prompts and the statistics of the scores go on as they were."""
-    straight = variant(base, tmp_path, run_name="straight", **SELECTIVE, max_refills=3, total_episodes=40)
+    """SIGTERM while a step collects: the stream of prompts goes on as it was."""
+    straight = variant(base, tmp_path, run_name="straight", **SELECTIVE, total_episodes=40)
     stopped = {**straight, "run_name": "stopped"}
     running = helpers.start(straight, script=script)
     assert running.wait().code == 0
     rows = metrics_of(straight)
-    run(stopped, code=75, script=script, place="utils.update_statistics:4:SIGTERM")
+    run(stopped, code=75, script=script, place=f"{script}.final_scores:4:SIGTERM")
     done = run({**stopped, "resume": True}, script=script)
     assert "goes on after step" in done.out and metrics_of(stopped) == rows and len(rows) == 6
     assert len({row["val/sampled_prompts"] for row in rows[1:]}) > 1
@@ -260,18 +239,14 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     monkeypatch.setattr(module, loss, lambda *a: seen.append(a) or original(*a))
     monkeypatch.setattr(module, "aggregate", lambda *a, **o: divisors.append((o, a[1])) or aggregate(*a, **o))
     values = variant(base, tmp_path, filter_groups="drop", mask_truncated=True, num_epochs=1, mini_batch_size=32)
-    values |= {
-        "rollout_batch_size": 8,
-        "total_episodes": 32,
-        "eval_every": 0,
-        "micro_batch_tokens": 10_000,
-        "max_response_length": 4,
-    }
+    values |= {"rollout_batch_size": 8, "total_episodes": 32, "eval_every": 0, "max_response_length": 4}
+    values["micro_batch_tokens"] = 10_000
     run_here(values, script)
     (experience,) = collects
     kept = [i for i, score in enumerate(experience.batch.scores.tolist()) if not math.isnan(score)]
-    lengths = [len(experience.batch.responses[i]) for i in kept]
-    assert 0 < len(experience.batch.rows) < 32 and len(kept) < len(experience.batch.rows)
+    samples = experience.batch.samples
+    lengths = [len(samples[i].response) for i in kept]
+    assert 0 < len(samples) < 32 and len(kept) < len(samples)
     assert all(experience.batch.stopped[i] for i in kept)
     for options, mask in divisors:
         assert options["sequences"] == len(kept) and options["tokens"] == sum(lengths)
@@ -326,7 +301,7 @@ def test_the_schedule_goes_by_steps(base, tmp_path):
     assert rows[0]["lr"] > rows[1]["lr"] > rows[2]["lr"] > rows[3]["lr"]
 
 
-# ---- what a run says of its data --------------------------------------------------------------------------------
+# ---- lengths that a run prints -------------------------------------------------------------------------------
 
 
 def test_length_statistics():

@@ -12,7 +12,7 @@ import torch
 from helpers import all_finite, finite_or_null, folder_of, metrics_of, same_weights, steps_of, tensors_of
 from safetensors.torch import load_file, save_file
 
-SCRIPTS = ("grpo", "ppo", "rloo")
+from plumbing.models import loading
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +42,13 @@ def errors_of(capsys) -> list[str]:
 # ---- weights that were NaN or infinite before the run ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    "script, flag",
-    [("grpo", "model"), ("grpo", "ref_model"), ("grpo", "reward"), ("ppo", "value_model"), ("reward_model", "model")],
-)
+    "script, flag, value",
+    [
+        ("grpo", "model", math.nan), ("grpo", "ref_model", math.inf), ("grpo", "reward", math.nan),
+        ("ppo", "value_model", math.nan), ("reward_model", "model", math.inf),
+    ],
+)  # fmt: skip
 def test_a_model_that_is_not_finite_is_refused(base, tmp_path, capsys, script, flag, value):
     model = helpers.tiny_model(tmp_path / "model")
     if flag in ("reward", "value_model"):
@@ -67,34 +69,30 @@ def test_a_model_that_is_not_finite_is_refused(base, tmp_path, capsys, script, f
 
 # ---- what goes wrong in a step --------------------------------------------------------------------------------------
 
-PENALTIES = [
-    ("grpo", "loss", "k3"), ("grpo", "loss", "full"), ("grpo", "reward", "k3"), ("ppo", "reward", "k1"),
-    ("ppo", "loss", "k3"), ("rloo", "reward", "k1"), ("rloo", "loss", "k2"),
-]  # fmt: skip
 
-
-@pytest.mark.parametrize("script, place, estimator", PENALTIES)
+@pytest.mark.parametrize(
+    "script, place, estimator", [("grpo", "loss", "k3"), ("ppo", "reward", "k1"), ("rloo", "loss", "k2")]
+)
 def test_a_reference_that_becomes_nan(base, tmp_path, capsys, monkeypatch, script, place, estimator):
     """torch.clamp has a gradient of 0 for NaN, and advantages are 0 without a score: all the same nothing is trained
     on as if there were no KL."""
-    module = __import__(script)
-    load_reference = module.load_reference
+    load = loading.load_policy_and_reference
 
-    def poisoned(*args):
-        reference = load_reference(*args)
+    def poisoned(*args, **options):
+        *policy, reference = load(*args, **options)
         reference.model.model.norm.weight.data[3] = math.nan
-        return reference
+        return *policy, reference
 
-    monkeypatch.setattr(module, "load_reference", poisoned)
-    values = variant(base, tmp_path, kl_in=place, kl_estimator=estimator, max_skipped_updates=2)
+    monkeypatch.setattr(loading, "load_policy_and_reference", poisoned)
+    values = variant(base, tmp_path, kl_in=place, kl_estimator=estimator, total_episodes=48)
     with pytest.raises(SystemExit) as end:
         helpers.run_here(values, script)
     (error,) = errors_of(capsys)
-    assert end.value.code == 2 and error.startswith("error: --max_skipped_updates 2: the gradient was not finite in 3 ")
-    (row,) = metrics_of(values)
-    assert row["val/skipped_updates"] == 2 and row["objective/kl"] is None
-    assert steps_of(values) == ["step_1"] and same_weights(folder_of(values) / "checkpoints/step_1", values["model"])
-    assert all(x.isfinite().all() for x in tensors_of(folder_of(values) / "checkpoints/step_1").values())
+    assert end.value.code == 2 and " was not finite in 6 updates in a row" in error
+    for row in metrics_of(values):
+        assert row["val/skipped_updates"] == 2 and row["objective/kl"] is None
+    for step in steps_of(values):
+        assert same_weights(folder_of(values) / "checkpoints" / step, values["model"])
 
 
 BIG = """
@@ -103,15 +101,13 @@ def score(prompts, responses, **columns):
 """
 
 
-@pytest.mark.parametrize(
-    "script, changes", [("grpo", {"loss": "dr_grpo"}), ("rloo", {}), ("ppo", {"whiten_advantages": False})]
-)
+@pytest.mark.parametrize("script, changes", [("grpo", {"loss": "dr_grpo"}), ("ppo", {"whiten_advantages": False})])
 def test_half_precision_that_overflows(base, tmp_path, script, changes):
     """The scale of the loss is halved at each update that overflows, which is no fault of the learning rate; then the
     run trains."""
     (tmp_path / "big.py").write_text(BIG)
     values = variant(
-        base, tmp_path, precision="fp16", reward=f"{tmp_path / 'big.py'}:score", max_skipped_updates=0, kl_coef=0.0,
+        base, tmp_path, precision="fp16", reward=f"{tmp_path / 'big.py'}:score", kl_coef=0.0,
         total_episodes=56, **changes,
     )  # fmt: skip
     helpers.run_here(values, script)
@@ -128,11 +124,7 @@ def test_half_precision_that_overflows(base, tmp_path, script, changes):
 
 @pytest.mark.parametrize(
     "script, changes",
-    [
-        ("grpo", {"kl_estimator": "full", "entropy_coef": 0.01, "weight_decay": 0.1}),
-        ("ppo", {"kl_estimator": "full", "kl_in": "reward", "top_p": 0.9}),
-        ("rloo", {"kl_estimator": "k3", "kl_in": "loss", "lora_rank": 2}),
-    ],
+    [("grpo", {"entropy_coef": 0.01, "weight_decay": 0.1}), ("rloo", {"kl_in": "loss", "lora_rank": 2})],
 )
 def test_logits_of_minus_infinity(base, tmp_path, script, changes):
     """A head whose bias masks tokens: they are never sampled, and all numbers are finite."""
@@ -141,7 +133,8 @@ def test_logits_of_minus_infinity(base, tmp_path, script, changes):
     values = variant(base, tmp_path, model=model, total_episodes=16, num_epochs=2, **changes)
     helpers.run_here(values, script)
     rows = metrics_of(values)
-    assert [row["val/skipped_updates"] for row in rows] == [0, 0] and None not in rows[-1].values()
+    assert [row["val/skipped_updates"] for row in rows] == [0, 0]
+    assert {name for name, x in rows[-1].items() if x is None} <= {"perf/mfu"}
     weights = tensors_of(folder_of(values) / "final")
     bias = next(tensor for name, tensor in weights.items() if name.endswith("lm_head.bias"))
     assert (bias[100:200] == -torch.inf).all() and bias.isfinite().sum() == len(bias) - 100
@@ -151,13 +144,12 @@ def test_logits_of_minus_infinity(base, tmp_path, script, changes):
 # ---- padding --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_embedding_of_a_pad_token_that_is_a_word_trains(base, tmp_path, script):
+def test_the_embedding_of_a_pad_token_that_is_a_word_trains(base, tmp_path):
     """torch gives the row of `padding_idx`, which transformers takes from a model's configuration, no gradient."""
     token = helpers.make_tokenizer().convert_tokens_to_ids("+")  # of every prompt
     model = helpers.tiny_model(tmp_path / "model", pad_token_id=token, tie_word_embeddings=False)
     values = variant(base, tmp_path, model=model, total_episodes=8, kl_coef=0.0)
-    helpers.run_here(values, script)
+    helpers.run_here(values)
     name = "model.embed_tokens.weight"
     before, after = (helpers.weights_of(folder)[name] for folder in (model, folder_of(values) / "final"))
     assert not torch.equal(before[token], after[token])

@@ -47,7 +47,7 @@ class Game:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("signals")
-    changes = {"total_episodes": 16, "eval_every": 0, "save_every": 0, "reward_timeout": 500.0, "run_name": "run"}
+    changes = {"total_episodes": 16, "eval_every": 0, "save_every": 0, "timeout": 500.0, "run_name": "run"}
     return {**helpers.workspace(folder), **changes}
 
 
@@ -97,7 +97,7 @@ def assert_equal(values: dict, whole: dict) -> None:
     assert same_weights(ours / "final", theirs / "final")
 
 
-CONVERSATION = {"reward": "environment", "max_turn_length": 5, "max_response_length": 20, "tool_timeout": 500.0}
+CONVERSATION = {"reward": "environment", "max_response_length": 20}
 WAITS = {  # flags; whether all processes of the run get the signal, as from Slurm; the signal
     "reward function": ({"reward": "slow.py:score"}, True, "SIGTERM"),
     "evaluation": ({"reward": "slow.py:score", "eval_every": 1}, False, "SIGINT"),
@@ -131,12 +131,11 @@ def test_a_run_that_waits(base, tmp_path, marker, name):
     assert_equal(values, whole)
 
 
-@pytest.mark.parametrize("place", ["data.load_train_and_eval", "models.load_tokenizer", "sharding.Sharding.wrap"])
-def test_while_a_run_starts(base, tmp_path, place):
+def test_while_a_run_starts(base, tmp_path):
     """There is nothing to save, and no folder is left."""
     values = {**base, "output_dir": str(tmp_path)}
-    done = helpers.run(values, code=75, place=f"{place}:1:SIGTERM")
-    assert "SIGTERM: ends before the first step" in done.err and not os.listdir(tmp_path)
+    done = helpers.run(values, code=75, place="sharding.Sharding.wrap:1:SIGTERM")
+    assert "SIGTERM: exits before its first step" in done.err and not os.listdir(tmp_path)
 
 
 def test_in_the_last_update_and_in_the_last_save(base, tmp_path):
@@ -179,7 +178,6 @@ PHASES = {  # where torchrun gets the signal, and the step that is saved then; N
     "update": ("utils.Optimizer.step:3", 1),
     "save": ("checkpoints.save_checkpoint:1", 1),
     "evaluation": ("grpo.generate:4", 1),
-    "turn": ("tool_processes.ToolProcess.step:16", 0),
     "final save": ("checkpoints.save_final:1", 2),
 }
 IN_CI = [("scoring", "SIGTERM", "fsdp")]
@@ -192,8 +190,6 @@ def test_torchrun(base, tmp_path, long, name, how, shard):
     if not long and (name, how, shard) not in IN_CI:
         pytest.skip("takes --long")
     values = {**base, "output_dir": str(tmp_path), "shard": shard, "eval_every": 1, "save_every": int(name == "save")}
-    if name == "turn":
-        values |= {**CONVERSATION, "environment": helpers.GAME, "max_response_length": 30}
     (place, step), marker, script, log = PHASES[name], *(tmp_path / x for x in ("marker", "sending.py", "log"))
     torchrun = tmp_path / "process of torchrun"
     function, number = place.split(":")
@@ -214,7 +210,7 @@ def test_torchrun(base, tmp_path, long, name, how, shard):
     assert "forcefully exiting" not in text and f"{how}: " in text, text[-3000:]
     found = re.findall(r"interrupted: step (\d+) is saved", text)
     if step is None:
-        assert not found and f"{how}: ends before the first step" in text, text[-3000:]
+        assert not found and f"{how}: exits before its first step" in text, text[-3000:]
     elif name != "final save":
         assert found == [str(step)], text[-3000:]
     whole = {**values, "run_name": "whole"}
