@@ -6,8 +6,7 @@ import torch
 from tiny_models import CPU, KV, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plumbing.models import loading as models
-from plumbing.models import sharding
+from plumbing.models import loading, sharding
 from plumbing.rollout.batch import collate
 
 IDS = torch.arange(2, 22)[None]
@@ -35,13 +34,13 @@ def test_capped_attention_scores(tmp_path, capsys, kind):
     eager, sdpa = (
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation=x)(IDS).logits for x in ("eager", "sdpa")
     )
-    ours = models.load_model("--model", folder, torch.float32, CPU)
+    ours = loading.load_model("--model", folder, torch.float32, CPU)
     assert torch.equal(ours(IDS).logits, eager) and (eager - sdpa).abs().max() > 0.01
-    on_meta = models.load_model("--model", folder, torch.float32, torch.device("meta"))  # as on the other ranks
+    on_meta = loading.load_model("--model", folder, torch.float32, torch.device("meta"))  # as on the other ranks
     assert on_meta.config._attn_implementation == "eager"
     for call, words in (
         (lambda: sharding.set_attention(ours, "sdpa"), "error: --attention sdpa: "),
-        (lambda: models.load_model("--model", folder, torch.float64, CPU), "error: --precision float64: "),
+        (lambda: loading.load_model("--model", folder, torch.float64, CPU), "error: --precision float64: "),
     ):
         with pytest.raises(SystemExit):
             call()
@@ -58,15 +57,15 @@ def test_without_a_cap_attention_is_sdpa(load):
 @pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: where rank 0 alone reads the weights of a sharded model
 def test_the_embedding_of_the_pad_token_gets_a_gradient(model_folder, device):
     folder = model_folder("qwen2", pad_token_id=3)
-    model = models.load_model("--model", folder, torch.float32, torch.device(device))
+    model = loading.load_model("--model", folder, torch.float32, torch.device(device))
     assert model.config.pad_token_id == 3 and model.get_input_embeddings().padding_idx is None
 
 
 def test_the_last_token_of_a_vocabulary(model_folder, capsys):
     """SMALL has 32."""
-    models.check_vocabulary(model_folder(), [[31], [0, 30]])
+    loading.check_vocabulary(model_folder(), [[31], [0, 30]])
     with pytest.raises(SystemExit):
-        models.check_vocabulary(model_folder(), [[1], [32, 2]])
+        loading.check_vocabulary(model_folder(), [[1], [32, 2]])
     assert "has 32 tokens, and its tokenizer writes token 32" in capsys.readouterr().err
 
 
@@ -99,10 +98,10 @@ def test_causal_attention_without_a_mask(load, monkeypatch, family, groups):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     model = load(family, num_key_value_heads=2 // groups)
     ids, mask = collate([([3, 4, 5], [6, 7]), ([8], [9, 10, 11])], CPU)
-    models.last_hidden_states(model, ids, mask)
+    loading.last_hidden_states(model, ids, mask)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    models.last_hidden_states(model, ids, mask).sum().backward()
+    loading.last_hidden_states(model, ids, mask).sum().backward()
     assert set(calls) == {(None, 0.0, True, groups, groups > 1)} and len(calls) == 6  # keys are not repeated
 
 
@@ -111,7 +110,7 @@ def test_attention_changes_only_how_it_is_computed(load):
     for name in ("sdpa", "eager"):
         model = load("gpt_neox", torch.float64)
         sharding.set_attention(model, name)
-        hidden.append(models.last_hidden_states(model, IDS, IDS > 0))
+        hidden.append(loading.last_hidden_states(model, IDS, IDS > 0))
     torch.testing.assert_close(*hidden, rtol=1e-5, atol=1e-5)
     assert not torch.equal(*hidden)  # one has a softmax in float32
 
