@@ -67,7 +67,8 @@ class RunLog:
         """Print how many items of each name there are, and how long they are in tokens."""
         if self.world.main:
             for name, lengths in data.items():
-                tqdm.write(f"{name}: {length_statistics(lengths)}")
+                if lengths:
+                    tqdm.write(f"{name}: {length_statistics(lengths)}")
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
