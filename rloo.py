@@ -188,15 +188,11 @@ def clipped_loss(
     return loss, outside
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape.
-
-    Without shift_mean the mean is added again: only the scale changes.
-    """
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape."""
     mean = masked_mean(x, mask)
     variance = masked_sum((x - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
-    whitened = (x - mean) * torch.rsqrt(variance + 1e-8)
-    return torch.where(mask, whitened if shift_mean else whitened + mean, 0.0)
+    return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -640,7 +636,7 @@ def main(args: Args) -> None:
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     tools = conversations and conversations.schemas
-    prompts, eval_prompts = load_train_and_eval(args, tokenizer, needs_answer(args), tools)
+    prompts, eval_prompts = load_train_and_eval(args, tokenizer, needs_answer, tools)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size

@@ -168,7 +168,7 @@ def main(args: Args) -> None:
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     stop_ids = models.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = load_conversations(args, tokenizer, stop_ids)
-    tools, answer_for = conversations and conversations.schemas, needs_answer(args)
+    tools, answer_for = conversations and conversations.schemas, needs_answer
     prompts = data.load_prompts("--dataset", args.dataset, "test", tokenizer, args, answer_for, tools)
     prompts = data.first_prompts(prompts, args.num_prompts)
     data.check_lengths(args, prompts)

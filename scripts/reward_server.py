@@ -101,7 +101,7 @@ class Scorer:
     def row(self, at: str, prompt: str | list, answer, columns: dict) -> dict:
         """Return a sample as a row of a data set; without a reward model, its prompt has no token ids."""
         row = {"prompt": prompt, "query": [], "messages": None, "answer": answer, "columns": columns}
-        row["sources"] = sources.named_sources(f"{at} of columns", columns, self.args)
+        row["sources"] = prompts.named_sources(f"{at} of columns", columns, self.args)
         if not isinstance(prompt, str):
             row["messages"] = prompt
         if self.tokenizer is not None and isinstance(prompt, str):

@@ -66,7 +66,7 @@ def tokenizers(tmp_path_factory) -> dict:
 
 def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[dict]:
     args = args_of(**changes)
-    return data.mix(data.load_prompts("--dataset", name, split, tokenizer, args, needs_answer(args)), 1)
+    return data.mix(data.load_prompts("--dataset", name, split, tokenizer, args, needs_answer), 1)
 
 
 def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
@@ -315,7 +315,7 @@ def test_a_folder_without_the_split(saved, tokenizers, tmp_path, capsys):
         rows.save_to_disk(tmp_path / "saved")
         name = str(tmp_path / "saved")
     assert read_rows("--dataset", name, "train") == helpers.ROWS
-    line = refused(capsys, data.load_train_and_eval, args_of(dataset=name), tokenizers[False, None], "")
+    line = refused(capsys, data.load_train_and_eval, args_of(dataset=name), tokenizers[False, None], needs_answer)
     assert line.startswith(f"error: --eval_dataset {name}: ") and "test" in line and "['train']" in line
 
 
@@ -424,7 +424,7 @@ def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tok
     """It is one list, the same for the same seed."""
     path = mixture(tmp_path, {"a": (30, 2), "b": (500, 1), "c": (70, 5)})
     draw = lambda seed: data.load_train_and_eval(
-        args_of(dataset=path, eval_every=0, seed=seed), tokenizers[False, None], ""
+        args_of(dataset=path, eval_every=0, seed=seed), tokenizers[False, None], needs_answer
     )[0]
     rows = draw(1)
     drawn = [row["prompt"] for row in rows]
@@ -451,11 +451,11 @@ def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
     """Of a list, the first of each data set in proportion to its weight."""
     evaluated = mixture(tmp_path, {"a": (5, 3), "b": (50, 1)}, "evaluated.json")
     args = args_of(dataset=str(tmp_path / "b.jsonl"), eval_dataset=evaluated, eval_prompts=4)
-    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], "")
+    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], needs_answer)
     assert [row["prompt"] for row in held_out] == ["a0", "a1", "a2", "b0"]
     assert [row["prompt"] for row in train] == [f"b{i}" for i in range(1, 50)]
     assert "left out 1 rows" in capsys.readouterr().err
-    parts = data.load_prompts("--dataset", evaluated, "train", tokenizers[False, None], args)
+    parts = data.load_prompts("--dataset", evaluated, "train", tokenizers[False, None], args, needs_answer)
     assert len(data.first_prompts(parts, 0)) == 55
     assert [row["prompt"] for row in data.first_prompts(parts[1:], 2)] == ["b0", "b1"]
 
@@ -463,7 +463,9 @@ def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
 def test_entries_may_name_their_split(tmp_path, tokenizers):
     entries = [{"prob": 1, "filepath": "arithmetic"}, {"prob": 1, "filepath": "arithmetic@test"}]
     (tmp_path / "mix.json").write_text(json.dumps(entries))
-    parts = data.load_prompts("--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of())
+    parts = data.load_prompts(
+        "--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of(), needs_answer
+    )
     assert {rows[0]["dataset"]: len(rows) for rows, _ in parts} == {"arithmetic": 20_000, "arithmetic@test": 1_000}
 
 

@@ -13,7 +13,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAP = ROOT / "docs" / "reading_map.md"
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `grpo.py: group_advantages`
 # of torchrun, tyro, hf upload, pytest
-FOREIGN = {"nproc_per_node", "max_restarts", "shutdown_timeout", "help", "delete", "long"}
+FOREIGN = {"nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts"}
+FOREIGN |= {"shutdown_timeout", "help", "delete", "long", "no"}
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
 
@@ -81,8 +82,8 @@ def missing_paths(text: str) -> set[str]:
     """Return the paths in code, inline or in a block, that look like files of this repository and do not exist."""
     code = " ".join(re.findall(r"```.*?```|`[^`]*`", text, re.DOTALL))
     in_a_folder = r"(?:plumbing|scripts|tests|docs|results|assets)/(?:[\w.-]+/?)*"
-    named = re.findall(rf"(?<![\w/.:~*-])(?:{in_a_folder}|[\w-]+\.(?:py|sh|md))(?![\w/*])", code)
-    made = {"my_reward.py", "my_method.py", "scripts/train/my_method.sh"}
+    named = re.findall(rf"(?<![\w/.:~*${{-])(?:{in_a_folder}|[\w-]+\.(?:py|sh|md))(?![\w/*])", code)
+    made = {"my_reward.py", "my_method.py", "scripts/train/my_method.sh", "ppo_8b.sh"}
     made |= set(re.findall(r"^# (\w+\.py)\b", text, re.MULTILINE))  # files that the page itself shows
     short = {path.name for folder in ("plumbing", "scripts") for path in ROOT.glob(f"{folder}/**/*")}  # in tables
     return {x for x in named if x not in made and not (ROOT / x).exists() and x not in short}

@@ -222,7 +222,7 @@ def test_formats(load, tmp_path, tokenizer, name, system_prompt):
         if prompt is not None:
             file = write_rows(tmp_path / "rollout.jsonl", [{"prompt": prompt}])
             seen = grpo.Args(system_prompt=system_prompt, max_prompt_length=999, reward=("format",))
-            [([rollout], _)] = data.load_prompts("--dataset", file, "x", tokenizer, seen)
+            [([rollout], _)] = data.load_prompts("--dataset", file, "x", tokenizer, seen, lambda *_: "")
             expected["prompt"], query = rollout["prompt"], rollout["query"]
         expected[side] = [*query, *tokenizer.encode(text, add_special_tokens=False), 1]
         assert expected[side].count(2) == int(tokenizer is not PLAIN)

@@ -13,8 +13,9 @@ from conftest import ROOT
 from tiny_models import CPU, make_tokenizer
 
 import grpo
+from plumbing.data.prompts import named_sources
 from plumbing.rewards import sources
-from plumbing.rewards.sources import Rewards, named_sources, needs_answer
+from plumbing.rewards.sources import Rewards, needs_answer
 from plumbing.rewards.workers import Workers, finite_or_nan
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation

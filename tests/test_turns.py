@@ -539,6 +539,6 @@ def test_prompts_show_the_tools(tokenizer_of, tmp_path):
     tokenizer, path = tokenizer_of(QWEN25), tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "What?"}) + "\n")
     args = types.SimpleNamespace(**test_data.ARGS | {"reward": ("format",)})
-    [([row], _)] = data.load_prompts("--dataset", str(path), "train", tokenizer, args, tools=[ADD])
+    [([row], _)] = data.load_prompts("--dataset", str(path), "train", tokenizer, args, lambda *_: "", tools=[ADD])
     assert json.dumps(ADD) in row["prompt"] and row["query"] == tokenizer.encode(row["prompt"])
     assert row["messages"] == [{"role": "user", "content": "What?"}]

@@ -1,7 +1,7 @@
 """The data sets of a run: their prompts, mixtures of several, and the order in which a run takes them.
 
-Imports plumbing.data.rows (reads the rows), plumbing.data.prompts (makes prompts of them), plumbing.rewards.sources
-(what scores them) and plumbing.models.loading (how much the model can read).
+Imports plumbing.data.rows (reads the rows), plumbing.data.prompts (makes prompts of them) and plumbing.models.loading
+(how much the model can read).
 """
 
 import functools
@@ -20,12 +20,12 @@ from plumbing.data.prompts import (
     find_column,
     is_filled,
     is_turn_of_assistant,
+    named_sources,
     prompt_and_answer,
     value_at,
 )
 from plumbing.data.rows import read_parts, split_of
 from plumbing.models.loading import check_positions, check_vocabulary
-from plumbing.rewards.sources import named_sources, needs_answer
 from utils import fail, generator, warn
 
 Parts = list[tuple[list[dict], float]]
@@ -35,18 +35,18 @@ Parts = list[tuple[list[dict], float]]
 
 
 def load_train_and_eval(
-    args, tokenizer, answer_for: str, tools: list[dict] | None = None
+    args, tokenizer, needs_answer: Callable, tools: list[dict] | None = None
 ) -> tuple[list[dict], list[dict]]:
     """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on.
 
     Args:
-        answer_for, tools: as in `load_prompts`.
+        needs_answer, tools: as in `load_prompts`.
     """
-    train = mix(load_prompts("--dataset", args.dataset, "train", tokenizer, args, answer_for, tools), args.seed)
+    train = mix(load_prompts("--dataset", args.dataset, "train", tokenizer, args, needs_answer, tools), args.seed)
     held_out, (dataset, _) = [], split_of(args.dataset)
     if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
         name = args.eval_dataset or dataset
-        parts = load_prompts("--eval_dataset", name, "test", tokenizer, args, answer_for, tools)
+        parts = load_prompts("--eval_dataset", name, "test", tokenizer, args, needs_answer, tools)
         held_out = first_prompts(parts, args.eval_prompts)
     evaluated = {row["prompt"] for row in held_out}
     kept = [row for row in train if row["prompt"] not in evaluated]
@@ -69,21 +69,21 @@ def check_lengths(args, prompts: list[dict]) -> None:
 
 
 def load_prompts(
-    flag: str, name: str, split: str, tokenizer, args, answer_for: str = "", tools: list[dict] | None = None
+    flag: str, name: str, split: str, tokenizer, args, needs_answer: Callable, tools: list[dict] | None = None
 ) -> Parts:
     """Read a data set, or a list of them, and turn each row into a prompt, once and for all, as token ids.
 
     Args:
         flag, name, split: as in `plumbing.data.rows.read_parts`.
         args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length.
-        answer_for: the flag that needs an answer in every row, such as "--reward math"; "" if none does.
+        needs_answer: returns what needs the answer of a row, see `plumbing.rewards.sources.needs_answer`.
         tools: the schemas that the chat template shows to the model.
     Returns:
         Of each data set the weight and the rows {"prompt": the text that the model sees, "query": its token ids,
         "messages": the same as messages, None with --chat_template none, "answer": the reference or None, "dataset":
         the name of its data set, "sources": what `named_sources` gives, "columns": the row as it was read}.
     """
-    encode = lambda part, rows: encode_rows(f"{flag} {part}", part, rows, tokenizer, args, answer_for, tools)
+    encode = lambda part, rows: encode_rows(f"{flag} {part}", part, rows, tokenizer, args, needs_answer, tools)
     return load_parts(flag, name, split, encode)
 
 
@@ -93,7 +93,7 @@ def load_parts(flag: str, name: str, split: str, encode: Callable) -> Parts:
 
 
 def encode_rows(
-    where: str, name: str, rows: list[dict], tokenizer, args, answer_for: str, tools: list[dict] | None
+    where: str, name: str, rows: list[dict], tokenizer, args, needs_answer: Callable, tools: list[dict] | None
 ) -> list[dict]:
     """Turn the rows of one data set into prompts; see `load_prompts`. `where` names it in messages."""
     prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows, required=True)
@@ -105,9 +105,9 @@ def encode_rows(
             fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")
         prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
         sources = named_sources(at, row, args)
-        if answer_for and not is_filled(answer) and needs_answer(args, sources):
+        if not is_filled(answer) and (flag := needs_answer(args, sources)):
             missing = f"has no answer in {answer_column!r}" if answer_column else "has no answer"
-            fail(f"{at}: {missing}, which {answer_for} needs; --answer_column names one of {', '.join(row)}")
+            fail(f"{at}: {missing}, which {flag} needs; --answer_column names one of {', '.join(row)}")
         text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
         messages = None if as_is else as_messages(at, prompt, args.system_prompt)
         encoded = {"prompt": text, "query": query, "messages": messages, "answer": answer}

@@ -101,6 +101,25 @@ def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_c
     return prompt, answer
 
 
+def named_sources(where: str, row: dict, args) -> list[str] | None:
+    """Return the sources of --reward that a row of a data set names; None if all of them score it.
+
+    A row names them in its column `verifier` or, as in open-instruct's data sets, in `dataset`, if it has a
+    `ground_truth` and there is a choice. Names are compared without case: open-instruct writes MATH.
+    """
+    is_choice = "ground_truth" in row and len(args.reward) > 1
+    column = "verifier" if "verifier" in row or not is_choice else "dataset"
+    value = row.get(column)
+    if not is_filled(value):
+        return None
+    known = {alias.lower(): name for name in args.reward for alias in (name, name.partition(":http")[0])}
+    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
+    for name in names:
+        if name not in known:
+            fail(f"{where}: {column} is {value!r}, which is not in --reward {' '.join(args.reward)}")
+    return [known[name] for name in names]
+
+
 def is_turn_of_assistant(messages) -> bool:
     """Return whether a value is a list of messages of which the last one is the assistant's."""
     last = messages[-1] if isinstance(messages, list) and messages else None

@@ -5,10 +5,11 @@ score, and with `failure`, the last reason for that ("" for none). A source that
 --timeout, or returns None, NaN, infinity or over 1e18 gives no score: never a silent zero. `score` stops waiting once
 the function `interrupted` returns True: a run that ends does not use the scores.
 
-Where rows name their sources, as in open-instruct's mixtures, the others do not count for them: see `named_sources`.
+Where rows name their sources, as in open-instruct's mixtures, the others do not count for them: see
+`plumbing.data.prompts.named_sources`.
 
-Imports workers.py, reward_models.py and, for the address of a server, client.py of this folder; verifiers.py (names of
-the built-in sources) and plumbing/data/prompts.py (whether a column is filled).
+Imports workers.py, reward_models.py, verifiers.py (names of the built-in sources) and, for the address of a server,
+client.py of this folder.
 """
 
 import atexit
@@ -17,7 +18,6 @@ from typing import Callable
 
 import torch
 
-from plumbing.data.prompts import is_filled
 from plumbing.rewards.reward_models import ModelSource
 from plumbing.rewards.verifiers import VERIFIERS, verifier_of
 from plumbing.rewards.workers import LARGEST, FunctionSource, VerifierSource, Workers, finite_or_nan, never
@@ -61,25 +61,6 @@ def check_name(name: str) -> None:
     if is_reward_model(name) and (name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1):
         others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
         fail(f"--reward {name}: there is no such reward; use {', '.join(VERIFIERS)}, {others}")
-
-
-def named_sources(where: str, row: dict, args) -> list[str] | None:
-    """Return the sources of --reward that a row of a data set names; None if all of them score it.
-
-    A row names them in its column `verifier` or, as in open-instruct's data sets, in `dataset`, if it has a
-    `ground_truth` and there is a choice. Names are compared without case: open-instruct writes MATH.
-    """
-    is_choice = "ground_truth" in row and len(args.reward) > 1
-    column = "verifier" if "verifier" in row or not is_choice else "dataset"
-    value = row.get(column)
-    if not is_filled(value):
-        return None
-    known = {alias.lower(): name for name in args.reward for alias in (name, name.partition(":http")[0])}
-    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
-    for name in names:
-        if name not in known:
-            fail(f"{where}: {column} is {value!r}, which is not in --reward {' '.join(args.reward)}")
-    return [known[name] for name in names]
 
 
 def is_scored_by(row: dict, name: str) -> bool:
