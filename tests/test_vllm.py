@@ -10,7 +10,7 @@ import threading
 import helpers
 import pytest
 import torch
-from engine_checks import alike, converse, cut_at, greedy, largest_difference, spoken
+from engine_checks import alike, converse, cut_at, greedy, largest_difference, logprobs_of, spoken
 from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,7 +76,8 @@ def sums(tokenizer, count: int) -> list[list[int]]:
 
 def sample(setting, queries, seeds, interrupted=lambda: False, **changes):
     engine, _, _, args = setting
-    return engine.generate(queries, seeds, STOPS, dataclasses.replace(args, **changes), interrupted)
+    sampled = engine.generate(queries, seeds, STOPS, dataclasses.replace(args, **changes), interrupted)
+    return sampled and (sampled[0], [values["rollout_logprobs"] for values in sampled[1]])
 
 
 def failure_of(engine) -> str:
@@ -345,10 +346,9 @@ def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async
 
     Policy k is checkpoint k - 1, by whose log-probabilities the data are recognised. Those of ppo are conversations.
     """
-    module, seen = __import__(script), []
-    monkeypatch.setattr(
-        module, "collect", lambda *a, f=module.collect, **o: seen.append((a[0], f(*a, **o))) or seen[-1][1]
-    )
+    module, made = __import__(script), []
+    collect = module.collect
+    monkeypatch.setattr(module, "collect", lambda *given, **named: made.append(collect(*given, **named)) or made[-1])
     values = variant(base, tmp_path, **{**ASYNC, "async_steps": async_steps}, learning_rate=1e-2, temperature=0.8)
     if script == "ppo":
         values |= {"environment": helpers.GAME, "reward": "environment"}
@@ -359,20 +359,16 @@ def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async
 
     def difference(batch, model) -> float:
         """The largest difference between the engine's log-probabilities of sampled tokens and the model's."""
-        own = [torch.tensor(response) for response in batch.responses]
-        with torch.no_grad():
-            each = [
-                model(torch.tensor([query + ids.tolist()])).logits[0, len(query) - 1 : -1] / 0.8
-                for query, ids in zip(batch.queries, own)
-            ]
-        expected = [x.log_softmax(-1).gather(-1, ids[:, None])[:, 0] for x, ids in zip(each, own)]
-        rows = zip(expected, batch.tokens["rollout_logprobs"], batch.response_mask)
-        return max((x - given[: len(x)])[mask[: len(x)]].abs().max().item() for x, given, mask in rows)
+        worst = 0.0
+        for x, given, mask in zip(batch.samples, batch.tokens["rollout_logprobs"], batch.response_mask):
+            expected, n = logprobs_of(model, x.row["query"], x.response, 0.8), len(x.response)
+            worst = max(worst, (expected - given[:n])[mask[:n]].abs().max().item())
+        return worst
 
-    order = [(step, min(policies, key=lambda k: difference(got.batch, policies[k]))) for step, got in seen]
-    assert order == [(1, 1), *((k, k - async_steps) for k in range(2, 6))]
-    assert all(difference(got.batch, policies[policy]) < 1e-4 for (_, got), (_, policy) in zip(seen, order))
-    assert [got.policy_step + 1 for _, got in seen] == [policy for _, policy in order]
+    order = [min(policies, key=lambda k: difference(each.batch, policies[k])) for each in made]
+    assert order == [1, *(step - async_steps for step in range(2, 6))]
+    assert all(difference(each.batch, policies[policy]) < 1e-4 for each, policy in zip(made, order))
+    assert [each.policy_step + 1 for each in made] == order
     rows = read_lines(folder_of(values) / "metrics.jsonl")[-5:]
     assert [row["rollout/staleness"] for row in rows] == [0, *[async_steps] * 4]
     for row in rows:

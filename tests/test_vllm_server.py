@@ -90,7 +90,8 @@ def engine(running):
 
 
 def sample(servers, queries, seeds, interrupted=lambda: False, **values):
-    return servers.generate(queries, seeds, STOP, changed(**values), interrupted)
+    sampled = servers.generate(queries, seeds, STOP, changed(**values), interrupted)
+    return sampled and (sampled[0], [each["rollout_logprobs"] for each in sampled[1]])
 
 
 def perturb(model, seed: int) -> None:
