@@ -77,7 +77,8 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(vllm_engine, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
-    choose = lambda: engines.rollout_engine(grpo.Args(**changes), utils.World(0, 1, torch.device("cpu")), None)
+    monkeypatch.setattr(engines, "check_decodes", lambda *_: None)
+    choose = lambda: engines.rollout_engine(grpo.Args(**changes), None, utils.World(0, 1, torch.device("cpu")), None)
     if expected in ("vllm", "hf"):
         assert (choose() is not None) == (expected == "vllm")
         printed = {"vllm": "rollout: the engine\n", "hf": "rollout: transformers\n"}[expected]

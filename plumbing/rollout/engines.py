@@ -78,7 +78,7 @@ class Prefetch:
         """Begin make(*job) in a thread."""
         self.future = Future()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self.thread = threading.Thread(target=self._work, args=(device, *job), daemon=True)
+        self.thread = threading.Thread(target=self._work, args=(self.future, device, *job), daemon=True)
         self.thread.start()
 
     def wait(self) -> None:
@@ -93,13 +93,13 @@ class Prefetch:
         future, self.future = self.future, None
         return future.result()
 
-    def _work(self, device: int | None, *job) -> None:
+    def _work(self, future: Future, device: int | None, *job) -> None:
         if device is not None:
             torch.cuda.set_device(device)  # each thread has its own current device
         try:
-            self.future.set_result(self.make(*job))
+            future.set_result(self.make(*job))
         except BaseException as error:  # sys.exit of a failure included
-            self.future.set_exception(error)
+            future.set_exception(error)
 
     def _leave(self) -> None:
         """Let the engine return before the interpreter ends around it, which may crash; wait for 10 seconds at most."""
