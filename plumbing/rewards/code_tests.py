@@ -102,6 +102,7 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
     """
     from plumbing.rewards import sandbox
 
+    sandbox.hide_this_process()
     tests, program = read_tests(answer), code_of(response)
     if tests.inputs and not tests.fn_name:
         results = sandbox.run(program, tests.inputs, seconds, server)
