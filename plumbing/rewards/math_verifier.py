@@ -93,9 +93,9 @@ def parse(text: str, only_formula: bool = False) -> list:
 
     # Its list of units has c, d, h and t, and makes 2 of 2c.
     rules = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
-    formula = (math_verify.LatexExtractionConfig(normalization_config=rules),)
+    options = {"extraction_config": [math_verify.LatexExtractionConfig(normalization_config=rules)]}
     # The library's own time limits need signals.
-    return math_verify.parse(text, **({"extraction_config": formula} if only_formula else {}), parsing_timeout=None)
+    return math_verify.parse(text, parsing_timeout=None, **(options if only_formula else {}))
 
 
 # ---- the text of an answer -------------------------------------------------------------------------------------------
@@ -130,19 +130,18 @@ def tidy(text: str) -> str:
 
 
 UNIT = re.compile(
-    r"(?P<value>[^:]*?(?:\d|\\pi|[})]))"  # a formula, then one of
-    r"(?: (?P<words>(?!(?:and|or|not)\b)(?:[A-Za-z]{2,}\.?(?:[ /-][A-Za-z]+\.?)*|[mgshlL]))"
-    r"|(?P<joined>(?:[mck]m|[km]g|ml|ft|mph|km/h|m/s|st|nd|rd|th)|(?!sin|cos|tan|log)[A-Za-z]{4,}))"  # 12cm, not 2xy
-    r"(?P<power> ?\^ ?\{?\d\}?)?"
+    r"(?:(?<=[\d})])|(?<=\\pi))"  # behind a formula, one of
+    r"(?: (?!(?:and|or|not)\b)(?:[A-Za-z]{2,}\.?(?:[ /-][A-Za-z]+\.?)*|[mgshlL])"
+    r"|(?:[mck]m|[km]g|ml|ft|mph|km/h|m/s|st|nd|rd|th)|(?!sin|cos|tan|log)[A-Za-z]{4,})"  # 12cm, not 2xy
+    r"(?: ?\^ ?\{?\d\}?)?$"
 )
 
 
 def split_unit(text: str) -> tuple[str, str]:
     """Return (the formula, its unit) of an answer such as 12 cm^2 or 3 hours; (text, "") without one."""
-    match = UNIT.fullmatch(text)
-    if not match:
-        return text, ""
-    return match["value"], (match["words"] or match["joined"]) + re.sub(r"[^\d]", "", match["power"] or "")
+    match = UNIT.search(text)
+    end = match.start() if match and ":" not in text else len(text)
+    return text[:end], text[end:]
 
 
 WORD = re.compile(r"(?<![^\W_])(?!(?:and|or)\b)[^\W\d_]{2,}(?![^\W_])")
@@ -162,7 +161,7 @@ def equal(reference: Answer, stated: Answer) -> bool:
     from math_verify import verify
 
     (text, formula), (other_text, other_formula) = reference, stated
-    if same_text(text, other_text, words=not formula):
+    if plain(text, words=not formula) == plain(other_text, words=not formula):
         return True
     if not formula or not other_formula or differ_in_kind(text, other_text):
         return False
@@ -170,12 +169,10 @@ def equal(reference: Answer, stated: Answer) -> bool:
     return same and holds(other_formula[0]) and not far_apart(formula[0], other_formula[0])
 
 
-def same_text(one: str, other: str, words: bool) -> bool:
-    """Return whether texts are the same without spaces; if they are words, also without case, parentheses and stops."""
-    one, other = (re.sub(r"(?<!\d) | (?!\d)", "", text) for text in (one, other))
-    if words:
-        one, other = (re.sub(r"[{}()]|\.(?!\d)", "", text).casefold() for text in (one, other))
-    return one == other
+def plain(text: str, words: bool) -> str:
+    """Return a text without spaces, except between digits; words also without case, parentheses and full stops."""
+    text = re.sub(r"(?<!\d) | (?!\d)", "", text)
+    return re.sub(r"[{}()]|\.(?!\d)", "", text).casefold() if words else text
 
 
 def differ_in_kind(*texts: str) -> bool:

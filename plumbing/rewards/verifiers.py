@@ -12,8 +12,8 @@ import re
 from typing import Callable, NamedTuple
 
 from plumbing.rewards.answers import after_thought, final_answer, gold_answer, gold_number, marked_number, stated_text
-from plumbing.rewards.code_tests import code, read_tests
-from plumbing.rewards.math_verifier import LIMIT, math, reference_text
+from plumbing.rewards.code_tests import code
+from plumbing.rewards.math_verifier import LIMIT, math
 
 
 def gsm8k(response: str, answer) -> float:
@@ -77,21 +77,16 @@ def reasoning_gym(response: str, source) -> float:
     Args:
         source: [task, size, seed, index], from which the problem is made again: the row's column "reasoning_gym".
     """
-    task, size, seed, index = read_source(source)
-    dataset = reasoning_gym_dataset(task, size, seed)
+    if not (isinstance(source, list) and len(source) == 4):
+        raise ValueError('the row has no column "reasoning_gym": it is not from --dataset reasoning_gym:TASK')
+    *made_from, index = source
+    dataset = reasoning_gym_dataset(*made_from)
     entry = dataset[index]
     try:
         return float(dataset.score_answer(stated_text(response), entry=entry))
     except Exception:
         dataset.score_answer(entry["answer"], entry=entry)
         return 0.0
-
-
-def read_source(source) -> list:
-    """Return the column "reasoning_gym". Raise ValueError for anything else."""
-    if not (isinstance(source, list) and len(source) == 4):
-        raise ValueError('the row has no column "reasoning_gym": it is not from --dataset reasoning_gym:TASK')
-    return source
 
 
 @functools.cache
@@ -158,19 +153,18 @@ class Verifier(NamedTuple):
     check: Callable[..., float]
     column: str  # of the row, whose value `check` gets as second argument; "" if it reads the response only
     package: str = ""  # that has to be installed
-    reference: Callable = str  # reads the value, at no cost; raises ValueError for one that `check` cannot use
     limit: float = float("inf")  # seconds of a call, after which the response is wrong if the reference is not to blame
 
 
 VERIFIERS = {
-    "math": Verifier(math, "answer", "math-verify", reference=reference_text, limit=LIMIT),
-    "gsm8k": Verifier(gsm8k, "answer", reference=gold_number),
-    "exact": Verifier(exact, "answer", reference=gold_answer),
-    "code": Verifier(code, "answer", reference=read_tests),
-    "knights": Verifier(knights, "answer", reference=roles_of),
+    "math": Verifier(math, "answer", "math-verify", limit=LIMIT),
+    "gsm8k": Verifier(gsm8k, "answer"),
+    "exact": Verifier(exact, "answer"),
+    "code": Verifier(code, "answer"),
+    "knights": Verifier(knights, "answer"),
     "format": Verifier(format, ""),
-    "ifeval": Verifier(ifeval, "answer", "if-verifiable", reference=constraints_of),
-    "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning-gym", reference=read_source),
+    "ifeval": Verifier(ifeval, "answer", "if-verifiable"),
+    "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning-gym"),
 }
 
 
