@@ -38,14 +38,19 @@ BASE = {
     "reward_model": f"{COMMON} --dataset pairs.jsonl --max_length 48 --batch_size 12 --learning_rate 1e-3",
 }
 FOUR = "--mini_batch_size 16 --num_epochs 2"  # updates a step
-CUT = "--micro_batch_tokens 100 --logits_chunk_tokens 16"
-MOVING = "--reward_normalization --kl_controller adaptive --kl_target 0.001 --kl_horizon 100"
-STATE = f"{MOVING} --ref_refresh_every 1 --ref_refresh_mix 0.5 --save_every 1"  # all of which a checkpoint holds
-SAMPLER = "--temperature 1.3 --top_k 20 --top_p 0.9 --repetition_penalty 1.1 --min_response_length 6"
+CUT = "--micro_batch_tokens 100"
+LORA = "--lora_rank 4"
+GAME = (  # GUESS: assets/guess
+    "--model GUESS --dataset GUESS/train.jsonl --eval_dataset GUESS/test.jsonl --reward environment "
+    "--environment GUESS/game.py:GuessTheNumber --max_response_length 48 --temperature 1.2"
+)
+MOVING = "--kl_target 0.001 --kl_horizon 100"
+STATE = f"{MOVING} --ref_refresh_every 1 --save_every 1"  # all of which a checkpoint holds
+SAMPLER = "--temperature 1.3 --top_p 0.9 --repetition_penalty 1.1 --min_response_length 6"
 VLLM = "--rollout_backend vllm --kv_cache_gb 0.02"
 FILTER = "--reward gsm8k --temperature 1.5 --max_response_length 40 --kl_estimator k2"
 PTX = "--ptx_dataset rows.jsonl --ptx_coef 0.1 --ptx_batch_size 6"
-SCHEDULE = "--lr_schedule cosine --warmup_ratio 0.4 --min_learning_rate 1e-5 --weight_decay 0.1 --adam_beta2 0.95"
+SCHEDULE = "--lr_schedule cosine --warmup_ratio 0.4 --min_learning_rate 1e-5 --weight_decay 0.1 --adam_betas 0.9 0.95"
 JUDGE = "reward_model --run_name judge --eval_every 0"
 TO_2, TO_4 = "--total_episodes 64", "--total_episodes 128"  # steps
 
@@ -62,36 +67,33 @@ CASES = {
     "grpo_loss_dr_grpo": f"grpo {FOUR} --loss dr_grpo --kl_in reward --kl_estimator k1",
     "grpo_loss_dapo": f"grpo {FOUR} --loss dapo --kl_estimator k2",
     "grpo_loss_bnpo": f"grpo {FOUR} --loss bnpo --kl_in reward --kl_estimator abs",
-    "grpo_loss_gspo": f"grpo {FOUR} --loss gspo --kl_estimator full",
+    "grpo_loss_gspo": f"grpo {FOUR} --loss gspo --kl_estimator k3",
     "grpo_loss_cispo": f"grpo {FOUR} --loss cispo --kl_in reward --kl_estimator k3 --learning_rate 1e-4",
-    "grpo_loss_sapo": f"grpo {FOUR} --loss sapo --kl_in reward --kl_estimator full",
+    "grpo_loss_sapo": f"grpo {FOUR} --loss sapo --kl_in reward --kl_estimator k2",
     "grpo_loss_reinforce": f"grpo {FOUR} --loss reinforce --kl_estimator abs",
     "grpo_kl_k1_in_loss": f"grpo {FOUR} --kl_estimator k1 --advantage_scale batch --loss_aggregation sequence_sum",
     "grpo_kl_k2_in_reward": "grpo --kl_in reward --kl_estimator k2 --loss_aggregation token --advantage_scale none",
     "grpo_no_kl": f"grpo {FOUR} --kl_coef 0 --clip_low 0.01 --clip_high 0.02 --max_grad_norm 0.1",
-    "grpo_kl_adaptive": f"grpo {FOUR} --kl_controller adaptive --kl_target 0.001 --kl_horizon 100",
-    "grpo_ref_refresh": f"grpo {FOUR} --ref_refresh_every 2 --ref_refresh_mix 0.5",
+    "grpo_kl_adaptive": f"grpo {FOUR} --kl_target 0.001 --kl_horizon 100",
+    "grpo_ref_refresh": f"grpo {FOUR} --ref_refresh_every 2",
     "grpo_entropy": f"grpo {FOUR} --entropy_coef 0.01",
     "grpo_dual_clip": f"grpo {FOUR} --dual_clip 1.01 --learning_rate 1e-3 --kl_estimator k2",
     "grpo_schedule": f"grpo {FOUR} {SCHEDULE}",
-    "grpo_lora": f"grpo {FOUR} --lora_rank 4 --learning_rate 1e-3",
-    "grpo_lora_full_kl": f"grpo {FOUR} --lora_rank 4 --learning_rate 1e-3 --kl_estimator full --kl_in reward",
-    "grpo_ptx": f"grpo {PTX}",
+    "grpo_lora": f"grpo {FOUR} {LORA} --learning_rate 1e-3",
     "grpo_drop": f"grpo {FOUR} {FILTER} --filter_groups drop",
-    "grpo_refill": f"grpo {FOUR} {FILTER} --filter_groups refill --max_refills 2 --reward_normalization",
+    "grpo_refill": f"grpo {FOUR} {FILTER} --filter_groups refill",
     "grpo_missing": f"grpo {FOUR} --reward gsm8k reward.py:partial --reward_weights 1.0 0.5 --kl_estimator k2",
     "grpo_mask_truncated": f"grpo {FOUR} --mask_truncated",
     "grpo_overlong": f"grpo {FOUR} --overlong_buffer 8 --no-non_stop_penalty",
-    "grpo_normalized": f"grpo {FOUR} --reward_normalization --penalty_reward_value -1 --advantage_scale none",
-    "grpo_reward_clip": "grpo --reward_clip 0.5",
+    "grpo_penalty": f"grpo {FOUR} --penalty_reward_value -1 --advantage_scale none",
     "grpo_sampler": f"grpo {SAMPLER} --generation_batch_size 5",
     "grpo_recompute": f"grpo {FOUR} --gradient_checkpointing {CUT}",
+    "grpo_game": f"grpo {FOUR} {GAME}",
     "grpo_ddp": f"2 grpo {FOUR} {CUT} --reward gsm8k reward.py:partial",
-    "grpo_fsdp": f"2 grpo {FOUR} --shard fsdp --ref_refresh_every 1 --ref_refresh_mix 0.5",
-    "grpo_fsdp_lora": "2 grpo --shard fsdp --lora_rank 4 --learning_rate 1e-3 --gradient_checkpointing",
-    "grpo_sequence_parallel": f"2 grpo {FOUR} --sequence_parallel 2 --kl_estimator full",
+    "grpo_fsdp": f"2 grpo {FOUR} --shard fsdp --ref_refresh_every 1",
+    "grpo_fsdp_lora": f"2 grpo --shard fsdp {LORA} --learning_rate 1e-3 --gradient_checkpointing",
     "grpo_resume": resumed(f"grpo {FOUR} {STATE}"),
-    "grpo_lora_resume": resumed("grpo --lora_rank 4 --save_every 2"),
+    "grpo_lora_resume": resumed(f"grpo {LORA} --save_every 2"),
     "grpo_fsdp_resume": resumed(f"2 grpo --shard fsdp {STATE}"),
     "grpo_vllm": f"grpo {VLLM}",
     "grpo_vllm_truncate": f"grpo {VLLM} {FOUR} --rollout_correction truncate",
@@ -99,31 +101,33 @@ CASES = {
     "grpo_vllm_async_mask": f"grpo {VLLM} --async_steps 1 {TO_4} --rollout_correction sequence_mask",
     "rloo": f"rloo {FOUR}",
     "rloo_once": "rloo",
-    "rloo_sequence": f"rloo {FOUR} --ratio sequence --kl_in loss --kl_estimator full",
+    "rloo_sequence": f"rloo {FOUR} --ratio sequence --kl_in loss --kl_estimator k3",
     "rloo_plus_plus": f"rloo {FOUR} --advantage reinforce++ --gamma 0.95 --rollout_batch_size 32 --group_size 1",
     "rloo_baseline": f"rloo {FOUR} --advantage reinforce++-baseline --kl_in loss --kl_estimator k2",
     "rloo_remax": f"rloo {FOUR} --advantage remax --kl_estimator k3",
     "rloo_opo": f"rloo {FOUR} --advantage opo --kl_estimator abs --loss_aggregation step_token",
     "rloo_missing": f"rloo {FOUR} --reward gsm8k reward.py:partial --filter_groups drop",
-    "rloo_lora": f"rloo {FOUR} --lora_rank 4 --learning_rate 1e-3 --kl_estimator full",
+    "rloo_lora": f"rloo {FOUR} {LORA} --learning_rate 1e-3 --kl_estimator k1",
+    "rloo_game": f"rloo {FOUR} {GAME}",
     "rloo_ddp": f"2 rloo {FOUR} {CUT} --advantage remax",
     "rloo_vllm_remax": f"rloo {VLLM} --advantage remax",
     "ppo": "ppo",
     "ppo_epochs": "ppo --num_epochs 3 --loss_aggregation step_token --gamma 0.99 --gae_lambda 0.9",
     "ppo_once": "ppo --mini_batch_size 32 --kl_in loss --kl_estimator k3",
-    "ppo_value_clip": "ppo --value_clip 0.001 --num_epochs 2 --kl_estimator full",
-    "ppo_no_value_clip": "ppo --value_clip 0 --num_epochs 2 --kl_in loss --kl_estimator full",
+    "ppo_value_clip": "ppo --value_clip 0.001 --num_epochs 2 --kl_estimator k1",
+    "ppo_no_value_clip": "ppo --value_clip 0 --num_epochs 2 --kl_in loss --kl_estimator k2",
     "ppo_critic_warmup": "ppo --critic_warmup_steps 1",
-    "ppo_whiten_rewards": "ppo --whiten_rewards --no-whiten_advantages",
-    "ppo_pf_pow": "ppo --pf_ppo pow --pf_ppo_power 2",
+    "ppo_no_whiten": "ppo --no-whiten_advantages",
+    "ppo_pf_pow": "ppo --pf_ppo pow",
     "ppo_pf_max_min": "ppo --pf_ppo max_min --rollout_batch_size 8 --group_size 4",
     "ppo_pf_max_random": "ppo --pf_ppo max_random",
     "ppo_penalties": f"ppo --entropy_coef 0.01 --dual_clip 3 --mask_truncated {PTX}",
     "ppo_missing": f"ppo --reward gsm8k reward.py:partial --reward_normalization --reward_clip 0.5 {CUT}",
     "ppo_schedule": f"ppo {SCHEDULE} --critic_lr_schedule linear --critic_warmup_ratio 0.3 --critic_weight_decay 0.1",
-    "ppo_lora": "ppo --lora_rank 4 --learning_rate 1e-3",
+    "ppo_lora": f"ppo {LORA} --learning_rate 1e-3",
+    "ppo_game": f"ppo {GAME} --rollout_batch_size 32",
     "ppo_value_model": f"{JUDGE} ; ppo --value_model runs/judge/final",
-    "ppo_reward_model": f"{JUDGE} ; ppo --reward gsm8k runs/judge/final --reward_model_scale standardized",
+    "ppo_reward_model": f"{JUDGE} ; ppo --reward gsm8k runs/judge/final",
     "ppo_ddp": f"2 ppo --num_epochs 2 {CUT}",
     "ppo_fsdp": f"{JUDGE} ; 2 ppo --shard fsdp --reward gsm8k runs/judge/final --reward_weights 1 0.5",
     "ppo_resume": resumed(f"ppo {STATE}"),
@@ -132,18 +136,12 @@ CASES = {
     "reward_model": "reward_model",
     "reward_model_centre": "reward_model --centre_coef 0.05 --micro_batch_tokens 100 --gradient_checkpointing",
     "reward_model_arithmetic": "reward_model --eval_dataset arithmetic --eval_pairs 40",
-    "reward_model_lora": "reward_model --lora_rank 4",
+    "reward_model_lora": f"reward_model {LORA}",
     "reward_model_ddp": "2 reward_model --micro_batch_tokens 100",
     "reward_model_fsdp": "2 reward_model --shard fsdp --weight_decay 0.1",
     "reward_model_resume": resumed("reward_model --batch_size 18 --save_every 1", "", "--num_epochs 2"),
     "reward_model_fsdp_resume": resumed("2 reward_model --shard fsdp --save_every 1", "", "--num_epochs 2"),
 }
-ALSO_FLOAT32 = (  # the others are in float64 only, those of vLLM in float32 only
-    "grpo_default grpo_loss_* grpo_lora_full_kl grpo_ptx grpo_refill grpo_missing grpo_normalized grpo_sampler "
-    "grpo_recompute grpo_ddp grpo_fsdp grpo_sequence_parallel grpo_resume rloo rloo_sequence rloo_plus_plus rloo_remax "
-    "ppo ppo_epochs ppo_value_clip ppo_pf_pow ppo_lora ppo_reward_model ppo_fsdp ppo_resume reward_model "
-    "reward_model_lora reward_model_ddp reward_model_fsdp"
-)
 REWARD = """
 def score(prompts, responses, **columns):
     return [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
@@ -158,8 +156,7 @@ def names_of(patterns: list[str]) -> list[str]:
     alike = lambda name, several: any(fnmatch.fnmatchcase(name, pattern) for pattern in several)
     found = []
     for case in CASES:
-        kinds = {"float64": "vllm" not in case, "float32": "vllm" in case or alike(case, ALSO_FLOAT32.split())}
-        found += [f"{case}-{kind}" for kind, made in kinds.items() if made]
+        found.append(f"{case}-{'float32' if 'vllm' in case else 'float64'}")
     return [name for name in found if not patterns or alike(name, patterns) or alike(name.split("-")[0], patterns)]
 
 
@@ -195,7 +192,7 @@ def record_one(root: str, out_dir: str, name: str, python: str) -> str:
     with tempfile.TemporaryDirectory(prefix="golden_") as work:
         write_inputs(work)
         for command in CASES[case].split(" ; "):
-            words = shlex.split(command)
+            words = shlex.split(command.replace("GUESS", os.path.join(root, "assets", "guess")))
             ranks = int(words.pop(0)) if words[0].isdigit() else 1
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] * (ranks > 1)
             flags = ["--model", os.path.join(root, "assets", "tiny"), *shlex.split(BASE[words[0]]), *words[1:]]
