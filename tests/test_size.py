@@ -1,0 +1,72 @@
+"""The size of the project stays within its limits; `python tests/test_size.py` prints the table.
+
+Sums are limited, not single files: a subject may have its lines in one file rather than be cut in two.
+"""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+
+def lines(*patterns: str) -> int:
+    """Return the lines of the files that match the patterns."""
+    paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def modules() -> int:
+    """Return how many of our modules with any code `import grpo` loads, in a process of its own."""
+    code = "import grpo, sys; print(*(getattr(module, '__file__', None) for module in sys.modules.values()), sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [Path(name) for name in done.stdout.splitlines() if name.startswith(f"{ROOT}/")]
+    return len([path for path in files if ".venv" not in path.parts and path.suffix == ".py" and path.read_text()])
+
+
+def files_of_a_step() -> list[str]:
+    """Return the files that docs/reading_map.md lists for one step."""
+    text = (ROOT / "docs" / "reading_map.md").read_text()
+    section = re.search(r"## The files of one step\n(.*?)\n## ", text, re.DOTALL)[1]
+    return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
+
+
+def table() -> dict[str, tuple[int, int]]:
+    """Return {what: (how much there is, the limit)}."""
+    from grpo import Args
+
+    plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
+    rows = {
+        "Python outside tests, lines": (
+            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 10_000
+        ),
+        "plumbing/, lines": (lines("plumbing/**/*.py"), 5_500),
+        "plumbing/, files": (len(plumbing), 40),
+        "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
+        "web files of the report, lines": (lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))), 500),
+        "tests/, lines": (lines("tests/**/*.py"), 13_000),
+        "docs/, lines": (lines("docs/*.md"), 1_000),
+        "README.md, lines": (lines("README.md"), 150),
+        "flags of grpo.py": (len(dataclasses.fields(Args)), 90),
+        "our modules that import grpo loads": (modules(), 30),
+        "files of one step": (len(files_of_a_step()), 9),
+    }  # fmt: skip
+    for name, limit in {"grpo": 760, "rloo": 800, "ppo": 1000, "reward_model": 350, "utils": 460}.items():
+        rows[f"{name}.py, lines"] = (lines(f"{name}.py"), limit)
+    return rows
+
+
+def test_sizes():
+    assert not {what: size for what, size in table().items() if size[0] > size[1]}
+
+
+def test_the_files_of_one_step_exist():
+    assert files_of_a_step() and all((ROOT / name).is_file() for name in files_of_a_step())
+
+
+if __name__ == "__main__":
+    for what, (size, limit) in table().items():
+        print(f"{what:<42} {size:>7,} of {limit:>7,}{'' if size <= limit else '  TOO MUCH'}")
