@@ -16,7 +16,7 @@ import grpo
 from plumbing.data.prompts import named_sources
 from plumbing.rewards import sources
 from plumbing.rewards.sources import Rewards, needs_answer
-from plumbing.rewards.workers import Workers, finite_or_nan
+from plumbing.rewards.workers import Outcome, Workers, finite_or_nan
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 
@@ -107,6 +107,20 @@ def test_a_response_that_hangs_math_is_wrong(make):
         scores = pool.submit(rewards.score, list(map(row, references)), texts, [[]] * 5).result()["math"]
     assert scores == pytest.approx([1, 0, 1, math.nan, 0], nan_ok=True)
     assert "alone takes over 2 s" in rewards.sources["math"].failure
+
+
+def test_a_call_for_many_responses_that_fails_is_made_for_each(make, monkeypatch):
+    """As if the check of one of them crashed."""
+    rewards, (run, sizes) = make("exact"), (Workers.run, [])
+
+    def crash(workers, call, arguments, *others):
+        outcomes = run(workers, call, arguments, *others)
+        sizes.append([len(texts) for _, texts, *_ in arguments])
+        return [Outcome(None, "crash", True) if "x" in texts else y for (_, texts, *_), y in zip(arguments, outcomes)]
+
+    monkeypatch.setattr(Workers, "run", crash)
+    scores = rewards.score([row("1")] * 70, ["1"] * 68 + ["x", "1"], [[]] * 70)["exact"]
+    assert scores == pytest.approx([1] * 68 + [math.nan, 1], nan_ok=True) and sizes == [[64, 6], [1] * 6]
 
 
 def test_a_worker_that_dies_between_calls_is_replaced(make):
