@@ -313,6 +313,26 @@ class ConversationArgs:
     turn_stop: tuple[str, ...] = ()
     """Texts that end a turn as a stop token does, such as </search> for a model that goes on after a call."""
 
+    RULES = {
+        "--reward environment requires an --environment": lambda a: a.environment or "environment" not in a.reward,
+        "--tool_call_pattern requires --tools or an --environment": lambda a: (
+            not a.tool_call_pattern or a.tools or a.environment
+        ),
+        "--turn_stop requires --tools or an --environment": lambda a: not a.turn_stop or a.tools or a.environment,
+        "--turn_stop must not hold an empty text, which would end every turn": lambda a: "" not in a.turn_stop,
+        "--tools and --environment require --min_response_length 0": lambda a: (
+            not (a.tools or a.environment) or a.min_response_length == 0
+        ),
+        "--tools and --environment require --vllm_tensor_parallel 1, an engine on each rank": lambda a: (
+            not (a.tools or a.environment) or a.vllm_tensor_parallel == 1
+        ),
+    }
+    WARNINGS = {
+        "--environment: its rewards do not count without environment in --reward": lambda a: (
+            not a.environment or "environment" in a.reward
+        )
+    }
+
 
 @dataclass
 class OptimizerArgs:

@@ -49,12 +49,12 @@ from plumbing.data import mixture as data
 from plumbing.models import loading as models
 from plumbing.rewards.answers import harness_answer, harness_text, plain_answer, voted_answer
 from plumbing.rewards.sources import Rewards, is_scored_by, needs_answer
-from plumbing.rollout.batch import in_batches
+from plumbing.rollout.batch import in_batches, load_conversations
 from plumbing.run import checkpoints, resume
 from plumbing.run import log as run_log
 from plumbing.run.evaluation import conversation_metrics
 from plumbing.run.measures import estimate, measures
-from plumbing.turns.conversations import Conversation, Conversations, load_conversations
+from plumbing.turns.conversations import Conversation, Conversations
 
 NO_ANSWERS = ("format", "code", "ifeval", "environment")  # sources whose responses have nothing to vote for
 

@@ -41,6 +41,7 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 from make_models import make_tokenizer  # noqa: E402
 
 import plumbing.rollout.vllm_engine  # noqa: E402, F401
+import plumbing.turns.conversations  # noqa: E402, F401
 from plumbing import cli  # noqa: E402
 from plumbing.run import log as run_log  # noqa: E402
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -12,11 +13,8 @@ import time
 
 import pytest
 from conftest import ROOT
-from transformers.utils import chat_template_utils
 
-from plumbing.rewards.functions import load_function
-from plumbing.turns.tool_processes import EnvironmentFailure, ToolError, ToolProcesses, misfit
-from plumbing.turns.tool_worker import description, fork
+from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcesses
 
 TOOLS = '''
 import asyncio, os, random, subprocess, sys, time
@@ -51,10 +49,6 @@ async def later(text: str) -> str:
     """
     await asyncio.sleep(0)
     return text
-
-def link(number):
-    file = f"/dev/fd/{number}"
-    return os.readlink(file) if os.path.lexists(file) else ""
 
 def read() -> str:
     """Return a line of stdin."""
@@ -198,9 +192,7 @@ def started(files):
             found[names, environment] = ToolProcesses(*files(names, environment), 60.0)
         return found[names, environment]
 
-    yield start
-    for processes in found.values():
-        processes.close()
+    return start
 
 
 def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> list:  # noqa: B006
@@ -232,11 +224,6 @@ def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> lis
     return asyncio.run(run())
 
 
-def process_ids(parent: int) -> list[int]:
-    with open(f"/proc/{parent}/task/{parent}/children") as children:
-        return list(map(int, children.read().split()))
-
-
 def run(code: str):
     return "call", "run", {"code": code}
 
@@ -246,16 +233,8 @@ def test_a_conversation_with_tools_and_an_environment(started):
         ("step", "3"), ("call", "add", {"a": 1, "b": 2.5}), ("call", "add", {"a": 1, "sign": "-", "note": None}),
         ("call", "later", {"text": "\ud83d"}), ("call", "rounds", {}), ("call", "read", {}), ("step", "5"),
     ]  # fmt: skip
-    assert converse(started(), *calls) == [
-        " go",
-        ("higher", 0.5, False),
-        "3.5",
-        "0",
-        "?",
-        "1",
-        "",
-        ("lower", 0.5, True),
-    ]
+    expected = [" go", ("higher", 0.5, False), "3.5", "0", "?", "1", "", ("lower", 0.5, True)]
+    assert converse(started(), *calls) == expected
     names = [schema["function"]["name"] for schema in started().schemas]
     assert names == ["add", "run", "later", "read", "rounds", "peek"] and started().has_step
 
@@ -273,13 +252,11 @@ def test_a_conversation_with_tools_and_an_environment(started):
         ("1 / 0", "error: ZeroDivisionError: division by zero"),
         ("sys.exit(3)", "error: SystemExit: 3"),
         ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt: "),
-        ("{1}", "error: TypeError: the tool returned set '{1}', which is neither text nor JSON"),
-        ("b'x'", "error: TypeError: the tool returned bytes \"b'x'\", which is neither text nor JSON"),
-        ("(x for x in 'ab')", "error: TypeError: the tool returned generator"),
+        ("{1}", '"{1}"'),
+        ("{(1, 2): 3}", "error: TypeError: keys must be str"),
         ("os._exit(0)", "error: run ended its process"),
         ("os.kill(os.getpid(), 11)", "error: run ended its process"),
         ("os.closerange(3, 50)", "error: run ended its process"),
-        ("[os.write(n, b'}{\\n') for n in range(30) if 'socket' in link(n)]", "error: run ended its process"),
     ],
 )
 def test_what_a_tool_returns(started, code, result):
@@ -294,57 +271,27 @@ def test_what_hangs_is_killed_alone(started, tmp_path):
     calls = [("limit", 1.0), hang, ("limit", 60.0), run("calls"), ("step", "3"), ("limit", 1.0)]
     found = converse(started(), run("calls.append(1)"), *calls, ("step", "time.sleep(60)"), ("step", "3"))
     assert found[1:] == [
-        "", "error: run gave no answer within --tool_timeout 1 s", "[]", ("higher", 0.5, False),
-        "failure: step gave no answer within --tool_timeout 1 s",
+        "", "error: run gave no answer within --timeout 1 s", "[]", ("higher", 0.5, False),
+        "failure: step gave no answer within --timeout 1 s",
     ]  # fmt: skip
-    assert_ended(started())
-    assert not is_running(int((tmp_path / "pid").read_text()))  # what the tool had started
+    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))  # a process of the tool's
 
 
-def assert_ended(processes: ToolProcesses, children: int = 0) -> None:
-    """Wait until the server has no children."""
+def wait_until(holds) -> None:
     for _ in range(200):
-        if len(process_ids(processes.server.pid)) == children:
+        if holds():
             return
         time.sleep(0.05)
-    raise AssertionError(f"{process_ids(processes.server.pid)} are left")
-
-
-PARAMETERS = {
-    "properties": {
-        "i": {"type": "integer"}, "f": {"type": "number", "nullable": True},
-        "s": {"type": "string", "enum": ["a", "b"]}, "u": {"type": ["integer", "string"]},
-        "x": {"anyOf": [{"type": "array", "items": {}}, {"type": "string"}]},
-        "o": {"type": "object"}, "a": {"type": "array"}, "b": {"type": "boolean"}, "any": {},
-    },
-    "required": ["i"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ({"i": 1}, ""),
-        ({"i": 1, "f": 2, "s": "a", "u": "x", "x": [], "o": {}, "a": [1], "b": True, "any": None}, ""),
-        ({"i": 1, "f": None}, ""),
-        ({}, "the argument 'i' is missing"),
-        ({"i": 1, "z": 2}, "there is no argument 'z'; the arguments are: i, f, s, u, x, o, a, b, any"),
-        ({"i": "1" * 100}, "the argument 'i' has to be of type integer, not \"" + "1" * 39),
-        ({"i": True}, "the argument 'i' has to be of type integer, not true"),
-        ({"i": 1.0}, "the argument 'i' has to be of type integer, not 1.0"),
-        ({"i": None}, "the argument 'i' has to be of type integer, not null"),
-        ({"i": 1, "s": "c"}, 'the argument \'s\' has to be one of ["a", "b"]'),
-        ({"i": 1, "u": 1.5}, "the argument 'u' has to be of type ['integer', 'string'], not 1.5"),
-    ],
-)
-def test_arguments_that_do_not_fit(arguments, problem):
-    assert misfit(arguments, PARAMETERS) == problem
+    raise AssertionError("it does not become so")
 
 
 def test_calls_that_do_not_fit(started):
-    unknown, missing = converse(started(), ("call", "mul", {}), ("call", "add", {}), row=None)
-    assert unknown == "error: there is no tool 'mul', there are add, run, later, read, rounds, peek"
-    assert missing == "error: add: the argument 'a' is missing"
+    calls = [("call", "mul", {}), ("call", "add", {}), ("call", "add", {"a": 1, "z": 2})]
+    assert converse(started(), *calls, row=None) == [
+        "error: there is no tool 'mul', there are add, run, later, read, rounds, peek",
+        "error: TypeError: add() missing 1 required positional argument: 'a'",
+        "error: TypeError: add() got an unexpected keyword argument 'z'",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -353,34 +300,35 @@ def test_calls_that_do_not_fit(started):
         ({"reset": "None"}, "(None, np.float64(-1), np.True_)", [None, (None, -1.0, True)]),
         ({"reset": "[{'role': 'user'}]"}, "('', True, 0)", [[{"role": "user"}], ("", 1.0, False)]),
         ({}, "('x', np.array(2), False, True, {})", [" go", ("x", 2.0, True)]),
-        ({}, "('x', 1)", [" go", "failure: step returned tuple \"('x', 1)\", not (observation, reward, done)"]),
-        ({}, "None", [" go", "failure: step returned NoneType 'None', not (observation, reward, done)"]),
-        ({}, "(1, 1, False)", [" go", "failure: step returned int '1', not a text or None as observation"]),
-        ({}, "('x', '1', False)", [" go", "failure: step: the reward is str '1', not a number"]),
-        ({}, "('x', None, False)", [" go", "failure: step: the reward is NoneType 'None', not a number"]),
-        ({}, "('x', 1, {})", [" go", "failure: step: done is dict '{}', not True or False"]),
-        ({}, "('x', False, 1.0)", [" go", "failure: step: done is float '1.0', not True or False"]),
-        ({"reset": "3"}, "", ["failure: reset returned int '3', not a text, a list of messages or None"]),
-        ({"reset": "[{'role': 1j}]"}, "", [re.compile("failure: reset raised TypeError: .* not JSON serializable")]),
+        ({}, "('x', 1)", [" go", "failure: step: ValueError: not enough values to unpack (expected 3, got 2)"]),
+        ({}, "None", [" go", "failure: step: TypeError: cannot unpack non-iterable NoneType object"]),
+        ({}, "(1, 1, False)", [" go", "failure: step: TypeError: the observation is '1', not a text or None"]),
+        ({}, "('x', '1', False)", [" go", "failure: step: TypeError: the reward is '1', not a number"]),
+        ({}, "('x', None, False)", [" go", "failure: step: TypeError: the reward is 'None', not a number"]),
+        ({}, "('x', 1, {})", [" go", "failure: step: TypeError: done is '{}', not True or False"]),
+        ({}, "('x', False, 1.0)", [" go", "failure: step: TypeError: done is '1.0', not True or False"]),
+        ({"reset": "3"}, "", ["failure: reset: TypeError: the observation is '3', not a text or None"]),
+        ({"reset": "[{'role': 1j}]"}, "", [re.compile("failure: reset: TypeError: .* not JSON serializable")]),
         ({"reset": "[{'role': '\\ud83d'}]"}, "(None, 1, False)", [[{"role": "?"}], (None, 1.0, False)]),
-        ({"reset": "['x']"}, "", ["failure: reset returned list \"['x']\", not a text, a list of messages or None"]),
-        ({}, "1 / 0", [" go", re.compile(r"failure: step raised ZeroDivisionError \(.*game.py:15\): division")]),
-        ({}, "exit(3)", [" go", re.compile(r"failure: step raised SystemExit \(.*game.py:15\): 3")]),
+        ({"answer": 3}, "", [re.compile("failure: reset: TypeError: .* missing 1 required .*argument: 'secret'")]),
+        ({}, "1 / 0", [" go", re.compile(r"failure: step: ZeroDivisionError \(.*game.py:15\): division")]),
+        ({}, "exit(3)", [" go", re.compile(r"failure: step: SystemExit \(.*game.py:15\): 3")]),
         ({}, "os._exit(1)", [" go", "failure: step ended its process"]),
     ],
 )  # fmt: skip
 def test_what_an_environment_returns(started, row, step, expected):
-    *before, last = converse(started(), *[("step", step)] * bool(step), row={"secret": 5, **row})
+    *before, last = converse(
+        started(), *[("step", step)] * bool(step), row=row if "answer" in row else {"secret": 5, **row}
+    )
     assert before == expected[:-1]
     assert expected[-1].match(last) if isinstance(expected[-1], re.Pattern) else expected[-1] == last
 
 
 def test_tools_of_an_environment_that_fail(started):
     # What a tool raises is for the model; an environment that is gone is a failure.
-    calls = [("call", "peek", {"what": what}) for what in ("1 / 0", "{1}", "os._exit(0)")]
-    *_, raised, not_text, ended = converse(started(), *calls)
-    assert raised == "error: ZeroDivisionError: division by zero" and not_text.startswith("error: TypeError")
-    assert ended == "failure: peek ended its process"
+    calls = [("call", "peek", {"what": what}) for what in ("1 / 0", "os._exit(0)")]
+    *_, raised, ended = converse(started(), *calls)
+    assert raised == "error: ZeroDivisionError: division by zero" and ended == "failure: call ended its process"
 
 
 def test_environments_do_not_share_state_and_have_the_rows_random_numbers(started):
@@ -408,7 +356,7 @@ def test_other_forms_of_environments(started):
     calls = [("call", "increment", {"by": 2}), ("outcome",), ("call", "increment", {"by": 3}), ("outcome",)]
     counter = started((), "Counter")
     assert converse(counter, ("outcome",), *calls, row={"start": 1, "x": 0}) == [
-        None, (0.0, False), "3", (3.0, False), "6", (6.0, True)
+        None, (0.0, False), "3", (3.0, False), "6", (3.0, True)
     ]  # fmt: skip
     assert [schema["function"]["name"] for schema in counter.schemas] == ["increment"] and not counter.has_step
 
@@ -423,71 +371,65 @@ def test_other_forms_of_environments(started):
     assert observation is None and math.isnan(reward) and done  # one event loop for all calls
 
 
-def test_a_reset_that_asks_for_a_column_that_is_not_there(started):
-    (failure,) = converse(started(), row={"answer": 3})
-    assert (
-        failure
-        == "failure: reset raised TypeError: cannot be called with answer: missing a required argument: 'secret'"
-    )
-
-
 def test_many_at_once_and_nothing_is_left(started):
-    processes, start = started(), time.time()
+    """Each is a process of its own, which shares the files that the fork server has imported, and no torch."""
+    processes, found = started(), []
 
     async def play(number: int) -> tuple:
         process = processes.open(number)
         try:
             await process.reset({"secret": number})
+            found.append(process.environment.process.pid)
             return await process.step("50"), await process.call("add", {"a": number})
         finally:
             process.kill()
 
-    async def run():
-        return await asyncio.gather(*map(play, range(100)))
+    async def play_all():
+        return await asyncio.gather(*map(play, range(40)))
 
-    results = asyncio.run(run())
-    assert results == [(("higher" if n > 50 else "lower", 0.5, n == 50), str(n + 1)) for n in range(100)]
-    assert time.time() - start < 60  # 200 processes, which take 1 s on an idle core
-    assert_ended(processes)
+    results = asyncio.run(play_all())
+    assert results == [(("higher" if n > 50 else "lower", 0.5, n == 50), str(n + 1)) for n in range(40)]
+    assert len(set(found)) == 40
+    wait_until(lambda: not any(map(is_running, found)))
+
+
+TRAINER = """
+import asyncio, sys
+import torch  # as a trainer does
+from plumbing.turns.processes import ToolProcesses
+
+async def train():
+    processes = ToolProcesses((sys.argv[1] + ":run",), sys.argv[2] + ":Game", 60.0)
+    process = processes.open(1)
+    await process.reset({"secret": 1})
+    code = "'torch' in sys.modules or (subprocess.Popen(['sleep', '99']).pid, os.getpid(), os.getppid())"
+    print(process.environment.process.pid, await process.call("run", {"code": code}), flush=True)
+    await process.call("run", {"code": "time.sleep(99)"})
+
+if __name__ == "__main__":
+    asyncio.run(train())
+"""
+
+
+def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
+    """A trainer is a script that imports torch; its tools do not, and end with it, and all that they have started."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    names = [name.rpartition(":")[0] for name in files(("run",))[0]] + [files((), "Game")[1].rpartition(":")[0]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, tmp_path / "trainer.py", *names]
+    trainer = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
+    found = list(map(int, re.findall(r"\d+", trainer.stdout.readline())))
+    assert len(found) == 4 and all(map(is_running, found))
+    trainer.kill()
+    trainer.wait()
+    wait_until(lambda: not any(map(is_running, found)))
 
 
 def test_a_server_that_has_ended_is_started_anew(started):
     processes = started()
-    os.killpg(processes.server.pid, signal.SIGKILL)
-    processes.server.wait()
+    os.kill(multiprocessing.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+    time.sleep(0.5)
     assert converse(processes, ("step", "5")) == [" go", ("lower", 0.5, True)]
-
-
-def test_nothing_is_left_of_a_trainer_that_was_killed(files):
-    receive, send = os.pipe()
-
-    async def train():
-        processes = ToolProcesses(*files(("run",), "Game"), 60.0)
-        process = processes.open(1)
-        await process.reset({"secret": 1})
-        os.write(send, f"{processes.server.pid}\n".encode())
-        await process.call("run", {"code": "subprocess.run(['sleep', '99'])"})
-
-    trainer = os.fork()
-    if not trainer:
-        try:
-            asyncio.run(train())
-        finally:
-            os._exit(1)
-    os.close(send)  # so that the line is empty if the trainer fails
-    with open(receive) as lines:
-        server = int(lines.readline())
-    while len(children := process_ids(server)) < 2 or not process_ids(children[1]):
-        time.sleep(0.05)
-    found = [server, *children, *process_ids(children[1])]
-    assert len(found) == 4
-    os.kill(trainer, signal.SIGKILL)
-    os.waitpid(trainer, 0)
-    for _ in range(100):
-        if not any(is_running(process) for process in found):
-            return
-        time.sleep(0.05)
-    raise AssertionError("processes are left")
 
 
 def is_running(process: int) -> bool:
@@ -499,45 +441,25 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("tools", "environment", "flag", "error"),
-    [
-        (
-            ["no_hint"],
-            "",
-            "--tools .*no_hint",
-            "TypeHintParsingException: Argument a is missing a type hint in .*no_hint",
-        ),
-        (["no_docstring"], "", "--tools .*no_docstring", "DocstringParsingException: .* because it has no docstring!"),
-        (["Thing"], "", "--tools .*Thing", "TypeError: .* is no function"),
-        (["add", "run", "add"], "", "--tools .*add", "there are two tools add"),
-        (["add"], "Other", "--environment .*game.py:Other", "there are two tools add"),
-        ([], "NoReset", "--environment .*", "TypeError: has no method reset"),
-        ([], "OnlyReset", "--environment .*", "TypeError: has neither a method step nor tools"),
-        ([], "Misnamed", "--environment .*", "TypeError: .* play .* no docstring!; without a method step, its .*"),
-        ([], "Needs", "--environment .*", "TypeError: .*missing 1 required positional argument: 'size'"),
-    ],
-)
-def test_what_is_wrong_with_tools_and_environments(files, monkeypatch, tools, environment, flag, error):
-    monkeypatch.setattr(chat_template_utils, "is_torch_available", lambda: True)  # is replaced
-    tools, environment = files(tools, environment)
-    settings = {"tools": tools, "environment": environment}
-    found = description(settings, [load_function(name) for name in tools], environment and load_function(environment))
-    assert re.fullmatch(flag, found["flag"]) and re.fullmatch(error, found["error"]), found
-
-
-@pytest.mark.parametrize(
     ("tools", "environment", "line"),
     [
-        (["nothing"], "", r"error: --tools .*tools.py:nothing: AttributeError: .*tools.py has no function 'nothing'"),
-        (["number"], "", "error: --tools .*: AttributeError: .* has no function 'number'"),
-        (["no_docstring"], "", "error: --tools .*: DocstringParsingException: .* because it has no docstring!"),
-        ([], "Needs", "error: --environment .*game.py:Needs: TypeError: .*argument: 'size'"),
+        (["nothing"], "", r"--tools .*tools.py:nothing: .*AttributeError: .*tools.py has no function 'nothing'"),
+        (["number"], "", "--tools .*: .*AttributeError: .* has no function 'number'"),
+        (["no_hint"], "", "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint"),
+        (["add", "no_docstring"], "", "--tools .*no_docstring: .*: .* because it has no docstring!"),
+        (["Thing"], "", "--tools .*Thing: .*TypeError: .* is not a function"),
+        (["add", "run", "add"], "", "--tools, --environment: there are two tools add"),
+        (["add"], "Other", "--tools, --environment: there are two tools add"),
+        ([], "NoReset", "--environment .*: .*TypeError: has no method reset"),
+        ([], "OnlyReset", "--environment .*: .*TypeError: has neither a method step nor tools"),
+        ([], "Misnamed", "--environment .*: .* play .* no docstring!; without a method step, .*"),
+        ([], "Needs", "--environment .*game.py:Needs: .*TypeError: .*missing 1 required .*argument: 'size'"),
     ],
 )
-def test_what_cannot_be_used_ends_the_run(files, capfd, tools, environment, line):
+def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environment, line):
     with pytest.raises(SystemExit) as end:
         ToolProcesses(*files(tools, environment), 2.0)
-    assert end.value.code == 2 and re.fullmatch(line + "\n", capfd.readouterr().err)
+    assert end.value.code == 2 and re.fullmatch(f"error: {line}\n", capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -545,40 +467,23 @@ def test_what_cannot_be_used_ends_the_run(files, capfd, tools, environment, line
     [
         (("tools.py",), "", "--tools tools.py: is not of the form path/to/file.py:name"),
         (("there/is/none.py:add",), "", "--tools there/is/none.py:add: there is no file there/is/none.py"),
-        ((), "game.py:", "--environment game.py:: is not of the form path/to/file.py:Class"),
+        ((), "game.py:", "--environment game.py:: is not of the form path/to/file.py:name"),
     ],
 )
-def test_names_that_are_none(capsys, tools, environment, line):
+def test_names_of_nothing(capsys, tools, environment, line):
     with pytest.raises(SystemExit):
         ToolProcesses(tools, environment, 2.0)
     assert capsys.readouterr().err == f"error: {line}\n"
 
 
-def test_a_file_that_cannot_be_imported(tmp_path, capfd):
-    for text, line in (("\n1 / 0", "broken.py:2): division by zero"), ("import os; os._exit(0)", "ended")):
-        (tmp_path / "broken.py").write_text(text)
-        with pytest.raises(SystemExit):
-            ToolProcesses((f"{tmp_path}/broken.py:x",), "", 2.0)
-        assert line in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("error, code", [(None, 0), (ConnectionResetError(), 0), (ValueError(), 1), (SystemExit(0), 1)])
-def test_how_a_child_ends(capfd, error, code):
-    """The trainer being gone is no failure; and no child comes back into the code of the server."""
-
-    def act() -> None:
-        if error is not None:
-            raise error
-
-    assert os.waitstatus_to_exitcode(os.waitpid(fork(act), 0)[1]) == code
-    assert capfd.readouterr().err.count("Traceback") == code
-
-
-def test_the_server_does_not_import_torch(files):
-    program = "import sys, plumbing.turns.tool_worker; print(len(sys.modules), 'torch' in sys.modules)"
-    words = [sys.executable, "-c", program]
-    count, torch = subprocess.run(words, capture_output=True, text=True, cwd=ROOT).stdout.split()
-    assert torch == "False" and int(count) < 300
+@pytest.mark.parametrize(
+    ("text", "line"), [("\n1 / 0", "broken.py:2): division by zero"), ("import os; os._exit(0)", "ended")]
+)
+def test_a_file_that_cannot_be_imported(tmp_path, capfd, text, line):
+    (tmp_path / "broken.py").write_text(text)
+    with pytest.raises(SystemExit):
+        ToolProcesses((f"{tmp_path}/broken.py:x",), "", 2.0)
+    assert line in capfd.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -588,8 +493,7 @@ def python_tool(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", mark)
         processes = ToolProcesses((f"{ROOT}/plumbing/turns/python_tool.py:python",), "", 60.0)
-    yield processes, mark
-    processes.close()
+    return processes, mark
 
 
 @pytest.mark.parametrize(
@@ -610,12 +514,8 @@ def test_python_tool(python_tool, code, result):
 def test_a_program_that_does_not_end_is_gone_with_its_conversation(python_tool):
     processes, mark = python_tool
     calls = [("call", "python", {"code": "1"}), ("limit", 1.0), ("call", "python", {"code": "while True: pass"})]
-    assert converse(processes, *calls, row=None) == ["", "error: python gave no answer within --tool_timeout 1 s"]
-    for _ in range(200):
-        if not any(map(is_running, processes_with(mark))):
-            return
-        time.sleep(0.05)
-    raise AssertionError("a program is left")
+    assert converse(processes, *calls, row=None) == ["", "error: python gave no answer within --timeout 1 s"]
+    wait_until(lambda: not any(map(is_running, processes_with(mark))))
 
 
 def processes_with(word: str) -> list[int]:

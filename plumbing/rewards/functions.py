@@ -111,14 +111,3 @@ def as_numbers(scores, count: int) -> list[float | None]:
         if not (score is None or hasattr(score, "__float__")):
             raise TypeError(f"gave a response {type(score).__name__} {str(score)[:40]!r}, not a number")
     return [None if score is None else float(score) for score in scores]
-
-
-# Until plumbing/turns/tool_worker.py is gone.
-def taken(function: Callable, positional: list, named: dict) -> dict:
-    result = accepted(function, named)
-    inspect.signature(function).bind(*positional, **result)
-    return result
-
-
-def described(value) -> str:
-    return f"{type(value).__name__} {str(value)[:40]!r}"

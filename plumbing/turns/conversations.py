@@ -1,10 +1,10 @@
-"""Responses of several turns: between them answers a tool (--tools) or an environment (--environment).
+"""Responses of several turns: between them a tool (--tools) or an environment (--environment) answers.
 
-The tokens of a turn stay as they were drawn. What stands between two turns, an observation, is in the context, but not
-in the response mask: nothing is trained on it. docs/environments.md shows how tools and environments are written.
+The tokens of a turn stay as they were drawn. The tokens between two turns, an observation, are in the context, but not
+in the response mask: nothing is trained on them. docs/environments.md shows how to write tools and environments.
 
-Imports plumbing.turns.templates (the text of turns), plumbing.turns.tool_processes (where tools and environments run),
-plumbing.data.prompts (prompts that an environment adds to) and plumbing.flags (ranges of flags).
+Imports plumbing.turns.templates (the text between turns), plumbing.turns.tool_calls (calls in a turn),
+plumbing.turns.processes (where tools and environments run) and plumbing.data.prompts (token ids of prompts).
 """
 
 import asyncio
@@ -18,11 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt
+from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 from plumbing.turns.templates import Turns
-from plumbing.turns.tool_processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
-from utils import fail, warn
+from plumbing.turns.tool_calls import ToolCall
+from utils import warn
 
-STOP_REASONS = ("stop", "done", "max_turns", "length", "error")
+STOP_REASONS = ("done", "max_turns", "length", "error")
 
 
 @dataclass
@@ -31,31 +32,36 @@ class Conversation:
 
     row: dict  # the prompt's, with what the environment added to it
     response: list[int] = field(default_factory=list)  # token ids of the turns, and of the observations between them
-    values: dict[str, list] = field(default_factory=dict)  # a value a token, by name; see `Batch.tokens`
+    values: dict[str, list] = field(default_factory=lambda: {"rollout_logprobs": [], "response_mask": []})  # per token
     turns: list[dict] = field(default_factory=list)  # the same as messages
-    stop_reason: str = "max_turns"  # one of STOP_REASONS
-    reward: float = math.nan  # the sum of the environment's
+    rewards: list[float] = field(default_factory=list)  # of the environment, for each turn
+    stop_reason: str = ""  # one of STOP_REASONS, once it has ended
     tool_calls: int = 0
     tool_errors: int = 0
     error: str = ""  # why the environment failed
 
-    def add(self, tokens: list[int], **values: list) -> None:
-        """Add tokens and their values by name; what is not given is 0."""
+    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
+        """Add the tokens of a turn, or those of an observation, which have no log-probabilities."""
         self.response += tokens
-        for name, column in self.values.items():
-            column += values.get(name, [0] * len(tokens))
+        self.values["rollout_logprobs"] += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.values["response_mask"] += [int(logprobs is not None)] * len(tokens)
+
+    @property
+    def reward(self) -> float:
+        """Return the sum of the environment's rewards; NaN if it gave none, or has failed."""
+        return sum(self.rewards) if self.rewards and not self.error else math.nan
 
     @property
     def stopped(self) -> bool:
         """Return whether it ended by itself."""
-        return self.stop_reason in ("stop", "done")
+        return self.stop_reason == "done"
 
     def scored_row(self) -> dict:
         """Return the row with what reward sources read of the conversation."""
         return {**self.row, "turns": self.turns, "environment": self.reward}
 
     def metrics(self) -> dict[str, float]:
-        """Return what is counted of a response."""
+        """Return the counts of turns, calls and tokens."""
         return {
             "turns": sum(message["role"] == "assistant" for message in self.turns),
             "tool_calls": self.tool_calls,
@@ -68,39 +74,16 @@ class Interrupted(Exception):
     """The run is interrupted, or the engine has failed."""
 
 
-def load_conversations(args, tokenizer, stop_ids: list[int]) -> "Conversations | None":
-    """Return the Conversations of --tools and --environment; None without them."""
-    if args.tools or args.environment:
-        return Conversations(args, tokenizer, stop_ids)
-    if "environment" in args.reward:
-        fail("--reward environment: takes an --environment")
-    for name in ("tool_call_pattern", "turn_stop"):
-        if getattr(args, name):
-            fail(f"--{name}: takes --tools or an --environment")
-    return None
-
-
 class Conversations:
     """Makes conversations with a run's tools and environment. `schemas`: of all tools, for the template, or None."""
 
     def __init__(self, args, tokenizer, stop_ids: list[int]):
-        """Load and check the tools, the environment and the chat template; end the run where they do not fit."""
-        if args.vllm_tensor_parallel > 1:
-            fail("--vllm_tensor_parallel: with --tools or --environment each rank takes an engine of its own")
-        if args.min_response_length:
-            fail("--min_response_length: takes responses of one turn, so no --tools and no --environment")
-        if args.environment and "environment" not in args.reward and args.reward:
-            warn(f"--environment {args.environment}: its rewards do not count without environment in --reward")
-        if "" in args.turn_stop:
-            fail("--turn_stop: an empty text would end every turn")
+        """Load and check the tools, the environment and the chat template; exit with code 2 where they do not fit."""
         self.args, self.tokenizer, self.stop_ids = args, tokenizer, stop_ids
-        self.processes = ToolProcesses(args.tools, args.environment, args.tool_timeout)
+        self.processes = ToolProcesses(args.tools, args.environment, args.timeout)
         self.schemas = self.processes.schemas or None
         self.turns = Turns(tokenizer, stop_ids, self.processes.schemas, args, self.processes.has_step)
         self.stop_strings = StopStringCriteria(tokenizer, list(args.turn_stop)) if args.turn_stop else None
-        self.value_names = ["rollout_logprobs", "response_mask"]
-        if getattr(args, "turn_rewards", False):  # a flag of PPO
-            self.value_names.append("turn_rewards")
 
     def sample(
         self, rows: list[dict], seeds: list[int], draws, interrupted: Callable, engine=None,
@@ -109,10 +92,10 @@ class Conversations:
         """Return a conversation for each row; None if interrupted, or if the engine has failed.
 
         Args:
-            seeds: of what is random in tools and environments, one a row.
+            seeds: of the random numbers of tools and environments, one a row.
             draws: random numbers, a line for each row: seeds of its turns for an engine, or else uniform numbers of its
                 tokens; None for greedy decoding.
-            engine: see plumbing/rollout/engines.py; without one, `generate` samples turns as the scripts' decode loop does.
+            engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode loop, samples turns.
         """
         return asyncio.run(self._sample(rows, seeds, draws, interrupted, engine, generate))
 
@@ -150,67 +133,62 @@ class Conversations:
 
     async def _converse(self, row: dict, seed: int, sample: Callable, leave: Callable) -> Conversation:
         """Have one conversation; call `leave` at its end, unless it is cancelled or an error ends the run."""
-        conversation = Conversation(row, values={name: [] for name in self.value_names})
-        process = self.processes.open(seed)
+        conversation, process = Conversation(row), self.processes.open(seed)
         try:
             if self.args.environment:
-                conversation.reward = 0.0
                 conversation.row = self._prompt_with(row, await process.reset(row["columns"]))
-            for number in range(self.args.max_turns):
-                if not await self._take_turn(conversation, number, process, sample):
-                    break
+            while not conversation.stop_reason:
+                tokens = await self._sample_turn(conversation, sample)
+                messages, reward, done = await self._answer_turn(conversation, tokens, process)
+                conversation.rewards += [] if reward is None else [reward]
+                observation = self._observation_ids(messages, tokens[-1]) if messages and not done else []
+                conversation.stop_reason = self._why_it_ends(conversation, tokens, messages, observation, done)
+                if not conversation.stop_reason:
+                    conversation.turns += messages
+                    conversation.add(observation)
         except EnvironmentFailure as error:
-            conversation.stop_reason, conversation.error, conversation.reward = "error", str(error), math.nan
+            conversation.stop_reason, conversation.error = "error", str(error)
         finally:
             process.kill()
         leave()
         return conversation
 
-    async def _take_turn(self, conversation: Conversation, number: int, process: ToolProcess, sample: Callable) -> bool:
-        """Sample a turn, and add the observation that follows it; return whether the conversation goes on."""
-        position = len(conversation.response)
-        left = self.args.max_response_length - position
-        length = min(self.args.max_turn_length or left, left)
-        tokens, logprobs = await sample(conversation.row["query"] + conversation.response, number, position, length)
-        conversation.add(tokens, rollout_logprobs=logprobs, response_mask=[1] * len(tokens))
-        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        conversation.turns.append({"role": "assistant", "content": text})
-        stopped = tokens[-1] in self.stop_ids
-        words = self.tokenizer.decode(tokens[:-1] if stopped else tokens)  # calls and --turn_stop may be special tokens
-        stopped = stopped or any(stop in words for stop in self.args.turn_stop)
+    async def _sample_turn(self, conversation: Conversation, sample: Callable) -> list[int]:
+        """Add a turn of the model to a conversation; return its token ids."""
+        query, position = conversation.row["query"] + conversation.response, len(conversation.response)
+        length = self.args.max_response_length - position
+        tokens, logprobs = await sample(query, conversation.metrics()["turns"], position, length)
+        conversation.add(tokens, logprobs)
+        content = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        conversation.turns.append({"role": "assistant", "content": content})
+        return tokens
 
-        # A turn with calls is for the tools, another one for the environment, which ends the conversation if none does.
-        calls = self.turns.calls(words) if self.schemas else []
-        messages, reward, done = [await self._call(conversation, call, process) for call in calls], 0.0, False
-        if self.processes.has_step and not calls:
-            observation, reward, done = await process.step(text)
-            messages = [{"role": "user", "content": observation or ""}]
-            conversation.reward += reward
-        elif self.args.environment and not self.processes.has_step:
-            before, (conversation.reward, done) = conversation.reward, await process.outcome()
-            reward = conversation.reward - (before if math.isfinite(before) else 0.0)  # NaN: there was none yet
-        if "turn_rewards" in conversation.values and math.isfinite(reward):
-            conversation.values["turn_rewards"][-1] += reward
-        if done or not messages:
-            conversation.stop_reason = "done" if done else "stop" if stopped else "length"
-            return False
-        if number + 1 == self.args.max_turns:
-            return False
-        try:
-            observation = self.turns.observation_ids(messages, tokens[-1])
-        except ValueError as error:  # the template refuses the environment's messages
-            raise EnvironmentFailure(str(error)) from None
-        if len(conversation.response) + len(observation) >= self.args.max_response_length:
-            conversation.stop_reason = "length"
-            return False
-        conversation.turns += messages
-        conversation.add(observation)
-        return True
+    def _text(self, tokens: list[int]) -> str:
+        """Return a turn as text without its stop token, with other special tokens, which may be part of calls."""
+        return self.tokenizer.decode(tokens[:-1] if tokens[-1] in self.stop_ids else tokens)
 
-    async def _call(self, conversation: Conversation, call, process: ToolProcess) -> dict:
+    async def _answer_turn(
+        self, conversation: Conversation, tokens: list[int], process: ToolProcess
+    ) -> tuple[list[dict], float | None, bool]:
+        """Return what follows a turn: messages, the environment's reward or None, and whether the environment is done.
+
+        A turn with calls is for the tools, any other turn for the environment. Without either there is no message.
+        """
+        calls = self.turns.calls(self._text(tokens))
+        messages = [await self._call(conversation, call, process) for call in calls]
+        if not self.args.environment:
+            return messages, None, False
+        if not self.processes.has_step:
+            return messages, *await process.outcome()
+        if calls:
+            return messages, 0.0, False
+        observation, reward, done = await process.step(conversation.turns[-1]["content"])
+        return [{"role": "user", "content": observation or ""}], reward, done
+
+    async def _call(self, conversation: Conversation, call: ToolCall | str, process: ToolProcess) -> dict:
         """Return the message that answers a call of a tool."""
         conversation.tool_calls += 1
-        name = getattr(call, "name", "")
+        name = call.name if isinstance(call, ToolCall) else ""
         try:
             if not name:
                 raise ToolError(call)
@@ -219,6 +197,27 @@ class Conversations:
             conversation.tool_errors += 1
             content = f"Error: {error}"
         return {"role": "tool", "name": name, "content": content}
+
+    def _observation_ids(self, messages: list[dict], last_token: int) -> list[int]:
+        try:
+            return self.turns.observation_ids(messages, last_token)
+        except ValueError as error:  # the template refuses the environment's messages
+            raise EnvironmentFailure(str(error)) from None
+
+    def _why_it_ends(
+        self, conversation: Conversation, tokens: list[int], messages: list[dict], observation: list[int], done: bool
+    ) -> str:
+        """Return the stop reason after a turn; "" if the conversation goes on with the observation."""
+        if not messages and not done:
+            text = self._text(tokens)
+            done = tokens[-1] in self.stop_ids or any(stop in text for stop in self.args.turn_stop)
+            return "done" if done else "length"
+        if done:
+            return "done"
+        if conversation.metrics()["turns"] == self.args.max_turns:
+            return "max_turns"
+        too_long = len(conversation.response) + len(observation) >= self.args.max_response_length
+        return "length" if too_long else ""
 
     def _prompt_with(self, row: dict, added: str | list | None) -> dict:
         """Return a prompt with what the environment adds to it: text to its last message, or messages."""
@@ -255,10 +254,10 @@ class EngineTurns:
             turn: its number. position: of its first token in the response. length: most tokens of it.
         """
         seed = None if seeds is None else int(seeds[turn])
-        found = await self.engine.sample(query, seed, length, *self.options)
-        if found is None:
+        sampled = await self.engine.sample(query, seed, length, *self.options)
+        if sampled is None:
             raise Interrupted
-        return found
+        return sampled
 
     def leave(self) -> None:
         """Do nothing: no turn waits for other conversations."""
@@ -276,9 +275,9 @@ class DecodedTurns:
 
     async def sample(self, place: int, uniforms, query: list[int], turn: int, position: int, length: int) -> tuple:
         """As `EngineTurns.sample`; `uniforms` are those of all tokens of the response, or None."""
-        own = None if uniforms is None else torch.from_numpy(uniforms[position : position + length])
+        numbers = None if uniforms is None else torch.from_numpy(uniforms[position : position + length])
         future = asyncio.get_running_loop().create_future()
-        self.waiting[place] = (query, own, length, future)
+        self.waiting[place] = (query, numbers, length, future)
         self._sample_if_all_wait()
         return await future
 

@@ -3,13 +3,14 @@
 Imports plumbing/rewards/sandbox.py (the process in which programs of a model run).
 """
 
+import multiprocessing
 import os
 import sys
 
 from plumbing.rewards import sandbox
 
-SECONDS = 10.0  # of wall clock, that a program has
-# What ends a program is printed, for the model to see: the sandbox gives only what was printed.
+SECONDS = 10.0  # of wall clock for a program
+# The sandbox returns what a program prints, so an exception is printed, for the model to read.
 PROGRAM = """
 try:
     exec(compile({code!r}, "code.py", "exec"), {{"__name__": "__main__"}})
@@ -26,13 +27,9 @@ def python(code: str) -> str:
     """
     results = sandbox.run(PROGRAM.format(code=code), [""], SECONDS)
     status, printed = results[0] if results else (137, "")
-    return printed + (f"Error: the program crashed, or took over {SECONDS:g} s" if status > 128 else "")
+    return printed + (f"Error: the program crashed, or ran for over {SECONDS:g} s" if status > 128 else "")
 
 
-def warn_of_open_limits() -> None:
-    """Print what does not hold a program on this machine."""
+if multiprocessing.parent_process() is None:  # once, in the fork server, rather than in each process of a conversation
     if sandbox.open_limits() and os.environ.get("RANK", "0") == "0":
         print(f"warning: plumbing/turns/python_tool.py: {sandbox.open_limits()}", file=sys.stderr)
-
-
-warn_of_open_limits()  # once, when --tools is loaded
