@@ -19,6 +19,7 @@ from plumbing.models.loading import load_model
 from plumbing.rewards.sources import EnvironmentSource
 from plumbing.rollout.batch import Batch, Sampler, forward_batch
 from plumbing.run import evaluation
+from plumbing.run.ranks import Interrupt
 from plumbing.turns.conversations import STOP_REASONS, Conversation, Conversations
 
 WORLD = utils.World(0, 1, CPU)
@@ -152,7 +153,7 @@ class EnvironmentRewards:
 def sampler_of(script, model, rewards, conversations, args) -> Sampler:
     return Sampler(
         model, None, make_tokenizer(), [make_tokenizer().eos_token_id], rewards, conversations, args,
-        utils.Interrupt(WORLD), WORLD, contextlib.nullcontext,
+        Interrupt(WORLD), WORLD, contextlib.nullcontext,
     )  # fmt: skip
 
 
