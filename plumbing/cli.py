@@ -14,11 +14,10 @@ import os
 import re
 import sys
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 import tyro
 import yaml
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, FiniteFloat, HttpUrl, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from utils import fail, loading, warn
@@ -30,6 +29,7 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Port = Annotated[int, Field(ge=0, lt=2**16)]
+HTTP_URL = TypeAdapter(HttpUrl)
 
 
 def parse(cls: type, line: list[str] | None = None):
@@ -89,31 +89,16 @@ def check(args) -> None:
 def is_address(text: str) -> bool:
     """Return whether a text is of the form http://host:port."""
     try:
-        parts = urlsplit(text)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port over 65535, or an IPv6 address without brackets
+        return bool(HTTP_URL.validate_python(text))
+    except ValidationError:
         return False
-    return valid and not any(map(str.isspace, text))
 
 
 class Removed:
     """What flags that are gone stand for, until nothing reads them any more."""
 
-    report = resume_with_changes = turn_rewards = whiten_rewards = fit_value_model = hub_private_repo = False
-    reward_normalization = False
-    stop_after_step = top_k = max_turn_length = critic_warmup_patience = 0
-    length_adaptive_lambda = critic_min_learning_rate = reward_clip = ptx_coef = 0.0
-    max_skipped_updates, max_refills, logits_chunk_tokens = 5, 9, 512
-    sapo_tau_positive, sapo_tau_negative, ref_refresh_mix, pf_ppo_power = 1.0, 1.05, 1.0, 1.0
-    verifier_column = ptx_dataset = ""
-    reward_model_scale, overlong_prompts, rewritten_turns, wandb_project = "raw", "drop", "error", None
-    dataset_split, eval_split, ptx_split = "train", "test", "train"
-    hub_model_id = property(lambda args: args.push_to_hub)
-    adam_beta1 = property(lambda args: args.adam_betas[0])
-    adam_beta2 = property(lambda args: args.adam_betas[1])
-    kl_controller = property(lambda args: "adaptive" if args.kl_target else "fixed")
-    reward_timeout = tool_timeout = property(lambda args: args.timeout)
-    critic_max_grad_norm = property(lambda args: args.max_grad_norm)
+    max_turn_length, rewritten_turns, turn_rewards = 0, "error", False
+    tool_timeout = property(lambda args: args.timeout)
 
 
 @dataclass
@@ -381,7 +366,7 @@ class PolicyArgs(OptimizerArgs):
         "--rollout_correction mask requires a --rollout_correction_cap of 1 or more": lambda a: (
             a.rollout_correction != "mask" or a.rollout_correction_cap >= 1
         ),
-        "--ref_refresh_every requires --lora_rank 0: with LoRA the reference is the model without its adapter": lambda a: (
+        "--ref_refresh_every requires --lora_rank 0: LoRA's reference is the model without its adapter": lambda a: (
             not a.ref_refresh_every or not a.lora_rank
         ),
         "--ref_refresh_every requires a --kl_coef above 0: there is no reference to refresh": lambda a: (

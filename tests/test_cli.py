@@ -103,7 +103,7 @@ def test_every_number_has_a_range(script):
     cls = SCRIPTS[script].Args
     numbers = [field for field in dataclasses.fields(cls) if isinstance(field.default, (int, float))]
     numbers = [field.name for field in numbers if "Literal" not in str(field.type) and field.type is not bool]
-    assert len(numbers) > 4
+    assert len(numbers) >= 3
     for name in numbers:
         for value in [math.nan, math.inf] + [-1] * (name != "penalty_reward_value"):
             with pytest.raises(ValidationError):
@@ -129,7 +129,6 @@ RULES = {
     "ppo --filter_groups drop": "--filter_groups requires a --group_size of 2 or more",
     "rloo --group_size 1 --mini_batch_size 1": "--group_size must be 2 or more with this --advantage",
     "rloo --advantage remax --filter_groups drop": "--filter_groups requires another --advantage",
-    "rloo --advantage remax --async_steps 1": "--advantage remax requires --async_steps 0",
     "ppo --ptx_coef 1": "--ptx_coef and --ptx_dataset require each other",
     "ppo --ptx_dataset data.jsonl": "--ptx_coef and --ptx_dataset require each other",
     "ppo --critic_mini_batch_size 3": "--critic_mini_batch_size must divide",
@@ -147,7 +146,6 @@ RULES = {
     "grpo --rollout_backend server": "--rollout_backend server and --rollout_servers require each other",
     "grpo --rollout_servers http://x": "--rollout_backend server and --rollout_servers require each other",
     "grpo --rollout_backend server --rollout_servers http://a:b": "--rollout_servers must be addresses of the form",
-    "grpo --rollout_backend vllm --temperature 2.5": "--temperature must be at most 2",
     "evaluate --backend vllm --temperature 2.5": "--temperature must be at most 2",
     "evaluate --backend vllm --precision float64": "--precision float64 requires --backend hf",
     "evaluate --samples 2 --temperature 0": "--samples above 1 requires a --temperature above 0",
