@@ -94,15 +94,8 @@ def is_address(text: str) -> bool:
         return False
 
 
-class Removed:
-    """What flags that are gone stand for, until nothing reads them any more."""
-
-    max_turn_length, rewritten_turns, turn_rewards = 0, "error", False
-    tool_timeout = property(lambda args: args.timeout)
-
-
 @dataclass
-class OutputArgs(Removed):
+class OutputArgs:
     config: str = ""
     """File with flags, .json or .yaml: {"learning_rate": 1e-6, ...}, or the args.json of a run. Flags of the command
     line override it."""
