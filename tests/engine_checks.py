@@ -73,9 +73,3 @@ def spoken(conversations: list) -> tuple:
     """Conversations as (responses, log-probabilities) for `alike`."""
     turns = [[turn[part] for turn in turns] for turns in conversations for part in (1, 2)]
     return [sum(ids, []) for ids in turns[::2]], [sum(logprobs, []) for logprobs in turns[1::2]]
-
-
-def cut_at(tokenizer, stops: tuple[str, ...], ids: list[int]) -> int:
-    """Tokens of a turn up to the one that completes one of the strings."""
-    ends = (n for n in range(1, len(ids)) if any(stop in tokenizer.decode(ids[:n]) for stop in stops))
-    return next(ends, len(ids))

@@ -18,7 +18,7 @@ import requests
 import torch
 import transformers
 import vllm_server
-from engine_checks import alike, converse, cut_at, greedy, largest_difference, spoken
+from engine_checks import alike, converse, greedy, largest_difference, spoken
 from helpers import ROOT, tiny_model
 
 import utils
@@ -80,12 +80,13 @@ def running(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(running):
-    """(Servers, its model), also the first to wait for them."""
+    """(Servers, its model), after a run that has ended as by a crash: the new one takes the servers over."""
     started, path = running
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    servers = Servers(changed(rollout_servers=tuple(started)), WORLD, None)
-    perturb(model, 0)
-    servers.sync(model)
+    for seed in range(2):
+        servers = Servers(changed(rollout_servers=tuple(started)), WORLD, None)
+        perturb(model, seed)
+        servers.sync(model)
     return servers, model
 
 
@@ -142,7 +143,7 @@ def test_a_response_depends_on_its_seed_alone(engine):
 def test_sync_brings_the_new_weights_to_all_servers(engine):
     servers, model = engine
     queries = prompts(16)
-    for seed in (1, 2):
+    for seed in (2, 3):
         perturb(model, seed)
         responses, logprobs = sample(servers, queries, list(range(16)))
         assert largest_difference(model, queries, responses, logprobs, 0.7) > 0.05  # stale, and in the prefix cache
@@ -151,17 +152,6 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
         assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
     numbers = sum(weight.numel() for weight in model.state_dict().values())
     assert servers.metrics()["rollout/sync_gb"] * 1e9 == 4 * numbers
-
-
-def test_a_new_run_takes_a_server_over(engine, running):
-    """As after a crash: the group of the run before it is gone."""
-    servers, model = engine
-    new = Servers(changed(rollout_servers=tuple(running[0])), WORLD, None)
-    perturb(model, 5)
-    new.sync(model)
-    servers.sender = new.sender  # for the tests that follow
-    responses, logprobs = sample(servers, prompts(8), list(range(8)))
-    assert largest_difference(model, prompts(8), responses, logprobs, 0.7) < 1e-4
 
 
 def test_an_interrupt_ends_a_rollout(engine):
@@ -174,7 +164,7 @@ def test_an_interrupt_ends_a_rollout(engine):
 
 
 def test_turns_of_conversations(engine, monkeypatch):
-    """All of a conversation on one server, which has it in its cache; its end by a string; a turn that fails."""
+    """All of a conversation on one server, which has it in its cache; a turn that fails."""
     servers, model = engine
     seeds, asked, request = list(range(12)), set(), Servers._sample
 
@@ -190,14 +180,6 @@ def test_turns_of_conversations(engine, monkeypatch):
     assert largest_difference(model, *zip(*turns), 0.7) < 1e-4
     late = [0.05 * (i % 4) for i in range(12)]
     assert alike(spoken(converse(servers, prompts(12)[::-1], seeds[::-1], STOP, ARGS, late)[::-1]), spoken(whole))
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model.config._name_or_path)
-    pairs = [tokenizer.decode(ids[2:4]) for (_, ids, _), *_ in whole]
-    stops = ("<unk>", next(text for text in pairs if text.isascii() and len(text) == 2))
-    ended = converse(servers, prompts(12), seeds, STOP, changed(turn_stop=stops), turns=1)
-    lengths = [cut_at(tokenizer, stops, ids) for (_, ids, _), *_ in whole]
-    first = [[(query, ids[:n], logprobs[:n])] for ((query, ids, logprobs), *_), n in zip(whole, lengths)]
-    assert alike(spoken(ended), spoken(first)) and min(lengths) < 8
 
     queries, waits = [*prompts(100), *prompts(1, length=300)], [0.0] * 100 + [0.05]
     said = converse(servers, queries, range(101), [], ARGS, waits, turns=2, length=100)
