@@ -28,7 +28,7 @@ from grpo import (
     weighted_sum,
 )
 from plumbing.data import mixture as data
-from plumbing.run import measures
+from plumbing.run import evaluation
 
 NAN, INF = math.nan, math.inf
 quick = settings(max_examples=60, deadline=None, derandomize=True)
@@ -553,7 +553,7 @@ def test_pass_at_k_by_enumeration():
             outcomes = [True] * correct + [False] * (n - correct)
             for k in range(1, n + 1):
                 subsets = list(itertools.combinations(outcomes, k))
-                assert measures.pass_at_k(n, correct, k) == pytest.approx(
+                assert evaluation.pass_at_k(n, correct, k) == pytest.approx(
                     sum(map(any, subsets)) / len(subsets), abs=1e-12
                 )
 

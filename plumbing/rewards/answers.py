@@ -128,30 +128,3 @@ def voted_answer(reward: str, response: str) -> str | None:
         number = marked_number(response)
         return None if number is None else str(number)
     return " ".join(stated_text(response).replace("$", " ").split()).rstrip(". ").casefold() or None
-
-
-# ---- until scripts/evaluate.py reads them no more ----
-
-
-def harness_answer(response: str, flexible: bool) -> str | None:
-    """Return the answer of a response to GSM8K as lm-evaluation-harness reads it, as `harness_text`; None without one.
-
-    Its strict-match is the first "#### number", its flexible-extract the last number (lm_eval/tasks/gsm8k, version 3).
-    They read all of the response, the thought included.
-    """
-    if flexible:
-        found = ["".join(match) for match in re.findall(r"(-?[$0-9.,]{2,})|(-?[0-9]+)", response)[-1:]]
-    else:
-        found = re.findall(r"#### (\-?[0-9\.\,]+)", response)[:1]
-    return harness_text(found[0]) or None if found else None
-
-
-def harness_text(text: str) -> str:
-    """Return an answer, or a reference solution, as lm-evaluation-harness compares them."""
-    for ignored in (",", r"\$", r"(?s).*#### ", r"\.$"):
-        text = re.sub(ignored, "", text)
-    return text.strip().lower()
-
-
-def plain_answer(response: str) -> str | None:
-    return voted_answer("math", response)
