@@ -1,9 +1,9 @@
 """The command line: the flags of the machinery, their ranges and cross rules, and --config.
 
-A range stands in the type of its flag. pydantic checks it; tyro prints what does not fit and exits with code 2. What a
-paper's table of hyperparameters lists stands in the scripts, whose `Args` inherit the groups that they need. A class of
-flags may have RULES and WARNINGS, which `parse` checks: {message: function of the flags that is true where it does not
-apply}.
+The type of a flag holds its range. pydantic checks it; tyro prints what does not fit and exits with code 2. What a
+paper's table of hyperparameters lists is in the scripts, whose `Args` inherit the groups that they need. A class of
+flags may have RULES and WARNINGS, which `parse` checks: {message: function of the flags that is true unless it
+applies}.
 Imports utils.
 """
 
@@ -33,17 +33,17 @@ HTTP_URL = TypeAdapter(HttpUrl)
 
 
 def parse(cls: type, line: list[str] | None = None):
-    """Read a command line into the dataclass `cls`; the flags of --config FILE stand before all others.
+    """Read a command line into the dataclass `cls`. It overrides the flags of --config FILE, and these the defaults.
 
     Args:
         line: the words after the program's name; None for those of this process.
     Raises:
-        SystemExit: with code 2, after a message that names the flag (from one rank of a node).
+        SystemExit: with code 2, after a message that names the flag (printed by one rank of a node).
     """
     line = sys.argv[1:] if line is None else line
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default="")
-    silent = os.environ.get("LOCAL_RANK", "0") != "0"  # one rank of a node speaks
+    silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere if silent else sys.stdout),

@@ -41,10 +41,8 @@ def refused(capsys, line: str) -> str:
 
 COMMAND_LINES = {
     "grpo --group_sise 4": "Perhaps you meant: --group_size",
-    "grpo --zzzz 1": "Unrecognized options: --zzzz, 1",
     "grpo --lerning-rate=4": "Perhaps you meant: --learning_rate",
     "grpo --confg x.json": "Perhaps you meant: --config",
-    "grpo -seed 2": "Unrecognized options: -seed",
     "grpo ''": "Unrecognized options",
     "grpo --group_size 8 9": "Unrecognized options: 9",
     "grpo --resume true": "Unrecognized options: true",
@@ -54,16 +52,13 @@ COMMAND_LINES = {
     "grpo --group_size 1.5": "--group_size: invalid literal for int() with base 10: '1.5'",
     "grpo --learning_rate x": "--learning_rate: could not convert string to float: 'x'",
     "grpo --async_steps 2": "invalid choice '2' for argument '--async_steps'. Expected one of ('0', '1')",
-    "grpo --shard größe": "invalid choice 'größe' for argument '--shard'",
     "grpo --track tensorboard": "invalid choice 'tensorboard' for argument '--track'",
-    "grpo --advantage_scale median": "--advantage_scale",
     "grpo --adam_betas 0.9": "Missing value for argument '--adam_betas'. Expected 2 values",
     "vllm_server": "--model",
     "vllm_server --model a --port 1e3": "--port: invalid literal for int()",
     "reward_server --port 65536": "port Input should be less than 65536",
     "evaluate --samples 513": "samples Input should be less than or equal to 512",
     "evaluate --k 1 0": "k.1 Input should be greater than 0",
-    "evaluate --num_prompts 1e400": "--num_prompts: invalid literal for int()",
 }
 
 
@@ -114,11 +109,9 @@ def test_every_number_has_a_range(script):
 
 RULES = {
     "grpo --mini_batch_size 3": "--mini_batch_size must divide --rollout_batch_size x --group_size (mini_batch_size",
-    "grpo --mini_batch_size 1024": "--mini_batch_size must divide",
     "rloo --total_episodes 511": "--total_episodes must be at least a step",
     "grpo --group_size 1 --mini_batch_size 1": "--group_size must be 2 or more",
     "grpo --min_response_length 1025": "--min_response_length must be at most --max_response_length",
-    "evaluate --min_response_length 1025": "--min_response_length must be at most --max_response_length",
     "ppo --min_learning_rate 1": "--min_learning_rate must be at most --learning_rate",
     "reward_model --min_learning_rate 1": "--min_learning_rate must be at most --learning_rate",
     "grpo --dual_clip 3 --loss cispo": "--dual_clip requires a --loss that clips the ratio (dual_clip 3.0, l",
@@ -137,12 +130,10 @@ RULES = {
     "grpo --reward math math": "--reward must not name a source twice",
     "grpo --reward http://": "--reward: the address of a reward server must be of the form http://10.0.0.2:8000",
     "grpo --reward http://127.0.0.1:99999": "--reward: the address",
-    "grpo --reward http://[::1": "--reward: the address",
     "grpo --reward 'http://a b'": "--reward: the address",
     "grpo --reward math format --reward_weights 1": "--reward_weights must hold one weight for each source of --reward",
     "grpo --reward_weights 0": "--reward_weights must not all be 0",
     "reward_server --reward environment": "--reward environment requires the conversations of a run",
-    "reward_server --reward_weights 1 2": "--reward_weights must hold one weight",
     "grpo --rollout_backend server": "--rollout_backend server and --rollout_servers require each other",
     "grpo --rollout_servers http://x": "--rollout_backend server and --rollout_servers require each other",
     "grpo --rollout_backend server --rollout_servers http://a:b": "--rollout_servers must be addresses of the form",
@@ -152,6 +143,11 @@ RULES = {
     "evaluate --k 1 9": "--k must be at most --samples",
     "grpo --vllm_tensor_parallel 2": "--vllm_tensor_parallel requires --rollout_backend vllm",
     "grpo --rollout_backend vllm --vllm_tensor_parallel 2 --async_steps 1": "--async_steps 1 requires",
+    "grpo --reward environment": "--reward environment requires an --environment",
+    "grpo --tool_call_pattern x": "--tool_call_pattern requires --tools or an --environment",
+    "grpo --turn_stop x": "--turn_stop requires --tools or an --environment",
+    "ppo --tools a.py:f --turn_stop=": "--turn_stop must not hold an empty text",
+    "rloo --tools a.py:f --min_response_length 2": "--tools and --environment require --min_response_length 0",
     "grpo --rollout_correction mask --rollout_correction_cap 0.5": "requires a --rollout_correction_cap of 1 or more",
 }
 
@@ -171,6 +167,7 @@ WARNINGS = {
     "ppo --value_clip 11": "warning: --value_clip: above 10",
     "grpo --kl_estimator k1": "warning: --kl_in loss with --kl_estimator k1",
     "rloo --top_p 0.9": "warning: --top_p, ",
+    "grpo --environment a.py:A": "warning: --environment: its rewards do not count without environment in --reward",
     "ppo --repetition_penalty 1.1": "warning: --top_p, ",
     "grpo --kl_estimator k1 --kl_in reward": "",
     "grpo --kl_estimator k1 --kl_coef 0": "",
@@ -232,18 +229,14 @@ def test_what_a_run_leaves_is_a_config(script, tmp_path):
 
 CONFIGS = {
     "lerning_rate: 1e-5": "there is no flag 'lerning_rate'",
-    "3: 1": "there is no flag 3",
     "group-size: 4": "there is no flag 'group-size'",
     "group_size: two": "group_size: Input should be a valid integer",
-    "group_size: [1, 2]": "group_size: Input should be a valid integer",
     "kl_coef: -1": "kl_coef: Input should be greater than or equal to 0",
     "kl_coef: .nan": "kl_coef: Input should be a finite number",
-    "model:": "model: Input should be a valid string",
     "model: yes": "model: Input should be a valid string",
     "loss: ppo": "loss: Input should be 'grpo', 'dr_grpo'",
     "reward: math": "reward: Input should be a valid tuple",
     "reward: [[exact]]": "reward.0: Input should be a valid string",
-    "resume: maybe": "resume: Input should be a valid boolean",
     "mini_batch_size: 3": "--mini_batch_size must divide",
     "- a": "must hold flags and their values",
     "": "must hold flags and their values",
