@@ -159,20 +159,6 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
         assert ours.pop("advantage") == pytest.approx(theirs.pop("advantage")) and ours == theirs
 
 
-def test_more_ranks_than_responses_of_a_mini_batch(base, tmp_path):
-    """Ranks with nothing to do take part with empty batches: mini-batches of two, one prompt evaluated.
-
-    Four ranks, not three: DDP wants the loss times the number of ranks, and transformers' norms round gradients to
-    float32, which only a power of two leaves as it is.
-    """
-    small = dict(EXACT, mini_batch_size=2, eval_prompts=1, eval_samples=1)
-    one = variant(base, tmp_path, run_name="one", **small)
-    run(one)
-    four = variant(base, tmp_path, run_name="four", **small)
-    run_ranks(four, 4, (0, 0, 0, 0))
-    assert_close(four, one, 3)
-
-
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
 # All that a step can depend on: schedule, Adam's moments, KL controller, a reference that moves, passes over the data.
@@ -213,17 +199,6 @@ def test_the_straight_run_moves(straight):
         "policy/entropy_avg",
     ):
         assert len({row[name] for row in rows}) >= 3, name
-
-
-def test_resume_after_a_stop(straight, tmp_path):
-    values = {**straight, "output_dir": str(tmp_path)}
-    shutil.copytree(folder_of(straight), folder_of(values))
-    shutil.rmtree(folder_of(values) / "final")
-    shutil.rmtree(folder_of(values) / "checkpoints" / "step_4")
-    half_written = folder_of(values) / "checkpoints" / ".step_4.tmp"
-    half_written.mkdir()
-    (half_written / "config.json").write_text('{"half": ')
-    resume(values, straight, after=2)
 
 
 def test_resume_with_fewer_episodes_ends(straight, tmp_path):
@@ -268,15 +243,6 @@ def test_a_run_that_is_killed_again_and_again(straight, tmp_path):
         assert not (folder_of(values) / "final").exists()
         after = [step]
     resume(values, straight, after=step)
-
-
-def test_a_kill_while_a_resume_rewrites_the_logs(straight, tmp_path):
-    """The lines of steps that the checkpoint does not know go, and those of earlier steps stay, at whatever instant."""
-    values = {**straight, "output_dir": str(tmp_path)}
-    run(values, code=-9, place="utils.Optimizer.step:13:SIGKILL")  # in step 4: step 3 is logged, step 2 saved
-    for number in (2, 8):  # of the lines written: three of metrics.jsonl, sixteen of samples.jsonl
-        run({**values, "resume": True}, code=-9, place=f"resume.open_folder>json.dumps:{number}:SIGKILL")
-    resume(values, straight, after=2)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
