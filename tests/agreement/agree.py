@@ -1,11 +1,12 @@
 """Compare the equations and whole steps of grpo.py, rloo.py and ppo.py with TRL's and verl's own code, on the same
-random inputs, in float64; docs/agreement.md has the table.
+random inputs, in float64; docs/agreement.md has a table.
 
     python tests/agreement/agree.py --trl_python trl-venv/bin/python --verl_python verl-venv/bin/python
 
-The inputs and small random models are files in a folder. `ours` makes quantities of them, by name; of_trl.py and
-of_verl.py, each run by the Python of an environment that has the package, make theirs by the functions installed
-there. A quantity that two of them have is compared. Of each entry of STEPS three are made:
+The inputs and small random models are files in a folder. of_trl.py and of_verl.py, each run by the Python of an
+environment that has the package, make quantities of them by the functions installed there; the command stores these
+next to this file. `ours` makes the same quantities, by name, and test_agree.py compares. Of each entry of STEPS three
+are made:
 
 - "loss" and "gradient of the log-probs": of given log-probs, with ratios far outside of all clip ranges,
 - "gradient of the parameters": of a whole second update on a rollout. Ours is `main` of the script, from the scores
@@ -17,7 +18,6 @@ import importlib
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +26,6 @@ from unittest import mock
 import torch
 import transformers
 import tyro
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,12 +34,11 @@ import grpo
 import ppo
 import rloo
 import utils
-from plumbing.data import mixture as data
-from plumbing.models import loading as models
-from plumbing.rollout.batch import Batch, Experience, collate, forward_tokens
+from plumbing.models import loading
+from plumbing.rollout.batch import Batch, Experience, Sample, collate, forward_tokens
 
-SMALL = {"prompts": 3, "group_size": 4, "tokens": 6, "vocabulary": 12, "hidden_size": 8}  # of the stored outputs
-LARGE = {"prompts": 16, "group_size": 8, "tokens": 48, "vocabulary": 96, "hidden_size": 32}
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+PROMPTS, GROUP_SIZE, TOKENS, VOCABULARY, HIDDEN_SIZE = 3, 4, 6, 12, 8
 TEMPERATURE = 0.75  # a power of two times an integer: verl holds it in float32
 BETA = 0.125
 
@@ -123,20 +121,15 @@ STEPS = {
 EPS = "it adds 1e-4 to the standard deviation; here it is 1e-6, as in verl, so that scores close together count"
 CLAMP = "it clamps the value of k3 at 10, where the gradient becomes 0 exactly for tokens that ran away furthest"
 RATIO = "it weighs the KL by the ratio (use_bias_correction_kl, arXiv:2512.02556); here it is DeepSeekMath's"
-HEAD = "its fused head computes in float32, whatever the model is in"
 DELIBERATE = {
-    "trl": {
-        "advantages: group": EPS, "advantages: batch": EPS, "KL: k3 by TRL's default, gradient": RATIO,
-        "log-probs of its fused head": HEAD, "entropies of its fused head": HEAD,
-        "gradient of the parameters: GRPO, its fused head": HEAD,
-    },
+    "trl": {"advantages: group": EPS, "advantages: batch": EPS, "KL: k3 by TRL's default, gradient": RATIO},
     "verl": {
         "KL: k3": CLAMP, "KL: k3, gradient": CLAMP, "loss: GRPO, KL k3": CLAMP,
         "gradient of the log-probs: GRPO, KL k3": CLAMP,
     },
 }  # fmt: skip
 # verl adds 1e-8 to counts it divides by, in whitening and in means of responses: these agree to about that.
-COUNTS = {"whitening", "whitening, mean kept", "advantages: REINFORCE++", "advantages: REINFORCE++-baseline"}
+COUNTS = {"whitening", "advantages: REINFORCE++", "advantages: REINFORCE++-baseline"}
 COUNTS |= {"advantages: GAE, whitened", "gradient of the parameters: PPO, KL in the reward"}
 WAYS = ("loss", "gradient of the log-probs", "gradient of the parameters")
 COUNTS |= {f"{way}: {step}" for way in WAYS for step in STEPS if MEAN in (STEPS[step][2] or {}).values()}
@@ -145,21 +138,21 @@ COUNTS |= {f"{way}: {step}" for way in WAYS for step in STEPS if MEAN in (STEPS[
 # ---- the inputs ------------------------------------------------------------------------------------------------------
 
 
-def write_inputs(folder: str, sizes: dict, seed: int = 1) -> None:
+def write_inputs(folder: str) -> None:
     """Write inputs.safetensors, settings.json and the models old, new, reference, critic_old and critic_new.
 
     The numbers are numpy's, which any machine draws alike. Prompts are of one length: TRL pads them on the left without
     position ids, which rotary positions make up for but for their rounding.
     """
-    numbers, G, T, V = utils.generator("agree", seed), sizes["group_size"], sizes["tokens"], sizes["vocabulary"]
-    N = sizes["prompts"] * G
+    numbers, G, T, V = utils.generator("agree", 1), GROUP_SIZE, TOKENS, VOCABULARY
+    N = PROMPTS * G
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.from_numpy(numbers.standard_normal(shape)) * scale
 
     # LayerNorm is in float64 where the model is; the RMSNorm of most families is in float32.
     config = transformers.GPTNeoXConfig(
-        vocab_size=V, hidden_size=sizes["hidden_size"], intermediate_size=sizes["hidden_size"], num_hidden_layers=1,
+        vocab_size=V, hidden_size=HIDDEN_SIZE, intermediate_size=HIDDEN_SIZE, num_hidden_layers=1,
         num_attention_heads=1, max_position_embeddings=128, hidden_dropout=0.0, attention_dropout=0.0,
         bos_token_id=None, eos_token_id=1, pad_token_id=0, num_labels=1,
     )  # fmt: skip
@@ -184,7 +177,7 @@ def write_inputs(folder: str, sizes: dict, seed: int = 1) -> None:
     missing = scores.clone()
     missing[1] = torch.nan
     missing[G : 2 * G - 1] = torch.nan
-    prompts = torch.from_numpy(numbers.integers(2, V, (sizes["prompts"], 3))).repeat_interleave(G, 0)
+    prompts = torch.from_numpy(numbers.integers(2, V, (PROMPTS, 3))).repeat_interleave(G, 0)
     responses = torch.where(mask, torch.from_numpy(numbers.integers(2, V, (N, T))), 0)
     old = causal.from_pretrained(os.path.join(folder, "old"), dtype=torch.float64)
     with torch.no_grad():
@@ -217,87 +210,82 @@ def write_inputs(folder: str, sizes: dict, seed: int = 1) -> None:
 def ours(folder: str) -> dict[str, Tensor]:
     """Return all quantities, by the functions of the scripts and, of STEPS, by their `main`."""
     x = load_file(os.path.join(folder, "inputs.safetensors"))
-    with open(os.path.join(folder, "settings.json")) as file:
-        G = json.load(file)["group_size"]
-    found = {**advantages(x, G), **kl_and_values(x), **of_the_model(folder, x)}
-    for function in (loss_of_logprobs, gradient_of_parameters):
-        for step in STEPS:
-            found |= function(step, folder, x, G)
-    return found
+    quantities = {**advantages(x, GROUP_SIZE), **kl_and_values(x), **of_the_model(folder, x)}
+    for step in STEPS:
+        quantities |= loss_of_logprobs(step, folder, x, GROUP_SIZE)
+        quantities |= gradient_of_parameters(step, folder, x, GROUP_SIZE)
+    return quantities
 
 
 def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
-    found, mask, T = {}, x["mask"], x["mask"].shape[1]
+    quantities, mask, T = {}, x["mask"], x["mask"].shape[1]
     spread = {"group": x["scores"].view(-1, G).std(1).repeat_interleave(G), "batch": x["scores"].std()}
     for scale in ("group", "batch", "none"):
-        found[f"advantages: {scale}"] = grpo.group_advantages(x["scores"], G, scale)
+        quantities[f"advantages: {scale}"] = grpo.group_advantages(x["scores"], G, scale)
         if scale in spread:
             other_eps = (spread[scale] + 1e-6) / (spread[scale] + 1e-4)
-            found[f"advantages: {scale}, as trl has it"] = found[f"advantages: {scale}"] * other_eps
-    found["advantages: none, scores missing"] = grpo.group_advantages(x["scores_missing"], G, "none")
+            quantities[f"advantages: {scale}, as trl has it"] = quantities[f"advantages: {scale}"] * other_eps
+    quantities["advantages: none, scores missing"] = grpo.group_advantages(x["scores_missing"], G, "none")
 
     def of_tokens(kind: str, scores: str = "scores", kl: Tensor | None = None) -> Tensor:
         gamma = 0.9 if kind == "reinforce++" else 1.0
         return rloo.token_advantages(kind, x[scores], x["greedy_scores"], kl, mask, G, BETA, gamma)
 
-    found["advantages: RLOO"] = of_tokens("rloo")[:, 0]
-    found["advantages: RLOO, scores missing"] = of_tokens("rloo", "scores_missing")[:, 0]
-    found["advantages: RLOO, KL in the reward"] = of_tokens("rloo", kl=x["old_logprobs"] - x["ref_logprobs"])[:, 0]
-    found["advantages: OPO"], found["advantages: ReMax"] = of_tokens("opo"), of_tokens("remax")
-    found["advantages: REINFORCE++"] = of_tokens("reinforce++")
-    found["advantages: REINFORCE++-baseline"] = of_tokens("reinforce++-baseline")
+    quantities["advantages: RLOO"] = of_tokens("rloo")[:, 0]
+    quantities["advantages: RLOO, scores missing"] = of_tokens("rloo", "scores_missing")[:, 0]
+    quantities["advantages: RLOO, KL in the reward"] = of_tokens("rloo", kl=x["old_logprobs"] - x["ref_logprobs"])[:, 0]
+    quantities["advantages: OPO"], quantities["advantages: ReMax"] = of_tokens("opo"), of_tokens("remax")
+    quantities["advantages: REINFORCE++"] = of_tokens("reinforce++")
+    quantities["advantages: REINFORCE++-baseline"] = of_tokens("reinforce++-baseline")
     # Over masks with holes, which are the observations of conversations.
-    gae, found["returns of GAE"] = ppo.gae(x["rewards"], x["old_values"], x["turn_mask"], 0.97, 0.9)
-    found["advantages: GAE, whitened"] = ppo.whiten(gae, x["turn_mask"])
-    for shift in (True, False):
-        whitened = ppo.whiten(x["rewards"], x["turn_mask"], shift)
-        found["whitening" + (", mean kept" if not shift else "")] = whitened
+    gae, quantities["returns of GAE"] = ppo.gae(x["rewards"], x["old_values"], x["turn_mask"], 0.97, 0.9)
+    quantities["advantages: GAE, whitened"] = ppo.whiten(gae, x["turn_mask"])
+    quantities["whitening"] = ppo.whiten(x["rewards"], x["turn_mask"])
     kl = x["old_logprobs"] - x["ref_logprobs"]
-    found["rewards of tokens, KL taken off"] = ppo.token_rewards(x["scores"], kl, mask, BETA)
-    assert all(value.shape in ((len(mask),), (len(mask), T)) for value in found.values())
-    return found
+    quantities["rewards of tokens, KL taken off"] = ppo.token_rewards(x["scores"], kl, mask, BETA)
+    assert all(value.shape in ((len(mask),), (len(mask), T)) for value in quantities.values())
+    return quantities
 
 
 def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    found, mask = {}, x["mask"]
+    quantities, mask = {}, x["mask"]
     for estimator in ("k1", "abs", "k2", "k3"):
         leaf = x["logprobs"].clone().requires_grad_()
         kl = grpo.kl_estimate(leaf, x["ref_logprobs"], estimator)
         choices = {"": kl} | ({", as verl has it": kl.clamp(max=10)} if estimator == "k3" else {})
         for choice, value in choices.items():
-            found[f"KL: {estimator}{choice}"] = value.detach() * mask
+            quantities[f"KL: {estimator}{choice}"] = value.detach() * mask
             (gradient,) = torch.autograd.grad(value.sum(), leaf, retain_graph=True)
-            found[f"KL: {estimator}, gradient{choice}"] = gradient * mask
+            quantities[f"KL: {estimator}, gradient{choice}"] = gradient * mask
     leaf = x["logprobs"].clone().requires_grad_()
     kl = grpo.kl_estimate(leaf, x["ref_logprobs"], "k3")
     weighted = kl * (leaf - x["old_logprobs"]).exp()
     for choice, value in (("", kl), (", as trl has it", weighted)):
         (gradient,) = torch.autograd.grad(value.sum(), leaf, retain_graph=True)
-        found[f"KL: k3 by TRL's default, gradient{choice}"] = gradient * mask
-    mean_kl = grpo.masked_mean(found["KL: k3"], mask, 1).mean().item()
+        quantities[f"KL: k3 by TRL's default, gradient{choice}"] = gradient * mask
+    mean_kl = grpo.masked_mean(quantities["KL: k3"], mask, 1).mean().item()
     beta = [grpo.adapt_kl_coef(BETA, kl, 0.5, len(mask), 1000) for kl in (mean_kl, 0.52, 0.01)]
-    found["KL controller"] = torch.tensor(beta, dtype=torch.float64)
+    quantities["KL controller"] = torch.tensor(beta, dtype=torch.float64)
     for clip in (0.2, 0.0):
         leaf = x["values"].clone().requires_grad_()
         losses, _ = ppo.value_loss(leaf, x["old_values"], x["returns"], clip)
         loss = grpo.aggregate(losses, mask, "token", mask.sum().item(), len(mask), mask.shape[1])
         name = "value loss" + (", no clip" if not clip else "")
-        found[name], found[f"{name}, gradient"] = loss.detach(), torch.autograd.grad(loss, leaf)[0]
+        quantities[name], quantities[f"{name}, gradient"] = loss.detach(), torch.autograd.grad(loss, leaf)[0]
     for kind, cap in (("truncate", 2.0), ("mask", 1.5), ("sequence_mask", 3.0)):
         weights = grpo.correction_weights(x["old_logprobs"], x["rollout_logprobs"], mask, kind, cap)
-        found[f"rollout correction: {kind}"] = weights * mask
-    found["entropies of logits"] = grpo.entropy_from_logprobs((x["logits"] / TEMPERATURE).log_softmax(-1))
-    return found
+        quantities[f"rollout correction: {kind}"] = weights * mask
+    quantities["entropies of logits"] = grpo.entropy_from_logprobs((x["logits"] / TEMPERATURE).log_softmax(-1))
+    return quantities
 
 
 def of_the_model(folder: str, x: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return log-probabilities and entropies (N, T) of the model "old" by `grpo.Policy`."""
     model = transformers.AutoModelForCausalLM.from_pretrained(os.path.join(folder, "old"), dtype=torch.float64)
-    policy, rows = grpo.Policy(model, TEMPERATURE, chunk_tokens=7), token_ids(x)
-    with torch.no_grad():
+    policy, rows = grpo.Policy(model, grpo.Args(temperature=TEMPERATURE)), token_ids(x)
+    with torch.no_grad(), mock.patch.object(grpo, "CHUNK_TOKENS", 7):
         out = forward_tokens(policy, collate(rows, torch.device("cpu")), x["mask"])
-    found = {"log-probs": out["logprobs"] * x["mask"], "entropies": out["detached_entropies"] * x["mask"]}
-    return found | {f"{name} of its fused head": value for name, value in found.items()}
+    return {"log-probs": out["logprobs"] * x["mask"], "entropies": out["detached_entropies"] * x["mask"]}
 
 
 def token_ids(x: dict[str, Tensor]) -> list[tuple[list[int], list[int]]]:
@@ -312,13 +300,13 @@ def arguments(step: str, folder: str, x: dict[str, Tensor], G: int):
     module = importlib.import_module(script)
     own = {
         "grpo": {"advantage_scale": "none", "kl_coef": 0.0}, "rloo": {},
-        "ppo": {"value_model": os.path.join(folder, "critic_old"), "fit_value_model": False},
+        "ppo": {"value_model": os.path.join(folder, "critic_old")},
     }[script]  # fmt: skip
     same = {
         "model": os.path.join(folder, "old"), "ref_model": os.path.join(folder, "reference"), "precision": "float64",
         "num_epochs": 2, "total_episodes": N, "mini_batch_size": N, "rollout_batch_size": N // G, "group_size": G,
         "max_response_length": T, "temperature": TEMPERATURE, "eval_every": 0, "rollout_backend": "hf",
-        "micro_batch_tokens": 5 * T, "logits_chunk_tokens": 11,
+        "micro_batch_tokens": 5 * T,
     }  # fmt: skip
     return module, module.Args(**{**same, **own, **flags})
 
@@ -339,12 +327,14 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         losses, _ = rloo.clipped_loss(log_ratio, advantages, args.clip_low, args.clip_high)
         how = args.loss_aggregation
     else:
-        kind, how, _, low, high = grpo.VARIANTS[args.loss]
-        low = low if args.clip_low is None else args.clip_low
-        high = high if args.clip_high is None else args.clip_high
-        how = args.loss_aggregation or how
+        variant = grpo.VARIANTS[args.loss]
+        low = variant.clip_low if args.clip_low is None else args.clip_low
+        high = variant.clip_high if args.clip_high is None else args.clip_high
+        how = args.loss_aggregation or variant.aggregation
         advantages = grpo.group_advantages(x["scores"], G, args.advantage_scale)[:, None].expand_as(leaf)
-        losses, _ = grpo.policy_loss(leaf, x["old_logprobs"], advantages, mask, kind, low, high, args.dual_clip)
+        losses, _ = grpo.policy_loss(
+            leaf, x["old_logprobs"], advantages, mask, variant.token_loss, low, high, args.dual_clip
+        )
     weights = grpo.correction_weights(
         x["old_logprobs"], x["rollout_logprobs"], mask, args.rollout_correction, args.rollout_correction_cap
     )
@@ -357,25 +347,21 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         kl = grpo.kl_estimate(leaf, x["ref_logprobs"], args.kl_estimator)
         choices[", as verl has it"] = choices[""] + args.kl_coef * reduce_loss(kl.clamp(max=10))
         choices[""] = choices[""] + args.kl_coef * reduce_loss(kl)
-    found = {}
+    quantities = {}
     for choice, loss in choices.items():
-        found[f"loss: {step}{choice}"] = loss.detach()
-        found[f"gradient of the log-probs: {step}{choice}"] = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
-    return found
+        quantities[f"loss: {step}{choice}"] = loss.detach()
+        quantities[f"gradient of the log-probs: {step}{choice}"] = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+    return quantities
 
 
 def gradient_of_parameters(step: str, folder: str, x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
     """Return the gradient of all parameters, and of the critic's, in the second update of a script's `main`."""
     module, args = arguments(step, folder, x, G)
-    N, rows = len(x["mask"]), token_ids(x)
-    batch = Batch(
-        rows=[{"query": query, "prompt": ""} for query, _ in rows], responses=[ids for _, ids in rows], texts=[""] * N,
-        stopped=torch.ones(N, dtype=torch.bool), reward_components={}, scores=x["scores"],
-        tokens={"response_mask": x["mask"], "rollout_logprobs": x["rollout_logprobs"]},
-    )  # fmt: skip
-    experience = Experience(batch, {"objective/scores": 0.0}, 0, 0, [0.0, 0.0, 0.0], 0, G, "")
-    run, found = mock.MagicMock(checkpoint=None), {}
-    run.state = {}
+    samples = [Sample({"query": query, "prompt": ""}, ids, {}, stopped=True, scores={}) for query, ids in token_ids(x)]
+    tokens = {"response_mask": x["mask"], "rollout_logprobs": x["rollout_logprobs"]}
+    batch = Batch(samples, torch.ones(len(samples), dtype=torch.bool), {}, tokens, x["scores"])
+    experience = Experience(batch, {"objective/scores": 0.0}, 0, 0, G, "")
+    run, quantities = mock.MagicMock(checkpoint=None, state={}), {}
     run.steps.return_value = [1]
 
     def update(optimizer: utils.Optimizer) -> None:
@@ -388,27 +374,25 @@ def gradient_of_parameters(step: str, folder: str, x: dict[str, Tensor], G: int)
                 parameter.data.copy_(value.data)
         else:
             name = f"gradient of the parameters: {step}" + (", critic" if critic else "")
-            found[name] = torch.cat([p.grad.flatten() for p in optimizer.parameters])
+            quantities[name] = torch.cat([p.grad.flatten() for p in optimizer.parameters])
         optimizer.adam.zero_grad()
         optimizer.updates += 1
 
     replaced = contextlib.ExitStack()
     for owner, name, value in (
         (module, "collect", lambda *_, **options: experience), (module, "Run", lambda *_: run),
-        (module, "Rewards", mock.MagicMock()), (models, "load_tokenizer", mock.MagicMock()),
-        (models, "stop_token_ids", lambda *_: [1]), (models, "check_can_read", lambda *_: None),
-        (utils.Optimizer, "step", update),
-        (data, "load_train_and_eval", lambda *_: ([{"query": []}], [])),
+        (module, "Rewards", mock.MagicMock()), (module, "CHUNK_TOKENS", 11), (utils.Optimizer, "step", update),
+        (loading, "load_tokenizer", mock.MagicMock()), (loading, "stop_token_ids", lambda *_: [1]),
+        (loading, "check_can_read", lambda *_: None),
+        (module, "load_train_and_eval", lambda *_: ([{"query": []}], [])),
     ):  # fmt: skip
         replaced.enter_context(mock.patch.object(owner, name, value))
-    with replaced, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with replaced, contextlib.redirect_stdout(io.StringIO()):
         module.main(args)
-    if step == "GRPO":
-        found |= {f"{name}, its fused head": value for name, value in list(found.items())}
-    return found
+    return quantities
 
 
-# ---- the comparison --------------------------------------------------------------------------------------------------
+# ---- what the others make -----------------------------------------------------------------------------------------
 
 
 def sketch(quantities: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -420,78 +404,25 @@ def sketch(quantities: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: projections(x) if "parameters" in name else x for name, x in quantities.items()}
 
 
-def difference(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Return the largest difference of an entry, and its share of the largest entry of theirs; inf for NaN."""
-    if mine.shape != theirs.shape:
-        raise ValueError(f"shapes {tuple(mine.shape)} and {tuple(theirs.shape)}")
-    largest = (mine - theirs).abs().nan_to_num(nan=torch.inf).max().item()
-    return largest, largest / max(theirs.abs().max().item(), 1e-300)
-
-
-def tables(mine: dict[str, Tensor], peers: dict[str, dict[str, Tensor]]) -> tuple[list, list]:
-    """Return two tables of cells, headers first: what is to agree, and what differs on purpose.
-
-    A * stands behind a difference that is due to the 1e-8 of COUNTS.
-    """
-    header = [f"{who}, {kind}" for who in peers for kind in ("absolute", "relative")]
-    same, other = [["quantity", *header]], [["quantity", "of", "relative", "with its choice here", "why"]]
-    unknown = {name for quantities in peers.values() for name in quantities} - set(mine)
-    if unknown:
-        raise KeyError(f"not made here: {sorted(unknown)}")
-    for name, value in mine.items():
-        cells = []
-        for who, quantities in peers.items():
-            if name not in quantities:
-                cells += ["", ""]
-                continue
-            found = difference(value, quantities[name])
-            if name in DELIBERATE[who]:
-                chosen = mine.get(f"{name}, as {who} has it")
-                with_choice = "" if chosen is None else f"{difference(chosen, quantities[name])[1]:.0e}"
-                other.append([name, who, f"{found[1]:.0e}", with_choice, DELIBERATE[who][name]])
-                cells += ["", ""]
-            else:
-                mark = " *" if who == "verl" and name in COUNTS else ""
-                cells += [f"{number:.0e}{mark}" for number in found]
-        if any(cells):
-            same.append([name, *cells])
-    return same, other
-
-
-def theirs(who: str, python: str, folder: str) -> tuple[dict[str, Tensor], str]:
-    """Return the quantities that of_trl.py or of_verl.py makes, and the version of the package."""
-    if shutil.which(python) is None:
-        utils.fail(f"--{who}_python {python}: there is no such program")
-    program = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"of_{who}.py")
+def theirs(who: str, python: str, folder: str) -> dict[str, Tensor]:
+    """Return the quantities that of_trl.py or of_verl.py makes of the inputs in a folder."""
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([python, program, folder], env=env, capture_output=True, text=True)
-    if done.returncode:
-        utils.fail(f"--{who}_python {python}: {(done.stderr.splitlines() or ['it gave no reason'])[-1]}")
-    with safe_open(os.path.join(folder, f"{who}.safetensors"), "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata()["version"]
+    subprocess.run([python, os.path.join(FOLDER, f"of_{who}.py"), folder], env=env, check=True)
+    return load_file(os.path.join(folder, f"{who}.safetensors"))
 
 
-def main(trl_python: str = "", verl_python: str = "", store: bool = False) -> None:
-    """Compare, and print what agrees and what differs on purpose.
+def main(trl_python: str = "", verl_python: str = "") -> None:
+    """Store what the others make, for test_agree.py.
 
     Args:
         trl_python: Python of an environment with TRL; "" leaves TRL out.
         verl_python: Python of one with verl.
-        store: use small inputs, and keep in tests/agreement what the others make of them.
     """
-    pythons = {who: python for who, python in (("trl", trl_python), ("verl", verl_python)) if python}
     with tempfile.TemporaryDirectory() as folder:
-        write_inputs(folder, SMALL if store else LARGE)
-        peers = {who: theirs(who, python, folder) for who, python in pythons.items()}
-        mine = ours(folder)
-    if store:
-        for who, (quantities, version) in peers.items():
-            path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{who}.safetensors")
-            save_file(sketch(quantities), path, {"version": version})
-    print(", ".join(f"{who} {version}" for who, (_, version) in peers.items()))
-    print("* it adds 1e-8 to counts that it divides by")
-    for header, *rows in tables(mine, {who: quantities for who, (quantities, _) in peers.items()}):
-        print("", *(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)), sep="\n")
+        write_inputs(folder)
+        for who, python in (("trl", trl_python), ("verl", verl_python)):
+            if python:
+                save_file(sketch(theirs(who, python, folder)), os.path.join(FOLDER, f"{who}.safetensors"))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def load(name: str) -> torch.nn.Module:
 class Given:
     """Makes a trainer take the responses, and the log-probabilities if it is to, from the inputs."""
 
-    scores, logprobs, fused_head = X["scores"], None, False
+    scores, logprobs = X["scores"], None
 
     def _generate(self, prompts: list) -> tuple:
         responses = [row[m].tolist() for row, m in zip(X["responses"], MASK)]
@@ -48,9 +48,6 @@ class Given:
         if self.logprobs is not None:
             now = self.logprobs if torch.is_grad_enabled() else X["old_logprobs"]
             return (X["ref_logprobs"] if model is self.ref_model else now), torch.zeros(MASK.shape), None
-        if self.fused_head:
-            inputs = (model, input_ids, attention_mask, logits_to_keep)
-            return super()._get_per_token_logps_and_entropies(*inputs, *rest, **options)
         logits = model(input_ids=input_ids, attention_mask=attention_mask).logits / self.temperature
         logits, ids = logits[:, -logits_to_keep - 1 : -1], input_ids[:, -logits_to_keep:]
         return selective_log_softmax(logits, ids), entropy_from_logits(logits), None
@@ -95,15 +92,15 @@ def gradient_of_parameters(trainer) -> torch.Tensor:
 
 
 def main() -> None:
-    found = {}
+    quantities = {}
     for scale in ("group", "batch", "none"):
-        found[f"advantages: {scale}"] = rollout(make_trainer({"scale_rewards": scale}))["advantages"]
+        quantities[f"advantages: {scale}"] = rollout(make_trainer({"scale_rewards": scale}))["advantages"]
     missing = {"scores": X["scores_missing"]}
-    found["advantages: none, scores missing"] = rollout(make_trainer({}, **missing))["advantages"]
-    found["advantages: RLOO"] = rollout(make_trainer({}, rloo=True))["advantages"]
-    found["advantages: RLOO, scores missing"] = rollout(make_trainer({}, rloo=True, **missing))["advantages"]
+    quantities["advantages: none, scores missing"] = rollout(make_trainer({}, **missing))["advantages"]
+    quantities["advantages: RLOO"] = rollout(make_trainer({}, rloo=True))["advantages"]
+    quantities["advantages: RLOO, scores missing"] = rollout(make_trainer({}, rloo=True, **missing))["advantages"]
     with_kl = make_trainer({"beta": SETTINGS["beta"]}, rloo=True, logprobs=X["logprobs"])
-    found["advantages: RLOO, KL in the reward"] = rollout(with_kl)["advantages"]
+    quantities["advantages: RLOO, KL in the reward"] = rollout(with_kl)["advantages"]
 
     # The KL in the loss: sums of responses over N, without any advantage.
     for name, fields in (("KL: k3", {"use_bias_correction_kl": False}), ("KL: k3 by TRL's default", {})):
@@ -111,24 +108,23 @@ def main() -> None:
         trainer = make_trainer({"loss_type": "luspo", "beta": 1.0, **fields}, logprobs=leaf)
         batch = {**rollout(trainer), "advantages": torch.zeros(len(MASK))}
         (gradient,) = torch.autograd.grad(trainer._compute_loss(trainer.model, batch), leaf)
-        found[f"{name}, gradient"] = gradient * len(MASK)
+        quantities[f"{name}, gradient"] = gradient * len(MASK)
 
     for mode, low, high in (("token_truncate", None, 2.0), ("token_mask", 1 / 1.5, 1.5), ("sequence_mask", None, 3.0)):
         fields = {"mode": mode, "clip_min": low, "clip_max": high}
         fields = {f"vllm_importance_sampling_{name}": value for name, value in fields.items()}
         weights = rollout(make_trainer(fields, logprobs=X["logprobs"]))["importance_sampling_ratio"]
-        found[f"rollout correction: {mode.removeprefix('token_')}"] = weights * MASK
-    found["entropies of logits"] = entropy_from_logits(X["logits"] / SETTINGS["temperature"])
+        quantities[f"rollout correction: {mode.removeprefix('token_')}"] = weights * MASK
+    quantities["entropies of logits"] = entropy_from_logits(X["logits"] / SETTINGS["temperature"])
 
     ids, mask = (torch.cat(x, 1) for x in ((X["prompts"], X["responses"]), (torch.ones_like(X["prompts"]), MASK)))
-    for fused in (False, True):
-        trainer = make_trainer({}, fused_head=fused)
-        with torch.no_grad():
-            values = trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, mask, MASK.shape[1], compute_entropy=True
-            )
-        for name, x in zip(("log-probs", "entropies"), values):
-            found[name + " of its fused head" * fused] = x.double() * MASK
+    trainer = make_trainer({})
+    with torch.no_grad():
+        values = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, MASK.shape[1], compute_entropy=True
+        )
+    for name, x in zip(("log-probs", "entropies"), values):
+        quantities[name] = x.double() * MASK
 
     for step, fields in SETTINGS["trl"].items():
         rloo = SETTINGS["scripts"][step] == "rloo"
@@ -136,13 +132,11 @@ def main() -> None:
             leaf = X["logprobs"].clone().requires_grad_()
             trainer = make_trainer(fields, rloo, logprobs=leaf)
             loss = trainer._compute_loss(trainer.model, rollout(trainer))
-            found[f"loss: {step}"] = loss.detach()
-            (found[f"gradient of the log-probs: {step}"],) = torch.autograd.grad(loss, leaf)
-        found[f"gradient of the parameters: {step}"] = gradient_of_parameters(make_trainer(fields, rloo))
-    fused = gradient_of_parameters(make_trainer(SETTINGS["trl"]["GRPO"], fused_head=True))
-    found["gradient of the parameters: GRPO, its fused head"] = fused
-    found = {name: x.detach().contiguous() for name, x in found.items()}
-    save_file(found, os.path.join(FOLDER, "trl.safetensors"), {"version": trl.__version__})
+            quantities[f"loss: {step}"] = loss.detach()
+            (quantities[f"gradient of the log-probs: {step}"],) = torch.autograd.grad(loss, leaf)
+        quantities[f"gradient of the parameters: {step}"] = gradient_of_parameters(make_trainer(fields, rloo))
+    quantities = {name: x.detach().contiguous() for name, x in quantities.items()}
+    save_file(quantities, os.path.join(FOLDER, "trl.safetensors"), {"version": trl.__version__})
 
 
 if __name__ == "__main__":

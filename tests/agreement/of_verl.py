@@ -45,50 +45,49 @@ def gradient(loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def advantages() -> dict[str, torch.Tensor]:
-    found, given = {}, {"token_level_rewards": SCORES, "response_mask": MASK}
+    quantities, given = {}, {"token_level_rewards": SCORES, "response_mask": MASK}
     for scaled, name in ((True, "group"), (False, "none")):
         estimate, _ = core_algos.compute_grpo_outcome_advantage(**given, index=PROMPTS, norm_adv_by_std_in_grpo=scaled)
-        found[f"advantages: {name}"] = estimate[:, 0]  # each response has a first token
-    found["advantages: RLOO"] = core_algos.compute_rloo_outcome_advantage(**given, index=PROMPTS)[0][:, 0]
-    found["advantages: OPO"] = core_algos.compute_opo_outcome_advantage(**given, index=PROMPTS)[0]
+        quantities[f"advantages: {name}"] = estimate[:, 0]  # each response has a first token
+    quantities["advantages: RLOO"] = core_algos.compute_rloo_outcome_advantage(**given, index=PROMPTS)[0][:, 0]
+    quantities["advantages: OPO"] = core_algos.compute_opo_outcome_advantage(**given, index=PROMPTS)[0]
     greedy = X["greedy_scores"]
-    found["advantages: ReMax"] = core_algos.compute_remax_outcome_advantage(**given, reward_baselines=greedy)[0]
+    quantities["advantages: ReMax"] = core_algos.compute_remax_outcome_advantage(**given, reward_baselines=greedy)[0]
     discounted = core_algos.compute_reinforce_plus_plus_outcome_advantage(**given, config=AlgoConfig(gamma=0.9))[0]
-    found["advantages: REINFORCE++"] = discounted
+    quantities["advantages: REINFORCE++"] = discounted
     baseline = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(**given, index=PROMPTS)[0]
-    found["advantages: REINFORCE++-baseline"] = baseline
+    quantities["advantages: REINFORCE++-baseline"] = baseline
     whitened, returns = core_algos.compute_gae_advantage_return(X["rewards"], X["old_values"], TURNS, 0.97, 0.9)
-    found["advantages: GAE, whitened"], found["returns of GAE"] = whitened * TURNS, returns * TURNS
-    for shift, name in ((True, "whitening"), (False, "whitening, mean kept")):
-        found[name] = torch_functional.masked_whiten(X["rewards"], TURNS, shift) * TURNS
+    quantities["advantages: GAE, whitened"], quantities["returns of GAE"] = whitened * TURNS, returns * TURNS
+    quantities["whitening"] = torch_functional.masked_whiten(X["rewards"], TURNS) * TURNS
     rewards = core_algos.compute_rewards(SCORES, X["old_logprobs"], X["ref_logprobs"], BETA)
-    found["rewards of tokens, KL taken off"] = rewards * MASK
-    return found
+    quantities["rewards of tokens, KL taken off"] = rewards * MASK
+    return quantities
 
 
 def kl_and_values() -> dict[str, torch.Tensor]:
-    found = {}
+    quantities = {}
     for name in ("k1", "abs", "k2", "k3"):
         leaf = X["logprobs"].clone().requires_grad_()
         kl = core_algos.kl_penalty(leaf, X["ref_logprobs"], name)
-        found[f"KL: {name}"], found[f"KL: {name}, gradient"] = kl * MASK, gradient(kl.sum(), leaf) * MASK
+        quantities[f"KL: {name}"], quantities[f"KL: {name}, gradient"] = kl * MASK, gradient(kl.sum(), leaf) * MASK
     unclamped = torch.exp(X["ref_logprobs"] - X["logprobs"]) + X["logprobs"] - X["ref_logprobs"] - 1
     mean_kl = torch_functional.masked_mean(unclamped, MASK, 1).mean().item()  # the controller's input
     controllers = [core_algos.AdaptiveKLController(BETA, 0.5, 1000) for _ in range(3)]
     for controller, kl in zip(controllers, (mean_kl, 0.52, 0.01)):
         controller.update(kl, N)
-    found["KL controller"] = torch.tensor([controller.value for controller in controllers])
+    quantities["KL controller"] = torch.tensor([controller.value for controller in controllers])
     for clip, name in ((0.2, "value loss"), (1e9, "value loss, no clip")):
         leaf = X["values"].clone().requires_grad_()
         loss, _ = core_algos.compute_value_loss(leaf, X["returns"], X["old_values"], MASK, clip)
-        found[name], found[f"{name}, gradient"] = loss, gradient(loss, leaf)
+        quantities[name], quantities[f"{name}, gradient"] = loss, gradient(loss, leaf)
     log_ratio = X["old_logprobs"] - X["rollout_logprobs"]
     for kind, level, cap in (
         ("truncate", "token", 2.0), ("mask", "token", f"{1 / 1.5}_1.5"), ("sequence_mask", "sequence", "1e-9_3.0")
     ):  # fmt: skip
-        found[f"rollout correction: {kind}"] = compute_rollout_correction_weights(log_ratio, MASK, level, cap)[0]
-    found["entropies of logits"] = torch_functional.entropy_from_logits(X["logits"] / TEMPERATURE)
-    return found
+        quantities[f"rollout correction: {kind}"] = compute_rollout_correction_weights(log_ratio, MASK, level, cap)[0]
+    quantities["entropies of logits"] = torch_functional.entropy_from_logits(X["logits"] / TEMPERATURE)
+    return quantities
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -100,12 +99,12 @@ def load(name: str, family=transformers.AutoModelForCausalLM) -> torch.nn.Module
 
 def forward(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return log-probabilities of the next token and entropies at all tokens, one response behind the other."""
-    found = {"log_probs": [], "entropy": []}
+    quantities = {"log_probs": [], "entropy": []}
     for ids in IDS:
         logits = model(input_ids=ids[None]).logits[0] / TEMPERATURE
-        found["log_probs"].append(torch_functional.logprobs_from_logits(logits, ids.roll(-1)))
-        found["entropy"].append(torch_functional.entropy_from_logits(logits))
-    return {name: torch.cat(parts) for name, parts in found.items()}
+        quantities["log_probs"].append(torch_functional.logprobs_from_logits(logits, ids.roll(-1)))
+        quantities["entropy"].append(torch_functional.entropy_from_logits(logits))
+    return {name: torch.cat(parts) for name, parts in quantities.items()}
 
 
 def forward_values(model: torch.nn.Module) -> torch.Tensor:
@@ -166,21 +165,21 @@ def given(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def steps() -> dict[str, torch.Tensor]:
-    found, old, reference = {}, load("old"), load("reference")
+    quantities, old, reference = {}, load("old"), load("reference")
     with torch.no_grad():
         outputs = forward(old)
         old_logprobs, ref_logprobs = of_responses(outputs["log_probs"]), of_responses(forward(reference)["log_probs"])
         values = of_responses(forward_values(load("critic_old", transformers.AutoModelForSequenceClassification)))
-    found["log-probs"], found["entropies"] = old_logprobs, of_responses(outputs["entropy"])
+    quantities["log-probs"], quantities["entropies"] = old_logprobs, of_responses(outputs["entropy"])
     for step, fields in SETTINGS["verl"].items():
         if not fields.get("entropy_coeff") and "adv" not in fields:
             leaf = X["logprobs"].clone().requires_grad_()
             loss, _ = actor_loss(fields, {"log_probs": given(leaf)}, X["old_logprobs"], X["ref_logprobs"], None)
-            found[f"loss: {step}"], found[f"gradient of the log-probs: {step}"] = loss, gradient(loss, leaf)
+            quantities[f"loss: {step}"], quantities[f"gradient of the log-probs: {step}"] = loss, gradient(loss, leaf)
         model = load("new")
         loss, returns = actor_loss(fields, forward(model), old_logprobs, ref_logprobs, values)
         loss.backward()
-        found[f"gradient of the parameters: {step}"] = torch.cat([p.grad.flatten() for p in model.parameters()])
+        quantities[f"gradient of the parameters: {step}"] = torch.cat([p.grad.flatten() for p in model.parameters()])
         if returns is not None:
             critic = load("critic_new", transformers.AutoModelForSequenceClassification)
             config = CriticConfig(
@@ -189,8 +188,8 @@ def steps() -> dict[str, torch.Tensor]:
             batch = to_data(values=values, returns=returns)
             value_loss(config, {"values": forward_values(critic)}, batch)[0].backward()
             gradients = [p.grad.flatten() for p in critic.parameters()]
-            found[f"gradient of the parameters: {step}, critic"] = torch.cat(gradients)
-    return found
+            quantities[f"gradient of the parameters: {step}, critic"] = torch.cat(gradients)
+    return quantities
 
 
 if __name__ == "__main__":
