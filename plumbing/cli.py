@@ -292,6 +292,9 @@ class ConversationArgs:
     """Texts that end a turn as a stop token does, such as </search> for a model that goes on after a call."""
 
     RULES = {
+        "--tools and --environment must have the form path/to/file.py:name": lambda a: all(
+            re.fullmatch(r".+:\w+", name) for name in (*a.tools, a.environment) if name
+        ),
         "--reward environment requires an --environment": lambda a: a.environment or "environment" not in a.reward,
         "--tool_call_pattern requires --tools or an --environment": lambda a: (
             not a.tool_call_pattern or a.tools or a.environment

@@ -186,7 +186,7 @@ def test_logprobs_and_loss_by_hand(batch):
     """Each sampled token's log-probability is that of a plain forward pass over all tokens before it; the loss is the
     mean over these tokens alone."""
     batch, policy, args = batch
-    outputs = forward_batch(policy, batch, token_budget=64, world=WORLD, autocast=contextlib.nullcontext)
+    outputs = forward_batch(policy, batch, args, WORLD, contextlib.nullcontext)
     assert all(sample.conversation.metrics()["observation_tokens"] for sample in batch.samples)
     count, loss, advantages = 0, 0.0, torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask)
     for i, sample in enumerate(batch.samples):
@@ -323,7 +323,7 @@ def test_two_ranks_are_one(runs):
 def test_ended_in_a_conversation(runs, signal, code):
     """The resumed run is the undisturbed one, bit for bit."""
     values = runs["grpo"] | {"run_name": signal}
-    first = helpers.Running(values, place=f"processes.ToolProcess.step:70:{signal}").wait()
+    first = helpers.Running(values, place=f"processes.ToolProcess.ask:90:{signal}").wait()
     assert first.code == code and 0 < len(metrics_of(values)) < len(metrics_of(runs["grpo"]))
     run(values | {"resume": True})
     assert metrics_of(values) == metrics_of(runs["grpo"])

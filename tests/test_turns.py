@@ -13,7 +13,7 @@ from tiny_models import make_tokenizer
 
 from plumbing.data import mixture as data
 from plumbing.data import prompts
-from plumbing.turns.templates import Turns
+from plumbing.turns.templates import RefusedMessages, Turns
 from plumbing.turns.tool_calls import ToolCall, hermes_reader, pattern_reader
 
 CHATML = """
@@ -330,7 +330,7 @@ def test_any_text_is_encoded(tokenizer_of):
 
 def test_messages_that_the_template_refuses_raise(tokenizer_of):
     turns = turns_of(tokenizer_of(MISTRAL), [], **ENVIRONMENT)
-    with pytest.raises(ValueError, match="refuses the messages .*turns have to alternate"):
+    with pytest.raises(RefusedMessages, match="refuses the messages .*turns have to alternate"):
         turns.observation_ids([USER, USER], 1)
 
 

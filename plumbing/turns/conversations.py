@@ -11,7 +11,7 @@ import asyncio
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +19,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt
 from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
-from plumbing.turns.templates import Turns
+from plumbing.turns.templates import RefusedMessages, Turns
 from plumbing.turns.tool_calls import ToolCall
 from utils import warn
 
@@ -68,6 +68,14 @@ class Conversation:
             "tool_errors": self.tool_errors,
             "observation_tokens": len(self.response) - sum(self.values["response_mask"]),
         }
+
+
+class Turn(NamedTuple):
+    """A turn of the model."""
+
+    tokens: list[int]
+    text: str  # with special tokens, which may be part of calls, but without the stop token
+    stopped: bool  # whether a stop token or a text of --turn_stop ended it
 
 
 class Interrupted(Exception):
@@ -136,53 +144,51 @@ class Conversations:
         conversation, process = Conversation(row), self.processes.open(seed)
         try:
             if self.args.environment:
-                conversation.row = self._prompt_with(row, await process.reset(row["columns"]))
+                conversation.row = self._prompt_with(row, await process.ask("reset", row["columns"]))
             while not conversation.stop_reason:
-                tokens = await self._sample_turn(conversation, sample)
-                messages, reward, done = await self._answer_turn(conversation, tokens, process)
+                turn = await self._sample_turn(conversation, sample)
+                messages, reward, done = await self._answer_turn(conversation, turn, process)
                 conversation.rewards += [] if reward is None else [reward]
-                observation = self._observation_ids(messages, tokens[-1]) if messages and not done else []
-                conversation.stop_reason = self._why_it_ends(conversation, tokens, messages, observation, done)
+                observation = self.turns.observation_ids(messages, turn.tokens[-1]) if messages and not done else []
+                conversation.stop_reason = self._why_it_ends(conversation, turn, messages, observation, done)
                 if not conversation.stop_reason:
                     conversation.turns += messages
                     conversation.add(observation)
-        except EnvironmentFailure as error:
+        except (EnvironmentFailure, RefusedMessages) as error:
             conversation.stop_reason, conversation.error = "error", str(error)
         finally:
             process.kill()
         leave()
         return conversation
 
-    async def _sample_turn(self, conversation: Conversation, sample: Callable) -> list[int]:
-        """Add a turn of the model to a conversation; return its token ids."""
+    async def _sample_turn(self, conversation: Conversation, sample: Callable) -> Turn:
+        """Add a turn of the model to a conversation, and return it."""
         query, position = conversation.row["query"] + conversation.response, len(conversation.response)
         length = self.args.max_response_length - position
         tokens, logprobs = await sample(query, conversation.metrics()["turns"], position, length)
         conversation.add(tokens, logprobs)
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
         conversation.turns.append({"role": "assistant", "content": content})
-        return tokens
-
-    def _text(self, tokens: list[int]) -> str:
-        """Return a turn as text without its stop token, with other special tokens, which may be part of calls."""
-        return self.tokenizer.decode(tokens[:-1] if tokens[-1] in self.stop_ids else tokens)
+        stopped = tokens[-1] in self.stop_ids
+        text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
+        return Turn(tokens, text, stopped or any(stop in text for stop in self.args.turn_stop))
 
     async def _answer_turn(
-        self, conversation: Conversation, tokens: list[int], process: ToolProcess
+        self, conversation: Conversation, turn: Turn, process: ToolProcess
     ) -> tuple[list[dict], float | None, bool]:
-        """Return what follows a turn: messages, the environment's reward or None, and whether the environment is done.
+        """Return the messages that follow a turn, the environment's reward or None, and whether it is done.
 
         A turn with calls is for the tools, any other turn for the environment. Without either there is no message.
         """
-        calls = self.turns.calls(self._text(tokens))
+        calls = self.turns.calls(turn.text)
         messages = [await self._call(conversation, call, process) for call in calls]
         if not self.args.environment:
             return messages, None, False
         if not self.processes.has_step:
-            return messages, *await process.outcome()
+            return messages, *await process.ask("outcome")
         if calls:
             return messages, 0.0, False
-        observation, reward, done = await process.step(conversation.turns[-1]["content"])
+        observation, reward, done = await process.ask("step", conversation.turns[-1]["content"])
         return [{"role": "user", "content": observation or ""}], reward, done
 
     async def _call(self, conversation: Conversation, call: ToolCall | str, process: ToolProcess) -> dict:
@@ -198,22 +204,14 @@ class Conversations:
             content = f"Error: {error}"
         return {"role": "tool", "name": name, "content": content}
 
-    def _observation_ids(self, messages: list[dict], last_token: int) -> list[int]:
-        try:
-            return self.turns.observation_ids(messages, last_token)
-        except ValueError as error:  # the template refuses the environment's messages
-            raise EnvironmentFailure(str(error)) from None
-
     def _why_it_ends(
-        self, conversation: Conversation, tokens: list[int], messages: list[dict], observation: list[int], done: bool
+        self, conversation: Conversation, turn: Turn, messages: list[dict], observation: list[int], done: bool
     ) -> str:
         """Return the stop reason after a turn; "" if the conversation goes on with the observation."""
-        if not messages and not done:
-            text = self._text(tokens)
-            done = tokens[-1] in self.stop_ids or any(stop in text for stop in self.args.turn_stop)
-            return "done" if done else "length"
         if done:
             return "done"
+        if not messages:
+            return "done" if turn.stopped else "length"
         if conversation.metrics()["turns"] == self.args.max_turns:
             return "max_turns"
         too_long = len(conversation.response) + len(observation) >= self.args.max_response_length

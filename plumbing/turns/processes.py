@@ -30,10 +30,6 @@ class EnvironmentFailure(Exception):
     """An environment raised an exception, hung, died, or returned a value of the wrong type."""
 
 
-class NoAnswer(Exception):
-    """A process hung or died."""
-
-
 class ToolProcesses:
     """The tools and the environment of a run.
 
@@ -46,35 +42,28 @@ class ToolProcesses:
         Args:
             tools: of --tools. environment: of --environment, or "". timeout: seconds that a call may take.
         """
-        for flag, name in [*(("--tools", name) for name in tools), ("--environment", environment)]:
-            path, _, function = name.rpartition(":")
-            if name and not (path and function.isidentifier()):
-                fail(f"{flag} {name}: is not of the form path/to/file.py:name")
-            if name and not os.path.isfile(path):
-                fail(f"{flag} {name}: there is no file {path}")
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process takes three descriptors
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-        self.tools, self.environment = list(map(os.path.abspath, tools)), environment and os.path.abspath(environment)
         self.timeout = timeout
-        schemas, has_step = [], False
-        with fork_server([*self.tools, *filter(None, [self.environment])]):
-            if tools:
-                schemas += self._describe(f"--tools {' '.join(tools)}", Process(self.tools, ""))["schemas"]
-            if environment:
-                description = self._describe(f"--environment {environment}", Process([], self.environment))
-                schemas, has_step = schemas + description["schemas"], description["has_step"]
-        names = [schema["function"]["name"] for schema in schemas]
-        for name in {name for name in names if names.count(name) > 1}:
+        self.tools, self.environment = [[os.path.abspath(x) for x in names if x] for names in (tools, (environment,))]
+        with fork_server(self.tools + self.environment):
+            schemas, _ = self._describe("--tools", Process(self.tools, False, SECONDS_TO_LOAD))
+            schemas_of_environment, self.has_step = self._describe(
+                "--environment", Process(self.environment, True, SECONDS_TO_LOAD)
+            )
+        self.schemas: list[dict] = schemas + schemas_of_environment
+        self.names = [schema["function"]["name"] for schema in self.schemas]
+        self.environment_names = self.names[len(schemas) :]
+        for name in {name for name in self.names if self.names.count(name) > 1}:
             fail(f"--tools, --environment: there are two tools {name}")
-        self.schemas: list[dict] = schemas
-        self.has_step: bool = has_step
-        self.names, self.environment_names = names, names[len(tools) :]
 
-    def _describe(self, flag: str, process: "Process") -> dict:
+    def _describe(self, flag: str, process: "Process") -> tuple[list[dict], bool]:
+        if not process.names:
+            return [], False
         try:
-            return asyncio.run(process.ask(SECONDS_TO_LOAD, "describe"))
-        except (NoAnswer, EnvironmentFailure) as error:
-            fail(f"{flag}: {error}", local=True)
+            return tuple(asyncio.run(process.ask("describe")))
+        except (ToolError, EnvironmentFailure) as error:
+            fail(f"{flag} {' '.join(process.names)}: {error}", local=True)
         finally:
             process.kill()
 
@@ -92,76 +81,59 @@ class ToolProcess:
 
     def __init__(self, processes: ToolProcesses, seed: int):
         self.processes = processes
-        self.tools = Process(processes.tools, "", seed)
-        self.environment = Process([], processes.environment, seed)
+        self.tools = Process(processes.tools, False, processes.timeout, seed)
+        self.environment = Process(processes.environment, True, processes.timeout, seed)
 
-    async def reset(self, row: dict) -> str | list[dict] | None:
-        """Make the environment from the columns of a row; return what it adds to the prompt."""
-        return await self._ask_environment("reset", row)
-
-    async def step(self, text: str) -> tuple[str | None, float, bool]:
-        """Return the environment's (observation, reward, done) for a turn of the model."""
-        return tuple(await self._ask_environment("step", text))
-
-    async def outcome(self) -> tuple[float | None, bool]:
-        """Return the (reward, done) of an environment without `step` for a turn; None as long as it has no reward."""
-        return tuple(await self._ask_environment("outcome"))
+    async def ask(self, method: str, *arguments):
+        """Return the result of a method of the environment, see `worker.Environment`; raise EnvironmentFailure."""
+        return await self.environment.ask(method, *arguments)
 
     async def call(self, name: str, arguments: dict) -> str:
         """Return the text that a tool answers with; raise ToolError, with a text for the model, if it fails."""
         if name not in self.processes.names:
             raise ToolError(f"there is no tool {name!r}, there are {', '.join(self.processes.names)}")
-        if name in self.processes.environment_names:
-            return await self._ask_environment("call", name, arguments)
-        try:
-            return await self.tools.ask(self.processes.timeout, "call", name, arguments)
-        except NoAnswer as error:  # the next call starts a new process
-            raise ToolError(f"{name} {error}") from None
+        process = self.environment if name in self.processes.environment_names else self.tools
+        return await process.ask("call", name, arguments)
 
     def kill(self) -> None:
         """Kill the processes, and all that they have started."""
         self.tools.kill()
         self.environment.kill()
 
-    async def _ask_environment(self, method: str, *arguments):
-        try:
-            return await self.environment.ask(self.processes.timeout, method, *arguments)
-        except NoAnswer as error:
-            raise EnvironmentFailure(f"{method} {error}") from None
-
 
 class Process:
     """A process of one conversation, for its tools or for its environment. A request starts it if there is none."""
 
-    def __init__(self, tools: list[str], environment: str, seed: int = 0):
-        """See `worker.serve`."""
-        self.arguments = (tools, environment, seed)
+    def __init__(self, names: list[str], is_environment: bool, timeout: float, seed: int = 0):
+        """See `worker.serve`; `timeout`: seconds that a request may take."""
+        self.names, self.is_environment, self.timeout, self.seed = names, is_environment, timeout, seed
         self.process = self.connection = None
 
-    async def ask(self, timeout: float, *request):
-        """Return the result of a request.
+    async def ask(self, method: str, *arguments):
+        """Return the result of a request; without an answer the process is killed.
 
         Raises:
-            NoAnswer: after `timeout` seconds, or if the process has died; it is killed.
             ToolError: a tool failed; the text is for the model.
-            EnvironmentFailure: anything else failed.
+            EnvironmentFailure: anything else of an environment failed.
         """
+        failure = EnvironmentFailure if self.is_environment else ToolError
+        name = arguments[0] if method == "call" else method
         try:
             if self.process is None:
                 self._start()
                 await asyncio.sleep(0)  # until others, which start at once, have started, too
-            async with asyncio.timeout(timeout):
-                answer = json.loads(await self._answer(json.dumps(request, default=str).encode()))
+            async with asyncio.timeout(self.timeout):
+                answer = json.loads(await self._answer(json.dumps([method, *arguments], default=str).encode()))
         except TimeoutError:
             self.kill()
-            raise NoAnswer(f"gave no answer within --timeout {timeout:g} s") from None
+            raise failure(f"{name} gave no answer within --timeout {self.timeout:g} s") from None
         except (OSError, EOFError, ValueError):
             self.kill()
-            raise NoAnswer("ended its process") from None
+            raise failure(f"{name} ended its process") from None
         if "tool_error" in answer:
             raise ToolError(answer["tool_error"])
         if "error" in answer:
-            raise EnvironmentFailure(" ".join(f"{request[0]}: {answer['error'][:500]}".split()))
+            raise failure(" ".join(f"{method}: {answer['error'][:500]}".split()))
         return answer["result"]
 
     async def _answer(self, request: bytes) -> bytes:
@@ -176,7 +148,8 @@ class Process:
 
     def _start(self) -> None:
         self.connection, connection = forked.Pipe()
-        self.process = forked.Process(target=worker.serve, args=(connection, *self.arguments))
+        arguments = (connection, self.names, self.is_environment, self.seed)
+        self.process = forked.Process(target=worker.serve, args=arguments)
         main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:  # without its `__main__`, as a new process would import the script that runs here, and torch with it
             self.process.start()
@@ -198,7 +171,7 @@ class Process:
 
 @contextlib.contextmanager
 def fork_server(functions: list[str]):
-    """Start multiprocessing's fork server, if it does not run, with the users' files that have these functions."""
+    """Let multiprocessing's fork server, if it starts within, import the users' files that have these functions."""
     forked.set_forkserver_preload([worker.__name__])
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
     changes = {"PYTHONPATH": path, worker.FILES: json.dumps(functions)}

@@ -18,6 +18,10 @@ QUESTION = {"role": "user", "content": "x"}
 TURN = {"role": "assistant", "content": f"<think>\nA-THOUGHT\n</think>\n\n{MARK}"}
 
 
+class RefusedMessages(Exception):
+    """The chat template refuses messages of the environment."""
+
+
 class Turns:
     """The text between the turns of a conversation, and the calls in a turn.
 
@@ -92,7 +96,7 @@ class Turns:
     def observation_ids(self, messages: list[dict], last_token: int) -> list[int]:
         """Return the token ids between the turn just sampled and the next one; without chat template, of the contents.
 
-        Raise ValueError if the template refuses the messages.
+        Raise RefusedMessages if the template raises an exception.
 
         Args:
             messages: {"role", "content"}, those of tools with their "name".
@@ -108,7 +112,7 @@ class Turns:
         try:
             text = self._between(messages)
         except Exception as error:  # templates may raise any exception
-            raise ValueError(f"the chat template of --model refuses the messages ({first_line(error)})") from error
+            raise RefusedMessages(f"the chat template of --model refuses the messages ({first_line(error)})") from error
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         has_end = last_token in self.stop_ids and ids and ids[0] in self.stop_ids
         return ids[1:] if has_end else ids

@@ -35,13 +35,18 @@ class ToolError(Exception):
 class Tools:
     """The functions of --tools, for one conversation."""
 
+    has_step = False
+
     def __init__(self, functions: list[Callable]):
         self.functions = functions
         self.runner = asyncio.Runner()  # one event loop for all calls, to which connections may be bound
 
-    def describe(self) -> dict:
-        """Return {"schemas": of the tools, "has_step": False}; raise an exception if a tool cannot be described."""
-        return {"schemas": [schema(function) for function in self.functions], "has_step": False}
+    def describe(self) -> tuple[list[dict], bool]:
+        """Return the schemas of the tools, and whether it is an environment with a method `step`."""
+        from transformers.utils import chat_template_utils  # takes a second
+
+        chat_template_utils.is_torch_available = lambda: False  # torch would be imported for a type that no tool has
+        return [chat_template_utils.get_json_schema(function) for function in self.functions], self.has_step
 
     def call(self, name: str, arguments: dict) -> str:
         """Return the text that a tool answers with; raise ToolError if it fails, as for arguments that do not fit."""
@@ -60,34 +65,38 @@ class Environment(Tools):
     """An instance of --environment and its tools, for one conversation."""
 
     def __init__(self, make: Callable):
+        self.instance, self.reward_so_far = make(), 0.0
+        self.has_step = hasattr(self.instance, "step")
         super().__init__([])
-        self.make, self.reward_so_far = make, 0.0
 
-    def describe(self) -> dict:
-        """As `Tools.describe`; "has_step" says whether the environment has a method `step`."""
-        instance = self.make()
-        has_step = hasattr(instance, "step")
-        if not callable(getattr(instance, "reset", None)):
-            raise TypeError("has no method reset")
-        try:
-            schemas = [schema(function) for function in tools_of(instance)]
-        except Exception as error:
-            hint = "" if has_step else "; without a method step, all its public methods are tools"
-            raise TypeError(f"{error}{hint}") from error
-        if not has_step and not schemas:
-            raise TypeError("has neither a method step nor tools")
-        return {"schemas": schemas, "has_step": has_step}
+    def describe(self) -> tuple[list[dict], bool]:
+        self.functions = self.tools()
+        if not hasattr(self.instance, "reset") or not (self.has_step or self.functions):
+            raise TypeError("requires a method reset, and a method step or tools")
+        return super().describe()
+
+    def tools(self) -> list[Callable]:
+        """Return the functions that the model may call.
+
+        Those that the method `tools` returns; else, as in TRL's environment_factory, the public methods but `reset`, if
+        there is no `step`.
+        """
+        if hasattr(self.instance, "tools"):
+            return list(self.instance.tools())
+        members = [] if self.has_step else inspect.getmembers(type(self.instance), inspect.isroutine)
+        return [getattr(self.instance, name) for name, _ in members if not name.startswith("_") and name != "reset"]
 
     def reset(self, row: dict) -> str | list[dict] | None:
-        """Make the instance, and return what it adds to the prompt. gymnasium's (observation, info) is read, too."""
-        self.instance = self.make()
+        """Return what the environment adds to the prompt. gymnasium's (observation, info) is read, too."""
         result = self.finish(self.instance.reset(**accepted(self.instance.reset, row)))
-        self.functions = tools_of(self.instance)
+        self.functions = self.tools()
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
             result = result[0]
         if isinstance(result, list) and all(isinstance(message, dict) and "role" in message for message in result):
             return result
-        return as_observation(result)
+        if not isinstance(result, str | None):
+            raise TypeError(f"{str(result)[:80]!r} is not a text, a list of messages or None")
+        return result and shortened(result)
 
     def step(self, text: str) -> tuple[str | None, float, bool]:
         """Return the environment's answer to a turn of the model: (observation, reward, done).
@@ -98,45 +107,20 @@ class Environment(Tools):
         if isinstance(result, tuple) and len(result) == 5:
             result = (*result[:2], result[2] or result[3])
         observation, reward, done = result
-        return as_observation(observation), as_reward(reward), as_flag(done)
+        if not isinstance(observation, str | None) or isinstance(done, float | str | dict | None):  # in another order
+            raise TypeError(f"{str(result)[:80]!r} is not (text or None, number, bool)")
+        return observation and shortened(observation), float(reward), bool(done)
 
     def outcome(self) -> tuple[float | None, bool]:
         """Return (reward, done) of an environment without `step`, by its attributes of these names.
 
         The reward is what came to the attribute since the last call; None as long as there is no such attribute.
         """
-        reward, done = getattr(self.instance, "reward", None), as_flag(getattr(self.instance, "done", False))
+        reward, done = getattr(self.instance, "reward", None), bool(getattr(self.instance, "done", False))
         if reward is None:
             return None, done
-        before, self.reward_so_far = self.reward_so_far, as_reward(reward)
+        before, self.reward_so_far = self.reward_so_far, float(reward)
         return self.reward_so_far - before, done
-
-
-def tools_of(instance) -> list[Callable]:
-    """Return the functions of an environment that the model may call.
-
-    Those that its method `tools` returns; else, as in TRL's environment_factory, its public methods but `reset`, if it
-    has no `step`.
-    """
-    if hasattr(instance, "tools"):
-        return list(instance.tools())
-    if hasattr(instance, "step"):
-        return []
-    names = [name for name, _ in inspect.getmembers(type(instance), inspect.isroutine)]
-    return [getattr(instance, name) for name in names if not name.startswith("_") and name != "reset"]
-
-
-def schema(function: Callable) -> dict:
-    """Return the schema of a tool, for the chat template; raise an exception if it lacks hints or a docstring."""
-    if isinstance(function, type) or not hasattr(function, "__name__"):
-        raise TypeError(f"{function!r} is not a function")
-    from transformers.utils import chat_template_utils  # takes a second
-
-    chat_template_utils.is_torch_available = lambda: False  # torch would be imported for a type that no tool has
-    return chat_template_utils.get_json_schema(function)
-
-
-# ---- results of users' functions -------------------------------------------------------------------------------------
 
 
 def as_text(value) -> str:
@@ -154,34 +138,14 @@ def shortened(text: str) -> str:
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}\n[cut, of {len(text)} characters]"
 
 
-def as_observation(value) -> str | None:
-    if not isinstance(value, str | None):
-        raise TypeError(f"the observation is {str(value)[:40]!r}, not a text or None")
-    return value and shortened(value)
-
-
-def as_reward(value) -> float:
-    """Return a reward, a number of any kind, as a float. (A text is refused, even if float() could read it.)"""
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise TypeError(f"the reward is {str(value)[:40]!r}, not a number")
-    return float(value)
-
-
-def as_flag(value) -> bool:
-    """Return `done` as a bool. (A float, a text or a dict is refused: the values are in another order.)"""
-    if isinstance(value, float | None) or not hasattr(value, "__bool__"):
-        raise TypeError(f"done is {str(value)[:40]!r}, not True or False")
-    return bool(value)
-
-
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-def serve(connection: Connection, tools: list[str], environment: str, seed: int) -> None:
+def serve(connection: Connection, names: list[str], is_environment: bool, seed: int) -> None:
     """Answer the requests of one conversation.
 
     Args:
-        tools: functions, each as path/to/file.py:function. environment: a class of this form, or "" for the tools.
+        names: functions that are tools, or a class that is an environment, each as path/to/file.py:name.
         seed: of `random` and, where a user's file imports it, `numpy.random`.
     """
     os.setpgid(0, 0)  # a group of processes, to be killed with all that a tool starts
@@ -189,20 +153,21 @@ def serve(connection: Connection, tools: list[str], environment: str, seed: int)
     os.dup2(2, 1)  # output of tools goes to stderr
     sys.stdout = sys.stderr
     try:
-        owner = Environment(load_function(environment)) if environment else Tools(list(map(load_function, tools)))
+        functions = list(map(load_function, names))
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        served = Environment(*functions) if is_environment else Tools(functions)
     except BaseException as error:  # the answer to the first request
         connection.send_bytes(as_json({"error": reason(error)}))
         return
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
     while True:
         try:
             method, *arguments = json.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):  # the trainer is gone
             return
         try:
-            answer = as_json({"result": getattr(owner, method)(*arguments)})
+            answer = as_json({"result": getattr(served, method)(*arguments)})
         except ToolError as error:
             answer = as_json({"tool_error": str(error)})
         except BaseException as error:
