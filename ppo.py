@@ -485,11 +485,7 @@ def update_critic(
     wrapped: nn.Module, optimizer: utils.Optimizer, batch: Batch, drawn: list[int], args: Args, step: int,
     world: utils.World, autocast: Callable,
 ) -> utils.Sums:  # fmt: skip
-    """Train the critic on the responses drawn, to their "returns".
-
-    Returns:
-        The sums over the updates of the value loss, and the tokens, and those where clipping raised it.
-    """
+    """Train the critic on the responses drawn; return the sums of the value loss and the tokens that were clipped."""
     epochs, size, updates_a_step = critic_schedule(args)
     sums, updates = utils.Sums(world), utils.mini_batches(drawn, size, epochs, (args.seed, step))
     optimizer.skip(updates_a_step - len(updates))
