@@ -179,6 +179,8 @@ def main(args: Args) -> None:
     folder = os.path.join(args.output_dir, name)
     if os.path.exists(folder):
         utils.fail(f"--run_name {name}: {folder} exists; choose another name")
+    with utils.loading(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
+        os.makedirs(args.output_dir, exist_ok=True)
     n = sample_count(args)
     ks = args.k or tuple(2**i for i in range(n.bit_length()))
     world = utils.setup_processes()
