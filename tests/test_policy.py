@@ -2,42 +2,54 @@
 
 import contextlib
 import functools
-import json
-import os
-import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_models import CPU, random_model
 from transformers import GenerationConfig
 
+import grpo
 import utils
-from grpo import Policy, aggregate, group_advantages, policy_loss
-from plumbing.models import loading as models
-from plumbing.models import lora
-from plumbing.rollout.batch import Batch, forward_batch, forward_tokens, pad_rows
+from grpo import Policy, aggregate, group_advantages, kl_estimate, policy_loss
+from plumbing.models import loading
+from plumbing.rollout.batch import Batch, Sample, forward_batch, forward_tokens, pad_rows
 
-HERE = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
+FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F32, F64 = torch.float32, torch.float64
 # In a float64 model the norms of Qwen2, Llama and Gemma still compute in float32, so a last bit of float64 can become
 # one of float32. LayerNorm does not: what has to be exact is asked of GPT-NeoX and GPT-2.
 EXACT = {"gpt_neox": 1e-10, "gpt2": 1e-10}
 # (tokens of the query, tokens of the response): the shortest of all, long ones, a batch in which all differ
 SHAPES = [(3, 5), (1, 1), (9, 2), (2, 8), (6, 6), (4, 1), (1, 7), (5, 3)]
+ALL = list(range(len(SHAPES)))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(grpo, "CHUNK_TOKENS", 4)
+
+
+def policy_of(model, temperature: float = 1.0, trains_entropy: bool = True, recomputes: bool = False) -> Policy:
+    args = dict(temperature=temperature, entropy_coef=float(trains_entropy), gradient_checkpointing=recomputes)
+    return Policy(model, SimpleNamespace(**args))
+
+
+def batch_of(pairs: list[tuple[list[int], list[int]]]) -> Batch:
+    """A batch of queries and responses."""
+    samples = [Sample({"query": q}, r, {"rollout_logprobs": [0.0] * len(r)}, True, scores={}) for q, r in pairs]
+    return Batch.from_samples(samples, CPU)
 
 
 def random_batch(shapes=SHAPES, vocabulary: int = 32, seed: int = 0) -> Batch:
     """Random token ids, 0 (padding) and 1 (end of sequence) among them anywhere."""
     numbers = torch.Generator().manual_seed(seed)
-    draw = lambda n: torch.randint(vocabulary, (n,), generator=numbers).tolist()  # noqa: E731
-    queries, responses = [draw(q) for q, _ in shapes], [draw(r) for _, r in shapes]
-    lengths = torch.tensor([r for _, r in shapes])
-    mask = torch.arange(lengths.max()) < lengths[:, None]
-    return Batch(
-        [{"query": query} for query in queries], responses, [""] * len(shapes),
-        torch.ones(len(shapes), dtype=torch.bool), {},
-        {"response_mask": mask, "rollout_logprobs": torch.zeros(mask.shape)},
-    )  # fmt: skip
+    draw = lambda n: torch.randint(vocabulary, (n,), generator=numbers).tolist()
+    return batch_of([(draw(q), draw(r)) for q, r in shapes])
+
+
+def pairs_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    return [(sample.row["query"], sample.response) for sample in batch.samples]
 
 
 def plain_logprobs(model, query: list[int], response: list[int], temperature: float) -> torch.Tensor:
@@ -47,8 +59,8 @@ def plain_logprobs(model, query: list[int], response: list[int], temperature: fl
     return (torch.stack(rows) / temperature).log_softmax(-1)
 
 
-def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((got - expected).norm() / expected.norm()).item()
+def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((result - expected).norm() / expected.norm()).item()
 
 
 def gradient_of(policy) -> torch.Tensor:
@@ -62,181 +74,111 @@ def gradient_of(policy) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
-    model, ref_model = load(family, F64), load(family, F64, seed=1)
-    batch = random_batch()
-    policy, reference = (Policy(m, temperature, 4, train_entropy=True) for m in (model, ref_model))
-    outputs = policy(*batch.collate(list(range(8))), reference)
-    assert list(outputs) == ["logprobs", "kl", "entropies"]
-    logprobs, kl, entropies = outputs.values()
-    place, near = 0, EXACT.get(family, 1e-6)
+    model, batch = load(family, F64), random_batch()
+    outputs = policy_of(model, temperature)(*batch.collate(ALL))
+    assert list(outputs) == ["logprobs", "entropies"]
     with torch.no_grad():
-        for query, response in zip(batch.queries, batch.responses):
-            plain = plain_logprobs(model, query, response, temperature)
-            ref = plain_logprobs(ref_model, query, response, temperature)
-            for t, token in enumerate(response):
-                p = plain[t].exp()
-                assert abs(logprobs[place] - plain[t, token]) < near
-                assert abs(entropies[place] + (p * plain[t]).sum()) < near
-                assert abs(kl[place] - sum(a * (b - c) for a, b, c in zip(p, plain[t], ref[t]))) < near
-                place += 1
-    assert place == len(logprobs) == len(entropies) == len(kl) == batch.response_mask.sum()
+        plain = [(plain_logprobs(model, *pair, temperature), pair[1]) for pair in pairs_of(batch)]
+    logprobs = torch.cat([p[range(len(response)), response] for p, response in plain])
+    entropies = torch.cat([-(p.exp() * p).sum(1) for p, _ in plain])
+    near = dict(rtol=0, atol=EXACT.get(family, 1e-6))
+    torch.testing.assert_close(outputs["logprobs"].detach(), logprobs, **near)
+    torch.testing.assert_close(outputs["entropies"].detach(), entropies, **near)
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_padding_that_neighbours_force_changes_nothing(load, family):
-    policy, batch = Policy(load(family, F64), 1.0, 100), random_batch()
-    together = forward_tokens(policy, batch.collate(list(range(8))), batch.response_mask)["logprobs"]
-    for i, response in enumerate(batch.responses):
+    policy, batch = policy_of(load(family, F64)), random_batch()
+    together = forward_tokens(policy, batch.collate(ALL), batch.response_mask)["logprobs"]
+    for i, sample in enumerate(batch.samples):
         alone = policy(*batch.collate([i]))["logprobs"]
-        torch.testing.assert_close(together[i, : len(response)], alone, rtol=0, atol=EXACT.get(family, 1e-6))
-        assert together[i, len(response) :].eq(0).all()
+        torch.testing.assert_close(together[i, : len(alone)], alone, rtol=0, atol=EXACT.get(family, 1e-6))
+        assert together[i, len(sample.response) :].eq(0).all()
     # nor what stands in the padding
-    input_ids, mask = batch.collate(list(range(8)))
+    input_ids, mask = batch.collate(ALL)
     for i, length in enumerate(batch.lengths):
         input_ids[i, length:] = 17
-    assert torch.equal(policy(input_ids, mask)["logprobs"], policy(*batch.collate(list(range(8))))["logprobs"])
+    assert torch.equal(policy(input_ids, mask)["logprobs"], policy(*batch.collate(ALL))["logprobs"])
 
 
 def test_collate_and_pad_rows():
-    queries, mask = [[5, 1], [7], [1, 1, 1]], [[True, True, False], [True, True, True], [True, False, False]]
-    batch = Batch(
-        [{"query": query} for query in queries], [[1, 0], [9, 8, 1], [2]], [""] * 3, torch.ones(3, dtype=torch.bool),
-        {}, {"response_mask": torch.tensor(mask)},
-    )  # fmt: skip
-    assert batch.lengths == [4, 4, 4] and batch.queries == queries
-    ids, mask = batch.collate([2, 0])
-    assert ids.tolist() == [[1, 1, 1, 2], [5, 1, 1, 0]]
-    assert mask.int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 1]]
+    batch = batch_of([([5, 1], [1, 0]), ([7], [9, 8, 1]), ([1, 1, 1], [2])])
+    assert batch.lengths == [4, 4, 4]
+    batch.tokens["response_mask"][1, 1] = False  # an observation: it stands in the response, and is not trained on
+    ids, mask = batch.collate([2, 0, 1])
+    assert ids.tolist() == [[1, 1, 1, 2], [5, 1, 1, 0], [7, 9, 8, 1]]
+    assert mask.int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1]]
     ids, mask = batch.collate([])
     assert ids.shape == mask.shape == (1, 2) and not mask.any()
-    flat = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], requires_grad=True)
+    flat = torch.arange(1.0, 6.0).requires_grad_()
     rows = pad_rows(flat, batch.response_mask)
-    assert rows.tolist() == [[1, 2, 0], [3, 4, 5], [6, 0, 0]]
+    assert rows.tolist() == [[1, 2, 0], [3, 0, 4], [5, 0, 0]]
     (gradient,) = torch.autograd.grad((rows * torch.arange(9.0).view(3, 3)).sum(), flat)
-    assert gradient.tolist() == [0, 1, 3, 4, 5, 6]
+    assert gradient.tolist() == [0, 1, 3, 5, 6]
 
 
-def test_log_probs_of_a_batch_in_any_cut(load):
-    """With exact KL and without, with entropies and without, at another temperature; also on more ranks than there are
-    rows, where some have nothing to do."""
-    policy, reference = (Policy(load("gpt_neox", F64, seed), 0.6, 3) for seed in (0, 1))
-    batch = random_batch()
-    inputs, mask = batch.collate(list(range(8))), batch.response_mask
+@pytest.mark.parametrize("size, budget", [(1, 10_000), (1, 1), (1, 30), (2, 30), (10, 30)])
+def test_forward_batch_in_any_cut(load, size, budget):
+    """With entropies and without; also on more ranks than there are rows, where some have nothing to do."""
+    policy, batch = policy_of(load("gpt_neox", F64), 0.6), random_batch()
+    mask, args, shares = batch.response_mask, SimpleNamespace(micro_batch_tokens=budget), []
     with torch.no_grad():
-        expected = forward_tokens(policy, inputs, mask, reference=reference)
-        warmer = forward_tokens(policy, inputs, mask, temperature=1.0, entropy=False)
-    assert list(expected) == ["logprobs", "kl", "detached_entropies"] and list(warmer) == ["logprobs"]
-    assert not torch.allclose(warmer["logprobs"], expected["logprobs"], atol=0.01)
+        expected = forward_tokens(policy, batch.collate(ALL), mask)
 
     class Ranks(utils.World):
         """Gathers what the ranks before it had; the last one sees all."""
 
-        shares = []
-
         def all_gather(self, items):
-            self.shares.append(items)
-            return [item for share in self.shares for item in share]
+            shares.append(items)
+            return [item for share in shares for item in share]
 
-    options = {"autocast": contextlib.nullcontext}
-
-    for size, budget in ((1, 10_000), (1, 1), (1, 30), (2, 30), (10, 30)):
-        Ranks.shares = []
-        for rank in range(size):
-            ranks = Ranks(rank, size, CPU)
-            try:
-                got = forward_batch(policy, batch, token_budget=budget, world=ranks, reference=reference, **options)
-            except RuntimeError:  # a rank before the last lacks the rows of the others here
-                assert rank < size - 1
-        assert got.keys() == expected.keys()
-        assert all(x.shape == (8, 8) and not x.requires_grad and x[~mask].eq(0).all() for x in got.values())
-        for name, x in expected.items():
-            torch.testing.assert_close(got[name], x, rtol=0, atol=1e-12)
-    options |= {"token_budget": 30, "world": utils.World(0, 1, CPU)}
-    without = forward_batch(policy, batch, **options)
-    assert list(without) == ["logprobs", "detached_entropies"]
-    torch.testing.assert_close(without["logprobs"], expected["logprobs"], rtol=0, atol=1e-12)
-    without = forward_batch(policy, batch, **options, temperature=1.0, entropy=False)
-    assert list(without) == ["logprobs"]
-    torch.testing.assert_close(without["logprobs"], warmer["logprobs"], rtol=0, atol=1e-12)
+    for rank in range(size):
+        try:
+            result = forward_batch(policy, batch, args, Ranks(rank, size, CPU), contextlib.nullcontext)
+        except RuntimeError:  # a rank before the last lacks the rows of the others here
+            assert rank < size - 1
+    assert list(result) == list(expected) == ["logprobs", "entropies"]
+    for name, x in result.items():
+        assert not x.requires_grad and x[~mask].eq(0).all()
+        torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-12)
+    alone = forward_batch(policy, batch, args, utils.World(0, 1, CPU), contextlib.nullcontext, entropy=False)
+    assert list(alone) == ["logprobs"]
+    torch.testing.assert_close(alone["logprobs"], expected["logprobs"], rtol=0, atol=1e-12)
 
 
-# ---- chunks of logits -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt_neox"])
-def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(load, family, exact, recompute):
+def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(load, monkeypatch, family, recomputes):
     model, batch = load(family, F64), random_batch()
-    reference = Policy(load(family, F64, seed=1), 0.6, 100) if exact else None
-    rows = []  # how many positions each call of the head computes
-    head = model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape[:-1].numel()))
-    tokens, results = int(batch.response_mask.sum()), {}
+    policy, tokens = policy_of(model, 0.6, recomputes=recomputes), int(batch.response_mask.sum())
+    rows, results = [], {}  # how many positions each call of the head computes
+    model.get_output_embeddings().register_forward_hook(lambda _, x, __: rows.append(x[0].shape[:-1].numel()))
+    weights = torch.linspace(-1, 1, tokens, dtype=F64)
     for chunk in (1, 3, tokens, 1000):
-        policy = Policy(model, 0.6, chunk, train_entropy=True, recompute_logits=recompute)
+        monkeypatch.setattr(grpo, "CHUNK_TOKENS", chunk)
         rows.clear()
-        out = policy(*batch.collate(list(range(8))), reference)
-        assert list(out) == (["logprobs", "kl", "entropies"] if exact else ["logprobs", "entropies"])
+        out = policy(*batch.collate(ALL))
         assert max(rows) == min(chunk, tokens) and sum(rows) == tokens  # prompts' logits are never computed
-        weights = torch.linspace(-1, 1, tokens, dtype=F64)
-        loss = (out["logprobs"] * weights).sum() + (out["entropies"] * weights.square()).sum()
-        (loss + (out["kl"] * weights).sum() if exact else loss).backward()
+        ((out["logprobs"] * weights).sum() + (out["entropies"] * weights.square()).sum()).backward()
         assert max(rows) <= chunk  # in the backward pass, too, which computes them anew if they are not kept for it
-        assert sum(rows) == tokens * (2 if recompute and chunk < tokens else 1)
+        assert sum(rows) == tokens * (2 if recomputes and chunk < tokens else 1)
         results[chunk] = torch.cat(list(out.values())).detach(), gradient_of(policy)
-    hook.remove()
     for chunk in (1, 3, 1000):
         assert relative(results[chunk][0], results[tokens][0]) < 1e-10  # the head comes after all norms
         assert relative(results[chunk][1], results[tokens][1]) < EXACT.get(family, 1e-6)
 
 
-@pytest.mark.parametrize("chunk", [2, 1000])
-def test_an_entropy_that_is_only_logged_cannot_enter_a_loss(load, chunk):
-    """Its name says so, and there is no other: a loss term of "entropies" without `train_entropy` is a KeyError."""
+def test_an_entropy_that_is_only_logged_cannot_enter_a_loss(load):
+    """Its name says so, and there is no other: a loss term of "entropies" without --entropy_coef is a KeyError."""
     batch, model = random_batch(), load("gpt_neox", F64)
-    logged = Policy(model, 1.0, chunk)(*batch.collate([0, 1]))
+    logged = policy_of(model, trains_entropy=False)(*batch.collate([0, 1]))
     assert list(logged) == ["logprobs", "detached_entropies"]
-    with pytest.raises(KeyError):
-        logged["entropies"]
     assert not logged["detached_entropies"].requires_grad and logged["logprobs"].requires_grad
-    trained = Policy(model, 1.0, chunk, train_entropy=True)(*batch.collate([0, 1]))
-    assert list(trained) == ["logprobs", "entropies"] and trained["entropies"].requires_grad
+    trained = policy_of(model)(*batch.collate([0, 1]))
+    assert trained["entropies"].requires_grad
     assert torch.equal(trained["entropies"].detach(), logged["detached_entropies"])
-
-
-@pytest.mark.parametrize("chunk", [2, 1000])
-def test_the_gradient_of_the_entropy_is_that_of_plain_logits(load, chunk):
-    policy, batch = Policy(load("gpt_neox", F64), 0.6, chunk, train_entropy=True), random_batch()
-    policy(*batch.collate(list(range(8))))["entropies"].sum().backward()
-    got = gradient_of(policy)
-    for query, response in zip(batch.queries, batch.responses):
-        plain = plain_logprobs(policy.model, query, response, 0.6)
-        (-(plain.exp() * plain).sum()).backward()
-    expected = gradient_of(policy)
-    assert expected.norm() > 1e-2 and relative(got, expected) < EXACT["gpt_neox"]
-
-
-def test_the_reference_may_be_the_policy_without_its_adapter(load):
-    """The exact KL to the model that it started from: its gradient is that with the model as a reference of its own."""
-    batch, both = random_batch(), []
-    for alone in (True, False):
-        model = load("gpt_neox", F64)
-        lora.add_lora(model, types.SimpleNamespace(lora_rank=2, lora_alpha=8.0, seed=1))
-        torch.manual_seed(0)
-        for name, parameter in model.named_parameters():
-            if ".lora_B." in name:  # 0 in a new adapter, which changes nothing
-                torch.nn.init.normal_(parameter)
-        policy = Policy(model, 0.6, 4, train_entropy=True)
-        reference = policy if alone else Policy(load("gpt_neox", F64), 0.6, 4)
-        out = policy(*batch.collate(list(range(8))), reference=reference)
-        (out["kl"].sum() + out["entropies"].sum()).backward()
-        both.append((*(x.detach() for x in out.values()), gradient_of(policy)))
-    assert all(relative(ours, theirs) < 1e-10 and theirs.norm() > 1e-3 for ours, theirs in zip(*both))
-    with torch.no_grad():  # and the adapter is there again
-        assert torch.equal(policy(*batch.collate(list(range(8))))["logprobs"], both[1][0])
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------
@@ -247,45 +189,45 @@ MAX_LENGTH, KL_COEF, ENTROPY_COEF = 10, 0.3, 0.1
 
 def old_and_advantages(dtype):
     numbers = torch.Generator().manual_seed(3)
-    batch = random_batch()
-    shift = 0.3 * torch.randn(batch.response_mask.shape, generator=numbers, dtype=F64)
+    shift = 0.3 * torch.randn(random_batch().response_mask.shape, generator=numbers, dtype=F64)
     return shift.to(dtype), group_advantages(torch.rand(8, generator=numbers), 4, "group").to(dtype)
 
 
 def update_gradient(policy, batch, reference, how, budget, ranks, token_loss="ppo"):
     """The gradient of one optimizer update, taken the way `main` takes it; DDP's mean over ranks is done by hand."""
-    dtype = next(policy.parameters()).dtype
-    shift, advantages = old_and_advantages(dtype)
-    mask = batch.response_mask
+    shift, advantages = old_and_advantages(next(policy.parameters()).dtype)
+    mask, whole = batch.response_mask, SimpleNamespace(micro_batch_tokens=1000)
+    world = utils.World(0, 1, CPU)
+    batch.tokens["ref_logprobs"] = forward_batch(reference, batch, whole, world, contextlib.nullcontext)["logprobs"]
     batch.tokens |= {"shift": shift, "advantages": torch.where(mask, advantages[:, None], 0.0)}
     tokens = mask.sum().item() * (1.5 if how == "step_token" else 1)
-    mean = functools.partial(aggregate, how=how, tokens=tokens, sequences=8, max_length=MAX_LENGTH)
+    reduce_loss = functools.partial(aggregate, how=how, tokens=tokens, sequences=8, max_length=MAX_LENGTH)
     for rank in range(ranks):
-        for inputs, t, _ in batch.micro_batches(list(range(8)), budget, utils.World(rank, ranks, CPU)):
+        for inputs, t, _ in batch.micro_batches(ALL, budget, utils.World(rank, ranks, CPU)):
             m = t["response_mask"]
-            out = forward_tokens(policy, inputs, m, reference=reference)
-            old = out["logprobs"].detach() + t["shift"]
-            losses, _ = policy_loss(out["logprobs"], old, t["advantages"], m, token_loss, 0.2, 0.28)
-            loss = mean(losses, m) - ENTROPY_COEF * mean(out["entropies"], m) + KL_COEF * mean(out["kl"], m)
+            out = forward_tokens(policy, inputs, m)
+            old_logprobs = out["logprobs"].detach() + t["shift"]
+            losses, _ = policy_loss(out["logprobs"], old_logprobs, t["advantages"], m, token_loss, 0.2, 0.28)
+            loss = reduce_loss(losses, m) - ENTROPY_COEF * reduce_loss(out["entropies"], m)
+            loss = loss + KL_COEF * reduce_loss(kl_estimate(out["logprobs"], t["ref_logprobs"], "k3"), m)
             (loss * ranks).backward()
     return gradient_of(policy) / ranks
 
 
 def plain_gradient(policy, batch, reference, how):
     """The same of the plain models, row by row and token by token, no masks, all in one graph."""
-    dtype = next(policy.parameters()).dtype
-    shift, advantages = old_and_advantages(dtype)
+    shift, advantages = old_and_advantages(next(policy.parameters()).dtype)
     rows = []
-    for i, (query, response) in enumerate(zip(batch.queries, batch.responses)):
+    for i, (query, response) in enumerate(pairs_of(batch)):
         plain = plain_logprobs(policy.model, query, response, policy.temperature)
-        with torch.no_grad():
-            ref = plain_logprobs(reference.model, query, response, policy.temperature)
+        ref = plain_logprobs(reference.model, query, response, policy.temperature).detach()
         terms = []
         for t, token in enumerate(response):
             ratio = torch.exp(plain[t, token] - plain[t, token].detach() - shift[i, t])
             loss = torch.max(-advantages[i] * ratio, -advantages[i] * ratio.clamp(0.8, 1.28))
-            p = plain[t].exp()
-            terms.append(loss + ENTROPY_COEF * (p * plain[t]).sum() + KL_COEF * (p * (plain[t] - ref[t])).sum())
+            d = plain[t, token] - ref[t, token]
+            entropy = -(plain[t].exp() * plain[t]).sum()
+            terms.append(loss - ENTROPY_COEF * entropy + KL_COEF * (torch.exp(-d) + d - 1))
         rows.append(terms)
     tokens = sum(map(len, rows))
     {
@@ -302,7 +244,7 @@ def plain_gradient(policy, batch, reference, how):
 @pytest.mark.parametrize("how", HOWS)
 def test_gradient_is_the_same_in_any_cut(load, how, family, dtype, near):
     """1, 2, 3 and 12 ranks (more than rows), from a row a pass to all in one, against the plain gradient."""
-    policy, reference = (Policy(load(family, dtype, seed), 0.6, 4, train_entropy=True) for seed in (0, 1))
+    policy, reference = (policy_of(load(family, dtype, seed), 0.6) for seed in (0, 1))
     batch = random_batch()
     expected = plain_gradient(policy, batch, reference, how)
     assert expected.norm() > 1e-3
@@ -312,163 +254,89 @@ def test_gradient_is_the_same_in_any_cut(load, how, family, dtype, near):
 
 @pytest.mark.parametrize("token_loss", ["gspo", "cispo", "sapo", "reinforce"])
 def test_gradient_of_each_loss_is_the_same_in_any_cut(load, token_loss):
-    policy, reference = (Policy(load("gpt_neox", F64, seed), 1.0, 1000, train_entropy=True) for seed in (0, 1))
-    gradients = [
+    policy, reference = (policy_of(load("gpt_neox", F64, seed)) for seed in (0, 1))
+    whole, *cut = [
         update_gradient(policy, random_batch(), reference, "sequence", budget, ranks, token_loss)
         for budget, ranks in ((1000, 1), (1, 1), (20, 2))
     ]
-    assert relative(gradients[1], gradients[0]) < 1e-10 and relative(gradients[2], gradients[0]) < 1e-10
+    assert all(relative(gradient, whole) < 1e-10 for gradient in cut)
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_gives_the_same_gradient(load, family):
-    batch, gradients = random_batch(), []
+    batch, gradients, reference = random_batch(), [], policy_of(load(family, F64, seed=1), 0.6)
     for checkpointing in (False, True):
-        model = load(family, F64)
-        calls = []
+        model, calls = load(family, F64).train(), []
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         layer = model.base_model.layers[0] if family != "gpt2" else model.base_model.h[0]
         layer.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        model.train()
-        policy, reference = Policy(model, 0.6, 3, train_entropy=True), Policy(load(family, F64, seed=1), 0.6, 3)
+        policy = policy_of(model, 0.6, recomputes=checkpointing)
         gradients.append(update_gradient(policy, batch, reference, "token", 1000, 1))
         assert len(calls) == (2 if checkpointing else 1)  # it does recompute
     assert relative(gradients[1], gradients[0]) < EXACT.get(family, 1e-6)
 
 
-@pytest.mark.parametrize("family", HERE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_empty_micro_batch_has_zero_gradients(load, family):
-    model = load(family).train()
-    policy, reference = (Policy(m, 0.6, 4, train_entropy=True) for m in (model, load(family, seed=1)))
-    batch = random_batch()
-    results = policy(*batch.collate([]), reference)
-    assert [x.shape for x in results.values()] == [(0,)] * 3
+    model, batch = load(family).train(), random_batch()
+    results = policy_of(model, 0.6)(*batch.collate([]))
+    assert [x.shape for x in results.values()] == [(0,)] * 2
     m = batch.response_mask[[]]
-    logprobs, kl, entropies = (pad_rows(x, m) for x in results.values())
+    logprobs, entropies = (pad_rows(x, m) for x in results.values())
     losses, clipped = policy_loss(logprobs, logprobs.detach(), torch.zeros(0, 1), m, "gspo", 0.2, 0.2)
     assert clipped.shape == (0, 8)
     for how in HOWS:
-        mean = functools.partial(aggregate, mask=m, how=how, tokens=9, sequences=8, max_length=MAX_LENGTH)
-        (mean(losses) + mean(entropies) + mean(kl)).backward(retain_graph=True)
+        reduce_loss = functools.partial(aggregate, mask=m, how=how, tokens=9, sequences=8, max_length=MAX_LENGTH)
+        (reduce_loss(losses) + reduce_loss(entropies)).backward(retain_graph=True)
     assert all(p.grad is not None and p.grad.eq(0).all() for p in model.parameters())  # DDP waits for each of them
 
 
 def test_the_stop_token_is_trained_where_padding_is_the_same_token(load):
     """Masks come from lengths: id 1 is the padding, the end, and stands in prompts as well as in responses."""
-    model = load("llama", F64)
-    batch = random_batch([(3, 3), (2, 5)])
-    batch.rows, batch.responses = [{"query": [1, 7, 1]}, {"query": [1, 1]}], [[4, 1, 1], [5, 1, 6, 7, 1]]
-    policy = Policy(model, 1.0, 100)
-    logprobs = policy(*batch.collate([0, 1]))["logprobs"]
-    for i, (places, stops) in enumerate((((0, 3), (1, 2)), ((3, 8), (1, 4)))):
-        plain = plain_logprobs(model, batch.queries[i], batch.responses[i], 1.0)
-        for t in stops:
-            torch.testing.assert_close(logprobs[slice(*places)][t], plain[t, 1], rtol=0, atol=1e-6)
+    model, pairs = load("llama", F64), [([1, 7, 1], [4, 1, 1]), ([1, 1], [5, 1, 6, 7, 1])]
+    policy, inputs = policy_of(model), batch_of(pairs).collate([0, 1])
+    logprobs = policy(*inputs)["logprobs"]
+    for (query, response), of_row in zip(pairs, logprobs.split([3, 5])):
+        plain = plain_logprobs(model, query, response, 1.0)
+        torch.testing.assert_close(of_row, plain[range(len(response)), response], rtol=0, atol=1e-6)
     # A step up the gradient of the last token alone, the end of the second response, makes it likelier.
     logprobs[-1].backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1e-3 * parameter.grad
-        assert policy(*batch.collate([0, 1]))["logprobs"][-1] > logprobs[-1]
+        assert policy(*inputs)["logprobs"][-1] > logprobs[-1]
 
 
 # ---- dropout, heads, loading ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
-def test_a_model_with_dropout_in_its_config_trains_without(load, model_folder, family):
-    with open(os.path.join(model_folder(family), "config.json")) as file:
-        assert sum(value == 0.2 for key, value in json.load(file).items() if "drop" in key) >= 2
-    batch = random_batch()
-    policy = Policy(load(family).train(), 1.0, 4)
-    first, second = (policy(*batch.collate(list(range(8))))["logprobs"] for _ in range(2))
+def test_a_model_with_dropout_in_its_config_trains_without(load, family):
+    model, inputs = load(family).train(), random_batch().collate(ALL)
+    first, second = (policy_of(model)(*inputs)["logprobs"] for _ in range(2))
     assert torch.equal(first, second)
-    assert torch.equal(first, Policy(load(family).eval(), 1.0, 4)(*batch.collate(list(range(8))))["logprobs"])
-    with_dropout = Policy(random_model(family).train(), 1.0, 4)  # the same weights, not by load_model
-    assert not torch.equal(first, with_dropout(*batch.collate(list(range(8))))["logprobs"])
+    assert torch.equal(first, policy_of(load(family).eval())(*inputs)["logprobs"])
+    with_dropout = policy_of(random_model(family).train())  # the same weights, not by load_model
+    assert not torch.equal(first, with_dropout(*inputs)["logprobs"])
 
 
-@pytest.mark.parametrize("family", HERE)
-def test_check_head_accepts_what_policy_computes(load, family):
+@pytest.mark.parametrize("family", [*FAMILIES, "granite", "cohere"])
+def test_check_head_refuses_models_that_scale_their_logits(load, family, capsys):
     model = load(family)
-    models.check_head("--model here", model, Policy(model, 1.0, 4).logits)
-
-
-@pytest.mark.parametrize("family", ["granite", "cohere"])
-def test_check_head_ends_the_run_where_logits_are_scaled(load, family, capsys):
-    model = load(family)
+    check = lambda: loading.check_head("--model there", model, policy_of(model).logits)
+    if family in FAMILIES:
+        return check()
     with pytest.raises(SystemExit) as end:
-        models.check_head("--model there", model, Policy(model, 1.0, 4).logits)
-    assert end.value.code == 2
+        check()
     line = capsys.readouterr().err
-    assert line.startswith("error: --model there: ") and line.count("\n") == 1
+    assert end.value.code == 2 and line.startswith("error: --model there: ") and line.count("\n") == 1
 
 
-def fails(capsys, flag_and_name: str, call, *arguments):
-    """The call ends the run with exit code 2 and one line that begins with the flag."""
-    with pytest.raises(SystemExit) as end:
-        call(*arguments)
-    assert end.value.code == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"error: {flag_and_name}") and line.count("\n") == 1, line
-
-
-def broken(tmp_path, kind: str) -> str:
-    folder = str(tmp_path / kind)
-    random_model("qwen2").save_pretrained(folder)
-    config, weights = (os.path.join(folder, name) for name in ("config.json", "model.safetensors"))
-    if kind == "no folder":
-        return os.path.join(folder, "nothing")
-    if kind == "no config":
-        os.remove(config)
-    elif kind == "no weights":
-        os.remove(weights)
-    elif kind == "config is no json":
-        with open(config, "w") as file:
-            file.write("{")
-    elif kind == "unknown type":
-        with open(config, "w") as file:
-            json.dump({"model_type": "no_such_model"}, file)
-    elif kind == "cut weights":
-        with open(weights, "r+b") as file:
-            file.truncate(os.path.getsize(weights) // 2)
-    elif kind == "other shapes":
-        with open(config) as file:
-            changed = {**json.load(file), "intermediate_size": 48}
-        with open(config, "w") as file:
-            json.dump(changed, file)
-    elif kind == "missing weights":
-        with open(config) as file:
-            changed = {**json.load(file), "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-        with open(config, "w") as file:
-            json.dump(changed, file)
-    return folder
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "no folder", "no config", "no weights", "config is no json", "unknown type", "cut weights", "other shapes",
-        "missing weights",
-    ],
-)  # fmt: skip
-def test_a_model_that_cannot_be_loaded_ends_the_run_with_one_line(tmp_path, capsys, kind):
-    """Weights that are missing in the file must not be filled in at random, either."""
-    folder = broken(tmp_path, kind)
-    capsys.readouterr()
-    fails(capsys, f"--ref_model {folder}: ", models.load_model, "--ref_model", folder, F32, CPU)
-
-
-def test_a_tokenizer_that_cannot_be_used_ends_the_run_with_one_line(tmp_path, tiny_folder, tokenizer, capsys):
-    empty = str(tmp_path / "empty")
-    os.makedirs(empty)
-    fails(capsys, f"--model {empty}: ", models.load_tokenizer, empty)
-    fails(capsys, "--model a/b: ", models.load_tokenizer, "a/b")
-    loaded = models.load_tokenizer(tiny_folder)
-    assert loaded.pad_token_id == tokenizer.pad_token_id and loaded.padding_side == "left"
-    fails(capsys, "--stop_token 'ab': ", models.stop_token_ids, tokenizer, tiny_folder, "ab")
-    assert models.stop_token_ids(tokenizer, tiny_folder, "a") == tokenizer.encode("a")
-    assert models.stop_token_ids(tokenizer, tiny_folder, "eos") == [1]
+def test_stop_tokens(tmp_path, tiny_folder, tokenizer):
+    assert loading.stop_token_ids(tokenizer, tiny_folder, "a") == tokenizer.encode("a")
+    assert loading.stop_token_ids(tokenizer, tiny_folder, "eos") == [1]
     GenerationConfig(eos_token_id=[0, 1, 7]).save_pretrained(tmp_path)
-    assert models.stop_token_ids(tokenizer, str(tmp_path), "eos") == [1, 0, 7]  # a text ends with the tokenizer's own
+    assert loading.stop_token_ids(tokenizer, str(tmp_path), "eos") == [1, 0, 7]  # a text ends with the tokenizer's
+    with pytest.raises(SystemExit):
+        loading.stop_token_ids(tokenizer, tiny_folder, "ab")
