@@ -1,75 +1,95 @@
-"""What a mean says where scores are missing, and what a run warns of when nothing is measured or trained on."""
+"""What a mean says where scores are missing, and what a run warns of."""
 
 import math
-from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import grpo
-from plumbing.rollout.batch import Batch
+import utils
+from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 
-NAN = math.nan
+CPU, NAN = torch.device("cpu"), math.nan
+REWARDS = SimpleNamespace(verifiers=("exact", "f.py:f"))
 
 
 def batch_of(scores: list[float], stopped: list[bool] | None = None) -> Batch:
     """Responses of one token to the prompt "p", scored by the verifier `exact` and by a function."""
-    n = len(scores)
-    components = {"exact": torch.tensor(scores), "f.py:f": torch.ones(n)}
-    tokens = {"response_mask": torch.ones(n, 1, dtype=torch.bool)}
-    rows = [{"prompt": "p", "query": [1]}] * n
-    stops = torch.tensor(stopped or [True] * n)
-    return Batch(rows, [[7]] * n, ["7"] * n, stops, components, tokens, verifiers=("exact", "f.py:f"))
+    row = {"prompt": "p", "query": [1]}
+    samples = [
+        Sample(row, [7], {"rollout_logprobs": [0.0]}, stop, text="7", scores={"exact": score, "f.py:f": 1.0})
+        for score, stop in zip(scores, stopped or [True] * len(scores))
+    ]
+    return Batch.from_samples(samples, CPU)
 
 
 def evaluated(greedy: list[float], sampled: list[float]) -> dict:
     """Metrics of an evaluation of as many prompts as there are greedy scores."""
-    sample = lambda rows, samples, key: batch_of(sampled if samples else greedy)
+    rollout = lambda sampler, rows, samples, key: batch_of(sampled if samples else greedy)
     args = grpo.Args(eval_samples=len(sampled) // len(greedy))
-    return evaluation.evaluate(sample, [{}] * len(greedy), args)[0]
+    sampler = SimpleNamespace(rewards=REWARDS, args=args)
+    return evaluation.evaluate(rollout, grpo.correct_responses, sampler, [{}] * len(greedy))[0]
 
 
 def test_all_scores_are_there(capsys):
-    found = evaluated([1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    metrics = evaluated([1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
     expected = {"eval/greedy_accuracy": 0.5, "eval/accuracy": 5 / 8, "eval/pass@2": (0.5 + 1) / 2, "eval/pass@4": 1.0}
-    assert {key: found[key] for key in expected} == pytest.approx(expected)
-    assert found["eval/missing_scores"] == 0 and capsys.readouterr().err == ""
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected)
+    assert metrics["eval/missing_scores"] == 0 and capsys.readouterr().err == ""
 
 
 def test_some_scores_are_missing(capsys):
     """Means are over the others; pass@k over the prompts that have k scored responses."""
-    found = evaluated([NAN, 0.0], [1.0, 0.0, NAN, NAN, 1.0, 0.0, 0.0, 0.0])
-    assert found["eval/greedy_accuracy"] == 0.0 and found["eval/accuracy"] == pytest.approx(2 / 6)
-    assert found["eval/pass@2"] == pytest.approx((1 + 0.5) / 2) and found["eval/pass@4"] == 1.0
-    assert found["eval/missing_scores"] == 2
+    metrics = evaluated([NAN, 0.0], [1.0, 0.0, NAN, NAN, 1.0, 0.0, 0.0, 0.0])
+    assert metrics["eval/greedy_accuracy"] == 0.0 and metrics["eval/accuracy"] == pytest.approx(2 / 6)
+    assert metrics["eval/pass@2"] == pytest.approx((1 + 0.5) / 2) and metrics["eval/pass@4"] == 1.0
+    assert metrics["eval/missing_scores"] == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("warning: --reward exact: gave 1 of 2 greedy responses of the evaluation no score")
-    assert second.startswith("warning: --reward exact: gave 2 of 8 sampled responses of the evaluation no score")
+    assert first.startswith("warning: --reward exact: gave no score to 1 of 2 greedy responses of the evaluation")
+    assert second.startswith("warning: --reward exact: gave no score to 2 of 8 sampled responses of the evaluation")
 
 
 def test_no_score_is_there(capsys):
-    found = evaluated([NAN], [NAN] * 2)
+    metrics = evaluated([NAN], [NAN] * 2)
     names = ("greedy_accuracy", "accuracy", "pass@2", "reward/exact")
-    assert all(math.isnan(found[f"eval/{name}"]) for name in names) and found["eval/reward/f.py:f"] == 1.0
+    assert all(math.isnan(metrics[f"eval/{name}"]) for name in names) and metrics["eval/reward/f.py:f"] == 1.0
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
+def metrics_of(*batch) -> dict:
+    batch = batch_of(*batch)
+    return evaluation.batch_metrics(batch, grpo.correct_responses(batch, REWARDS), REWARDS)
+
+
 def test_means_of_a_step_leave_out_what_has_no_score():
-    found = evaluation.batch_metrics(batch_of([1.0, NAN, 0.0, NAN, 1.0], [True, True, True, True, False]))
-    assert found["objective/verifiable_correct_rate"] == pytest.approx(1 / 3)  # the last one did not stop
-    assert [found["reward_correct/exact"], found["reward/exact"]] == pytest.approx([2 / 3] * 2)
-    assert found["val/missing_scores"] == 2 and found["reward_correct/f.py:f"] == 1.0
-    found = evaluation.batch_metrics(batch_of([NAN]))
+    metrics = metrics_of([1.0, NAN, 0.0, NAN, 1.0], [True, True, True, True, False])
+    assert metrics["objective/verifiable_correct_rate"] == pytest.approx(1 / 3)  # the last one did not stop
+    assert [metrics["reward_correct/exact"], metrics["reward/exact"]] == pytest.approx([2 / 3] * 2)
+    assert metrics["val/missing_scores"] == 2 and metrics["reward_correct/f.py:f"] == 1.0
+    metrics = metrics_of([NAN])
     for name in ("objective/verifiable_correct_rate", "reward/exact", "reward_std/exact", "reward_correct/exact"):
-        assert math.isnan(found[name]), name
+        assert math.isnan(metrics[name]), name
 
 
-@pytest.mark.parametrize("changes, named", [({"mask_truncated": True}, "--mask_truncated"), ({}, "filtered out")])
-def test_a_step_in_which_nothing_trains_is_warned_of(capsys, changes, named):
-    totals = defaultdict(lambda: NAN)
-    evaluation.policy_metrics(totals, 1, 8, grpo.Args(**changes), 0.0, 0.0)
-    assert capsys.readouterr().err == ""
-    evaluation.policy_metrics(totals, 0, 0, grpo.Args(**changes), NAN, 0.0)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: no response of this step trains") and named in line
+@pytest.mark.parametrize("difference, staleness, warned", [(0.011, 0, True), (0.009, 0, False), (0.5, 1, False)])
+def test_disagreement_of_rollout_and_trainer(difference, staleness, warned, capsys):
+    """In a token's probability; warned of, but not where the weights have moved in between. Padding does not count."""
+    sums, mask = utils.Sums(utils.World(0, 1, CPU)), torch.tensor([[True, True], [True, False]])
+    engine = torch.tensor([[0.5, 0.25], [0.5, NAN]], dtype=torch.float64)
+    trainer = engine + difference * torch.tensor([[2.0, 1.0], [0.0, 9.0]])
+    evaluation.add_mismatch(sums, trainer[:1].log(), engine[:1].log(), mask[:1])
+    evaluation.add_mismatch(sums, trainer[1:].log(), engine[1:].log(), mask[1:])
+    metrics, logs = evaluation.mismatch_metrics(sums.totals(), 3, staleness), (trainer.log() - engine.log())[mask]
+    assert metrics == pytest.approx({
+        "rollout/staleness": staleness, "rollout/logprob_diff_mean": logs.mean().item(),
+        "rollout/logprob_diff_max": logs.max().item(), "rollout/prob_diff_mean": difference,
+    })  # fmt: skip
+    err = capsys.readouterr().err
+    assert err.startswith("warning: step 3: ") == warned and err.count("\n") == warned
+
+
+def test_a_step_in_which_nothing_was_measured(capsys):
+    metrics = evaluation.mismatch_metrics(utils.Sums(utils.World(0, 1, CPU)).totals(), 3, 0)
+    assert math.isnan(metrics["rollout/prob_diff_mean"]) and capsys.readouterr().err == ""

@@ -134,11 +134,12 @@ def test_refill_ends_at_its_limit_with_what_there_is(collected):
 
 
 @pytest.mark.parametrize("how", ["drop", "refill"])
-def test_where_no_group_is_left_nothing_trains(collected, how):
+def test_where_no_group_is_left_nothing_trains(collected, how, capsys):
     got, calls, order = collected([[1.0, 1.0]], filter_groups=how, max_refills=2)
     scores = got.batch.scores
     assert len(calls) == (3 if how == "refill" else 1) and scores.isnan().all() and len(scores) == 8
     assert got.metrics["objective/scores"] == 1
+    assert capsys.readouterr().err.startswith("warning: step 3: no response trains: ")
 
 
 def test_a_dead_source_is_not_asked_again(collected):
