@@ -70,10 +70,8 @@ def vllm_command(args: Args) -> list[str]:
 
 
 def main(args: Args, others: list[str]) -> None:
-    try:
+    with utils.loading(f"--host {args.host}"):
         require_key(args.host, "VLLM_API_KEY")
-    except (OSError, ValueError) as error:
-        utils.fail(f"--host {args.host}: {error}")
     path = os.pathsep.join(filter(None, [utils.ROOT, os.environ.get("PYTHONPATH")]))  # for plumbing/http.py
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
     # Signals and the exit code are vLLM's from here on.

@@ -36,30 +36,28 @@ class StandIn:
     sleep, metrics = lambda self: None, lambda self: {}
 
 
-@pytest.mark.parametrize("async_steps", [0, 1])
-def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsys, async_steps):
-    """In a rollout, also in one that runs while a step trains, and in an evaluation; then the run can go on."""
+@pytest.mark.parametrize("async_steps, call, step", [(0, 4, 1), (0, 5, 2), (1, 6, 2)])
+def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsys, async_steps, call, step):
+    """In a rollout and in an evaluation, also where a rollout is one step ahead; then the run can go on.
+
+    Calls: 2 of the evaluation at step 0, the rollouts of steps 1 and 2, 2 at step 2, and so on.
+    """
     values = {**helpers.workspace(tmp_path), "rollout_backend": "vllm", "async_steps": async_steps, "save_every": 0}
     use = lambda engine: monkeypatch.setattr(engines, "rollout_engine", lambda *_: engine)
-    straight = {**values, "run_name": "straight"}
+    straight, stopped = {**values, "run_name": "straight"}, {**values, "run_name": "stopped"}
     use(StandIn())
     run_here(straight)
-    # Calls: 2 of the evaluation at step 0, the rollouts of steps 1 and 2, 2 at step 2, and so on.
-    for call, step in ((4, 1), (5, 2)) if not async_steps else ((4, 1), (6, 2)):
-        stopped = {**values, "run_name": f"stopped-{call}"}
-        use(StandIn(fails_at=call))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            run_here(stopped)
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert end.value.code == 2 and steps_of(stopped) == [f"step_{step}"]
-        assert lines == ["error: --rollout_backend vllm: vLLM failed (RuntimeError: it broke)"]
-        use(StandIn())
-        run_here({**stopped, "resume": True})
-        if async_steps:  # the rollout that failed is made anew, by the policy of its step
-            assert len(metrics_of(stopped)) == len(metrics_of(straight))
-        else:
-            assert metrics_of(stopped) == metrics_of(straight)
+    use(StandIn(fails_at=call))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        run_here(stopped)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert end.value.code == 2 and steps_of(stopped) == [f"step_{step}"]
+    assert lines == ["error: --rollout_backend vllm: vLLM failed (RuntimeError: it broke)"]
+    use(StandIn())
+    run_here({**stopped, "resume": True})
+    assert len(metrics_of(stopped)) == len(metrics_of(straight))  # a rollout that was one step ahead is made anew
+    assert async_steps or metrics_of(stopped) == metrics_of(straight)
 
 
 @pytest.mark.parametrize("installed, gpu, changes, expected", [

@@ -55,8 +55,6 @@ class Engine(VllmSampling):
         cache_gb = args.kv_cache_gb or (torch.cuda.mem_get_info()[1] / 4e9 if on_gpu else 1.0)
         # Where kv_cache_memory_bytes is given, gpu_memory_utilization is only what has to be free at the start.
         settings = {"gpu_memory_utilization": 0.1} if on_gpu else dict(CPU_SETTINGS)
-        if self.can_sleep:
-            settings["enable_sleep_mode"] = True
         if "RANK" in os.environ:
             settings["distributed_executor_backend"] = "external_launcher"
         if not on_gpu:
@@ -70,7 +68,7 @@ class Engine(VllmSampling):
                     args.model, dtype=compute_dtype or torch.float32, load_format=load_format, generation_config="vllm",
                     max_model_len=args.max_prompt_length + args.max_response_length, seed=args.seed,
                     max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache_gb * 1e9),
-                    logprobs_mode="processed_logprobs", disable_log_stats=True,
+                    logprobs_mode="processed_logprobs", disable_log_stats=True, enable_sleep_mode=self.can_sleep,
                     tensor_parallel_size=args.vllm_tensor_parallel, **settings,
                 )  # fmt: skip
         except (OSError, ValueError, RuntimeError) as error:

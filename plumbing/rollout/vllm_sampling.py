@@ -4,8 +4,6 @@ import asyncio
 import importlib.util
 from typing import Callable
 
-import torch
-
 Response = tuple[list[int], list[float]]  # token ids up to and including a stop token, log-probabilities of each
 
 
@@ -37,7 +35,9 @@ class VllmSampling:
 
     Log-probabilities are those of the distribution that is sampled: after the temperature, top_p and the other limits.
     Seeds are below 2**63, and a response depends on its query, its seed and the weights only. `interrupted` is called
-    again and again; once it is true, or after a failure, what is sampled is None.
+    again and again; once it is true, or after a failure, what is sampled is None. Subclasses define
+    `_complete(query, settings, interrupted)`, which samples one response, and `sync(model)`, which gives the engine the
+    weights of the trained model: all ranks call it, and none of them samples meanwhile.
 
     Attributes:
         failure: why the engine works no more, in one line; "" while it works. Run.leave saves and prints it.
@@ -81,14 +81,6 @@ class VllmSampling:
             settings |= {"stop": list(args.turn_stop), "include_stop_str_in_output": True}
             settings |= {"detokenize": True, "skip_special_tokens": False}
         return await self._complete(query, settings, interrupted)
-
-    async def _complete(self, query: list[int], settings: dict, interrupted: Callable) -> Response | None:
-        """Return what vLLM samples after `query`; None if interrupted or failed."""
-        raise NotImplementedError
-
-    def sync(self, model: torch.nn.Module) -> None:
-        """Give the engine the weights of the trained model; all ranks call it, and none of them samples meanwhile."""
-        raise NotImplementedError
 
     def sleep(self) -> None:
         """Free the engine's memory until the next `sync`, if it can."""

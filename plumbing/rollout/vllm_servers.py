@@ -14,7 +14,7 @@ import os
 import socket
 import time
 import weakref
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator
 
 import aiohttp
 import torch
@@ -35,23 +35,17 @@ class ServerError(Exception):
     """What went wrong with a server, in one line that begins with its address."""
 
 
-class WeightMeta(NamedTuple):
-    """What a server is told about a tensor before it arrives: vLLM's ParamMeta."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class Weights:
     """A model's weights as they are sent: vLLM's WeightSource. (Its ModuleSource lacks a tied head.)"""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype, self.entries = dtype, []  # of `base_weights`
 
-    def metadata(self) -> list[WeightMeta]:
+    def metadata(self) -> list:
+        from vllm.distributed.weight_transfer import ParamMeta
+
         sent_as = lambda weight: self.dtype if weight.is_floating_point() else weight.dtype
-        return [WeightMeta(name, sent_as(weight), tuple(weight.shape)) for name, weight, _ in self.entries]
+        return [ParamMeta(name, sent_as(weight), tuple(weight.shape)) for name, weight, _ in self.entries]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and whole tensors; of a sharded model, each is gathered from all ranks.
