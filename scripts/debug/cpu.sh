@@ -4,6 +4,7 @@
 #   bash scripts/debug/cpu.sh path/to/fork.py
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 script=grpo.py own=(--rollout_batch_size 8 --group_size 4 --mini_batch_size 16 --total_episodes 160)
 case "${1:-}" in grpo | rloo | ppo | reward_model) script=$1.py && shift ;; *.py) script=$1 && shift ;; esac
 own+=(--system_prompt "" --reward gsm8k --max_prompt_length 16 --max_response_length 48 --eval_prompts 16)

@@ -4,6 +4,7 @@
 #   bash scripts/debug/gpu.sh           bash scripts/debug/gpu.sh ppo --group_size 1    .../gpu.sh path/to/fork.py
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 script=grpo.py
 case "${1:-}" in grpo | rloo | ppo) script=$1.py && shift ;; *.py) script=$1 && shift ;; esac
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # for a fork in another folder

@@ -3,6 +3,7 @@
 # step. Numbers: the sizes are from no source that reports any; this has not been run here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 model=Qwen/Qwen2.5-7B port=${PORT:-8000}
 CUDA_VISIBLE_DEVICES=6,7 python scripts/vllm_server.py --model "$model" --port "$port" --tensor_parallel 2 \
     --max_length 4096 &

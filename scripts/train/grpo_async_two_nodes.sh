@@ -6,6 +6,7 @@
 #   bash scripts/train/grpo_async_two_nodes.sh train HOST      on the first node
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 role=${1:?serve or train} host=${2:?address of the node that serves}
 export VLLM_API_KEY=${VLLM_API_KEY:?a key, the same on both nodes}
 model=Qwen/Qwen2.5-7B port=${PORT:-8000} servers=()

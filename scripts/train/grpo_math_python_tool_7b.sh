@@ -5,6 +5,7 @@
 # Numbers: the sizes are from no source that reports any; this has not been run here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen2.5-7B-Instruct --shard fsdp --gradient_checkpointing \
     --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 --eval_prompts 0 \
     --reward math --tools plumbing/turns/python_tool.py:python --max_turns 6 --timeout 30 \

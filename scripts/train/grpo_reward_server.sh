@@ -6,6 +6,7 @@
 # Numbers: PaddleNLP's page reports none; this has not been run here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 port=${PORT:-8731}
 python scripts/reward_server.py --reward knights --port "$port" &
 server=$!

@@ -7,6 +7,7 @@
 #   bash scripts/train/ppo_llama3.1_8b_2nodes.sh 1 HOST        on the second; both need the same --output_dir
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+[ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 rank=${1:?rank of this node, 0 or 1} host=${2:?address of the first node}
 shift 2
 torchrun --nnodes 2 --node_rank "$rank" --rdzv_endpoint "$host:${PORT:-29500}" --nproc_per_node 8 \

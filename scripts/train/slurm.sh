@@ -14,6 +14,7 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch}" # what sbatch runs is a copy elsewhere
+[ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 # On each node. SIGUSR1 becomes a SIGTERM for the trainers: torchrun would kill them after 30 s, too soon to save.
