@@ -164,15 +164,10 @@ HERMES = {
     "two": ('<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g"}</tool_call>', ["f", "g"]),
     "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", {"a": 1})]),
     "broken JSON": ('<tool_call>{"name": "f", }</tool_call>', "not valid JSON"),
-    "no JSON": ("<tool_call>f(1)</tool_call>", "not valid JSON"),
-    "nothing": ("<tool_call></tool_call>", "not valid JSON"),
     "deep": ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
     "a long number": ('<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 10_000 + "}}</tool_call>", "valid JSON"),
-    "no name": ('<tool_call>{"arguments": {}}</tool_call>', '"name"'),
     "name of the wrong type": ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', '"name"'),
-    "a list": ('<tool_call>["f"]</tool_call>', '"name"'),
     "arguments of the wrong type": ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "arguments of f"),
-    "arguments as other text": ('<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "arguments of f"),
     "not closed": ('<tool_call>{"name": "f", "arguments": {}}', "not closed"),
 }
 
@@ -196,12 +191,10 @@ def test_calls_of_hermes(case):
 NAMED = r"```(?P<name>\w*)\n(?P<arguments>.*?)```"
 PATTERNS = {
     "text": (PATTERN, [SEARCH], "a <search> who\nis </search> b", [("search", {"query": "who\nis"})]),
-    "two": (PATTERN, [SEARCH], "<search>1</search><search>2</search>", [("search", {"query": q}) for q in "12"]),
     "object": (PATTERN, [SEARCH], '<search>{"query": "a"}</search>', [("search", {"query": "a"})]),
     "other object": (PATTERN, [SEARCH], '<search>{"a": 1}</search>', [("search", {"query": '{"a": 1}'})]),
     "in a thought": (PATTERN, [SEARCH], "<think><search>a</search>", [("search", {"query": "a"})]),
     "number": (PATTERN, [SQUARE], "<search>12</search>", [("square", {"x": 12})]),
-    "no number": (PATTERN, [SQUARE], "<search>twelve</search>", [("square", {"x": "twelve"})]),
     "nothing": (PATTERN, [SEARCH], "search", []),
     "name": (NAMED, [SEARCH, ADD], '```add\n{"a": 1, "b": 2}\n```', [("add", {"a": 1, "b": 2})]),
     "object for two parameters": (PATTERN, [ADD], '<search>{"a": 1}</search>', [("add", {"a": 1})]),
