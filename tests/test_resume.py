@@ -208,13 +208,13 @@ def test_a_signal_while_a_run_starts(whole, tmp_path, number):
         "rollout_servers": "http://127.0.0.1:9",
     }
     running = helpers.start(values)
-    while not os.path.exists(f"{running.log}.out") or "waiting for the vLLM server" not in running.out:
+    while not os.path.exists(f"{running.log}.out") or "waiting for " not in running.out:
         assert running.process.is_alive(), running.err
         time.sleep(0.05)
     begin = time.monotonic()
     os.kill(running.process.pid, number)
     assert running.wait(20).code == 75 and time.monotonic() - begin < 5
-    assert f"{number.name}: exits before its first step" in running.err and "Traceback" not in running.err
+    assert f"{number.name}: the run exits before its first step" in running.err and "Traceback" not in running.err
     assert not os.listdir(tmp_path)
 
 

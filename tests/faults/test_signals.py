@@ -135,7 +135,7 @@ def test_while_a_run_starts(base, tmp_path):
     """There is nothing to save, and no folder is left."""
     values = {**base, "output_dir": str(tmp_path)}
     done = helpers.run(values, code=75, place="sharding.Sharding.wrap:1:SIGTERM")
-    assert "SIGTERM: exits before its first step" in done.err and not os.listdir(tmp_path)
+    assert "SIGTERM: the run exits before its first step" in done.err and not os.listdir(tmp_path)
 
 
 def test_in_the_last_update_and_in_the_last_save(base, tmp_path):
@@ -210,7 +210,7 @@ def test_torchrun(base, tmp_path, long, name, how, shard):
     assert "forcefully exiting" not in text and f"{how}: " in text, text[-3000:]
     found = re.findall(r"interrupted: step (\d+) is saved", text)
     if step is None:
-        assert not found and f"{how}: exits before its first step" in text, text[-3000:]
+        assert not found and f"{how}: the run exits before its first step" in text, text[-3000:]
     elif name != "final save":
         assert found == [str(step)], text[-3000:]
     whole = {**values, "run_name": "whole"}
