@@ -5,12 +5,12 @@ For each prompt q, sample G responses o_1..o_G from the current policy, score th
     mean over i of the mean over t of  max(-A_i * r_it, -A_i * clip(r_it, 1 - low, 1 + high)) + beta * KL_it
     r_it = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)          A_i = (R_i - mean(R)) / (std(R) + 1e-6)
 
-Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4. `--loss` takes the variants in VARIANTS below.
+Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4. `--loss` names one of the VARIANTS below.
 
 Deliberate choices:
 1. The gradient is that of the global batch: sums are divided by counts over all ranks and micro-batches.
 2. The sampling temperature divides the logits in every log-probability (TRL issue 3029).
-3. Each (response, position) has its own uniform random number, a function of the seed and the step: a rollout does not
+3. The uniform random number of a (response, position) is a function of the seed and the step: a rollout does not
    depend on the number of ranks, nor a resumed run on what ran before.
 4. Masks come from lengths, never from token ids, so pad == eos is harmless and the stop token is trained on.
 5. With one update a synchronous rollout the old log-probabilities ARE the current ones: the ratio is exactly 1.
@@ -50,7 +50,7 @@ from plumbing.run.run import Run
 
 
 class Variant(NamedTuple):
-    """What a --loss stands for, unless a flag says otherwise."""
+    """The settings of a --loss; flags override them."""
 
     token_loss: str  # `policy_loss`
     aggregation: str  # --loss_aggregation
@@ -70,7 +70,7 @@ VARIANTS = {
     "reinforce": Variant("reinforce", "token", "group", 0.0, 0.0),  # -A log pi, no ratio
 }
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step goes on with what there is
+MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Args(
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
-    """Most tokens of a response."""
+    """Maximum number of tokens of a response."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-6
@@ -112,9 +112,9 @@ class Args(
     """Weight of the entropy bonus."""
 
     kl_coef: NonNegativeFloat = 0.001
-    """Weight beta of the KL to the reference; 0 needs, and loads, no reference model."""
+    """Weight beta of the KL to the reference; 0 loads no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL to the loss, or take it from the score."""
+    """Add the KL to the loss, or subtract it from the score."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of the KL per token."""
 
@@ -221,7 +221,7 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
     """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by what sampled.
+        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the sampler.
         kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": rho
             of the whole response, 0 above cap; "none": 1.
     Returns:
@@ -257,7 +257,7 @@ def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, 
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
     """Return the entropy H = -sum(p * log p) in nats over the vocabulary: log p (..., V) -> (...).
 
-    A masked token (-inf) adds 0, which takes a finite number: 0 * -inf is NaN.
+    A masked token (-inf) adds 0; without the clamp it would add 0 * -inf, which is NaN.
     """
     return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
 
@@ -310,7 +310,7 @@ class Policy(nn.Module):
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's own head: (..., H) -> (..., V), float32 or better."""
+        """Apply the model's head: (..., H) -> (..., V), float32 or better."""
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
@@ -335,7 +335,7 @@ def generate(
 
     Args:
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
-        interrupted: asked at every token; once true, what there is comes back at once.
+        interrupted: called at every token; once it is true, the responses so far are returned.
         lengths: most tokens of each response; None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
     Returns:
@@ -344,7 +344,7 @@ def generate(
     device, width = model_device(model), max(map(len, queries))
     lengths = lengths or [args.max_response_length] * len(queries)
     length, ends = max(lengths), torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
+    # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
     mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
@@ -368,7 +368,7 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` says so, once it has all responses
+            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` fails once it has all responses
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
@@ -431,7 +431,7 @@ def sample_responses(
 ) -> list[Sample] | None:
     """Sample the responses of this rank, `rows[i]` for i in `local`; None if the run is interrupted.
 
-    Each response of all ranks has a line of random numbers, whichever rank makes it: uniform numbers for the tokens of
+    Each response of all ranks has a row of random numbers, whichever rank samples it: uniform numbers for the tokens of
     the decode loop, or seeds for the turns of an engine.
     """
     args, engine, conversations, rng = sampler.args, sampler.engine, sampler.conversations, utils.generator(*key)
@@ -469,7 +469,7 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
 
 
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -> Tensor:
-    """Return what each response is trained with (N,); NaN for one that is left out, also of baselines and means.
+    """Return the score that each response trains with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
         scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool, see `Batch.ended`.
@@ -559,7 +559,7 @@ def equal_scores(grouped: Tensor) -> Tensor:
 def correct_responses(batch: Batch, rewards: Rewards) -> Tensor:
     """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response stopped, else 0.
 
-    NaN where it gave no score, or there is no verifier: a failed reward says nothing of a response.
+    NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong response.
     """
     correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
     for name in reversed(rewards.verifiers):
@@ -676,7 +676,7 @@ def main(args: Args) -> None:
         if kl_in == "reward":
             outcomes = scores - kl_coef * masked_sum(batch.tokens["kl"], mask, 1)
         advantages = group_advantages(outcomes, args.group_size, scale).to(precision.loss_dtype)  # (N,)
-        if kl_in == "reward":  # a KL that is not finite is no missing score: `Optimizer.step` skips its update
+        if kl_in == "reward":  # a KL that is not finite is not a missing score: `Optimizer.step` skips its update
             advantages = advantages.masked_fill(scores.isfinite() & ~outcomes.isfinite(), math.nan)
         batch.tokens["advantages"] = torch.where(mask, advantages[:, None], 0.0)
 
@@ -714,7 +714,7 @@ def main(args: Args) -> None:
                     if kl_in == "loss":
                         token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
-                    # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
+                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     optimizer.backward(loss * world.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())

@@ -9,15 +9,15 @@ Sample a response to each prompt, score it, and give its tokens rewards r_t = -b
 Sources: PPO, arXiv:1707.06347, eq. 7; GAE, arXiv:1506.02438, eq. 16; RLHF, arXiv:1909.08593 and arXiv:2203.02155.
 
 Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the ranks and
-micro-batches; the sampling temperature is in every log-probability; each (response, position) has its own random
+micro-batches; the sampling temperature is in every log-probability; each (response, position) has one random
 number; masks come from lengths, never from token ids; what could not be scored is left out and counted; per-token
 values live in `Batch.tokens`, a dict that carries whatever is put there (see grpo.py, choice 8). And:
 1. A value is read at the position that predicts its token, as the log-probabilities are. After the last token it is 0.
 2. The critic is a reward model (`--value_model`), its head fitted to the first returns, or the policy with a head of
    zeros: values start at 0 then, and the first returns are the rewards alone.
-3. Actor and critic share no weights: each has its own optimizer, schedule and gradient clipping.
-4. Returns are taken before the advantages are whitened, over the response tokens of the step, all ranks. They may have
-   a lambda of their own (`--critic_gae_lambda`), and the critic its own epochs and mini-batches.
+3. Actor and critic share no weights: each has an optimizer, a schedule and gradient clipping.
+4. Returns are computed before the advantages are whitened, over the response tokens of the step, all ranks. They may
+   have another lambda (`--critic_gae_lambda`), and the critic other epochs and mini-batches.
 5. Scores: the weighted sum of the sources, then normalisation, then the clip, then the penalty for no stop token.
 
     bash scripts/demo.sh ppo                                                          # a tiny model on a CPU, minutes
@@ -60,7 +60,7 @@ from plumbing.run.ranks import record
 from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step goes on with what there is
+MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Args(
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
-    """Most tokens of a response."""
+    """Maximum number of tokens of a response."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-6
@@ -105,7 +105,7 @@ class Args(
     """First steps, in which the critic trains and the policy does not (value pretraining, arXiv:2503.01491)."""
 
     gamma: Share = 1.0
-    """Discount a token, where each has a reward of its own (GAE, reinforce++)."""
+    """Discount per token, where each token has a reward (GAE, reinforce++)."""
     gae_lambda: Share = 0.95
     """GAE's lambda: 1 for the reward-to-go minus the value, 0 for the one-step difference."""
     critic_gae_lambda: Share | None = None
@@ -130,9 +130,9 @@ class Args(
     """Weight of the entropy bonus."""
 
     kl_coef: NonNegativeFloat = 0.001
-    """Weight beta of the KL to the reference; 0 needs, and loads, no reference model."""
+    """Weight beta of the KL to the reference; 0 loads no reference model."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Add the KL to the loss, or take it from the score."""
+    """Add the KL to the loss, or subtract it from the score."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimator of the KL per token."""
     ptx_dataset: str = ""
@@ -219,7 +219,7 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, hori
 def clipped_loss(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7); the dual clip of arXiv:1912.09729, eq. 5, where it is above 1.
+    """Return PPO's clipped loss (arXiv:1707.06347, eq. 7), with dual_clip above 0 that of arXiv:1912.09729, eq. 5.
 
     Args:
         log_ratio: (N, T), of the policy to the one that sampled, its exponent clamped to +-20. advantages: (N, T).
@@ -278,7 +278,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Clipped value loss, 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), any shape; clip 0 for none.
+    """Return the value loss 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), any shape; clip 0 for none.
 
     Source: OpenAI baselines' ppo2; https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, detail 9.
     Returns: the loss, and where clipping raised it (bool).
@@ -335,7 +335,7 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
     """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by what sampled.
+        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the sampler.
         kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": rho
             of the whole response, 0 above cap; "none": 1.
     Returns:
@@ -383,7 +383,7 @@ def loss_reduction(mask: Tensor, mini: list[int], drawn: list[int], passes: floa
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
     """Return the entropy H = -sum(p * log p) in nats over the vocabulary: log p (..., V) -> (...).
 
-    A masked token (-inf) adds 0, which takes a finite number: 0 * -inf is NaN.
+    A masked token (-inf) adds 0; without the clamp it would add 0 * -inf, which is NaN.
     """
     return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
 
@@ -438,7 +438,7 @@ class Policy(nn.Module):
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's own head: (..., H) -> (..., V), float32 or better."""
+        """Apply the model's head: (..., H) -> (..., V), float32 or better."""
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
@@ -540,7 +540,7 @@ def generate(
 
     Args:
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
-        interrupted: asked at every token; once true, what there is comes back at once.
+        interrupted: called at every token; once it is true, the responses so far are returned.
         lengths: most tokens of each response; None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
     Returns:
@@ -549,7 +549,7 @@ def generate(
     device, width = model_device(model), max(map(len, queries))
     lengths = lengths or [args.max_response_length] * len(queries)
     length, ends = max(lengths), torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
+    # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
     mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
@@ -573,7 +573,7 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` says so, once it has all responses
+            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` fails once it has all responses
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
@@ -636,7 +636,7 @@ def sample_responses(
 ) -> list[Sample] | None:
     """Sample the responses of this rank, `rows[i]` for i in `local`; None if the run is interrupted.
 
-    Each response of all ranks has a line of random numbers, whichever rank makes it: uniform numbers for the tokens of
+    Each response of all ranks has a row of random numbers, whichever rank samples it: uniform numbers for the tokens of
     the decode loop, or seeds for the turns of an engine.
     """
     args, engine, conversations, rng = sampler.args, sampler.engine, sampler.conversations, utils.generator(*key)
@@ -688,7 +688,7 @@ def update_statistics(statistics: list[float], scores: Tensor) -> list[float]:
 
 
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: list[float], args: Args) -> Tensor:
-    """Return what each response is trained with (N,); NaN for one that is left out, also of baselines and means.
+    """Return the score that each response trains with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
         scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool, see `Batch.ended`.
@@ -767,7 +767,7 @@ def equal_scores(grouped: Tensor) -> Tensor:
 def correct_responses(batch: Batch, rewards: Rewards) -> Tensor:
     """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response stopped, else 0.
 
-    NaN where it gave no score, or there is no verifier: a failed reward says nothing of a response.
+    NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong response.
     """
     correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
     for name in reversed(rewards.verifiers):
@@ -934,7 +934,7 @@ def main(args: Args) -> None:
                     if kl_in == "loss":
                         token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
-                    # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
+                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     if policy_trains:
                         optimizer.backward(loss * world.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))

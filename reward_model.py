@@ -10,11 +10,11 @@ Sources: arXiv:2203.02155, eq. 1; margin: arXiv:2307.09288, eq. 2; centring: arX
 Deliberate choices:
 1. The head has no bias and starts at Normal(0, 1 / sqrt(hidden + 1)) (arXiv:2009.01325), scores near 0.
 2. The score is read at the last token by the rows' lengths, never by looking for padding: pad == eos is harmless.
-   (transformers' own forward looks for padding; where pad == eos its config therefore gets no pad token, and it takes
+   (transformers' forward looks for padding; where pad == eos its config therefore gets no pad token, and it reads
    one row at a time.)
 3. A response ends with the stop token, as the ones that a policy samples do, and is encoded behind its prompt.
 4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens` changes it.
-5. The order of the pairs is a function of the seed and the step: a resumed run goes on bit for bit.
+5. The order of the pairs is a function of the seed and the step: a resumed run continues bit for bit.
 6. The output is a folder for AutoModelForSequenceClassification. Its config carries `score_mean` and `score_std` of the
    held-out responses (of training ones where there are none), by which the other scripts can centre the scores.
 
@@ -78,7 +78,7 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, centre_coef: float) -> Tensor:
-    """Loss of each pair (n,), from the scores of both sides and the margins, (n,) each.
+    """Return the loss of each pair (n,), from the scores of both sides and the margins, (n,) each.
 
     -log sigmoid(r_chosen - r_rejected - margin) (arXiv:2307.09288, eq. 2) + centre_coef * (r_chosen + r_rejected)^2
     (arXiv:2312.09244, eq. 2).
@@ -87,8 +87,8 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, centre_co
 
 
 def collate(pairs: list[dict], device) -> tuple[Tensor, Tensor]:
-    """All chosen sides, then all rejected ones: input_ids (2n, L), padded on the right, and a mask (2n, L) of the last
-    token of each. No pairs at all make one row of padding, of which nothing is read."""
+    """Return all chosen sides, then all rejected ones: input_ids (2n, L), padded on the right, and a mask (2n, L) of
+    the last token of each. Without pairs there is one row of padding, of which nothing is read."""
     sides = [torch.tensor(pair[side]) for side in ("chosen", "rejected") for pair in pairs]
     input_ids = nn.utils.rnn.pad_sequence(sides or [torch.zeros(2, dtype=torch.long)], batch_first=True)
     last = torch.zeros_like(input_ids, dtype=torch.bool)
@@ -98,9 +98,9 @@ def collate(pairs: list[dict], device) -> tuple[Tensor, Tensor]:
 
 
 def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
-    """How the scores (P, 2), chosen and rejected, tell the pairs apart, in all and per subset (None: of none).
+    """Return how the scores (P, 2), chosen and rejected, rank the pairs, in all and per subset (None: of no subset).
 
-    Equal scores don't rank a pair right. The standard deviation is unbiased, over both sides.
+    Equal scores do not rank a pair right. The standard deviation is unbiased, over both sides.
     """
     right = (scores[:, 0] > scores[:, 1]).double()
     statistics = {
@@ -123,17 +123,17 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
 
 
 def read_pair(where: str, row: dict) -> tuple[list, list]:
-    """The two sides of a row, chosen and rejected: [prompt (text, messages or None), text of the response] each.
+    """Return the two sides of a row, chosen and rejected: [prompt (text, messages or None), text of the response] each.
 
-    Ends the run, naming the row, if a side is missing or the two are equal.
+    Exit with code 2, naming the row, if a side is missing or the two are equal.
     """
     if "response" in row and "sort" in row:  # PaddleNLP's form
         responses, sort = row["response"], row["sort"]
         prompt, reference = prompts.conversation(where, row.get("src"), row.get("tgt"))
         if reference is not None or not all(isinstance(x, list) and len(x) == 2 for x in (responses, sort)):
-            utils.fail(f"{where}: src takes one turn more than tgt, response and sort take two entries each")
+            utils.fail(f"{where}: src requires one turn more than tgt, response and sort two entries each")
         if not all(map(is_number, sort)) or sort[0] == sort[1]:
-            utils.fail(f"{where}: sort takes two different numbers, the higher for the chosen response, not {sort}")
+            utils.fail(f"{where}: sort must be two different numbers, the higher for the chosen response, not {sort}")
         sides = [[prompt, responses[i]] for i in ((0, 1) if sort[0] > sort[1] else (1, 0))]
     else:
         prompt = next((row[name] for name in prompts.PROMPT_COLUMNS if row.get(name) not in (None, "", [])), None)
@@ -144,9 +144,9 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
             if not turns or not all(isinstance(turn, dict) for turn in turns) or turns[-1].get("role") != "assistant":
                 utils.fail(f"{where}: messages of the {name} side have to end with a turn of the assistant")
             before = turns[:-1]
-            if before and before[0].get("role") == "assistant" and prompt:  # goes on where the prompt ends
+            if before and before[0].get("role") == "assistant" and prompt:  # continues the prompt
                 before = (prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]) + before
-            if before:  # the whole conversation, whether or not the prompt is given beside it
+            if before:  # the whole conversation, whether or not the row has a prompt, too
                 side[0] = before
             side[1] = turns[-1].get("content")
         if not isinstance(side[1], str) or not side[1].strip():
@@ -171,7 +171,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         pair = {"margin": row.get("margin"), "subset": None if row.get("subset") is None else str(row["subset"])}
         pair["margin"] = 0.0 if pair["margin"] is None else pair["margin"]
         if not is_number(pair["margin"]):
-            utils.fail(f"{where}: margin takes a number, not {str(pair['margin'])[:60]!r}")
+            utils.fail(f"{where}: margin must be a number, not {str(pair['margin'])[:60]!r}")
         for side, (prompt, text) in zip(("chosen", "rejected"), read_pair(where, row)):
             query = []
             if prompt is not None:
@@ -195,7 +195,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
 
 
 def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[list[dict], list[dict]]:
-    """The pairs to train on, and those to evaluate on, which are never trained on ([] with --eval_every 0)."""
+    """Return the pairs to train on, and those to evaluate on, which are never trained on ([] with --eval_every 0)."""
     pairs, held_out = load_pairs("--dataset", args.dataset, "train", tokenizer, stop_ids, args), []
     dataset, _ = split_of(args.dataset)
     if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
@@ -211,7 +211,7 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
     if len(kept) < len(pairs):
         utils.warn(f"--dataset {args.dataset}: left out {len(pairs) - len(kept)} pairs whose prompts are evaluated on")
     if len(kept) < args.batch_size:
-        utils.fail(f"--batch_size {args.batch_size}: --dataset {args.dataset} has {len(kept)} pairs to train on only")
+        utils.fail(f"--batch_size {args.batch_size}: --dataset {args.dataset} has only {len(kept)} pairs to train on")
     sequences = [pair[side] for pair in kept + held_out for side in ("chosen", "rejected")]
     loading.check_vocabulary(args.model, sequences)
     loading.check_positions(args.model, max(map(len, sequences)), "--dataset: the longest side of a pair")
@@ -224,13 +224,13 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
 
 
 def cut_pairs(pairs: list[dict], budget: int, world) -> list[list[int]]:
-    """This rank's micro-batches of pairs, both sides of a pair in the same one; see `utils.micro_batches`."""
+    """Return this rank's micro-batches of pairs, both sides of a pair in the same one; see `utils.micro_batches`."""
     longest = [max(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
     return utils.micro_batches([2 * length for length in longest], budget, world)
 
 
 def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, world, autocast) -> Tensor | None:
-    """Scores of chosen and rejected sides (P, 2) float64, the work spread over the ranks; None if interrupted."""
+    """Return scores of chosen and rejected sides (P, 2) float64, computed on all ranks; None if interrupted."""
     local = []
     for cut in cut_pairs(pairs, budget, world):
         if interrupt.agreed():
@@ -242,7 +242,7 @@ def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, wor
 
 
 def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
-    """Pairs with their scores (P, 2), for samples.jsonl and the console."""
+    """Return pairs with their scores (P, 2), for samples.jsonl and the console."""
     texts = ("prompt", "chosen_text", "rejected_text")
     return [
         {**{text: pair[text] for text in texts}, "chosen_score": chosen, "rejected_score": rejected}
@@ -260,7 +260,7 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
         lora.add_lora(scorer.model, args)
     if args.gradient_checkpointing:
         scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    # transformers' own forward asks for it, and would take a stop token that is the pad token for padding.
+    # transformers' forward reads it, and would treat a stop token that is the pad token as padding.
     config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
     if not saved:  # of another model's scores
         for name in ("score_mean", "score_std"):
@@ -290,7 +290,7 @@ def main(args: Args) -> None:
     run.log.lengths({"sides of pairs": sides(pairs), "sides of held-out pairs": sides(eval_pairs)})
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict]] | None:
-        """Score pairs, keep mean and deviation in the model's config, and return what `Run.steps` shows."""
+        """Score pairs, keep mean and deviation in the model's config, and return metrics and samples."""
         scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, world, precision.autocast)  # (P, 2)
         if scores is None:
             return None
@@ -316,7 +316,7 @@ def main(args: Args) -> None:
                     [pair["margin"] for pair in micro], device=world.device, dtype=precision.loss_dtype
                 )
                 loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
-                # DDP and FSDP take the mean over ranks, and the sum was divided by the pairs of all ranks.
+                # DDP and FSDP average over ranks, and the sum was divided by the pairs of all ranks.
                 optimizer.backward(loss * world.size)
             total += loss.detach()
             local += zip(cut, scores.detach().T.tolist())

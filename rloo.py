@@ -13,7 +13,7 @@ The algorithms differ in the advantage A alone (`token_advantages`; R: score min
     opo                   R - mean R of the group weighted by length              arXiv:2505.23585
 
 Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the ranks and
-micro-batches; the sampling temperature is in every log-probability; each (response, position) has its own random
+micro-batches; the sampling temperature is in every log-probability; each (response, position) has one random
 number; masks come from lengths, never from token ids; what could not be scored is left out and counted; per-token
 values live in `Batch.tokens`, a dict that carries whatever is put there (see grpo.py, choice 8). And:
 1. The KL stands in the reward, estimator k1, as RLOO and REINFORCE++ have it; `--kl_in loss` moves it to the loss.
@@ -53,7 +53,7 @@ from plumbing.run.ranks import record
 from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
-MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step goes on with what there is
+MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Args(
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
-    """Most tokens of a response."""
+    """Maximum number of tokens of a response."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-6
@@ -82,7 +82,7 @@ class Args(
     ratio: Literal["token", "sequence"] = "token"
     """Importance ratio of each token, or one of the whole response."""
     gamma: Share = 1.0
-    """Discount a token, where each has a reward of its own (GAE, reinforce++)."""
+    """Discount per token, where each token has a reward (GAE, reinforce++)."""
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None = None
     """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
     of sequence sums, or sum / (sequences * max_response_length); default: token, with --ratio sequence sequence."""
@@ -96,9 +96,9 @@ class Args(
     """Weight of the entropy bonus."""
 
     kl_coef: NonNegativeFloat = 0.001
-    """Weight beta of the KL to the reference; 0 needs, and loads, no reference model."""
+    """Weight beta of the KL to the reference; 0 loads no reference model."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Add the KL to the loss, or take it from the score."""
+    """Add the KL to the loss, or subtract it from the score."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimator of the KL per token."""
 
@@ -172,7 +172,7 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, hori
 def clipped_loss(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped surrogate (arXiv:1707.06347, eq. 7); the dual clip of arXiv:1912.09729, eq. 5, where it is above 1.
+    """Return PPO's clipped loss (arXiv:1707.06347, eq. 7), with dual_clip above 0 that of arXiv:1912.09729, eq. 5.
 
     Args:
         log_ratio: (N, T), of the policy to the one that sampled, its exponent clamped to +-20. advantages: (N, T).
@@ -223,7 +223,7 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
     """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by what sampled.
+        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the sampler.
         kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": rho
             of the whole response, 0 above cap; "none": 1.
     Returns:
@@ -259,7 +259,7 @@ def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, 
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
     """Return the entropy H = -sum(p * log p) in nats over the vocabulary: log p (..., V) -> (...).
 
-    A masked token (-inf) adds 0, which takes a finite number: 0 * -inf is NaN.
+    A masked token (-inf) adds 0; without the clamp it would add 0 * -inf, which is NaN.
     """
     return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
 
@@ -312,7 +312,7 @@ class Policy(nn.Module):
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's own head: (..., H) -> (..., V), float32 or better."""
+        """Apply the model's head: (..., H) -> (..., V), float32 or better."""
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
@@ -337,7 +337,7 @@ def generate(
 
     Args:
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
-        interrupted: asked at every token; once true, what there is comes back at once.
+        interrupted: called at every token; once it is true, the responses so far are returned.
         lengths: most tokens of each response; None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
     Returns:
@@ -346,7 +346,7 @@ def generate(
     device, width = model_device(model), max(map(len, queries))
     lengths = lengths or [args.max_response_length] * len(queries)
     length, ends = max(lengths), torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with the row's own first token: masked, and nothing that a repetition penalty has not seen anyway.
+    # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
     mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
@@ -370,7 +370,7 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` says so, once it has all responses
+            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` fails once it has all responses
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
@@ -433,7 +433,7 @@ def sample_responses(
 ) -> list[Sample] | None:
     """Sample the responses of this rank, `rows[i]` for i in `local`; None if the run is interrupted.
 
-    Each response of all ranks has a line of random numbers, whichever rank makes it: uniform numbers for the tokens of
+    Each response of all ranks has a row of random numbers, whichever rank samples it: uniform numbers for the tokens of
     the decode loop, or seeds for the turns of an engine.
     """
     args, engine, conversations, rng = sampler.args, sampler.engine, sampler.conversations, utils.generator(*key)
@@ -471,7 +471,7 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
 
 
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -> Tensor:
-    """Return what each response is trained with (N,); NaN for one that is left out, also of baselines and means.
+    """Return the score that each response trains with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
         scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool, see `Batch.ended`.
@@ -553,7 +553,7 @@ def token_advantages(
         kind: as --advantage; each formula stands in the docstring at the top.
         scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is no score.
         baselines: (N,), scores of the greedy response to the same prompt; read by remax only.
-        kl: (N, T) per token, taken from the reward with kl_coef; None for none. mask: (N, T) bool.
+        kl: (N, T) per token, subtracted from the reward times kl_coef; None for none. mask: (N, T) bool.
     Returns:
         (N, T), 0 outside of the mask and for a response without a score, which does not count in its group either;
         where there is a group and its R are all equal, exactly 0 (before any whitening over the batch).
@@ -575,7 +575,7 @@ def token_advantages(
         else:
             advantages = minus_mean(grouped, lengths if kind == "opo" else torch.ones_like(lengths))
         advantages = advantages.masked_fill(equal_scores(grouped)[:, None], 0.0).flatten()
-        # A KL that is not finite is no missing score: `Optimizer.step` skips its update.
+        # A KL that is not finite is not a missing score: `Optimizer.step` skips its update.
         advantages = advantages.masked_fill(scores.isfinite() & ~totals.isfinite(), math.nan)
     advantages = torch.where(trained, advantages[:, None], 0.0)
     return whiten(advantages, trained) if kind == "reinforce++-baseline" else advantages
@@ -592,7 +592,7 @@ def equal_scores(grouped: Tensor) -> Tensor:
 def correct_responses(batch: Batch, rewards: Rewards) -> Tensor:
     """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response stopped, else 0.
 
-    NaN where it gave no score, or there is no verifier: a failed reward says nothing of a response.
+    NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong response.
     """
     correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
     for name in reversed(rewards.verifiers):
@@ -746,7 +746,7 @@ def main(args: Args) -> None:
                     if kl_in == "loss":
                         token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
-                    # DDP and FSDP take the mean over ranks, and `reduce_loss` has divided by the counts of all ranks.
+                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     optimizer.backward(loss * world.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
                 sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())

@@ -1,6 +1,6 @@
 """What every training loop calls at every step: processes, random numbers, micro-batches, optimizer, clock, sums.
 
-Imports nothing of this project. All that has a subject of its own is a module of plumbing/.
+Imports nothing of this project.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-progress_bars: list[tqdm] = []  # that are on the terminal
+progress_bars: list[tqdm] = []  # on the terminal now
 EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
 EXIT_INTERRUPTED = 75  # SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
 
 
 def fail(message: str, local: bool = False) -> NoReturn:
-    """End the run for a reason that the user can mend: one line on stderr, exit code 2.
+    """Print one line on stderr and exit with code 2, for a reason that the user can mend.
 
-    All ranks of a node are taken to fail alike, and one speaks for them, unless the reason is `local` to this rank.
+    All ranks of a node are assumed to fail alike, and one prints for them, unless the reason is `local` to this rank.
     """
     if local or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for bar in progress_bars:
@@ -68,7 +68,7 @@ class World:
         return self.rank == 0
 
     def rollout_world(self, ranks_per_engine: int) -> "World":
-        """Return the same processes in a CPU group of their own, for the thread that makes the next rollout."""
+        """Return the same processes in a separate CPU group, for the thread that makes the next rollout."""
         self.barrier()  # fails at once where a rank has ended; a new group would wait for it for half an hour
         group = dist.new_group(backend="gloo") if self.size > 1 else None
         return World(self.rank, self.size, torch.device("cpu"), group, ranks_per_engine)
@@ -115,7 +115,7 @@ class World:
             dist.barrier(group=self.group)
 
     def on_main(self, act: Callable):
-        """Return on all ranks what `act()` returns on rank 0; where it ends the run there, all ranks end."""
+        """Return on all ranks what `act()` returns on rank 0; if it exits there, all ranks exit."""
         result = code = None
         if self.main:
             try:
@@ -144,7 +144,7 @@ def setup_processes() -> World:
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        # Half an hour: longer than any collective should take. A rank that waits longer ends in an error.
+        # Half an hour: longer than any collective should last. A rank that waits longer ends in an error.
         backend, wait = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(minutes=30)
         store, rank, size = next(rendezvous("env://", timeout=wait))
         # torchrun's store outlives the ranks. Without a prefix for each start, those that --max_restarts starts again
@@ -186,7 +186,7 @@ class Optimizer:
 
     Weight decay acts on matrices, not on biases and norms. What runs backward is the loss times `loss_scale`: 1, or
     with --precision fp16 a power of two that is halved at a gradient that is not finite and doubled after 2000 updates
-    without one. torch.amp.GradScaler does the same, but lets each rank decide by its own shard of the gradient; here
+    without one. torch.amp.GradScaler does the same, but lets each rank decide by its shard of the gradient; here
     the norm over all ranks decides.
 
     Args:
@@ -268,9 +268,9 @@ class Optimizer:
 
     def metrics(self) -> dict[str, float]:
         """Return the learning rate now, and mean gradient norm and number of skipped updates since the last call."""
-        taken = [norm for norm in self.norms if math.isfinite(norm)]
-        skipped, self.norms = len(self.norms) - len(taken), []
-        mean = sum(taken) / len(taken) if taken else math.nan
+        finite = [norm for norm in self.norms if math.isfinite(norm)]
+        skipped, self.norms = len(self.norms) - len(finite), []
+        mean = sum(finite) / len(finite) if finite else math.nan
         return {
             f"{self.prefix}lr": self.lr,
             f"loss/{self.prefix}grad_norm": mean,
@@ -311,7 +311,7 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
 
     Args:
         lengths: tokens of every sequence of all ranks, the same list on every rank.
-        token_budget: tokens of a micro-batch on a rank, padding included; a longer sequence is one of its own.
+        token_budget: tokens of a micro-batch on a rank, padding included; a longer sequence is a micro-batch alone.
     Returns:
         Lists of indices into `lengths`, as many on every rank, so that none waits for the others in a collective. The
         last one may be empty, and is run like the rest.
@@ -336,7 +336,7 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
 
 
 def mini_batches(items: list[int], size: int, epochs: int, key: tuple) -> list[tuple[int, list[int]]]:
-    """Cut items, in an order of each epoch's own, into mini-batches of at most `size`: [(epoch, items)].
+    """Shuffle items anew for each epoch and cut them into mini-batches of at most `size`: [(epoch, items)].
 
     Args:
         key: names the random order, see `generator`.
@@ -346,7 +346,7 @@ def mini_batches(items: list[int], size: int, epochs: int, key: tuple) -> list[t
 
 
 def even_parts(items: list, most: int) -> list[list]:
-    """Cut a list into as few parts of at most `most` items as it takes, of sizes that differ by one at most."""
+    """Cut a list into the fewest parts of at most `most` items, of sizes that differ by one at most."""
     count = math.ceil(len(items) / most)
     return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
 
@@ -363,7 +363,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most memory in use so far, in GB: of the GPU as allocated by torch, else of this process."""
+    """Return the peak memory so far, in GB: of the GPU as allocated by torch, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
@@ -446,7 +446,7 @@ class Sums:
 
 
 def peak_flops(device: torch.device) -> float:
-    """Dense bf16 FLOP/s of the GPU by its data sheet; NaN where it is not known, as on a CPU."""
+    """Return the dense bf16 FLOP/s of the GPU by its data sheet; NaN where it is not known, as on a CPU."""
     sheet = {  # TFLOP/s
         "H100": 989, "H200": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362, "A10": 125,
         "4090": 165, "3090": 71,

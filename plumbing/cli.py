@@ -4,7 +4,6 @@ The type of a flag holds its range. pydantic checks it; tyro prints what does no
 paper's table of hyperparameters lists is in the scripts, whose `Args` inherit the groups that they need. A class of
 flags may have RULES and WARNINGS, which `parse` checks: {message: function of the flags that is true unless it
 applies}.
-Imports utils.
 """
 
 import argparse
@@ -36,7 +35,7 @@ def parse(cls: type, line: list[str] | None = None):
     """Read a command line into the dataclass `cls`. It overrides the flags of --config FILE, and these the defaults.
 
     Args:
-        line: the words after the program's name; None for those of this process.
+        line: the arguments after the program's name; None for those of this process.
     Raises:
         SystemExit: with code 2, after a message that names the flag (printed by one rank of a node).
     """
@@ -146,7 +145,7 @@ class ModelArgs(PretrainedArgs):
     attention: Literal[
         "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
     ] = "auto"
-    """Attention kernel, by transformers' names; auto is sdpa (torch's own) where the model has it, and eager for one
+    """Attention kernel, by transformers' names; auto is sdpa (torch's) where the model has it, and eager for one
     that caps the scores of attention (Gemma 2), which sdpa would leave out."""
     gradient_checkpointing: bool = False
     """Recompute activations and logits in the backward pass: less memory, about a third more time."""
@@ -158,7 +157,7 @@ class ModelArgs(PretrainedArgs):
     shard: Literal["auto", "none", "fsdp", "fsdp_offload"] = "auto"
     """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over the ranks;
     fsdp_offload also keeps them on the CPU, where the update is computed: slow, but small; auto is fsdp if the
-    models that train would take over 60 % of a GPU's memory, at 16 bytes a parameter."""
+    models that train would need over 60 % of a GPU's memory, at 16 bytes a parameter."""
 
 
 @dataclass
@@ -183,7 +182,7 @@ class PromptArgs:
 class DataArgs(PromptArgs):
     eval_dataset: str = ""
     """Prompts to evaluate on, named as those of --dataset, split test unless @split is given; default: those of
-    --dataset, or for a single file nothing. Of a list, each data set has an accuracy of its own, too."""
+    --dataset, or for a single file nothing. Of a list, each data set has an accuracy, too."""
     eval_prompts: NonNegativeInt = 256
     """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
     eval_samples: PositiveInt = 4
@@ -284,12 +283,12 @@ class ConversationArgs:
     """Class that answers the model's turns, as path/to/environment.py:Class, with an instance for each response; the
     sum of its rewards is the source environment of --reward."""
     max_turns: PositiveInt = 10
-    """Most turns of the model in a response."""
+    """Maximum number of turns of the model in a response."""
     tool_call_pattern: str = ""
     """Regular expression of a tool call, with groups name and arguments (without name: the only tool), in place of the
     form of the chat template."""
     turn_stop: tuple[str, ...] = ()
-    """Texts that end a turn as a stop token does, such as </search> for a model that goes on after a call."""
+    """Texts that end a turn as a stop token does, such as </search> for a model that continues after a call."""
 
     RULES = {
         "--tools and --environment must have the form path/to/file.py:name": lambda a: all(
@@ -337,7 +336,7 @@ class OptimizerArgs:
 class PolicyArgs(OptimizerArgs):
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
     """Weight the policy loss by rho = policy at the start of the step / policy that sampled: truncate rho of a token to
-    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or take the response's and drop it above cap."""
+    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or use the response's and drop it above cap."""
     rollout_correction_cap: PositiveFloat = 2.0
     """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
     kl_target: NonNegativeFloat = 0.0
@@ -371,7 +370,7 @@ class PolicyArgs(OptimizerArgs):
     }
     WARNINGS = {
         "--clip_high: above 10 a clip hardly ever acts": lambda a: (a.clip_high or 0) <= 10,
-        "--kl_in loss with --kl_estimator k1: its gradient has zero mean; take k2 or k3": lambda a: (
+        "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3": lambda a: (
             not a.kl_coef or a.kl_in != "loss" or a.kl_estimator != "k1"
         ),
     }

@@ -1,4 +1,4 @@
-"""The key of the two HTTP servers, scripts/reward_server.py and scripts/vllm_server.py. Imports nothing of this project."""
+"""The key of the two HTTP servers, scripts/reward_server.py and scripts/vllm_server.py."""
 
 import ipaddress
 import os

@@ -350,7 +350,7 @@ REFUSED = {
     "no results": (RAISES, TOOLS, {}, "--tools: the chat template of --model: no tools"),
     "no expression": (QWEN25, TOOLS, {"tool_call_pattern": "("}, "'(': is not a regular expression (missing )"),
     "no arguments": (QWEN25, TOOLS, {"tool_call_pattern": "<a>(.*)</a>"}, "has no group (?P<arguments>...)"),
-    "no name": (QWEN25, TOOLS, {"tool_call_pattern": PATTERN}, "which says which of search, add is called"),
+    "no name": (QWEN25, TOOLS, {"tool_call_pattern": PATTERN}, "which names the called one of search, add"),
     "matches nothing": (QWEN25, [SEARCH], {"tool_call_pattern": "(?P<arguments>.*)"}, "matches the empty text"),
     "nothing to call": (QWEN25, [], {"tool_call_pattern": PATTERN, **ENVIRONMENT}, "there are no tools to call"),
     "drops thoughts at a step": (QWEN3, TOOLS, ENVIRONMENT, CHANGES),

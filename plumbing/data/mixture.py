@@ -1,8 +1,4 @@
-"""The data sets of a run: their prompts, mixtures of several, and the order in which a run takes them.
-
-Imports plumbing.data.rows (reads the rows), plumbing.data.prompts (makes prompts of them) and plumbing.models.loading
-(how much the model can read).
-"""
+"""The data sets of a run: their prompts, mixtures of several, and the order in which a run reads them."""
 
 import functools
 import math
@@ -163,14 +159,14 @@ def encode_supervised(where: str, rows: list[dict], tokenizer, stop_ids: list[in
 
 
 def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:
-    """Return the tokens of each row by what it is for, {name: [tokens]}, for the statistics that a run shows."""
+    """Return the tokens of each row by what it is for, {name: [tokens]}, for the statistics that a run prints."""
     rows = {"prompts": prompts, "held-out prompts": eval_prompts, "supervised rows": supervised}
     return {
         name: [len(row["query"]) + len(row.get("response", ())) for row in part] for name, part in rows.items() if part
     }
 
 
-# ---- mixtures, and the order in which a run takes its prompts --------------------------------------------------------
+# ---- mixtures, and the order in which a run reads its prompts --------------------------------------------------------
 
 
 def mix(parts: Parts, seed: int) -> list[dict]:

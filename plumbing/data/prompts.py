@@ -1,7 +1,4 @@
-"""A row turned into what a run needs of it: the prompt as the token ids that the model sees, and the reference answer.
-
-Imports plumbing.data.rows (checks of values by pydantic).
-"""
+"""A row turned into what a run needs: the prompt as the token ids that the model sees, and the reference answer."""
 
 from typing import Annotated, Literal
 
@@ -56,7 +53,7 @@ def value_at(row: dict, column: str | None):
 
 
 def is_filled(value) -> bool:
-    """Return whether a row says anything in a column: neither null or NaN (pandas' null), nor empty or blank."""
+    """Return whether a row has anything in a column: neither null or NaN (pandas' null), nor empty or blank."""
     if value is None or value != value or value in ([], {}):
         return False
     return not isinstance(value, str) or bool(value.strip())
@@ -184,7 +181,7 @@ def encode_prompt(
         if not isinstance(prompt, str):
             reason = "--chat_template none requires text" if as_is else "the tokenizer of --model has no chat template"
             fail(f"{where}: has messages or several turns, but {reason}")
-        bos = tokenizer.bos_token or ""  # the text may bring its own, which stays in front
+        bos = tokenizer.bos_token or ""  # the text may have one already, which stays in front
         text = (f"{system_prompt}\n" if system_prompt and not as_is else "") + prompt.removeprefix(bos)
         text = bos + text if prompt.startswith(bos) else text
         ids = encode_text(where, text, tokenizer)

@@ -1,7 +1,4 @@
-"""Rows, as dicts, of built-in tasks, files, folders and hub data sets.
-
-Imports utils only.
-"""
+"""Rows, as dicts, of built-in tasks, files, folders and hub data sets."""
 
 import json
 import os
@@ -61,7 +58,7 @@ def worked_addition(prompt: str, noise: float, numbers: random.Random) -> str:
 def arithmetic_pairs(split: str) -> list[dict]:
     """Return preference pairs for `arithmetic_rows`: the worked answer, and the same with wrong digits.
 
-    `subset` says how many of the three columns are wrong.
+    `subset` is how many of the three columns are wrong.
     """
     numbers, pairs = random.Random(f"pairs {split}"), []
     for row in read_rows("--dataset", "arithmetic", split):
@@ -94,7 +91,7 @@ def reasoning_gym_rows(task: str, split: str, size: int) -> list[dict]:
 def split_of(name: str, default: str = "train") -> tuple[str, str]:
     """Return the name of a data set and its split: "openai/gsm8k@test" -> ("openai/gsm8k", "test").
 
-    A file or folder whose own name has an @ in it is taken whole.
+    The @ in the name of a file or folder that exists is part of that name.
     """
     path, at, split = name.rpartition("@")
     return (path, split) if at and not os.path.exists(name) else (name, default)
@@ -187,7 +184,7 @@ ENTRIES = TypeAdapter(list[MixtureEntry])
 
 
 def check(where: str, value, adapter: TypeAdapter, item: str = "row"):
-    """Return a list as pydantic reads it; exit with code 2, and the item, field and words of pydantic's first error.
+    """Return a list as pydantic reads it; exit with code 2, and the item, field and message of pydantic's first error.
 
     Args:
         where: where the list is from. item: what an item of it is.
@@ -202,7 +199,7 @@ def check(where: str, value, adapter: TypeAdapter, item: str = "row"):
 
 
 def is_number(value) -> bool:
-    """Return whether a value of a file is a number that float32 can hold; true and false are none."""
+    """Return whether a value of a file is a number that float32 can hold; true and false are not numbers."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
 
 

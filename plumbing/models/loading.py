@@ -1,7 +1,4 @@
-"""Tokenizers, configurations, number formats, scalar heads; policy and reference from a model's files or a checkpoint.
-
-Imports utils and plumbing.models.lora.
-"""
+"""Tokenizers, configurations, number formats, scalar heads; policy and reference from files or a checkpoint."""
 
 import functools
 import inspect
@@ -143,7 +140,7 @@ def load_model(
         check_weights(f"{flag} {name}", model, report["missing_keys"] - set(new_weights))
     if device.type == "cpu":
         # The weights lie in memory as they do in the file, and matrix products round by the address of their operands:
-        # a run that is resumed from another file would not go on bit for bit.
+        # a run that is resumed from another file would not continue bit for bit.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     for module in model.modules():
@@ -314,6 +311,6 @@ def refreshed_reference(checkpoint: str | None) -> str | None:
 
 
 def models_to_save(args, policy, reference, checkpoint: str | None) -> dict[str, torch.nn.Module]:
-    """Return the language models that a checkpoint holds by the name of their folder: a reference if it was refreshed."""
+    """Return the language models that a checkpoint holds, by folder: the policy, and a refreshed reference."""
     refreshed = args.ref_refresh_every or refreshed_reference(checkpoint)
     return {"": policy.model} | ({"reference": reference.model} if reference is not None and refreshed else {})

@@ -1,7 +1,4 @@
-"""DDP, FSDP2, the attention's implementation, and unsharding for a rollout.
-
-Imports utils and plumbing.models.loading.
-"""
+"""DDP, FSDP2, the attention's implementation, and unsharding for a rollout."""
 
 import contextlib
 import functools
@@ -35,7 +32,7 @@ class Sharding:
         on: whether models are sharded.
     """
 
-    AUTO_SHARE = 0.6  # of a GPU's memory that unsharded models and Adam may take before --shard auto shards them
+    AUTO_SHARE = 0.6  # of a GPU's memory that unsharded models and Adam may fill before --shard auto shards them
 
     def __init__(self, args, world: World, precision: Precision):
         self.world, self.autocast, self.attention = world, precision.autocast, args.attention
@@ -86,8 +83,8 @@ class Sharding:
         """Set a module's attention and, with --shard fsdp, shard it in place.
 
         Args:
-            module: its forward takes (input_ids, mask) and holds every use of its weights. Each forward pass is a
-                collective: all ranks have to make as many.
+            module: called as module(input_ids, mask), its forward holds every use of its weights. Each forward pass is
+                a collective: all ranks have to make as many.
             reward_model: stays whole where the rollout, in whose thread it scores, overlaps training.
         """
         model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
@@ -105,7 +102,7 @@ class Sharding:
         policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         for block in blocks:
             fully_shard(block, mp_policy=policy(self.compute_dtype), **settings)
-        # A score or a logit takes more bits than half has; its backward pass begins where the forward one ends.
+        # Scores and logits require more bits than half precision has; their backward pass follows the forward pass.
         fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
         self._load_shards(module, model, state)
         module.register_forward_hook(reset_after_inference)
@@ -116,7 +113,7 @@ class Sharding:
             module(ids, ids > 0)  # the first forward pass makes this module FSDP's root; generation calls `model`
 
     def _copy_dtypes(self, module: torch.nn.Module) -> None:
-        """Give all ranks the number formats that rank 0 found, as some models keep a few tensors in float32.
+        """Give all ranks the number formats of rank 0, as some models keep a few tensors in float32.
 
         (Loading a state dict copies values only.)
         """

@@ -1,7 +1,7 @@
 r"""What counts as the final answer of a response and as the reference of a row: one rule for every verifier.
 
 What follows the last </think> of a response counts; in it the last <answer>...</answer>, if there is one; in that, or
-else in the text, the last \boxed{} (for gsm8k the last "#### number"). Without any of these, each verifier says what
+else in the text, the last \boxed{} (for gsm8k the last "#### number"). Without any of these, each verifier names what
 else it reads. Nothing inside <think> counts.
 
 Imports the standard library only, since it runs in the worker processes.

@@ -1,8 +1,6 @@
 """A reward server as a source of scores, asked in PaddleNLP's protocol (scripts/reward_server.py).
 
 A key in the variable REWARD_API_KEY goes with every request.
-
-Imports workers.py (what a score is, how often to poll).
 """
 
 import json
@@ -41,7 +39,7 @@ class ServerSource:
 
     @property
     def verifies(self) -> bool:
-        """Whether its scores tell right from wrong, as GET /health says; True for a server without that page."""
+        """Whether its scores tell right from wrong, by GET /health; True for a server without that page."""
         try:
             answer = self.connections.request("GET", f"{self.url.rstrip('/')}/health", headers=self.headers, retries=0)
             return bool(answer.json()["verifies"])

@@ -8,7 +8,7 @@ plumbing/rewards/answers.py), or all of that without a block. The tests of a row
     each a text or a list of lines. Compared line by line, without spaces at the ends; a number that the expected output
     writes with a point may differ by 1e-6;
   - the same with "fn_name": lists of arguments, and the values that this function (or method of a class Solution) has
-    to return, compared as JSON. A value may be in a list of its own, as in APPS.
+    to return, compared as JSON. A value may be in a list of one, as in APPS.
 
 Expected outputs never enter a process that runs a program. Asserts do: exiting early or printing does not pass them,
 but a program that attacks them can. For programs that are trained hard against their tests, prefer outputs.
@@ -26,7 +26,7 @@ import pydantic
 
 from plumbing.rewards.answers import final_text
 
-# Runs a program and its asserts, then prints a secret word, the values of its calls as JSON, and the word again.
+# Runs a program and its asserts, then prints a secret, the values of its calls as JSON, and the secret again.
 HARNESS = """
 import json, os, sys, types, typing
 module = types.ModuleType("response")
@@ -117,7 +117,7 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
     try:
         values = json.loads(report[0])
         return float(len(values) == len(tests.outputs) and all(map(same, values, tests.outputs)))
-    except (ValueError, OverflowError, RecursionError):  # a value that only its own interpreter can write
+    except (ValueError, OverflowError, RecursionError):  # a value that only its interpreter can write
         return 0.0
 
 

@@ -2,13 +2,13 @@ r"""The reward `math`: whether the final answer of a response equals the referen
 
 math-verify parses LaTeX and compares expressions. This file decides what it reads, and what it cannot know:
   1. It reads the last box; without one, what follows the last "answer is" or "answer:", or the only line, if that is a
-     formula and nothing else; else what math-verify's own search returns.
+     formula and nothing else; else what math-verify's search returns.
   2. A reference in words (Yes, Friday, A, 12:30 PM) is compared as text.
   3. A percent sign is dropped: 42\% is 42, not 0.42. A unit may be left out; another unit that sympy knows is wrong.
   4. Numbers that differ by more than 1e-5 of their size are not equal; math-verify rounds to 6 decimals.
   5. (2, 1) is not \{1, 2\}, 42_3 is not 42_5, and an equation between numbers has to hold: 43 = 42 is not 42.
 
-A formula can take forever to compare: the caller kills the process of a check after LIMIT seconds.
+Comparing a formula can last forever: the caller kills the process of a check after LIMIT seconds.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def announced(text: str) -> str:
 def read_answer(text: str, has_formula: bool = False) -> Answer:
     """Return a text that is an answer and nothing else as it is compared.
 
-    With `has_formula`, words have the formula among them, as in "The radius is $5$".
+    With `has_formula`, text holds the formula, as in "The radius is $5$".
     """
     tidied = tidy(text)
     value, _ = split_unit(tidied)
@@ -94,7 +94,7 @@ def parse(text: str, only_formula: bool = False) -> list:
     # Its list of units has c, d, h and t, and makes 2 of 2c.
     rules = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
     options = {"extraction_config": [math_verify.LatexExtractionConfig(normalization_config=rules)]}
-    # The library's own time limits need signals.
+    # The library's time limits require signals.
     return math_verify.parse(text, parsing_timeout=None, **(options if only_formula else {}))
 
 

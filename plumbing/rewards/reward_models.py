@@ -1,9 +1,7 @@
 """Reward models as sources of scores.
 
 A model of the policy's vocabulary reads the sampled token ids themselves. Another one reads prompt and response as
-text, through its own tokenizer and chat template, as verl's reward workers do.
-
-Imports plumbing/models/loading.py (loading), plumbing/data/prompts.py (text to token ids) and workers.py (`never`).
+text, through its tokenizer and chat template, as verl's reward workers do.
 """
 
 import math
@@ -75,7 +73,7 @@ class ModelSource:
         sequences = list(map(self._sequence, rows, texts, responses))
         readable = [i for i, sequence in enumerate(sequences) if sequence]
         batches = micro_batches([len(sequences[i]) for i in readable], self.token_budget, World(0, 1, self.device))
-        # Each rank has cut its own sequences; a rank with fewer batches takes part in the others' passes.
+        # Each rank has cut its sequences; a rank with fewer batches joins the passes of the others.
         most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
         for batch in batches + [[]] * (most - len(batches)):
             chosen = [readable[place] for place in batch]
@@ -100,7 +98,7 @@ class ModelSource:
         return ids
 
     def _read_text(self, row: dict, text: str) -> list[int]:
-        """Return prompt and response as token ids by the reward model's own template, or as they are without one."""
+        """Return prompt and response as token ids by the reward model's template, or as they are without one."""
         if self.tokenizer.chat_template is None:
             return [*encode_text("the prompt", row["prompt"] + text, self.tokenizer), self.stop_id]
         if row["messages"] is None:
@@ -120,7 +118,7 @@ class ModelSource:
 def conversation_text(tokenizer, messages: list[dict]) -> str:
     """Return a conversation by a tokenizer's chat template.
 
-    A template without a system turn, such as Gemma's, raises an exception for one. It gets what the system says at the
+    A template without a system turn, such as Gemma's, raises an exception for one. It gets the system turn at the
     beginning of the first turn of the user.
     """
     try:

@@ -2,7 +2,7 @@
 
     caller -> plumbing/rewards/sandbox_program.py (namespaces) -> a process for each input (limits, Landlock)
 
-That file says what holds a program on this machine. Programs that attack on purpose need a container around all of it.
+That file lists the limits of a program on this machine. Programs that attack on purpose require a container, too.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[Re
             start_new_session=True,
         )
         try:
-            process.communicate(job, timeout=1.1 * seconds)  # its own clock ends it before
+            process.communicate(job, timeout=1.1 * seconds)  # its clock ends it before
         except subprocess.TimeoutExpired:
             return "", []
         finally:

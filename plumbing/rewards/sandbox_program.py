@@ -26,7 +26,7 @@ import time
 import types
 
 CPU_SECONDS = 10
-MEMORY = 1 << 30  # bytes of address space, of which the interpreter itself takes about 50 MB
+MEMORY = 1 << 30  # bytes of address space, of which the interpreter uses about 50 MB
 FILE_SIZE = 16 << 20  # bytes of each file
 OUTPUT = 4 << 20  # bytes of what it prints, of which the rest is dropped
 FOLDER_SIZE = 64 << 20  # bytes of all files together, where there are namespaces
@@ -119,7 +119,7 @@ def run(code: str, text: str, deadline: float, folder: str, private: bool) -> tu
 def restrict(folder: str, private: bool) -> None:
     """Give up for good what this process may do, except to compute, to read READABLE and to use `folder`."""
     limits = dict(CPU=CPU_SECONDS, AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0)
-    if private:  # without a namespace of its own, the kernel counts all processes of the user
+    if private:  # without a namespace, the kernel counts all processes of the user
         limits["NPROC"] = PROCESSES
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))

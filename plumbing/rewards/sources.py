@@ -7,9 +7,6 @@ the function `interrupted` returns True: a run that ends does not use the scores
 
 Where rows name their sources, as in open-instruct's mixtures, the others do not count for them: see
 `plumbing.data.prompts.named_sources`.
-
-Imports workers.py, reward_models.py, verifiers.py (names of the built-in sources) and, for the address of a server,
-client.py of this folder.
 """
 
 import atexit
@@ -132,7 +129,7 @@ class Rewards:
             responses = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
             if environment:
                 two = [{**row, "turns": [{"role": "assistant", "content": x}]} for row, x in zip(two, texts)]
-            # The other sources have shown what they need, or need a conversation.
+            # The other sources have been checked already, or require a conversation.
             if hasattr(source, "try_out") and (failure := source.try_out(two, texts, responses)):
                 fail(f"--reward {name}: a trial call with two responses failed: {failure}")
 

@@ -1,8 +1,8 @@
-r"""The functions that check an answer: each takes a response and a column of its row, and returns a score.
+r"""The functions that check an answer: from a response and a column of its row to a score.
 
 They run in worker processes, which are killed when a check hangs. A check that raises an exception gives no score, a
-wrong answer gives 0. plumbing/rewards/answers.py says what counts as the final answer. Packages are imported by the
-check that needs them: the trainer imports this module as well.
+wrong answer gives 0. plumbing/rewards/answers.py defines the final answer. Packages are imported by the check that
+needs them: the trainer imports this module as well.
 """
 
 import ast
@@ -37,7 +37,7 @@ def format(response: str, _=None) -> float:
 
 
 def knights(response: str, answer) -> float:
-    """Return 1 if the response says of each person of the reference, and of nobody else, who is a knight or a knave.
+    """Return 1 if the response calls each person of the reference, and nobody else, the right knight or knave.
 
     Reference: "Zoey is a knave, and Oliver is a knight." (the column solution_text of K-and-K/knights-and-knaves).
     Of the response, the `final_answer` counts; else what follows the last "conclusion"; else the last paragraph. Each

@@ -2,8 +2,6 @@
 
 A call that takes too long, crashes or raises an exception gives no score (NaN), never 0. A process that hangs is
 killed, and pebble starts another one. The processes import this module, so it imports no torch.
-
-Imports plumbing/rewards/verifiers.py and plumbing/rewards/functions.py.
 """
 
 import contextlib
@@ -55,7 +53,7 @@ def columns_of(rows: list[dict]) -> dict[str, list]:
 
 
 def prepare(names: list[str]) -> None:
-    """Set up a new process and import the packages of its verifiers, as that can take longer than a call may."""
+    """Set up a new process and import the packages of its verifiers, which can take longer than a call may."""
     os.setsid()  # signals to the trainer's process group are for the trainer
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait for a call that hangs
     os.dup2(2, 1)  # output of functions goes to stderr
@@ -199,7 +197,7 @@ class VerifierSource:
         self.name, self.workers = name, workers
         self.verifier = verifier_of(name)
         self.limit = min(timeout, self.verifier.limit)
-        # Less than the call may take: a program that is stuck scores 0, a call that is stuck has no score.
+        # Less than the call may last: a program that is stuck scores 0, a call that is stuck has no score.
         self.options = {"seconds": 0.8 * timeout} if name.startswith("code") else {}
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
@@ -212,7 +210,7 @@ class VerifierSource:
             for i, outcome in zip(died, alone):
                 outcomes[i] = outcome
         elif self.verifier.limit < math.inf:
-            # A formula can take for ever. The response is wrong, then, unless the reference is to blame.
+            # Comparing a formula can last forever. Then the response is wrong, unless the reference is to blame.
             alone = self._verify([""] * len(died), [references[i] for i in died], 1, interrupted)
             for i, outcome in zip(died, alone):
                 reason = f"the reference {references[i]!r:.60} alone takes over {self.limit:g} s, or a crash"

@@ -159,7 +159,7 @@ class Batch:
 
 @dataclass
 class Experience:
-    """A scored batch to train on, and where the next step goes on."""
+    """A scored batch to train on, and where the next step continues."""
 
     batch: Batch
     metrics: dict[str, float]  # of all responses that were sampled, the dropped ones included

@@ -1,6 +1,6 @@
 """Which rollout engine samples (--rollout_backend), and the rollout of the next step while this one trains.
 
-plumbing/rollout/vllm_sampling.py says what an engine offers. vLLM's modules are imported if the flag asks for them.
+plumbing/rollout/vllm_sampling.py has the interface of an engine. vLLM's modules are imported if the flag asks for them.
 """
 
 import atexit
@@ -95,7 +95,7 @@ class Prefetch:
 
     def _work(self, future: Future, device: int | None, *job) -> None:
         if device is not None:
-            torch.cuda.set_device(device)  # each thread has its own current device
+            torch.cuda.set_device(device)  # the current device is set per thread
         try:
             future.set_result(self.make(*job))
         except BaseException as error:  # sys.exit of a failure included

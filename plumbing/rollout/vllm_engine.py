@@ -1,7 +1,4 @@
-"""vLLM in the training process (--rollout_backend vllm).
-
-Imports plumbing.rollout.vllm_sampling (responses and turns) and plumbing.models.lora (weights by name).
-"""
+"""vLLM in the training process (--rollout_backend vllm)."""
 
 import asyncio
 import contextlib
@@ -19,7 +16,7 @@ CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
     "enforce_eager": True,
     "enable_chunked_prefill": False,  # it would turn back a seeded request's generator, which a CPU's cannot do
     "max_num_batched_tokens": 65_536,
-    "block_size": 32,  # only whole blocks of a conversation are found in the cache
+    "block_size": 32,  # the cache holds only whole blocks of a conversation
 }
 
 
@@ -36,7 +33,7 @@ class Engine(VllmSampling):
             compute_dtype: of its matrix products; None: float32.
             load_format: "dummy" for random weights until the first `sync`, "auto" for those of --model.
         """
-        # An engine in a process of its own could not be given the trainer's tensors without copies.
+        # An engine in another process could not receive the trainer's tensors without copies.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if world.size % args.vllm_tensor_parallel:

@@ -1,4 +1,4 @@
-"""What vLLM's two engines have in common: responses and turns, each a request. Imports no other module of plumbing."""
+"""What vLLM's two engines have in common: responses and turns, each a request."""
 
 import asyncio
 import importlib.util
@@ -35,12 +35,12 @@ class VllmSampling:
 
     Log-probabilities are those of the distribution that is sampled: after the temperature, top_p and the other limits.
     Seeds are below 2**63, and a response depends on its query, its seed and the weights only. `interrupted` is called
-    again and again; once it is true, or after a failure, what is sampled is None. Subclasses define
+    again and again; once it is true, or after a failure, the result is None. Subclasses define
     `_complete(query, settings, interrupted)`, which samples one response, and `sync(model)`, which gives the engine the
     weights of the trained model: all ranks call it, and none of them samples meanwhile.
 
     Attributes:
-        failure: why the engine works no more, in one line; "" while it works. Run.leave saves and prints it.
+        failure: why the engine no longer works, in one line; "" while it works. Run.leave saves and prints it.
         about: what the run prints at its start.
         synced: bytes of weights in the last sync.
     """
@@ -70,8 +70,8 @@ class VllmSampling:
     ) -> Response | None:
         """Return one turn of a conversation, each of which is a task of one event loop.
 
-        A turn ends with a stop token or with the token that completes one of args.turn_stop. What the conversation has
-        said before is in the engine's cache.
+        A turn ends with a stop token or with the token that completes one of args.turn_stop. The turns before
+        it are in the engine's cache.
 
         Args:
             query: all that stands before the turn. length: the maximum number of tokens of the turn.

@@ -1,8 +1,7 @@
 """vLLM on other GPUs or machines (--rollout_backend server), started by scripts/vllm_server.py.
 
-The servers sample over HTTP, and rank 0 sends them the weights by vLLM's own transfer over NCCL. A key in the variable
-VLLM_API_KEY goes with every request. Imports plumbing.rollout.vllm_sampling (responses and turns) and
-plumbing.models.lora (weights by name).
+The servers sample over HTTP, and rank 0 sends them the weights by vLLM's transfer over NCCL. A key in the variable
+VLLM_API_KEY goes with every request.
 """
 
 import asyncio
@@ -26,9 +25,9 @@ from utils import World, fail, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
-SERVER_ANSWER = 1500.0  # seconds that a response may take: less than the half hour that other ranks wait
+SERVER_ANSWER = 1500.0  # seconds until a response must be there: less than the half hour that other ranks wait
 SERVER_REQUESTS = 256  # requests under way, for each rank and server
-TRANSFER = 600.0  # seconds that a step of the weight transfer may take
+TRANSFER = 600.0  # seconds until a step of the weight transfer must be done
 
 
 class ServerError(Exception):
@@ -185,7 +184,7 @@ class Servers(VllmSampling):
     def sync(self, model: torch.nn.Module) -> None:
         """Give all servers the weights of `model`; all ranks call it, and none of them samples meanwhile."""
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # vLLM sends from a stream of its own, which does not wait for ours
+            torch.cuda.synchronize()  # vLLM sends from another stream, which does not wait for this one
         self.world.barrier()
         self.weights.entries = base_weights(model)
         self.synced = sum(meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata())

@@ -1,7 +1,4 @@
-"""Checkpoints and the final model: what is saved of a run, and what is loaded to resume it.
-
-Imports plumbing.run.files (folders that are whole or absent), plumbing.models.lora and plumbing.models.loading.
-"""
+"""Checkpoints and the final model: what is saved of a run, and what is loaded to resume it."""
 
 import glob
 import os
@@ -38,7 +35,7 @@ def save_checkpoint(
     folder: str, world: World, tokenizer, state: dict, models: dict[str, torch.nn.Module],
     optimizers: dict[str, Optimizer], keep: int,
 ) -> None:  # fmt: skip
-    """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer needs to go on.
+    """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer requires to continue.
 
     Args:
         state: the trainer's tensors and plain values; `state["step"]` names the folder.

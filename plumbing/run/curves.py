@@ -1,7 +1,4 @@
-"""The picture of run folders: a curve of each main metric, a line a run.
-
-Imports plumbing.run.files.
-"""
+"""The picture of run folders: a curve of each main metric, a line a run."""
 
 import math
 import os

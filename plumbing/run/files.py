@@ -1,7 +1,4 @@
-"""The files of a run folder: folders and files that are whole or absent, and the readers of its logs and its args.json.
-
-Imports utils only.
-"""
+"""The files of a run folder: folders and files that are whole or absent, and the readers of its logs and args.json."""
 
 import json
 import os

@@ -1,7 +1,4 @@
-"""A run's final model on the Hugging Face hub, with a model card: --push_to_hub.
-
-Imports plumbing.run.curves and plumbing.run.files.
-"""
+"""A run's final model on the Hugging Face hub, with a model card: --push_to_hub."""
 
 import os
 import re
@@ -50,7 +47,7 @@ def open_repository(name: str) -> str:
 def push(folder: str, repository: str, tracked: str | None) -> str:
     """Push a run's final model with its card, and return the address of both. For rank 0 alone.
 
-    Exits with code 2 if that fails: the model stays, and the message says how to push it again.
+    Exits with code 2 if that fails: the model stays, and the message has the command to push it again.
     """
     final = os.path.join(folder, "final")
     if os.path.exists(os.path.join(folder, "curves.png")):

@@ -1,8 +1,4 @@
-"""What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl and curves.png.
-
-Imports plumbing.run.files (how a file is written), plumbing.run.curves (the picture), plumbing.run.resume (where a run
-begins), plumbing.run.tracking (Weights & Biases, trackio) and plumbing.run.ranks (the phase of a rank).
-"""
+"""What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl and curves.png."""
 
 import math
 import os
@@ -41,7 +37,7 @@ class RunLog:
         """
         Args:
             origin: its folder exists.
-            step: that the run goes on after; 0 for a new one.
+            step: after which the run continues; 0 for a new one.
         """
         self.folder, self.world, self.tracker, self.progress = origin.folder, world, None, None
         self.values: dict[str, str] = {}  # in the progress bar
@@ -117,7 +113,7 @@ class RunLog:
             self.tracker.table(rows, step)
 
     def draw(self) -> None:
-        """Draw curves.png. A failure is a warning: what it shows is in metrics.jsonl."""
+        """Draw curves.png. A failure is a warning: the values are in metrics.jsonl."""
         if not self.world.main:
             return
         try:
@@ -131,7 +127,7 @@ class RunLog:
         if not self.world.main:
             return
         self.progress.close()
-        print(message, flush=True)  # before the picture, which takes a moment and may be interrupted
+        print(message, flush=True)  # before the picture, as drawing it may be interrupted
         self.draw()
         rows = read_metrics(self.folder)
         for name, key in SUMMARY.items():

@@ -1,7 +1,4 @@
-"""Errors, waits and signals of a rank: messages of failures and of phases that take too long, and interruption.
-
-Imports plumbing.models.sharding (the advice for a GPU that is full).
-"""
+"""Errors, waits and signals of a rank: messages of failures and of phases that take too long, and interruption."""
 
 import faulthandler
 import functools
@@ -50,7 +47,7 @@ def record(main: Callable) -> Callable:
         except Exception as error:
             if is_lost_connection(error):
                 time.sleep(2)  # torchrun reports the rank that ended first, in whole seconds, as the root cause
-                fail(f"{place}, in the phase {phase!r}: another rank has ended; its own message says why", local=True)
+                fail(f"{place}, in the phase {phase!r}: another rank has ended; its message has the reason", local=True)
             if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
                 raised = traceback.extract_tb(error.__traceback__)[-1]
                 fail(f"{first_line(error)} ({os.path.basename(raised.filename)} line {raised.lineno})", local=True)
@@ -70,7 +67,7 @@ def is_lost_connection(error: Exception) -> bool:
 class Interrupt:
     """SIGTERM and SIGINT ask the run to save and exit; a second SIGINT ends it at once, as does any before `can_save`.
 
-    `requested` is this process's flag and is polled where ranks run on their own (generation). `agreed` is collective
+    `requested` is this process's flag and is polled where ranks run independently (generation). `agreed` is collective
     and is asked where ranks meet, so that all of them leave at the same place.
     """
 

@@ -1,7 +1,7 @@
 """A page of one or several runs, one HTML file that requires no network: what scripts/report.py writes.
 
 The page is assets/report/page.html with its style sheet, its scripts, the charting library uPlot and the runs' data;
-the scripts draw everything from the data. Imports plumbing.run.curves (names of runs and metrics) and plumbing.run.files.
+the scripts draw everything from the data.
 """
 
 import html
@@ -37,7 +37,7 @@ def write_report(folders: list[str], path: str) -> None:
     texts = {
         "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
         "style": "\n".join(map(read_part, STYLES)),
-        # An HTML parser would take "</script>" in a sample for the end of the data.
+        # An HTML parser would read "</script>" in a sample as the end of the data.
         "data": json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace("<", "\\u003c"),
         "library": read_part("uplot/uPlot.iife.min.js"),
         "script": "\n".join(map(read_part, SCRIPTS)),

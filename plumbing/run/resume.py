@@ -1,7 +1,4 @@
-"""Where a run begins: its folder, the lock on it, its newest checkpoint, and which flags have changed since.
-
-Imports plumbing.run.checkpoints and plumbing.run.files (what a run leaves on disk).
-"""
+"""Where a run begins: its folder, the lock on it, its newest checkpoint, and which flags have changed since."""
 
 import contextlib
 import fcntl
@@ -102,7 +99,7 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
         lock(folder)
     for unfinished in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".step_*")):
         shutil.rmtree(unfinished)
-    # Later steps are run again. The checkpoint holds the row of its own step, and the samples of its evaluation: see
+    # Later steps are run again. The checkpoint holds the row of its step, and the samples of its evaluation: see
     # plumbing.run.run.Run.
     for name, last in (("metrics.jsonl", step - 1), ("held_out.jsonl", step - 1), ("samples.jsonl", step)):
         path = os.path.join(folder, name)

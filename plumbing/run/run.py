@@ -1,8 +1,4 @@
-"""A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop.
-
-Imports plumbing.run.resume (where it begins), plumbing.run.checkpoints (what it leaves on disk), plumbing.run.log (what
-it prints and logs), plumbing.run.tracking, plumbing.run.ranks (the phase of a rank), and plumbing.run.hub if asked.
-"""
+"""A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop."""
 
 import math
 import os
@@ -24,7 +20,7 @@ class Run:
     """
 
     def __init__(self, args, script: str, world: utils.World):
-        """Find the run's folder and the checkpoint to go on from (`checkpoint`, None for a new run); create nothing."""
+        """Find the run's folder and the checkpoint to continue from (`checkpoint` or None); create nothing."""
         begin_phase("load", world)
         self.args, self.script, self.world, self.interrupt = args, script, world, Interrupt(world)
         self.origin = world.on_main(lambda: resume.find_origin(args, script))
@@ -59,14 +55,14 @@ class Run:
     def steps(self, evaluate: Callable | None) -> Iterator[int]:
         """Yield the number of each step that is left, from 1 on.
 
-        Between two steps: evaluate, save when it is due, log, and leave on a signal. An interrupted run goes on here.
+        Between two steps: evaluate, save when it is due, log, and leave on a signal. An interrupted run continues here.
 
         Args:
             evaluate: returns metrics and sample rows, or None if it was interrupted; None for a run that has nothing to
                 evaluate on.
         """
         self.interrupt.can_save = True
-        # An evaluation in which nothing could be measured, as the reward failed, is repeated where the run goes on.
+        # An evaluation in which nothing could be measured, as the reward failed, is repeated when the run continues.
         if not all(map(math.isfinite, self.state["results"].values())):
             self.state.update(results={}, evaluated=False)
         while True:

@@ -1,7 +1,4 @@
-"""Where --track sends a run besides its own files: Weights & Biases, or trackio, which has the same functions.
-
-Imports plumbing.run.resume (where the run begins).
-"""
+"""Where --track sends a run, in addition to its files: Weights & Biases, or trackio, which has the same functions."""
 
 import importlib
 import os
@@ -22,7 +19,7 @@ def check(name: str) -> None:
 
 
 class Tracker:
-    """A run in the library named by --track; a resumed run goes on there. `url` is its address, if it has one."""
+    """A run in the library named by --track; a resumed run continues there. `url` is its address, if it has one."""
 
     def __init__(self, origin: Origin, args):
         """Begin the run; its folder exists."""

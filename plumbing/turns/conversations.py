@@ -2,9 +2,6 @@
 
 The tokens of a turn stay as they were drawn. The tokens between two turns, an observation, are in the context, but not
 in the response mask: nothing is trained on them. docs/environments.md shows how to write tools and environments.
-
-Imports plumbing.turns.templates (the text between turns), plumbing.turns.tool_calls (calls in a turn),
-plumbing.turns.processes (where tools and environments run) and plumbing.data.prompts (token ids of prompts).
 """
 
 import asyncio
@@ -207,7 +204,7 @@ class Conversations:
     def _why_it_ends(
         self, conversation: Conversation, turn: Turn, messages: list[dict], observation: list[int], done: bool
     ) -> str:
-        """Return the stop reason after a turn; "" if the conversation goes on with the observation."""
+        """Return the stop reason after a turn; "" if the conversation continues with the observation."""
         if done:
             return "done"
         if not messages:
@@ -264,7 +261,7 @@ class EngineTurns:
 class DecodedTurns:
     """Samples turns by the script's decode loop: those of all conversations together, once each of them waits for one.
 
-    So what is sampled together does not depend on how long tools take.
+    So what is sampled together does not depend on how long tools run.
     """
 
     def __init__(self, generate: Callable, running: int, conversations: Conversations):

@@ -1,9 +1,7 @@
 """The trainer's end of the processes in which tools (--tools) and environments (--environment) run.
 
 A conversation has a process for its tools and another one for its environment, forked from multiprocessing's fork
-server. One that gives no answer within --timeout is killed; the others go on.
-
-Imports plumbing.turns.worker (what the processes do).
+server. One that gives no answer within --timeout is killed; the others continue.
 """
 
 import asyncio
@@ -22,7 +20,7 @@ from utils import fail
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 LONGEST_ANSWER = 1 << 28  # bytes
-SECONDS_TO_LOAD = 300.0  # importing may take long on a busy file system
+SECONDS_TO_LOAD = 300.0  # imports may be slow on a busy file system
 forked = multiprocessing.get_context("forkserver")
 
 
@@ -40,9 +38,9 @@ class ToolProcesses:
         """Load and describe tools and environment in a process; exit with code 2 if that fails.
 
         Args:
-            tools: of --tools. environment: of --environment, or "". timeout: seconds that a call may take.
+            tools: of --tools. environment: of --environment, or "". timeout: seconds that a call may last.
         """
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process takes three descriptors
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has three descriptors
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         self.timeout = timeout
         self.tools, self.environment = [[os.path.abspath(x) for x in names if x] for names in (tools, (environment,))]
@@ -105,7 +103,7 @@ class Process:
     """A process of one conversation, for its tools or for its environment. A request starts it if there is none."""
 
     def __init__(self, names: list[str], is_environment: bool, timeout: float, seed: int = 0):
-        """See `worker.serve`; `timeout`: seconds that a request may take."""
+        """See `worker.serve`; `timeout`: seconds that a request may last."""
         self.names, self.is_environment, self.timeout, self.seed = names, is_environment, timeout, seed
         self.process = self.connection = None
 

@@ -1,7 +1,4 @@
-"""A tool that runs Python programs in the sandbox of the reward `code`: --tools plumbing/turns/python_tool.py:python
-
-Imports plumbing/rewards/sandbox.py (the process in which programs of a model run).
-"""
+"""A tool that runs Python programs in the sandbox of the reward `code`: --tools plumbing/turns/python_tool.py:python"""
 
 import multiprocessing
 import os

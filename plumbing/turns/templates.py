@@ -3,8 +3,6 @@
 Sampled tokens are never tokenised again. The text between two turns is the difference of two renderings of the chat
 template: of a conversation that ends with a turn, and of the same one with the messages that follow. A template that
 changes earlier turns for later messages, such as one that drops thoughts, is refused at the start.
-
-Imports utils and plumbing.turns.tool_calls (forms of calls).
 """
 
 import os
@@ -36,7 +34,7 @@ class Turns:
             stop_ids: tokens that end a turn.
             schemas: of all tools, as transformers' `get_json_schema` makes them.
             args: --tools, --environment, --tool_call_pattern and --chat_template.
-            has_step: whether the environment, if there is one, answers with messages of its own.
+            has_step: whether the environment, if there is one, answers with messages.
         """
         self.tokenizer, self.stop_ids, self.schemas = tokenizer, stop_ids, schemas
         self.has_template = tokenizer.chat_template is not None and args.chat_template != "none"

@@ -1,8 +1,6 @@
 """Calls of tools, read from the text of a turn.
 
-A reader returns the calls in order: a ToolCall each, or a text for the model that says why a call cannot be read.
-
-Imports utils and plumbing.rewards.answers (which part of a turn is a thought).
+A reader returns the calls in order: a ToolCall each, or a text for the model with the reason why a call cannot be read.
 """
 
 import json
@@ -94,7 +92,7 @@ def pattern_reader(pattern: str, schemas: list[dict]) -> Callable[[str], list[To
     if "arguments" not in compiled.groupindex:
         fail(f"{flag}: has no group (?P<arguments>...), which holds the arguments of a call")
     if "name" not in compiled.groupindex and len(tools) > 1:
-        fail(f"{flag}: has no group (?P<name>...), which says which of {', '.join(tools)} is called")
+        fail(f"{flag}: has no group (?P<name>...), which names the called one of {', '.join(tools)}")
     if compiled.search(""):
         fail(f"{flag}: matches the empty text, and so every response would hold calls")
 

@@ -5,8 +5,7 @@ Requests and answers are JSON objects on a pipe:
     {"result": ...} or {"tool_error": text for the model} or {"error": why the environment failed}
 
 The processes are forked from multiprocessing's fork server, which imports this module, and with it the users' files.
-
-Imports plumbing/rewards/functions.py (functions of users' files). Imports no torch.
+It imports no torch.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ class Tools:
 
     def describe(self) -> tuple[list[dict], bool]:
         """Return the schemas of the tools, and whether it is an environment with a method `step`."""
-        from transformers.utils import chat_template_utils  # takes a second
+        from transformers.utils import chat_template_utils  # slow to import
 
         chat_template_utils.is_torch_available = lambda: False  # torch would be imported for a type that no tool has
         return [chat_template_utils.get_json_schema(function) for function in self.functions], self.has_step
