@@ -2,21 +2,15 @@
 
     python scripts/benchmark.py training --output results/training.md      # the first thing to run on a GPU
     python scripts/benchmark.py passes --output results/bare.md
-    trl-venv/bin/python scripts/benchmark.py trl --output results/trl.md   # and trl.json, with each step
+    trl-venv/bin/python scripts/benchmark.py trl --output results/trl.md   # with requirements.txt and trl==1.16.0
 
-TRL needs an environment with the same versions of all else (python -m venv trl-venv; trl-venv/bin/pip install
--r requirements.txt trl==1.16.0). Linux only: a process's memory is read from /proc.
-
-Runs that are compared take turns, each in a process of its own. Seconds are medians over the processes of the median
-step, the first two left out; a step lasts from the end of the one before to its own end.
+Runs that are compared take turns, each in a process of its own with one thread. Seconds are medians over the processes
+of the median step, the first two left out. Linux only: a process's memory is read from /proc.
 """
 
-import json
-import math
 import os
 import platform
 import shlex
-import statistics
 import sys
 import tempfile
 import time
@@ -27,6 +21,7 @@ from pathlib import Path
 from typing import Callable, Literal
 from unittest import mock
 
+import pandas
 import torch
 import transformers
 import tyro
@@ -45,8 +40,8 @@ SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabula
     "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B
     "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B
     "39m": (512, 8, 8, 2, 1536, 32_000),
-    "10m-large": (64, 4, 4, 2, 256, 151_936),  # 10 million parameters, most of them in the vocabulary
-    "10m-small": (320, 8, 5, 5, 1280, 512),  # 13 million parameters, most of them in the blocks
+    "10m": (64, 4, 4, 2, 256, 151_936),  # most parameters in the vocabulary
+    "13m": (320, 8, 5, 5, 1280, 512),  # most parameters in the blocks
     "long tail": (64, 2, 4, 2, 256, 64),
 }
 # Of all runs: the demo's task without a system turn, KL, evaluation and checkpoints.
@@ -58,7 +53,7 @@ RUN = {
 WARM_UP = 2  # first steps of a run, which do not count
 COLUMNS = {  # of a table of runs: the metrics of a step
     "step, s": "time/whole", "rollout, s": "time/rollout", "log-probs, s": "time/logprobs",
-    "updates, s": "time/training", "tokens": "val/sequence_lengths", "MFU of updates": "perf/mfu_training",
+    "updates, s": "time/training", "tokens": "val/sequence_lengths", "peak, MiB": "peak",
 }  # fmt: skip
 
 
@@ -181,7 +176,7 @@ def bare_passes(model, ids: torch.Tensor, stops: int) -> dict[str, Callable]:
 def our_passes(model, ids: torch.Tensor, stops: int) -> dict[str, Callable]:
     """Return the same by grpo.py; the update's pass has the entropies that a run logs, too."""
     args = grpo.Args(max_response_length=ids.shape[1] - 1, min_response_length=ids.shape[1] - 1)
-    policy, queries = grpo.Policy(model, 1.0, 512), ids[:, :1].tolist()
+    policy, queries = grpo.Policy(model, args), ids[:, :1].tolist()
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
     uniforms = torch.rand(len(ids), ids.shape[1] - 1, dtype=torch.float64)
@@ -193,12 +188,13 @@ def our_passes(model, ids: torch.Tensor, stops: int) -> dict[str, Callable]:
 
 
 def run_passes(folder: str, flags: dict, more: tuple) -> dict:
-    """Time passes five times; `more`: by grpo.py or not, names of passes, sequences, tokens of a response."""
-    ours, names, sequences, length = more
+    """Time passes five times; `more`: grpo.py or transformers, names of passes, sequences, tokens of a response."""
+    who, names, sequences, length = more
     model, steps, memory = transformers.AutoModelForCausalLM.from_pretrained(flags["model"]), [], PeakMemory()
     device = torch.device("cuda" if GPU else "cpu")
     ids = torch.randint(2, model.config.vocab_size, (sequences, length + 1), device=device)
-    passes = (our_passes if ours else bare_passes)(model.to(device), ids, model.config.eos_token_id)
+    make = our_passes if who == "grpo.py" else bare_passes
+    passes = make(model.to(device), ids, model.config.eos_token_id)
     memory.begin()
     for _ in range(WARM_UP + 3):
         seconds = {}
@@ -235,74 +231,52 @@ def random_model(shape: str, folder: str) -> str:
     return folder
 
 
-def compare(flags: dict, kinds: dict[str, tuple], rounds: int) -> dict[str, list[dict] | str]:
-    """Return what each kind of run measured, round by round, or a line that says why it could not.
+def compare(flags: dict, kinds: dict[str, tuple], rounds: int) -> dict[str, pandas.DataFrame]:
+    """Return the metrics of each kind of run, a row for each round: medians of the steps that count, and "peak".
+
+    A kind that fails is left out, after a line that says why.
 
     Args:
         flags: of grpo.py, for all kinds. Of a model that SHAPES names, a random one is made.
         kinds: {name: (function from the section above, its third argument)}. Each round has a seed of its own.
     """
-    results: dict[str, list[dict] | str] = {kind: [] for kind in kinds}
+    rows = {kind: [] for kind in kinds}
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment):
         if flags["model"] in SHAPES:
             flags = {**flags, "model": random_model(flags["model"], folder)}
-        for number in range(1, rounds + 1):
+        for seed in range(1, rounds + 1):
             for kind, (function, more) in kinds.items():
-                if isinstance(results[kind], str):
-                    continue
                 with (
                     tempfile.TemporaryDirectory() as output,
                     ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process,
                 ):
-                    future = process.submit(function, output, {**flags, "seed": number}, more)
+                    future = process.submit(function, output, {**flags, "seed": seed}, more)
                     if error := future.exception():
-                        results[kind] = f"{type(error).__name__}: {error}"
+                        print(f"{kind}: {type(error).__name__}: {error}", file=sys.stderr)
                     else:
-                        results[kind].append(future.result())
-    return results
+                        run = future.result()
+                        steps = pandas.DataFrame(run["steps"][WARM_UP:]).median(numeric_only=True)
+                        rows[kind].append({**steps, "peak": run["peak"]})
+    return {kind: pandas.DataFrame(of_rounds) for kind, of_rounds in rows.items() if of_rounds}
 
 
-def typical(run: dict, key: str) -> float:
-    """Return the median of a metric over the steps of a run that count; NaN without one."""
-    return statistics.median([step.get(key) or math.nan for step in run["steps"][WARM_UP:]] or [math.nan])
-
-
-def run_table(title: str, results: dict[str, list[dict] | str], *ratios_of: str) -> list[list[str]]:
+def run_table(title: str, results: dict[str, pandas.DataFrame], *ratios_of: str) -> list[list[str]]:
     """Return a table of what `compare` returned; ratios_of: metrics that are divided by those of the first kind, round
     by round, shown as median (lowest to highest)."""
-    header = [title, *COLUMNS, "peak, MiB", *(f"ratio of {metric}" for metric in ratios_of)]
-    base, rows = next(iter(results.values())), []
-    for kind, runs in results.items():
-        if isinstance(runs, str):
-            rows.append([kind, runs, *[""] * (len(header) - 2)])
-            continue
-        numbers = [statistics.median(typical(run, metric) for run in runs) for metric in COLUMNS.values()]
-        numbers.append(statistics.median(run["peak"] for run in runs))
-        cells = ["" if math.isnan(x) else f"{x:,.4g}" for x in numbers]
+    rows = [[title, *COLUMNS, *(f"ratio of {metric}" for metric in ratios_of)]]
+    base = next(iter(results.values()))
+    for kind, rounds in results.items():
+        medians = rounds.median()
+        cells = [f"{medians[metric]:,.4g}" if metric in medians else "" for metric in COLUMNS.values()]
         for metric in ratios_of:
-            pairs = [] if isinstance(base, str) else zip(runs, base)
-            ratios = [typical(run, metric) / typical(other, metric) for run, other in pairs] or [math.nan]
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            cells.append("" if math.isnan(ratios[0]) else spread)
+            ratios = rounds[metric] / base[metric]
+            cells.append(f"{ratios.median():.2f} ({ratios.min():.2f} to {ratios.max():.2f})")
         rows.append([kind, *cells])
-    return [header, *rows]
+    return rows
 
 
-def report(output: str, title: str, about: list[str], *tables: list) -> None:
-    """Print lines and tables (rows of cells, the header first) as Markdown, and write them if `output` names a file."""
-    device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
-    row = lambda cells: f"| {' | '.join(cells)} |"
-    lines = [f"# {title}", "", f"`python scripts/benchmark.py {shlex.join(sys.argv[1:])}`", ""]
-    lines += [f"- {time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}", *(f"- {line}" for line in about)]
-    for header, *rows in tables:
-        lines += ["", row(header), "|---" * len(header) + "|", *map(row, rows)]
-    print(*lines, sep="\n")
-    if output:
-        Path(output).write_text("\n".join(lines) + "\n")
-
-
-# ---- the commands ----------------------------------------------------------------------------------------------------
+# ---- the commands: each returns its title, lines about it, and tables ------------------------------------------------
 
 DEMO = {
     "model": TINY, "learning_rate": 3e-4, "rollout_batch_size": 32, "mini_batch_size": 256, "max_response_length": 48,
@@ -321,80 +295,80 @@ CASES = {  # what it is, flags of grpo.py, TRL's micro-batch in responses
 }  # fmt: skip
 
 
-def trl(rounds: int = 5, output: str = "") -> None:
-    """Time grpo.py and TRL's GRPOTrainer side by side on the CPU, with one thread each.
+def trl(rounds: int) -> tuple[str, list[str], list]:
+    """Time grpo.py and TRL's GRPOTrainer side by side on the CPU.
 
-    A pair is one process of each, one after the other: the same model, prompts, loss, optimizer, reward and float32
-    arithmetic. What is not the work (evaluation, checkpoints, trackers, gradient checkpointing) is off in both. TRL has
-    the fastest of the micro-batch sizes that were tried by hand.
-
-    Args:
-        rounds: pairs of each case.
-        output: Markdown file to write; the numbers of each step go into a .json file next to it.
+    The same model, prompts, loss, optimizer, reward and float32 arithmetic. What is not the work (evaluation,
+    checkpoints, trackers) is off in both. TRL has the fastest of the micro-batch sizes that were tried by hand.
     """
-    results = {}
+    tables = []
     for case, (_, flags, micro_batch) in CASES.items():
-        results[case] = compare(flags, {"TRL": (run_trl, micro_batch), "grpo.py": (run_grpo, [])}, rounds)
-    tables = [run_table(case, runs, "time/whole") for case, runs in results.items()]
+        results = compare(flags, {"TRL": (run_trl, micro_batch), "grpo.py": (run_grpo, [])}, rounds)
+        tables.append(run_table(case, results, "time/whole"))
     about = [f"{case}: {text}" for case, (text, *_) in CASES.items()]
-    report(output, "grpo.py and TRL's GRPOTrainer on a CPU", about, *tables)
-    if output:
-        Path(output).with_suffix(".json").write_text(json.dumps(results, indent=1))
+    return "grpo.py and TRL's GRPOTrainer on a CPU", about, tables
 
 
+SEQUENCES, LENGTH = 16, 1024  # of the micro-batch of an update
 VARIANTS = ("shard fsdp", "gradient_checkpointing", "lora_rank 16")
 VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_attention_2", "flex_attention"))
 VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
 
 
-def training(
-    shapes: tuple[Literal[tuple(SHAPES)], ...] = ("0.5b", "1.5b"), variants: tuple[str, ...] = VARIANTS,
-    sequences: int = 16, length: int = 1024, rounds: int = 3, output: str = "",
-) -> None:  # fmt: skip
-    """Time an update (forward, backward, AdamW) and a pass for log-probs of one micro-batch, with random weights.
-
-    Args:
-        shapes: models, of those in SHAPES.
-        variants: flags of grpo.py without their dashes, each measured in runs of its own.
-        sequences: responses of a micro-batch, a multiple of 8.
-        length: tokens of each.
-        rounds: processes of each kind, in turns.
-        output: Markdown file to write.
-    """
+def training(rounds: int) -> tuple[str, list[str], list]:
+    """Time an update (forward, backward, AdamW) and a pass for log-probs of one micro-batch, with random weights."""
     flags = {
-        "rollout_batch_size": sequences // 8, "mini_batch_size": sequences, "min_response_length": length,
-        "max_response_length": length, "micro_batch_tokens": sequences * (length + 16), "num_epochs": 2,
-        "rollout_backend": "hf", "total_episodes": sequences * (WARM_UP + 3),
+        "rollout_batch_size": SEQUENCES // 8, "mini_batch_size": SEQUENCES, "min_response_length": LENGTH,
+        "max_response_length": LENGTH, "micro_batch_tokens": SEQUENCES * (LENGTH + 16), "num_epochs": 2,
+        "rollout_backend": "hf", "total_episodes": SEQUENCES * (WARM_UP + 3),
     }  # fmt: skip
-    kinds = {"base": (run_grpo, []), **{f"--{flag}": (run_grpo, f"--{flag}".split()) for flag in variants}}
+    kinds = {"base": (run_grpo, []), **{f"--{flag}": (run_grpo, f"--{flag}".split()) for flag in VARIANTS}}
     tables = []
-    for shape in shapes:
+    for shape in ("0.5b", "1.5b"):
         results = compare({**flags, "model": shape}, kinds, rounds)
         tables.append(run_table(shape, results, "time/training", "time/logprobs"))
-    about = f"a step: {sequences} responses of {length} tokens, one pass for log-probs, two updates of one micro-batch"
-    report(output, "Updates and log-probs", [about], *tables)
+    about = f"a step: {SEQUENCES} responses of {LENGTH} tokens, one pass for log-probs, two updates of one micro-batch"
+    return "Updates and log-probs", [about], tables
 
 
-UPDATES = ("39m", 8, 256), ("10m-small", 8, 256)  # a model, sequences, and the tokens of each
-ROLLOUTS = (TINY, 256, 48), ("10m-small", 64, 96), ("10m-large", 32, 64)
+UPDATES = ("39m", 8, 256), ("13m", 8, 256)  # a model, sequences, and the tokens of each
+ROLLOUTS = (TINY, 256, 48), ("13m", 64, 96), ("10m", 32, 64)
 
 
-def passes(rounds: int = 3, output: str = "") -> None:
-    """Time an update, a pass for log-probs and decoding by grpo.py beside bare ones of transformers, with one thread.
-
-    Args:
-        rounds: processes of each kind, in turns.
-        output: Markdown file to write.
-    """
+def passes(rounds: int) -> tuple[str, list[str], list]:
+    """Time an update, a pass for log-probs and decoding by grpo.py and by transformers alone."""
     tables = []
     cases = [(*case, ["time/logprobs", "time/training"]) for case in UPDATES]
     cases += [(*case, ["time/rollout"]) for case in ROLLOUTS]
     for model, sequences, length, names in cases:
-        more = [(run_passes, (ours, names, sequences, length)) for ours in (False, True)]
-        results = compare({"model": model}, dict(zip(("transformers", "grpo.py"), more)), rounds)
+        kinds = {who: (run_passes, (who, names, sequences, length)) for who in ("transformers", "grpo.py")}
+        results = compare({"model": model}, kinds, rounds)
         tables.append(run_table(f"{os.path.basename(model)}: {sequences} x {length}", results, *names))
-    report(output, "Passes beside bare ones of transformers", [f"{rounds} processes of each kind, in turns"], *tables)
+    return "Passes of grpo.py and of transformers alone", [], tables
+
+
+COMMANDS = {"trl": trl, "training": training, "passes": passes}
+
+
+def main(command: tyro.conf.Positional[Literal[tuple(COMMANDS)]], rounds: int = 3, output: str = "") -> None:
+    """Measure, and print the tables as Markdown.
+
+    Args:
+        command: what to measure.
+        rounds: processes of each kind, in turns.
+        output: Markdown file to write.
+    """
+    title, about, tables = COMMANDS[command](rounds)
+    device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
+    about = [f"{time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}", f"{rounds} processes of each", *about]
+    lines = [f"# {title}", "", f"`python scripts/benchmark.py {shlex.join(sys.argv[1:])}`", ""]
+    lines += [f"- {line}" for line in about]
+    for header, *rows in tables:
+        lines += ["", *(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))]
+    print(*lines, sep="\n")
+    if output:
+        Path(output).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"trl": trl, "training": training, "passes": passes}, description=__doc__)
+    tyro.cli(main)

