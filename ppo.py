@@ -148,10 +148,10 @@ class Args(
     penalty_reward_value: FiniteFloat = 0.0
     """Score of a response without a stop token."""
     overlong_buffer: NonNegativeInt = 0
-    """Soft overlong penalty: over the last so many tokens before --max_response_length the score falls linearly by up
-    to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
+    """Soft overlong penalty: over this many last tokens before --max_response_length the score falls linearly by up to
+    1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
     mask_truncated: bool = False
-    """Leave responses without a stop token out, of the loss and of their group's baseline; no penalty touches them."""
+    """Leave responses without a stop token out of the loss and of their group's baseline; they get no penalty."""
     reward_normalization: bool = False
     """Normalise scores by their mean and standard deviation since the start of the run, before any penalty."""
     reward_clip: NonNegativeFloat = 0.0
@@ -757,7 +757,7 @@ def collect(
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
-    """Return which groups (N / G, G) have no two different scores, and so nothing to learn from: (N / G,) bool."""
+    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N / G,) bool."""
     scored = grouped.isfinite()
     highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
     lowest = grouped.masked_fill(~scored, torch.inf).amin(1)

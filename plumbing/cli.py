@@ -109,7 +109,7 @@ class OutputArgs:
 @dataclass
 class RunArgs(OutputArgs):
     resume: bool = False
-    """Continue from the run's newest checkpoint; start from the beginning if there is none yet."""
+    """Continue from the run's newest checkpoint; begin a new run if there is none."""
     save_every: NonNegativeInt = 50
     """Steps between checkpoints; the last step always has one. 0: only then, or when interrupted."""
     keep_checkpoints: NonNegativeInt = 2
@@ -167,8 +167,8 @@ class PromptArgs:
     owner/name:config on the hub, each with @split after it for another split than train; or a .json list of {"prob":
     weight, "filepath": any of these}."""
     prompt_column: str = ""
-    """Column of the prompt, text or messages; a dot goes into an object. Default: the first that any row has something
-    in of prompt, question, messages, problem, quiz, src."""
+    """Column of the prompt, text or messages; a dot goes into an object. Default: the first of prompt, question,
+    messages, problem, quiz, src in which any row has something."""
     answer_column: str = ""
     """Column of the reference answer, likewise; default: the first of answer, ground_truth, reward_model.ground_truth,
     solution_text, solution, tgt, completion, or else the turn of the assistant that messages end with."""
