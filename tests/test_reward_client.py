@@ -192,17 +192,16 @@ def test_batches_go_side_by_side_and_keep_their_order(serve):
 @pytest.mark.parametrize(
     "behave, why",
     [
-        (says([1.0] * 31), "not a list of 32 numbers"),
-        (says(None), "not a list of 32 numbers"),
-        (says("0" * 32), "not a list of 32 numbers"),  # not 32 zeros
-        (says({str(i): 1.0 for i in range(32)}), "not a list of 32 numbers"),
-        (says([[1.0]] * 32), "list"),
+        (says([1.0] * 31), "31 scores"),
+        (says(None), "valid array"),
+        (says("0" * 32), "valid array"),  # not 32 zeros
+        (says({str(i): 1.0 for i in range(32)}), "valid array"),
+        (says([[1.0]] * 32), "valid number"),
         (says(["good"] * 32), "good"),
-        (says([10**400] * 32), "too large"),
         (says([1.0] * 32, error_code=500, error_msg="the judge is away"), "error_code 500: the judge is away"),
-        (lambda question, count: (200, {"score": [1.0] * 32}, {}), "error_code None"),
-        (lambda question, count: (200, {"error_code": 0}, {}), "score"),
-        (lambda question, count: (200, b"<html>\nhello</html>", {}), "Expecting value"),
+        (lambda question, count: (200, {"score": [1.0] * 32}, {}), "error_code Field required"),
+        (lambda question, count: (200, {"error_code": 0}, {}), "0 scores"),
+        (lambda question, count: (200, b"<html>\nhello</html>", {}), "Invalid JSON"),
         (lambda question, count: (404, b"<html>no such page</html>", {}), "404"),
         (lambda question, count: (400, {"error_code": 400, "error_msg": "entry 3 is empty"}, {}), "entry 3 is empty"),
     ],

@@ -8,10 +8,11 @@ import math
 import os
 from multiprocessing.pool import ThreadPool
 
+import pydantic
 import urllib3
 
 from plumbing.rewards.workers import POLL, columns_of, finite_or_nan, never
-from utils import first_line, warn
+from utils import warn
 
 BATCH = 32  # responses in a request
 CONNECTIONS = 8  # requests at the same time
@@ -19,6 +20,14 @@ RETRIES = urllib3.Retry(  # after 0, 2, 4, 8 and 16 s, or what the server's Retr
     5, backoff_factor=1, retry_after_max=60, allowed_methods=None, raise_on_status=False,
     status_forcelist=(408, 429, *range(500, 600)),
 )  # fmt: skip
+
+
+class Answer(pydantic.BaseModel):
+    """What a server answers."""
+
+    error_code: int
+    error_msg: str = ""
+    score: list[float | None] = []  # of each response; null, NaN and infinity are scores that are missing
 
 
 class ServerSource:
@@ -47,49 +56,33 @@ class ServerSource:
             warn(f"--reward {self.url}: has no /health, so a score of 1 or more counts as a correct response")
             return True
 
-    def try_out(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> str:
-        """Return why there is no answer to a trial request, "" if there is one."""
-        self.score(rows, texts, responses)
-        return self.failure
-
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
-        self.failure, scores = "", []
-        batches = [slice(start, start + BATCH) for start in range(0, len(rows), BATCH)]
+        self.failure = ""
+        batches = [(rows[i : i + BATCH], texts[i : i + BATCH]) for i in range(0, len(rows), BATCH)]
         with ThreadPool(CONNECTIONS) as pool:
-            answers = [pool.apply_async(self._ask, (rows[batch], texts[batch])) for batch in batches]
-            for batch, answer in zip(batches, answers):
-                while not (answer.ready() or interrupted()):
-                    answer.wait(POLL)
-                if answer.ready():
-                    batch_scores, failure = answer.get()
-                else:
-                    batch_scores, failure = [math.nan] * len(rows[batch]), "the run is interrupted"
-                scores += batch_scores
-                self.failure = failure or self.failure
-        return scores
+            answers = pool.starmap_async(self._ask, batches, chunksize=1)
+            while not (answers.ready() or interrupted()):
+                answers.wait(POLL)
+            if not answers.ready():
+                self.failure = "the run is interrupted"
+                return [math.nan] * len(rows)
+        return [score for scores in answers.get() for score in scores]
 
-    def _ask(self, rows: list[dict], texts: list[str]) -> tuple[list[float], str]:
-        """Return the scores of a batch and "", or NaN for each response and why there are none."""
+    def _ask(self, rows: list[dict], texts: list[str]) -> list[float]:
+        """Return the scores of a batch; NaN for each response, and why in `failure`, if there are none."""
         try:
             body = json.dumps(request_body(rows, texts), default=str)
             answer = self.connections.request("POST", self.url, body=body, headers=self.headers)
-            return read_scores(answer.status, answer.data, len(rows)), ""
+            if not 200 <= answer.status < 300:
+                raise ValueError(f"HTTP status {answer.status}: {answer.data[:300].decode(errors='replace')}")
+            content = Answer.model_validate_json(answer.data)
+            if content.error_code or len(content.score) != len(rows):
+                raise ValueError(f"error_code {content.error_code}: {content.error_msg}, {len(content.score)} scores")
+            return list(map(finite_or_nan, content.score))
         except Exception as error:  # an address may answer anything
             reason = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error
-            return [math.nan] * len(rows), f"gave no scores ({first_line(reason)})"
-
-
-def read_scores(status: int, data: bytes, count: int) -> list[float]:
-    """Return the `count` scores in a server's answer, NaN for null. Raise an exception if it has another form."""
-    if not 200 <= status < 300:
-        raise ValueError(f"HTTP status {status}: {data[:300].decode(errors='replace')}")
-    content = json.loads(data)
-    if content.get("error_code") != 0:
-        raise ValueError(f"error_code {content.get('error_code')}: {content.get('error_msg')}")
-    scores = content["score"]
-    if not isinstance(scores, list) or len(scores) != count:  # the characters of "00" would pass for numbers
-        raise ValueError(f"score is {str(scores)[:100]}, not a list of {count} numbers")
-    return [finite_or_nan(score) for score in scores]
+            self.failure = f"gave no scores ({' '.join(str(reason).split())[:300]})"
+            return [math.nan] * len(rows)
 
 
 def request_body(rows: list[dict], texts: list[str]) -> dict:

@@ -124,18 +124,11 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
 def code_of(response: str) -> str:
     """Return the last block of Python in the `final_text` of a response, else all of it."""
     text = final_text(response)
-    program, language, lines = text, None, []
-    for line in text.splitlines(keepends=True):
-        if language is None:  # outside of a block
-            if opening := re.match(r"[ \t]*```[ \t]*(\w*)", line):
-                language, lines = opening[1].lower(), []
-        elif line.strip() != "```":
-            lines.append(line)
-        else:
-            if language in ("python", "python3", "py", ""):
-                program = textwrap.dedent("".join(lines))
-            language = None
-    return program
+    # [before, language, block, "", after, language, ...]: lines of ``` open and close a block in turn.
+    parts = re.split(r"^[ \t]*```[ \t]*(\w*).*\n?", text, flags=re.MULTILINE)
+    closed = zip(parts[1::4], parts[2::4], parts[3::4])
+    programs = [block for language, block, _ in closed if language.lower() in ("python", "python3", "py", "")]
+    return textwrap.dedent(programs[-1]) if programs else text
 
 
 def same_output(result: tuple[int, str], expected: str) -> bool:

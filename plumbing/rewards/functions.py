@@ -15,7 +15,6 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Mapping, Set
 from typing import Callable
 
 
@@ -100,10 +99,10 @@ def as_numbers(scores, count: int) -> list[float | None]:
     """Return what a function returned for `count` responses as floats and Nones.
 
     Raises:
-        TypeError, ValueError: for anything but `count` numbers or Nones. Text is not a number.
+        TypeError, ValueError: for anything but `count` numbers or Nones in their order. Text is not a number.
     """
-    if not isinstance(scores, Iterable) or isinstance(scores, (str, bytes, Mapping, Set)):
-        raise TypeError(f"returned {type(scores).__name__} {str(scores)[:40]!r}, not a list of numbers")
+    if isinstance(scores, (dict, set)):
+        raise TypeError(f"returned a {type(scores).__name__}, not a list of numbers")
     scores = list(scores)
     if len(scores) != count:
         raise ValueError(f"returned {len(scores)} scores for {count} responses")

@@ -5,7 +5,6 @@ text, through its tokenizer and chat template, as verl's reward workers do.
 """
 
 import math
-import os
 
 import jinja2
 import torch
@@ -19,7 +18,7 @@ from plumbing.models.loading import (
     vocabulary_difference,
 )
 from plumbing.rewards.workers import never
-from utils import World, fail, first_line, micro_batches
+from utils import World, fail, first_line, micro_batches, warn
 
 
 class ModelSource:
@@ -34,20 +33,14 @@ class ModelSource:
         if not trained:
             fail(f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)")
         self.positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-        self.vocabulary = getattr(config.get_text_config(), "vocab_size", None) or math.inf
         self.difference = vocabulary_difference(tokenizer, self.tokenizer)
-        known = set(self.tokenizer.get_vocab().values())
-        ours = set() if self.difference else set(tokenizer.get_vocab().values())
-        self.unknown = ours - known  # the policy's pad token, if it alone has one
-        self.stop_id = stop_token_ids(self.tokenizer, name, "eos")[0] if self.difference else None
-        if self.difference and tokenizer.chat_template and not self.tokenizer.chat_template:
-            fail(f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by")
-
-    def try_out(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> str:
-        """Return why the model cannot read these responses, "" if it can."""
-        if self.difference and int(os.environ.get("RANK", "0")) == 0:
-            print(f"--reward {self.name}: reads text, as its vocabulary {self.difference}", flush=True)
-        return "" if all(map(self._sequence, rows, texts, responses)) else self.failure
+        # Of the same vocabulary, the policy's pad token, if it alone has one.
+        self.unknown = set(tokenizer.get_vocab().values()) - set(self.tokenizer.get_vocab().values())
+        if self.difference:
+            self.unknown, self.stop_id = set(), stop_token_ids(self.tokenizer, name, "eos")[0]
+            if tokenizer.chat_template and not self.tokenizer.chat_template:
+                fail(f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by")
+            warn(f"--reward {name}: reads text, as its vocabulary {self.difference}")
 
     def load(self, args, precision, sharding=None) -> None:
         """Load the model.
@@ -70,7 +63,7 @@ class ModelSource:
     @torch.no_grad()
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         self.failure, scores = "", [math.nan] * len(rows)
-        sequences = list(map(self._sequence, rows, texts, responses))
+        sequences = self.read(rows, texts, responses)
         readable = [i for i, sequence in enumerate(sequences) if sequence]
         batches = micro_batches([len(sequences[i]) for i in readable], self.token_budget, World(0, 1, self.device))
         # Each rank has cut its sequences; a rank with fewer batches joins the passes of the others.
@@ -83,19 +76,20 @@ class ModelSource:
             self.failure = "its score is not finite"
         return scores
 
-    def _sequence(self, row: dict, text: str, response: list[int]) -> list[int]:
-        """Return prompt and response as token ids of the reward model; [] and `failure` if it cannot read them."""
-        try:
-            ids = self._read_text(row, text) if self.difference else row["query"] + response
-            ids = [token for token in ids if token not in self.unknown]
-            if max(ids) >= self.vocabulary:
-                raise ValueError(f"it holds token {max(ids)}, and the model has {self.vocabulary} tokens")
-            if len(ids) > self.positions:
-                raise ValueError(f"it has {len(ids)} tokens, and the model {self.positions} positions")
-        except Exception as error:  # templates raise exceptions of any type
-            self.failure = f"cannot read a response with its prompt: {first_line(error)}"
-            return []
-        return ids
+    def read(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[list[int]]:
+        """Return prompts and responses as token ids of the reward model, [] and `failure` where it cannot read them."""
+        sequences = []
+        for row, text, response in zip(rows, texts, responses):
+            try:
+                ids = self._read_text(row, text) if self.difference else row["query"] + response
+                ids = [token for token in ids if token not in self.unknown]
+                if len(ids) > self.positions:
+                    raise ValueError(f"it has {len(ids)} tokens, and the model {self.positions} positions")
+            except Exception as error:  # templates raise exceptions of any type
+                self.failure = f"cannot read a response with its prompt: {first_line(error)}"
+                ids = []
+            sequences.append(ids)
+        return sequences
 
     def _read_text(self, row: dict, text: str) -> list[int]:
         """Return prompt and response as token ids by the reward model's template, or as they are without one."""

@@ -10,6 +10,7 @@ Where rows name their sources, as in open-instruct's mixtures, the others do not
 """
 
 import atexit
+import importlib.util
 import os
 from typing import Callable
 
@@ -18,7 +19,7 @@ import torch
 from plumbing.rewards.reward_models import ModelSource
 from plumbing.rewards.verifiers import VERIFIERS, verifier_of
 from plumbing.rewards.workers import LARGEST, FunctionSource, VerifierSource, Workers, finite_or_nan, never
-from utils import fail, warn
+from utils import fail, loading, warn
 
 
 def reward_weights(args) -> tuple[float, ...]:
@@ -58,6 +59,20 @@ def check_name(name: str) -> None:
     if is_reward_model(name) and (name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1):
         others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
         fail(f"--reward {name}: there is no such reward; use {', '.join(VERIFIERS)}, {others}")
+    if (package := package_of(name)) and importlib.util.find_spec(package) is None:
+        fail(f"--reward {name}: requires the package {package} (pip install {package})")
+    if name == "code":
+        from plumbing.rewards import sandbox
+
+        with loading("--reward code"):
+            missing = sandbox.open_limits()
+        if missing:
+            warn(f"--reward code: {missing}")
+
+
+def package_of(name: str) -> str:
+    """Return the package that a verifier imports, "" for none."""
+    return getattr(verifier_of(name), "package", "")
 
 
 def is_scored_by(row: dict, name: str) -> bool:
@@ -81,14 +96,13 @@ class Rewards:
                 which each source gets two in a call that has to succeed; none for no such call.
             environment: whether responses are conversations.
         """
-        for name in args.reward:
-            check_name(name)
         # Verifiers share the responses of a rank out among processes; functions share one process and what it holds.
-        verifiers = Workers(list(filter(verifier_of, args.reward)), worker_count())
-        functions = Workers(list(filter(is_function, args.reward)), 1)
+        verifiers = Workers(worker_count(), list(filter(None, map(package_of, args.reward))))
+        functions = Workers(1)
         self.workers, self.sources = [verifiers, functions], {}
         atexit.register(self.close)
         for name in args.reward:
+            check_name(name)
             if is_server(name):
                 from plumbing.rewards.client import ServerSource
 
@@ -99,23 +113,15 @@ class Rewards:
                 self.sources[name] = VerifierSource(name, verifiers, args.timeout)
             elif is_function(name):
                 self.sources[name] = FunctionSource(name, functions, args.timeout)
+                if failure := self.sources[name].load():
+                    fail(f"--reward {name}: {failure}", local=True)
             else:
                 self.sources[name] = ModelSource(name, tokenizer)
         self.models = {name: source for name, source in self.sources.items() if isinstance(source, ModelSource)}
-        for workers in self.workers:
-            self._load(workers)
         if rows:
             self._try_out(rows, tokenizer, environment)
         # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
         self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
-
-    def _load(self, workers: Workers) -> None:
-        """Import sources in worker processes; exit with code 2 if one cannot be imported."""
-        for name, outcome in workers.load().items():
-            if outcome.failure:
-                fail(f"--reward {name}: {outcome.failure}", local=True)
-            if outcome.result:
-                warn(f"--reward {name}: {outcome.result}")
 
     def _try_out(self, rows: list[dict], tokenizer, environment: bool) -> None:
         """Exit with code 2 if a source fails in a call with two prompts, answered by their references or "42"."""
@@ -129,9 +135,12 @@ class Rewards:
             responses = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
             if environment:
                 two = [{**row, "turns": [{"role": "assistant", "content": x}]} for row, x in zip(two, texts)]
-            # The other sources have been checked already, or require a conversation.
-            if hasattr(source, "try_out") and (failure := source.try_out(two, texts, responses)):
-                fail(f"--reward {name}: a trial call with two responses failed: {failure}")
+            if name in self.models:
+                source.read(two, texts, responses)  # its weights are not loaded yet
+            elif is_function(name) or is_server(name):
+                source.score(two, texts, responses)
+            if source.failure:
+                fail(f"--reward {name}: a trial call with two responses failed: {source.failure}")
 
     def load_models(self, args, precision, sharding=None) -> None:
         """Load the reward models among the sources, see `ModelSource.load`."""

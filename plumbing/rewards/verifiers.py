@@ -152,19 +152,19 @@ class Verifier(NamedTuple):
 
     check: Callable[..., float]
     column: str  # of the row, whose value `check` gets as second argument; "" if it reads the response only
-    package: str = ""  # that has to be installed
+    package: str = ""  # that it imports
     limit: float = float("inf")  # seconds of a call, after which the response is wrong if the reference is not to blame
 
 
 VERIFIERS = {
-    "math": Verifier(math, "answer", "math-verify", limit=LIMIT),
+    "math": Verifier(math, "answer", "math_verify", limit=LIMIT),
     "gsm8k": Verifier(gsm8k, "answer"),
     "exact": Verifier(exact, "answer"),
     "code": Verifier(code, "answer"),
     "knights": Verifier(knights, "answer"),
     "format": Verifier(format, ""),
-    "ifeval": Verifier(ifeval, "answer", "if-verifiable"),
-    "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning-gym"),
+    "ifeval": Verifier(ifeval, "answer", "if_verifiable"),
+    "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning_gym"),
 }
 
 
