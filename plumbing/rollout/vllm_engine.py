@@ -10,7 +10,7 @@ import torch
 
 from plumbing.models.lora import base_weights, merged
 from plumbing.rollout.vllm_sampling import Response, VllmSampling
-from utils import World, fail, first_line
+from utils import World, fail
 
 CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
     "enforce_eager": True,
@@ -88,14 +88,6 @@ class Engine(VllmSampling):
         with torch.cuda.stream(self.stream):
             yield
         self.stream.synchronize()
-
-    @contextlib.contextmanager
-    def _errors_as_failure(self):
-        """Keep the line of what vLLM raises first in `failure`."""
-        try:
-            yield
-        except Exception as error:  # of any type
-            self.failure = self.failure or f"vLLM failed ({type(error).__name__}: {first_line(error)})"
 
     async def _complete(self, query: list[int], settings: dict, interrupted: Callable) -> Response | None:
         """Return what vLLM samples after `query`; None if interrupted or failed.

@@ -1,8 +1,11 @@
 """What vLLM's two engines have in common: responses and turns, each a request."""
 
 import asyncio
+import contextlib
 import importlib.util
 from typing import Callable
+
+from utils import first_line
 
 Response = tuple[list[int], list[float]]  # token ids up to and including a stop token, log-probabilities of each
 
@@ -46,6 +49,14 @@ class VllmSampling:
     """
 
     failure, about, synced = "", "", 0
+
+    @contextlib.contextmanager
+    def _errors_as_failure(self):
+        """Keep the line of what is raised first in `failure`."""
+        try:
+            yield
+        except Exception as error:  # of any type
+            self.failure = self.failure or f"vLLM failed ({type(error).__name__}: {first_line(error)})"
 
     def generate(
         self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable

@@ -5,7 +5,6 @@ VLLM_API_KEY goes with every request.
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import math
@@ -28,10 +27,6 @@ SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
 SERVER_ANSWER = 1500.0  # seconds until a response must be there: less than the half hour that other ranks wait
 SERVER_REQUESTS = 256  # requests under way, for each rank and server
 TRANSFER = 600.0  # seconds until a step of the weight transfer must be done
-
-
-class ServerError(Exception):
-    """What went wrong with a server, in one line that begins with its address."""
 
 
 class Weights:
@@ -66,10 +61,8 @@ class Servers(VllmSampling):
             compute_dtype: number format in which the weights are sent; None: float32.
         """
         self.urls = [url.rstrip("/") for url in args.rollout_servers]
-        if len(set(self.urls)) < len(self.urls):
-            fail(f"--rollout_servers {' '.join(self.urls)}: requires each address once")
         self.about = f"vLLM at {', '.join(self.urls)}"
-        self.world, self.weights, self.retries = world, Weights(compute_dtype or torch.float32), 0
+        self.world, self.weights = world, Weights(compute_dtype or torch.float32)
         self.slots: tuple = (None, {})  # event loop, and places for requests on each server
         self.server_of = weakref.WeakKeyDictionary()  # address of the server of each task that samples
         self.next_server = itertools.cycle(self.urls)
@@ -79,7 +72,7 @@ class Servers(VllmSampling):
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             self._connect(args)
-        except (OSError, RuntimeError, ServerError) as error:
+        except (OSError, RuntimeError) as error:
             fail(f"--rollout_servers {first_line(error)}", local=True)
         world.barrier()
 
@@ -88,29 +81,26 @@ class Servers(VllmSampling):
 
         Without a connection, after `timeout` seconds of silence and at the statuses 429 and 5xx, the request is sent
         again for `patience` seconds. (urllib3's Retry counts attempts, not seconds, and cannot be cancelled.)
-        Raises ServerError.
+        Raises RuntimeError.
         """
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
-        method, begin, wait = "GET" if body is None else "POST", time.monotonic(), 0.5
+        method, begin = "GET" if body is None else "POST", time.monotonic()
         while True:
-            transient = True
+            status = 0
             try:
                 async with aiohttp.request(
                     method, url + path, json=body, timeout=limits, headers=self.headers
                 ) as answer:
-                    text = await answer.text()
+                    status, text = answer.status, await answer.text()
                 if answer.ok:
                     return json.loads(text) if text else {}  # /health has no body
-                transient = answer.status == 429 or answer.status >= 500
-                why = f"HTTP status {answer.status}: {text[:300]}"
+                why = f"HTTP status {status}: {text[:300]}"
             except (aiohttp.ClientError, ValueError) as error:
                 why = first_line(error) or type(error).__name__
             tried = time.monotonic() - begin
-            if not transient or tried >= patience:
-                raise ServerError(f"{url}: {path} failed{f' for {tried:.0f} s' if patience else ''} ({why})")
-            self.retries += 1
-            await asyncio.sleep(min(wait, patience - tried))
-            wait = min(2 * wait, 10.0)
+            if 400 <= status < 500 and status != 429 or tried >= patience:
+                raise RuntimeError(f"{url}: {path} failed{f' for {tried:.0f} s' if patience else ''} ({why})")
+            await asyncio.sleep(min(2.0, patience))
 
     def _each(self, call: Callable) -> list:
         """Return [await call(url)] of all servers, asked at the same time."""
@@ -123,14 +113,6 @@ class Servers(VllmSampling):
     def _post_all(self, path: str, body: dict) -> list[dict]:
         return self._each(lambda url: self._request(url, path, body, TRANSFER))
 
-    @contextlib.contextmanager
-    def _errors_as_failure(self):
-        """Keep the line of the first error in `failure`."""
-        try:
-            yield
-        except (ServerError, RuntimeError) as error:  # RuntimeError: of NCCL
-            self.failure = self.failure or first_line(error)
-
     # ---- weights ----
 
     def _connect(self, args) -> None:
@@ -141,9 +123,8 @@ class Servers(VllmSampling):
             self._each(lambda url: self._request(url, "/health", timeout=10.0, patience=SERVER_START))
             needed = args.max_prompt_length + args.max_response_length
             for url, served in zip(self.urls, self._each(lambda url: self._request(url, "/v1/models"))):
-                if served["data"][0]["max_model_len"] < needed:
-                    limit = served["data"][0]["max_model_len"]
-                    raise ServerError(f"{url}: its limit is {limit} tokens, prompt and response have up to {needed}")
+                if (limit := served["data"][0]["max_model_len"]) < needed:
+                    raise RuntimeError(f"{url}: its limit is {limit} tokens, prompt and response have up to {needed}")
             answers = self._each(lambda url: self._request(url, "/get_world_size"))
             first_ranks = list(itertools.accumulate([1, *(answer["world_size"] for answer in answers)]))
             self.first_rank, size = dict(zip(self.urls, first_ranks)), first_ranks[-1]
@@ -179,7 +160,7 @@ class Servers(VllmSampling):
         if not all(
             answer["success"] for answer in self._post_all("/reset_prefix_cache?reset_running_requests=true", {})
         ):
-            raise ServerError(f"{' '.join(self.urls)}: could not drop what they cached with the old weights")
+            raise RuntimeError(f"{' '.join(self.urls)}: could not drop what they cached with the old weights")
 
     def sync(self, model: torch.nn.Module) -> None:
         """Give all servers the weights of `model`; all ranks call it, and none of them samples meanwhile."""
@@ -224,10 +205,6 @@ class Servers(VllmSampling):
             answer = await self._request(url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE)
         choice = answer["choices"][0]
         if choice["finish_reason"] == "abort":
-            raise ServerError(f"{url}: another client aborts this run's requests")
+            raise RuntimeError(f"{url}: another client aborts this run's requests")
         tokens = choice["logprobs"]["content"]
         return [token["token_id"] for token in tokens], [token["logprob"] for token in tokens]
-
-    def metrics(self) -> dict[str, float]:
-        """Return the GB of the last sync, and how many of this rank's requests were sent again since the start."""
-        return {**super().metrics(), "rollout/retries": self.retries}
