@@ -213,8 +213,7 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
     if len(kept) < args.batch_size:
         utils.fail(f"--batch_size {args.batch_size}: --dataset {args.dataset} has only {len(kept)} pairs to train on")
     sequences = [pair[side] for pair in kept + held_out for side in ("chosen", "rejected")]
-    loading.check_vocabulary(args.model, sequences)
-    loading.check_positions(args.model, max(map(len, sequences)), "--dataset: the longest side of a pair")
+    loading.check_fits(args.model, sequences, f"--dataset {args.dataset}")
     return kept, held_out
 
 

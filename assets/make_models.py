@@ -48,7 +48,9 @@ from plumbing.data.rows import arithmetic_rows, worked_addition
 ASSETS = Path(__file__).resolve().parent
 IGNORE = -100  # label of the positions that carry no loss
 MAX_LENGTH = 512  # of a prompt and its response together
+STEPS = 1500  # updates
 BATCH_SIZE = 128  # demonstrations an update; each is used once
+SEED = 1  # of the weights and of the teacher's mistakes
 NOISE = {"tiny": 0.24, "guess": 0.35}  # probability that the teacher writes a wrong digit, or guesses blindly
 
 
@@ -93,7 +95,7 @@ def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor
     return input_ids, pad_sequence(labels, batch_first=True, padding_value=IGNORE)
 
 
-def pretrain(demonstrations: list[list[str]], steps: int) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
+def pretrain(demonstrations: list[list[str]]) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
     """Return a model that was trained from scratch on demonstrations, each used once, and its tokenizer."""
     tokenizer = make_tokenizer()
     config = Qwen2Config(
@@ -112,9 +114,9 @@ def pretrain(demonstrations: list[list[str]], steps: int) -> tuple[Qwen2ForCausa
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
-    warmup = max(1, steps // 10)
+    warmup = STEPS // 10
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
+        optimizer, lambda step: min((step + 1) / warmup, (STEPS - step) / (STEPS - warmup))
     )
     progress = tqdm(range(0, len(demonstrations), BATCH_SIZE), desc="pretraining")
     for start in progress:
@@ -165,20 +167,9 @@ def careless_game(row: dict, noise: float, numbers: random.Random) -> list[str]:
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def main(
-    name: tyro.conf.Positional[Literal["tiny", "guess"]], output_dir: Path = ASSETS, steps: int = 1500, seed: int = 1
-) -> None:
-    """Make a model, and the rows of the game.
-
-    Args:
-        name: which of the two models.
-        output_dir: folder to write NAME/ into; files of an earlier run in it are replaced.
-        steps: optimizer updates of 128 demonstrations.
-        seed: seed of the weights and of the teacher's mistakes.
-    """
-    output_dir = output_dir / name
-    output_dir.mkdir(parents=True, exist_ok=True)
-    numbers, count = random.Random(seed), steps * BATCH_SIZE
+def main(name: tyro.conf.Positional[Literal["tiny", "guess"]]) -> None:
+    """Make a model, and the rows of the game; they replace those in assets/."""
+    folder, numbers, count = ASSETS / name, random.Random(SEED), STEPS * BATCH_SIZE
     if name == "tiny":
         prompts = [row["prompt"] for row in arithmetic_rows("train", count)]
         demonstrations = [[prompt, worked_addition(prompt, NOISE[name], numbers)] for prompt in prompts]
@@ -187,15 +178,14 @@ def main(
         demonstrations = [careless_game(row, NOISE[name], numbers) for row in numbers.choices(rows["train"], k=count)]
         for split, games in rows.items():
             numbers.shuffle(games)
-            with open(output_dir / f"{split}.jsonl", "w") as file:
-                file.writelines(json.dumps(row) + "\n" for row in games)
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in games))
     torch.set_num_threads(1)  # another number adds floats in another order, so it may give other weights
     torch.use_deterministic_algorithms(True)
-    set_seed(seed)
-    model, tokenizer = pretrain(demonstrations, steps)
-    model.save_pretrained(output_dir)
-    tokenizer.save_pretrained(output_dir)
-    print(f"wrote {output_dir}: {model.num_parameters():,} parameters")
+    set_seed(SEED)
+    model, tokenizer = pretrain(demonstrations)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"wrote {folder}: {model.num_parameters():,} parameters")
 
 
 if __name__ == "__main__":

@@ -16,11 +16,12 @@ from typing import Annotated, Literal
 
 import tyro
 import yaml
-from pydantic import Field, FiniteFloat, HttpUrl, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from utils import fail, loading, warn
 
+ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"  # of a server, such as http://10.0.0.2:8000
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 NonNegativeFloat = Annotated[FiniteFloat, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -28,7 +29,8 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Port = Annotated[int, Field(ge=0, lt=2**16)]
-HTTP_URL = TypeAdapter(HttpUrl)
+Text = Annotated[str, Field(min_length=1)]
+Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
 
 
 def parse(cls: type, line: list[str] | None = None):
@@ -83,14 +85,6 @@ def check(args) -> None:
                 if not holds(args):
                     names = [name for name in re.findall(r"--(\w+)", message) if hasattr(args, name)]
                     say(f"{message} ({', '.join(f'{name} {getattr(args, name)!r}' for name in names)})")
-
-
-def is_address(text: str) -> bool:
-    """Return whether a text is of the form http://host:port."""
-    try:
-        return bool(HTTP_URL.validate_python(text))
-    except ValidationError:
-        return False
 
 
 @dataclass
@@ -191,7 +185,7 @@ class DataArgs(PromptArgs):
 
 @dataclass
 class ScoringArgs:
-    reward: tuple[str, ...] = ("math",)
+    reward: Annotated[tuple[str, ...], Field(min_length=1)] = ("math",)
     """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs Python
     against the row's tests), knights, ifeval, reasoning_gym, environment (the sum of what --environment gives),
     path/to/file.py:function, a reward model's folder or hub name, or a reward server's http:// address. A response
@@ -201,10 +195,9 @@ class ScoringArgs:
     left out."""
 
     RULES = {
-        "--reward must name a source": lambda a: a.reward,
         "--reward must not name a source twice": lambda a: len(set(a.reward)) == len(a.reward),
         "--reward: the address of a reward server must be of the form http://10.0.0.2:8000": lambda a: all(
-            is_address(name) for name in a.reward if name.startswith(("http://", "https://"))
+            re.fullmatch(ADDRESS, name) for name in a.reward if name.startswith(("http://", "https://"))
         ),
     }
 
@@ -247,7 +240,7 @@ class RolloutArgs(SamplingArgs):
     rollout_backend: Literal["auto", "hf", "vllm", "server"] = "auto"
     """What samples: transformers' model (hf), vLLM in this process, or vLLM servers; auto is vLLM on a GPU where it is
     installed, else hf."""
-    rollout_servers: tuple[str, ...] = ()
+    rollout_servers: tuple[Address, ...] = ()
     """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.py starts one."""
     async_steps: Literal[0, 1] = 0
     """1: while a step trains, vLLM samples for the next one, with the weights from before the step."""
@@ -257,9 +250,6 @@ class RolloutArgs(SamplingArgs):
     RULES = {
         "--rollout_backend server and --rollout_servers require each other": lambda a: (
             (a.rollout_backend == "server") == bool(a.rollout_servers)
-        ),
-        "--rollout_servers must be addresses of the form http://10.0.0.2:8000": lambda a: all(
-            map(is_address, a.rollout_servers)
         ),
         "--vllm_tensor_parallel requires --rollout_backend vllm": lambda a: (
             a.vllm_tensor_parallel == 1 or a.rollout_backend == "vllm"
@@ -287,7 +277,7 @@ class ConversationArgs:
     tool_call_pattern: str = ""
     """Regular expression of a tool call, with groups name and arguments (without name: the only tool), in place of the
     form of the chat template."""
-    turn_stop: tuple[str, ...] = ()
+    turn_stop: tuple[Text, ...] = ()
     """Texts that end a turn as a stop token does, such as </search> for a model that continues after a call."""
 
     RULES = {
@@ -295,16 +285,11 @@ class ConversationArgs:
             re.fullmatch(r".+:\w+", name) for name in (*a.tools, a.environment) if name
         ),
         "--reward environment requires an --environment": lambda a: a.environment or "environment" not in a.reward,
-        "--tool_call_pattern requires --tools or an --environment": lambda a: (
-            not a.tool_call_pattern or a.tools or a.environment
+        "--tool_call_pattern and --turn_stop require --tools or an --environment": lambda a: (
+            a.tools or a.environment or not (a.tool_call_pattern or a.turn_stop)
         ),
-        "--turn_stop requires --tools or an --environment": lambda a: not a.turn_stop or a.tools or a.environment,
-        "--turn_stop must not hold an empty text, which would end every turn": lambda a: "" not in a.turn_stop,
-        "--tools and --environment require --min_response_length 0": lambda a: (
-            not (a.tools or a.environment) or a.min_response_length == 0
-        ),
-        "--tools and --environment require --vllm_tensor_parallel 1, an engine on each rank": lambda a: (
-            not (a.tools or a.environment) or a.vllm_tensor_parallel == 1
+        "--tools and --environment require --min_response_length 0 and --vllm_tensor_parallel 1": lambda a: (
+            not (a.tools or a.environment) or (a.min_response_length, a.vllm_tensor_parallel) == (0, 1)
         ),
     }
     WARNINGS = {
@@ -361,11 +346,8 @@ class PolicyArgs(OptimizerArgs):
         "--rollout_correction mask requires a --rollout_correction_cap of 1 or more": lambda a: (
             a.rollout_correction != "mask" or a.rollout_correction_cap >= 1
         ),
-        "--ref_refresh_every requires --lora_rank 0: LoRA's reference is the model without its adapter": lambda a: (
-            not a.ref_refresh_every or not a.lora_rank
-        ),
-        "--ref_refresh_every requires a --kl_coef above 0: there is no reference to refresh": lambda a: (
-            not a.ref_refresh_every or a.kl_coef
+        "--ref_refresh_every requires a reference with weights: --lora_rank 0 and a --kl_coef above 0": lambda a: (
+            not a.ref_refresh_every or a.kl_coef and not a.lora_rank
         ),
     }
     WARNINGS = {

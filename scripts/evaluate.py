@@ -190,7 +190,7 @@ def main(args: Args) -> None:
     tools = conversations and conversations.schemas
     parts = mixture.load_prompts("--dataset", args.dataset, "test", tokenizer, args, needs_answer, tools)
     prompts = mixture.first_prompts(parts, args.num_prompts)
-    mixture.check_lengths(args, prompts)
+    mixture.check_responses_fit(args, prompts)
     rewards = Rewards(args, tokenizer, prompts, conversations is not None)
     sampler = load_sampler(args, world, tokenizer, stop_ids, rewards, conversations)
 

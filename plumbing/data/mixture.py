@@ -21,11 +21,8 @@ from plumbing.data.prompts import (
     value_at,
 )
 from plumbing.data.rows import read_parts, split_of
-from plumbing.models.loading import check_positions, check_vocabulary
+from plumbing.models.loading import check_fits
 from utils import fail, generator, warn
-
-Parts = list[tuple[list[dict], float]]
-"""The rows of each data set, and its weight."""
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------
 
@@ -36,7 +33,7 @@ def load_train_and_eval(
     """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on.
 
     Args:
-        needs_answer, tools: as in `load_prompts`.
+        needs_answer, tools: see `load_prompts`.
     """
     train = mix(load_prompts("--dataset", args.dataset, "train", tokenizer, args, needs_answer, tools), args.seed)
     held_out, (dataset, _) = [], split_of(args.dataset)
@@ -50,23 +47,19 @@ def load_train_and_eval(
         warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
     if not kept:
         fail(f"--dataset {args.dataset}: every row is evaluated on, none is left to train on")
-    check_lengths(args, kept + held_out)
+    check_responses_fit(args, kept + held_out)
     return kept, held_out
 
 
-def check_lengths(args, prompts: list[dict]) -> None:
+def check_responses_fit(args, prompts: list[dict]) -> None:
     """Exit with code 2 if the model cannot read all prompts, the longest with a response of --max_response_length."""
-    check_vocabulary(args.model, (row["query"] for row in prompts))
-    longest = max(len(row["query"]) for row in prompts)
-    check_positions(
-        args.model, longest + args.max_response_length,
-        f"--max_response_length {args.max_response_length}, behind a prompt of {longest} tokens",
-    )  # fmt: skip
+    queries, room = [row["query"] for row in prompts], args.max_response_length
+    check_fits(args.model, queries, f"--max_response_length {room}", room)
 
 
 def load_prompts(
     flag: str, name: str, split: str, tokenizer, args, needs_answer: Callable, tools: list[dict] | None = None
-) -> Parts:
+) -> list[tuple[list[dict], float]]:
     """Read a data set, or a list of them, and turn each row into a prompt, once and for all, as token ids.
 
     Args:
@@ -75,40 +68,30 @@ def load_prompts(
         needs_answer: returns what needs the answer of a row, see `plumbing.rewards.sources.needs_answer`.
         tools: the schemas that the chat template shows to the model.
     Returns:
-        Of each data set the weight and the rows {"prompt": the text that the model sees, "query": its token ids,
+        Of each data set its weight and its rows {"prompt": the text that the model sees, "query": its token ids,
         "messages": the same as messages, None with --chat_template none, "answer": the reference or None, "dataset":
         the name of its data set, "sources": what `named_sources` gives, "columns": the row as it was read}.
     """
-    encode = lambda part, rows: encode_rows(f"{flag} {part}", part, rows, tokenizer, args, needs_answer, tools)
-    return load_parts(flag, name, split, encode)
-
-
-def load_parts(flag: str, name: str, split: str, encode: Callable) -> Parts:
-    """Return what `encode(name, rows)` makes of each data set of a list of them, or of the single one."""
-    return [(encode(part, rows), weight) for part, rows, weight in read_parts(flag, name, split)]
-
-
-def encode_rows(
-    where: str, name: str, rows: list[dict], tokenizer, args, needs_answer: Callable, tools: list[dict] | None
-) -> list[dict]:
-    """Turn the rows of one data set into prompts; see `load_prompts`. `where` names it in messages."""
-    prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows, required=True)
-    answer_column = find_column(where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows, required=False)
-    prompts, as_is = [], args.chat_template == "none"
-    for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
-        at = f"{where} row {number}"
-        for column in {"prompts", "responses"} & row.keys():
-            fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")
-        prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
-        sources = named_sources(at, row, args)
-        if not is_filled(answer) and (flag := needs_answer(args, sources)):
-            missing = f"has no answer in {answer_column!r}" if answer_column else "has no answer"
-            fail(f"{at}: {missing}, which {flag} needs; --answer_column names one of {', '.join(row)}")
-        text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
-        messages = None if as_is else as_messages(at, prompt, args.system_prompt)
-        encoded = {"prompt": text, "query": query, "messages": messages, "answer": answer}
-        prompts.append({**encoded, "dataset": name, "sources": sources, "columns": row})
-    return drop_overlong(where, prompts, args)
+    parts, as_is = [], args.chat_template == "none"
+    for part, rows, weight in read_parts(flag, name, split):
+        where, prompts = f"{flag} {part}", []
+        prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows, required=True)
+        answer_column = find_column(where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows, required=False)
+        for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
+            at = f"{where} row {number}"
+            for column in {"prompts", "responses"} & row.keys():
+                fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")
+            prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
+            sources = named_sources(at, row, args)
+            if not is_filled(answer) and (reward := needs_answer(args, sources)):
+                missing = f"has no answer in {answer_column!r}" if answer_column else "has no answer"
+                fail(f"{at}: {missing}, which {reward} needs; --answer_column names one of {', '.join(row)}")
+            text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
+            messages = None if as_is else as_messages(at, prompt, args.system_prompt)
+            encoded = {"prompt": text, "query": query, "messages": messages, "answer": answer}
+            prompts.append({**encoded, "dataset": part, "sources": sources, "columns": row})
+        parts.append((drop_overlong(where, prompts, args), weight))
+    return parts
 
 
 def drop_overlong(where: str, rows: list[dict], args) -> list[dict]:
@@ -132,30 +115,28 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     The text is the last turn of messages, if the assistant's, or else stands in the answer column. A stop token is
     added to it.
     """
-    encode = lambda name, rows: encode_supervised(f"--ptx_dataset {name}", rows, tokenizer, stop_ids, args)
-    supervised = mix(load_parts("--ptx_dataset", args.ptx_dataset, "train", encode), args.seed)
-    check_vocabulary(args.model, (row["query"] + row["response"] for row in supervised))
-    longest = max(len(row["query"]) + len(row["response"]) for row in supervised)
-    check_positions(args.model, longest, f"--ptx_dataset {args.ptx_dataset}: its longest row")
+    parts = []
+    for name, rows, weight in read_parts("--ptx_dataset", args.ptx_dataset, "train"):
+        where = f"--ptx_dataset {name}"
+        examples = [supervised_row(f"{where} row {i}", row, tokenizer, stop_ids, args) for i, row in enumerate(rows, 1)]
+        parts.append((drop_overlong(where, examples, args), weight))
+    supervised = mix(parts, args.seed)
+    sequences = [row["query"] + row["response"] for row in supervised]
+    check_fits(args.model, sequences, f"--ptx_dataset {args.ptx_dataset}")
     return supervised
 
 
-def encode_supervised(where: str, rows: list[dict], tokenizer, stop_ids: list[int], args) -> list[dict]:
-    """Turn the rows of one data set into those of `load_supervised`. `where` names it in messages."""
-    supervised = []
-    for number, row in enumerate(rows, 1):
-        at = f"{where} row {number}"
-        prompt_column = find_column(at, "", "", PROMPT_COLUMNS, [row], required=False)
-        answer_column = find_column(at, "", "", ANSWER_COLUMNS, [row], required=False)
-        if is_turn_of_assistant(value_at(row, prompt_column)):
-            answer_column = None
-        prompt, text = prompt_and_answer(at, row, prompt_column, answer_column)
-        if not isinstance(text, str) or not text.strip():
-            fail(f"{at}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
-        _, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, args.chat_template == "none")
-        response = [*encode_text(at, text, tokenizer, special=False), stop_ids[0]]
-        supervised.append({"query": query, "response": response})
-    return drop_overlong(where, supervised, args)
+def supervised_row(where: str, row: dict, tokenizer, stop_ids: list[int], args) -> dict:
+    """Turn a row of a data set into one of `load_supervised`. `where` names it in messages."""
+    prompt_column = find_column(where, "", "", PROMPT_COLUMNS, [row], required=False)
+    answer_column = find_column(where, "", "", ANSWER_COLUMNS, [row], required=False)
+    if is_turn_of_assistant(value_at(row, prompt_column)):
+        answer_column = None
+    prompt, text = prompt_and_answer(where, row, prompt_column, answer_column)
+    if not isinstance(text, str) or not text.strip():
+        fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
+    _, query = encode_prompt(where, prompt, tokenizer, args.system_prompt, args.chat_template == "none")
+    return {"query": query, "response": [*encode_text(where, text, tokenizer, special=False), stop_ids[0]]}
 
 
 def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:
@@ -169,7 +150,7 @@ def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: lis
 # ---- mixtures, and the order in which a run reads its prompts --------------------------------------------------------
 
 
-def mix(parts: Parts, seed: int) -> list[dict]:
+def mix(parts: list[tuple[list[dict], float]], seed: int) -> list[dict]:
     """Return the rows of a single data set as they are; of several, as many rows as all have, drawn by weight.
 
     Each data set gives its rows in shuffled passes, so that one with a large weight and few rows repeats them.
@@ -182,7 +163,7 @@ def mix(parts: Parts, seed: int) -> list[dict]:
     return [next(streams[i]) for i in drawn]
 
 
-def first_prompts(parts: Parts, count: int) -> list[dict]:
+def first_prompts(parts: list[tuple[list[dict], float]], count: int) -> list[dict]:
     """Return the first `count` prompts, 0 for all; of several data sets the first of each in proportion to its weight,
     rounded up."""
     total = sum(weight for _, weight in parts)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 import os
-from typing import Callable, Iterable, NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 from transformers import (
@@ -100,19 +100,19 @@ def load_config(flag: str, name: str):
     return config
 
 
-def check_positions(name: str, length: int, what: str) -> None:
-    """Exit with code 2 if --model `name` cannot read a sequence of `length` tokens; `what` names its source."""
-    most = getattr(load_config("--model", name).get_text_config(), "max_position_embeddings", None)
-    if most and length > most:
-        fail(f"{what}: makes {length} tokens, and --model {name} has {most} positions")
+def check_fits(name: str, sequences: list[list[int]], flag: str, room: int = 0) -> None:
+    """Exit with code 2 if --model `name` cannot read sequences of token ids, the longest with `room` more tokens.
 
-
-def check_vocabulary(name: str, sequences: Iterable[list[int]]) -> None:
-    """Exit with code 2 if --model `name` has no embedding of a token id that its tokenizer gave."""
-    size = getattr(load_config("--model", name).get_text_config(), "vocab_size", None)
-    highest = max(map(max, sequences))
+    Args:
+        flag: the option that the sequences are from, with its value.
+    """
+    config = load_config("--model", name).get_text_config()
+    size, positions = (getattr(config, key, None) for key in ("vocab_size", "max_position_embeddings"))
+    highest, length = max(map(max, sequences)), max(map(len, sequences)) + room
     if size and highest >= size:
         fail(f"--model {name}: has {size} tokens, and its tokenizer writes token {highest}: they do not fit together")
+    if positions and length > positions:
+        fail(f"{flag}: makes sequences of {length} tokens, and --model {name} has {positions} positions")
 
 
 def load_model(
@@ -128,8 +128,6 @@ def load_model(
     """
     config = config or load_config(flag, name)
     if caps_scores(config):
-        if dtype == torch.float64:  # transformers' eager attention has a softmax of float32
-            fail(f"--precision float64: not for {flag} {name}, which caps the scores of attention")
         config._attn_implementation = "eager"
     if device.type == "meta":
         with device:
