@@ -1,7 +1,7 @@
 """Golden runs: many small runs recorded from one state of the code, to compare another state of it with.
 
-Each run is made of real commands on a CPU with one thread. What it says of itself (metrics without times, samples,
-and the norm of each tensor of the final model) becomes one JSON file. NAMES are shell patterns, by default all.
+Each run is made of real commands on a CPU with one thread. Its metrics without times, its samples and
+the norm of each tensor of its final model become one JSON file. NAMES are shell patterns, by default all.
 
     python tests/golden.py record ROOT OUT [NAMES ...]       # of the code in the folder ROOT; two runs at once
     python tests/golden.py compare OLD NEW [NAMES ...]       # two folders of recordings; exit code 1 if they differ
@@ -153,11 +153,9 @@ def partial(prompts, responses, **columns):
 
 def names_of(patterns: list[str]) -> list[str]:
     """List all names, with the precision at their end, that match one of the patterns with or without it."""
-    alike = lambda name, several: any(fnmatch.fnmatchcase(name, pattern) for pattern in several)
-    found = []
-    for case in CASES:
-        found.append(f"{case}-{'float32' if 'vllm' in case else 'float64'}")
-    return [name for name in found if not patterns or alike(name, patterns) or alike(name.split("-")[0], patterns)]
+    alike = lambda name: any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    names = [f"{case}-{'float32' if 'vllm' in case else 'float64'}" for case in CASES]
+    return [name for name in names if not patterns or alike(name) or alike(name.split("-")[0])]
 
 
 def norms(path: str) -> dict[str, float]:
@@ -205,9 +203,11 @@ def record_one(root: str, out_dir: str, name: str, python: str) -> str:
         timeless = lambda row: {key: x for key, x in row.items() if not key.startswith(("time/", "perf/"))}
         # Values of single tokens have four digits, which rounding changes; their sums are among the metrics.
         texts = [{key: x for key, x in row.items() if key not in ("tokens", "length")} for row in rows_of("samples")]
-        found = {"metrics": [timeless(row) for row in rows_of("metrics")], "samples": texts}
-        found["weights"] = [norms(each) for each in sorted(glob.glob(f"{run}/final/**/*.safetensors", recursive=True))]
-    parts = (f'"{part}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for part, rows in found.items())
+        recording = {"metrics": [timeless(row) for row in rows_of("metrics")], "samples": texts}
+        recording["weights"] = [
+            norms(each) for each in sorted(glob.glob(f"{run}/final/**/*.safetensors", recursive=True))
+        ]
+    parts = (f'"{part}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for part, rows in recording.items())
     with open(path, "w") as file:
         file.write("{\n" + ",\n".join(parts) + "\n}\n")
     return ""
@@ -230,13 +230,13 @@ def differences(old, new, where: str = "") -> list[tuple[float, str]]:
     """List (size, where and what) of all numbers that are not the same, and with size inf of all else that differs."""
     number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
     if isinstance(old, dict) and isinstance(new, dict):
+        lines = [(math.inf, f"{where} {key}: missing") for key in old if key not in new]
+        lines += [(math.inf, f"{where} {key}: added") for key in new if key not in old]
         both = [key for key in old if key in new]
-        found = [(math.inf, f"{where} {key}: missing") for key in old if key not in new]
-        found += [(math.inf, f"{where} {key}: added") for key in new if key not in old]
-        return found + [line for key in both for line in differences(old[key], new[key], f"{where} {key}")]
+        return lines + [line for key in both for line in differences(old[key], new[key], f"{where} {key}")]
     if isinstance(old, list) and isinstance(new, list):
-        found = [(math.inf, f"{where}: {len(old)} rows -> {len(new)}")] if len(old) != len(new) else []
-        return found + [x for i, (a, b) in enumerate(zip(old, new)) for x in differences(a, b, f"{where}[{i}]")]
+        lines = [(math.inf, f"{where}: {len(old)} rows -> {len(new)}")] if len(old) != len(new) else []
+        return lines + [x for i, (a, b) in enumerate(zip(old, new)) for x in differences(a, b, f"{where}[{i}]")]
     if old == new:
         return []
     size = abs(old - new) / max(abs(old), LEAST) if number(old) and number(new) else math.inf
@@ -245,8 +245,8 @@ def differences(old, new, where: str = "") -> list[tuple[float, str]]:
 
 def compare(old: dict, new: dict, tolerance: float) -> list[str]:
     """List where two recordings differ by more than the tolerance, the largest differences first."""
-    found = sorted(differences(old, new), key=lambda x: -x[0])
-    return [f"{size:.1e}{what}" for size, what in found if size > tolerance]
+    lines = sorted(differences(old, new), key=lambda x: -x[0])
+    return [f"{size:.1e}{what}" for size, what in lines if size > tolerance]
 
 
 def compare_folders(old_dir: str, new_dir: str, patterns: list[str]) -> bool:

@@ -39,6 +39,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 from make_models import make_tokenizer  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 import plumbing.rollout.vllm_engine  # noqa: E402, F401
 import plumbing.turns.conversations  # noqa: E402, F401
@@ -140,15 +141,13 @@ def workspace(folder) -> dict:
 
 def words(values: dict) -> list[str]:
     """Return {"resume": True, "kl_coef": 0.1} as ["--resume", "--kl_coef", "0.1"]."""
-    found = []
+    line = []
     for name, value in values.items():
         if isinstance(value, bool):
-            found.append(f"--{name}" if value else f"--no-{name.replace('_', '-')}")
-        elif isinstance(value, tuple):
-            found += [f"--{name}", *map(str, value)]
+            line.append(f"--{name}" if value else f"--no-{name.replace('_', '-')}")
         else:
-            found += [f"--{name}", str(value)]
-    return found
+            line += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return line
 
 
 # ---- processes -------------------------------------------------------------------------------------------------
@@ -216,9 +215,6 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
     os.environ.clear()  # the server's is that of the test which started it
     os.environ.update(environment)
     module = __import__(script)
-    if backend := environment.get("COMPILE_BACKEND"):  # torch reads its own variable when it is imported
-        torch._dynamo.config.debug_backend_override = f"0-10000:{backend}"
-        torch._inductor.config.compile_threads = 1  # not in processes that import torch
     if callable(place):
         place()
     elif place:
@@ -304,13 +300,13 @@ class Running:
 
     @property
     def out(self) -> str:
-        return self._said("out")
+        return self._text("out")
 
     @property
     def err(self) -> str:
-        return self._said("err")
+        return self._text("err")
 
-    def _said(self, name: str) -> str:
+    def _text(self, name: str) -> str:
         file = Path(f"{self.log}.{name}")
         return file.read_text() if file.exists() else ""  # killed at once
 
@@ -322,16 +318,16 @@ class Running:
 
 def processes_of(running: Running) -> list[int]:
     """The processes that a run has started and that are still there."""
-    mark, found = f"RUN_TEST_LOG={running.log}\0".encode(), []
+    mark, processes = f"RUN_TEST_LOG={running.log}\0".encode(), []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
             if mark in (process / "environ").read_bytes() + b"\0":
-                found.append(int(process.name))
-    return found
+                processes.append(int(process.name))
+    return processes
 
 
 def refusal(err: str) -> str:
-    """Return the one line that a refused run says on stderr, beside warnings."""
+    """Return the one line on stderr, apart from warnings, with which a run exits with code 2."""
     lines = [line for line in err.splitlines() if line and not line.startswith("warning:")]
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     return lines[0]
@@ -437,21 +433,17 @@ def folder_of(values: dict) -> Path:
 
 
 def metrics_of(values: dict) -> list[dict]:
-    """metrics.jsonl without what a clock or a memory gauge says."""
+    """Return the rows of metrics.jsonl without times and memory."""
     rows = read_lines(folder_of(values) / "metrics.jsonl")
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
 def weights_of(folder) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     return load_file(Path(folder) / "model.safetensors")
 
 
 def tensors_of(folder) -> dict[str, torch.Tensor]:
     """All that the .safetensors files in and below a folder hold: model or adapter, critic, reference."""
-    from safetensors.torch import load_file
-
     files = {path.relative_to(folder): load_file(path) for path in sorted(Path(folder).rglob("*.safetensors"))}
     return {f"{path} {name}": tensor for path, tensors in files.items() for name, tensor in tensors.items()}
 
@@ -465,20 +457,21 @@ def largest_difference(
     It is relative to the reference's number, and to the largest number of a tensor, but to `least` at least, as a loss
     can be next to 0. Both runs have to have the same metrics, and tensors of the same names and formats.
     """
-    found = [(0.0, "nowhere")]
+    differences = [(0.0, "nowhere")]
     for row, expected in zip(metrics_of(values), metrics_of(reference), strict=True):
         assert row.keys() == expected.keys()
         assert [x is None for x in row.values()] == [x is None for x in expected.values()]
         compared = {key: x for key, x in expected.items() if x is not None and not key.startswith(without)}
-        found += [
+        differences += [
             (abs(row[key] - x) / max(abs(x), least), f"{key} of step {row['step']}") for key, x in compared.items()
         ]
     for part in parts:
         ours, theirs = tensors_of(folder_of(values) / part), tensors_of(folder_of(reference) / part)
         assert theirs and {key: x.dtype for key, x in ours.items()} == {key: x.dtype for key, x in theirs.items()}
         for key, x in theirs.items():
-            found.append(((ours[key] - x).abs().max().item() / max(x.abs().max().item(), least), f"{part}/{key}"))
-    return max(found)
+            size = (ours[key] - x).abs().max().item() / max(x.abs().max().item(), least)
+            differences.append((size, f"{part}/{key}"))
+    return max(differences)
 
 
 def steps_of(values: dict) -> list[str]:

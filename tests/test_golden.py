@@ -20,7 +20,7 @@ def recorded(tmp_path_factory) -> Path:
 
 
 def read(path: Path) -> dict:
-    """Read a recording without rollout/*_diff_*: they are the rounding of the float32 sampler, other on other CPUs."""
+    """Read a recording without rollout/*_diff_*, the rounding of the float32 sampler: other CPUs have another one."""
     recording = json.loads(path.read_text())
     without = [{key: x for key, x in row.items() if "_diff_" not in key} for row in recording["metrics"]]
     return {**recording, "metrics": without}

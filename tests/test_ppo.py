@@ -1,4 +1,4 @@
-"""ppo.py: its equations, its critic, one whole step against plain loops, and runs in any cut and resumed."""
+"""ppo.py: its equations, its critic, one step against plain loops, runs in any cut (resumed: tests/test_scripts.py)."""
 
 import contextlib
 import math
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights, scalar_folder, weights_of
+from helpers import folder_of, metrics_of, read_lines, run_here, run_ranks, same_weights, scalar_folder, weights_of
 from test_equations import close, double
 from test_policy import ALL, EXACT, gradient_of, pairs_of, plain_logprobs, random_batch, relative
 from tiny_models import CPU
@@ -364,31 +364,6 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     assert all(row["loss/critic_grad_norm"] > 0 for row in rows)
     assert [rows[-1][name] for name in ("lr", "critic_lr")] == [0, 0]  # linear, to the last update
     assert rows[2]["lr"] == pytest.approx(3e-3 * utils.lr_factor(3, 8, 0.03, "linear"))  # 4 updates a step
-
-
-def test_resume_bit_for_bit(base, tmp_path):
-    """Four steps in one go, and two, a stop in the middle of the third, and the rest."""
-    straight = {**base, "output_dir": str(tmp_path), "ptx_dataset": in_folder(base, "ptx.jsonl"), "ptx_coef": 0.2}
-    straight |= dict(reward_normalization=True, kl_horizon=20, kl_target=0.05, seed=3)
-    straight |= dict(lr_schedule="linear", critic_lr_schedule="cosine", critic_learning_rate=1e-3, value_clip=0.01)
-    straight |= dict(value_model=scalar_folder(base["model"], tmp_path / "judge"))
-    run(straight, script="ppo")
-    rows = metrics_of(straight)
-    for name in ("objective/kl_coef", "loss/ptx", "val/values", "critic_lr", "objective/scores"):
-        assert len({row[name] for row in rows}) == 4, name
-    assert any(row["val/clipfrac_avg"] > 0 for row in rows)  # old values are those of the rollout in all updates
-    stopped = {**straight, "run_name": "stopped"}
-    run(stopped, code=75, script="ppo", place="ppo.generate:3:SIGTERM")
-    assert helpers.steps_of(stopped) == ["step_2"]
-    done = run({**stopped, "resume": True}, script="ppo")
-    assert "goes on after step 2" in done.out and metrics_of(stopped) == rows
-    assert read_lines(folder_of(stopped) / "samples.jsonl") == read_lines(folder_of(straight) / "samples.jsonl")
-    for name in ("final", "checkpoints/step_4", "checkpoints/step_4/critic"):
-        assert same_weights(folder_of(stopped) / name, folder_of(straight) / name)
-    critic = folder_of(straight) / "checkpoints/step_4/critic"
-    model, report = AutoModelForSequenceClassification.from_pretrained(critic, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and model.config.num_labels == 1
-    assert model(torch.tensor([[40, 41, 42]])).logits.abs().item() > 0
 
 
 def test_a_reward_model_and_sources_that_are_only_measured(base, batches, tmp_path):

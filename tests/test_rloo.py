@@ -1,4 +1,4 @@
-"""rloo.py: its advantages against loops over plain Python numbers, and whole runs of it."""
+"""rloo.py: its advantages against loops over plain Python numbers, and whole runs (resumed: tests/test_scripts.py)."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import statistics
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run, run_here, same_weights
+from helpers import folder_of, metrics_of, read_lines, run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_equations import close, double, mask_of
@@ -271,18 +271,3 @@ def test_the_ratio_of_a_sequence(base, tmp_path, monkeypatch):
     close(sequences[0], [[math.fsum(row)] * len(row) for row in tokens[0].tolist()], 1e-7)
     assert tokens[0].abs().max() > 0.01 and before[0].abs().max() < 1e-9
     close(sequences[1], tokens[1])
-
-
-def test_resume_of_remax(base, tmp_path):
-    """Four steps, against two, SIGTERM in the greedy rollout of the third, and two more: bit for bit."""
-    straight = {**base, "output_dir": str(tmp_path), "advantage": "remax", "total_episodes": 32, "kl_target": 0.01}
-    straight |= dict(kl_horizon=20, lr_schedule="linear")
-    stopped = {**straight, "run_name": "stopped"}
-    running = helpers.start(straight, script="rloo")
-    # Calls of generate: 2 an evaluation (before step 1, after step 2) and 2 a step, the second of them greedy.
-    run(stopped, code=75, script="rloo", place="rloo.generate:10:SIGTERM")
-    done = run({**stopped, "resume": True}, script="rloo")
-    assert "goes on after step 2" in done.out and running.wait().code == 0
-    assert metrics_of(stopped) == metrics_of(straight) and len(metrics_of(straight)) == 5
-    ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (stopped, straight))
-    assert ours == theirs and same_weights(folder_of(stopped) / "final", folder_of(straight) / "final")
