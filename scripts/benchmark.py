@@ -5,11 +5,12 @@
     trl-venv/bin/python scripts/benchmark.py trl --output results/trl.md   # with requirements.txt and trl==1.16.0
 
 Runs that are compared take turns, each in a process of its own with one thread. Seconds are medians over the processes
-of the median step, the first two left out. Linux only: a process's memory is read from /proc.
+of the median step, the first two left out.
 """
 
 import os
 import platform
+import resource
 import shlex
 import sys
 import tempfile
@@ -33,7 +34,6 @@ import utils
 from plumbing.data.rows import read_rows
 from plumbing.rewards import verifiers
 from plumbing.run.files import read_jsonl
-from plumbing.run.run import Run
 
 TINY, GPU = os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
 SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabulary
@@ -57,55 +57,29 @@ COLUMNS = {  # of a table of runs: the metrics of a step
 }  # fmt: skip
 
 
-# ---- what is measured: (folder, flags, more) -> {"steps": [metrics], "peak": MiB} ------------------------------------
+# ---- what is measured: (folder, flags, more) -> metrics of each step -------------------------------------------------
 
 
-class PeakMemory:
-    """The most memory that this process needs beyond what it has at the beginning, in MiB; of a GPU, all of it."""
-
-    def begin(self) -> None:
-        self.before = self._read("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
-
-    def end(self) -> float:
-        return torch.cuda.max_memory_allocated() / 2**20 if GPU else self._read("VmHWM") - self.before
-
-    def _read(self, field: str) -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(field))
-
-
-def run_grpo(folder: str, flags: dict, more: list[str]) -> dict:
+def run_grpo(folder: str, flags: dict, more: list[str]) -> list[dict]:
     """Train by grpo.py with these flags and `more` words of a command line."""
-    memory, peak = PeakMemory(), []
-
-    class MeasuredRun(Run):
-        def start(self, *args, **options):
-            super().start(*args, **options)
-            memory.begin()
-
-        def finish(self):
-            peak.append(memory.end())
-
     words = [f"--{name}={x}" for name, x in (RUN | flags | {"output_dir": folder}).items()]
-    with mock.patch.object(grpo, "Run", MeasuredRun):
-        grpo.main(tyro.cli(grpo.Args, args=[*words, "--no-non_stop_penalty", *more]))
+    grpo.main(tyro.cli(grpo.Args, args=[*words, "--no-non_stop_penalty", *more]))
     steps, ended = read_jsonl(os.path.join(folder, RUN["run_name"], "metrics.jsonl")), 0.0
     for step in steps:
         step["time/whole"], ended = step["time/from_scratch"] - ended, step["time/from_scratch"]
-    return {"steps": steps, "peak": peak[0]}
+    return steps
 
 
 def checksum_parity(prompts: list[str], responses: list[str], **columns) -> list[float]:
     return [float(zlib.crc32(response.encode()) % 2) for response in responses]
 
 
-def run_trl(folder: str, flags: dict, micro_batch: int) -> dict:
+def run_trl(folder: str, flags: dict, micro_batch: int) -> list[dict]:
     """Train the same by TRL, in micro-batches of so many responses."""
     import trl
     from datasets import Dataset
 
-    steps, now, memory, flags = [], time.perf_counter, PeakMemory(), RUN | flags
+    steps, now, flags = [], time.perf_counter, RUN | flags
 
     class Timed(trl.GRPOTrainer):
         def _generate_and_score_completions(self, inputs):
@@ -117,7 +91,6 @@ def run_trl(folder: str, flags: dict, micro_batch: int) -> dict:
 
     class Clock(transformers.TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
-            memory.begin()
             self.last = now()
 
         def on_step_end(self, *args, **kwargs):
@@ -151,7 +124,7 @@ def run_trl(folder: str, flags: dict, micro_batch: int) -> dict:
         args=config, callbacks=[Clock()],
     )  # fmt: skip
     trainer.train()
-    return {"steps": steps, "peak": memory.end()}
+    return steps
 
 
 def bare_passes(model, ids: torch.Tensor, stops: int) -> dict[str, Callable]:
@@ -187,15 +160,14 @@ def our_passes(model, ids: torch.Tensor, stops: int) -> dict[str, Callable]:
     }
 
 
-def run_passes(folder: str, flags: dict, more: tuple) -> dict:
+def run_passes(folder: str, flags: dict, more: tuple) -> list[dict]:
     """Time passes five times; `more`: grpo.py or transformers, names of passes, sequences, tokens of a response."""
     who, names, sequences, length = more
-    model, steps, memory = transformers.AutoModelForCausalLM.from_pretrained(flags["model"]), [], PeakMemory()
+    model, steps = transformers.AutoModelForCausalLM.from_pretrained(flags["model"]), []
     device = torch.device("cuda" if GPU else "cpu")
     ids = torch.randint(2, model.config.vocab_size, (sequences, length + 1), device=device)
     make = our_passes if who == "grpo.py" else bare_passes
     passes = make(model.to(device), ids, model.config.eos_token_id)
-    memory.begin()
     for _ in range(WARM_UP + 3):
         seconds = {}
         for name in names:
@@ -205,7 +177,15 @@ def run_passes(folder: str, flags: dict, more: tuple) -> dict:
                 torch.cuda.synchronize()
             seconds[name] = time.perf_counter() - begin
         steps.append({**seconds, "time/whole": sum(seconds.values())})
-    return {"steps": steps, "peak": memory.end()}
+    return steps
+
+
+def measure(function: Callable, *args) -> dict[str, float]:
+    """Call one of the functions above; return the median of each metric over the steps that count, and the peak memory
+    of this process in MiB (on a GPU what torch has allocated)."""
+    medians = pandas.DataFrame(function(*args)[WARM_UP:]).median(numeric_only=True).to_dict()
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {**medians, "peak": torch.cuda.max_memory_allocated() / 2**20 if GPU else host}
 
 
 # ---- processes and tables --------------------------------------------------------------------------------------------
@@ -251,13 +231,11 @@ def compare(flags: dict, kinds: dict[str, tuple], rounds: int) -> dict[str, pand
                     tempfile.TemporaryDirectory() as output,
                     ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process,
                 ):
-                    future = process.submit(function, output, {**flags, "seed": seed}, more)
+                    future = process.submit(measure, function, output, {**flags, "seed": seed}, more)
                     if error := future.exception():
                         print(f"{kind}: {type(error).__name__}: {error}", file=sys.stderr)
                     else:
-                        run = future.result()
-                        steps = pandas.DataFrame(run["steps"][WARM_UP:]).median(numeric_only=True)
-                        rows[kind].append({**steps, "peak": run["peak"]})
+                        rows[kind].append(future.result())
     return {kind: pandas.DataFrame(of_rounds) for kind, of_rounds in rows.items() if of_rounds}
 
 

@@ -10,8 +10,8 @@ prompts, every number is a mean over prompts, and "se" its standard error, the s
 1. avg@n: the share of the n responses that are correct, by the rule of training (`grpo.py: correct_responses`): the
    first source of --reward that is not a model gave 1 or more, and the response stopped by itself. Responses without a
    score are left out, and counted.
-2. pass@k: the probability that k of the n responses, drawn without replacement, include a correct one
-   (arXiv:2107.03374, eq. 1).
+2. pass@k, for k = 1, 2, 4, ...: the probability that k of the n responses, drawn without replacement, include a correct
+   one (arXiv:2107.03374, eq. 1).
 3. maj@n: whether the most frequent final answer of the n responses is correct (of equally frequent ones the first).
    Answers are equal as text (`plumbing/rewards/answers.py: voted_answer`). A response that was cut off does not vote.
    format, code and ifeval have no answer to vote for.
@@ -64,8 +64,6 @@ class Args(
     """Number of prompts, the first ones of the data set (split test, unless @split is given); 0 for all."""
     samples: Annotated[int, Field(ge=0, le=512)] = 0
     """Responses a prompt (n); 0: 8, or 1 if --temperature is 0."""
-    k: tuple[PositiveInt, ...] = ()
-    """The k of pass@k; default: the powers of two up to n."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 for the greedy response."""
     max_response_length: PositiveInt = 1024
@@ -78,14 +76,9 @@ class Args(
     RULES = {
         "--samples must be at most 1 with --temperature 0, as all responses would be the same": lambda a: (
             a.temperature > 0 or a.samples <= 1
-        ),
-        "--k must be at most --samples": lambda a: not a.k or max(a.k) <= sample_count(a),
+        )
     }
     async_steps, vllm_tensor_parallel = 0, 1  # not flags, but read by vLLM's engine
-
-
-def sample_count(args: Args) -> int:
-    return args.samples or (8 if args.temperature else 1)
 
 
 def load_sampler(args: Args, world: utils.World, tokenizer, stop_ids, rewards, conversations) -> Sampler:
@@ -143,13 +136,13 @@ def majority(responses: pandas.DataFrame) -> float:
     return responses.loc[responses["extracted"] == winner, "correct"].iloc[0]
 
 
-def measure(table: pandas.DataFrame, n: int, ks: tuple[int, ...]) -> dict[str, dict]:
+def measure(table: pandas.DataFrame, n: int) -> dict[str, dict]:
     """Return {measure: {"value", "se"}} of a table of responses; {} if no source tells right from wrong."""
     if table["correct"].isna().all():
         return {}
     correct = table.groupby("index")["correct"]
     scores = {f"avg@{n}": estimate(correct.mean())}
-    for k in ks:
+    for k in (2**i for i in range(n.bit_length())):
         passed = [
             evaluation.pass_at_k(scored, int(right), k) if scored >= k else math.nan
             for scored, right in zip(correct.count(), correct.sum())
@@ -181,8 +174,7 @@ def main(args: Args) -> None:
         utils.fail(f"--run_name {name}: {folder} exists; choose another name")
     with utils.loading(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
         os.makedirs(args.output_dir, exist_ok=True)
-    n = sample_count(args)
-    ks = args.k or tuple(2**i for i in range(n.bit_length()))
+    n = args.samples or (8 if args.temperature else 1)
     world = utils.setup_processes()
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
@@ -222,8 +214,8 @@ def main(args: Args) -> None:
             mean_rewards[name] = {**estimate(scores.groupby(table["index"]).mean()), "missing": missing}
     by_dataset = list(table.groupby("dataset", sort=False))
     results = {
-        "scores": measure(table, n, ks),
-        "datasets": {name: measure(rows, n, ks) for name, rows in by_dataset} if len(by_dataset) > 1 else {},
+        "scores": measure(table, n),
+        "datasets": {name: measure(rows, n) for name, rows in by_dataset} if len(by_dataset) > 1 else {},
         "rewards": mean_rewards,
         "prompts": len(prompts),
         "samples": n,

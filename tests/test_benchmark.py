@@ -13,10 +13,10 @@ FLAGS = {
 
 
 def test_a_run(tmp_path):
-    """Seconds and tokens of the steps of a run and its peak memory; nothing is saved."""
-    run = benchmark.run_grpo(str(tmp_path), {**FLAGS, "seed": 1}, [])
-    assert len(run["steps"]) == 3 and run["peak"] > 0 and not list(tmp_path.glob("run/final"))
-    for step in run["steps"]:
+    """Seconds and tokens of the steps of a run."""
+    steps = benchmark.run_grpo(str(tmp_path), {**FLAGS, "seed": 1}, [])
+    assert len(steps) == 3
+    for step in steps:
         parts = [step[name] for name in ("time/rollout", "time/logprobs", "time/training")]
         assert all(seconds > 0 for seconds in parts) and sum(parts) < step["time/whole"]
 

@@ -33,7 +33,7 @@ def table(*prompts: str) -> pandas.DataFrame:
 def test_measures_by_hand():
     """Means over prompts; a missing score is left out; the standard error is that of the prompts."""
     prompts = "a1 a1 b0 c0", "b0 a1 b0 a1", "-0 -0 -0 a1", "a1 b0 b? a1"
-    found = evaluate.measure(table(*prompts), 4, (1, 2, 4))
+    found = evaluate.measure(table(*prompts), 4)
     shares = [2 / 4, 2 / 4, 1 / 4, 2 / 3]
     assert found["avg@4"]["value"] == pytest.approx(statistics.fmean(shares))
     assert found["pass@1"]["value"] == pytest.approx(statistics.fmean(shares))
@@ -46,9 +46,9 @@ def test_measures_by_hand():
 
 
 def test_measures_of_nothing():
-    assert evaluate.measure(table("-? -?"), 2, (1,)) == {}
-    assert evaluate.measure(table("-0 -1"), 2, (1,)).keys() == {"avg@2", "pass@1"}  # no answers: no vote
-    assert evaluate.measure(table("a1"), 1, (1,))["avg@1"] == {"value": 1.0, "se": None}
+    assert evaluate.measure(table("-? -?"), 2) == {}
+    assert evaluate.measure(table("-0 -1"), 2).keys() == {"avg@2", "pass@1", "pass@2"}  # no answers: no vote
+    assert evaluate.measure(table("a1"), 1)["avg@1"] == {"value": 1.0, "se": None}
 
 
 @pytest.mark.parametrize(
@@ -186,8 +186,8 @@ def test_conversations(tmp_path):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 OUT_OF_RANGE = [
-    dict(samples=-1), dict(samples=513), dict(temperature=-1), dict(k=(0,)), dict(num_prompts=-1),
-    dict(max_response_length=0), dict(backend="nothing"), dict(temperature=0), dict(k=(1, 7)),
+    dict(samples=-1), dict(samples=513), dict(temperature=-1), dict(num_prompts=-1),
+    dict(max_response_length=0), dict(backend="nothing"), dict(temperature=0),
     dict(min_response_length=49),
 ]  # fmt: skip
 

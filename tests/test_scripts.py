@@ -242,7 +242,7 @@ def test_a_step_without_scores_stops(base, straight, tell, tmp_path, script, cal
 LEFT_OUT = [
     ("rloo", dict(advantage="rloo")),
     ("rloo", dict(advantage="reinforce++")),
-    ("ppo", dict(whiten_rewards=True, reward_normalization=True, critic_warmup_steps=0)),
+    ("ppo", dict(reward_normalization=True, critic_warmup_steps=0)),
     ("ppo", dict(critic_warmup_steps=0, loss_aggregation="sequence")),
 ]
 
