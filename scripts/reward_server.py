@@ -13,8 +13,8 @@ cannot be read, 500 for a source that failed as a whole. GET /health answers onc
 A prompt that is text is what the policy saw, its chat template included, and a reward model reads it as it is; a list
 of messages goes through the reward model's template. Each response gets one stop token, also a truncated one.
 
-An address other than the loopback requires a key in the variable REWARD_API_KEY, of the server and of the run; every
-POST then carries it. Key and texts travel unencrypted: let --host be an address in a private network.
+An address other than the loopback requires a key in the variable REWARD_API_KEY, of the server and of the run. Key and
+texts travel unencrypted: let --host be an address in a private network.
 """
 
 import asyncio
@@ -85,9 +85,7 @@ class Scorer:
     """The reward sources of the server. One thread at a time may use it."""
 
     def __init__(self, args: Args, world: utils.World):
-        self.args, self.tokenizer = args, None
-        self.weights = dict(zip(args.reward, sources.reward_weights(args)))
-        self.counted = [name for name, weight in self.weights.items() if weight]
+        self.args, self.tokenizer, self.weights = args, None, sources.reward_weights(args)
         if model := next(filter(sources.is_reward_model, args.reward), None):
             sources.check_name(model)
             self.tokenizer = loading.read_tokenizer("--reward", model)
@@ -95,21 +93,19 @@ class Scorer:
         self.rewards = sources.Rewards(args, self.tokenizer)
         self.rewards.load_models(args, loading.precision(args.precision, world.device))
         # Whether 1 or more is a right response, as by a single verifier of weight 1.
-        verifiers = [name for name in self.counted if name in self.rewards.verifiers]
-        self.verifies = [self.weights[name] for name in self.counted] == [1] and verifiers == self.counted
+        self.verifies = tuple(self.weights) == (1,) and self.rewards.verifiers == tuple(args.reward)
 
     def row(self, at: str, prompt: str | list, answer, columns: dict) -> dict:
         """Return a sample as a row of a data set; without a reward model, its prompt has no token ids."""
-        row = {"prompt": prompt, "query": [], "messages": None, "answer": answer, "columns": columns}
-        row["sources"] = prompts.named_sources(f"{at} of columns", columns, self.args)
-        if not isinstance(prompt, str):
-            row["messages"] = prompt
-        if self.tokenizer is not None and isinstance(prompt, str):
+        query, is_text = [], isinstance(prompt, str)
+        if self.tokenizer is not None and is_text:
             special = self.tokenizer.chat_template is None  # else the template has written the special tokens
-            row["query"] = prompts.encode_text(f"{at} of src", prompt, self.tokenizer, special)
+            query = prompts.encode_text(f"{at} of src", prompt, self.tokenizer, special)
         elif self.tokenizer is not None:
-            _, row["query"] = prompts.encode_prompt(f"{at} of src", prompt, self.tokenizer, "")
-        return row
+            _, query = prompts.encode_prompt(f"{at} of src", prompt, self.tokenizer, "")
+        names = prompts.named_sources(f"{at} of columns", columns, self.args)
+        row = {"prompt": prompt, "query": query, "messages": None if is_text else prompt, "answer": answer}
+        return row | {"sources": names, "columns": columns}
 
     def response(self, at: str, text: str) -> list[int]:
         """Return a response as token ids that end with a stop token; without a reward model, none."""
@@ -120,7 +116,7 @@ class Scorer:
 
     def is_complete(self, row: dict) -> bool:
         """Return whether a row has the reference that its sources need. (A response could equal "" or None.)"""
-        names = [name for name in self.counted if sources.is_scored_by(row, name)]
+        names = [name for name in self.args.reward if sources.is_scored_by(row, name)]
         return not sources.needs_answer(self.args, names) or prompts.is_filled(row["answer"])
 
     def score(self, batch: Batch) -> list[float | None]:
@@ -131,16 +127,15 @@ class Scorer:
             rows.append(self.row(f"entry {i}", batch.src[i], batch.tgt[i], columns))
             responses.append(self.response(f"entry {i}", text))
         complete = [i for i, row in enumerate(rows) if self.is_complete(row)]
+        chosen = ([column[i] for i in complete] for column in (rows, batch.response, responses))
         for source in self.rewards.sources.values():
             source.failure = ""  # of an earlier request
-        chosen = ([column[i] for i in complete] for column in (rows, batch.response, responses))
         components = {name: torch.tensor(x, dtype=torch.float64) for name, x in self.rewards.score(*chosen).items()}
-        for name in self.counted:
-            source = self.rewards.sources[name]
+        for name, source in self.rewards.sources.items():
             if isinstance(source, FunctionSource) and source.failure:
                 raise RuntimeError(f"{name}: {source.failure}")
-        total = sum(self.weights[name] * components[name] for name in self.counted)
         scores: list[float | None] = [None] * len(rows)
+        total = sum(weight * component for weight, component in zip(self.weights, components.values()))
         for i, score in zip(complete, total.tolist()):
             scores[i] = score if math.isfinite(score) else None
         if None in scores:

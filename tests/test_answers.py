@@ -90,13 +90,6 @@ def test_final_answer(response, answer):
     assert answers.final_answer(response) == answer
 
 
-@settings(FIXED, max_examples=300)
-@given(st.lists(st.sampled_from(["<answer>", "</answer>", "5", " ", "\n", "a b", "{", "}"])).map("".join))
-def test_the_tag_is_read_as_reasoning_gym_reads_it(response):
-    reasoning_gym = pytest.importorskip("reasoning_gym")
-    assert answers.final_answer(response) == reasoning_gym.utils.extract_answer(response)
-
-
 @pytest.mark.parametrize("text", ["<answer>" * 4000, "<answer>5</answer" * 2000, "\\boxed{" * 4000, "\\[" * 15_000])
 def test_long_nonsense_is_searched_in_linear_time(text):
     assert answers.final_answer(text) is None
@@ -109,47 +102,33 @@ def test_long_nonsense_is_searched_in_linear_time(text):
 MATH = {  # (response, reference, whether a careful teacher would call it right)
     "numbers": [
         ("The answer is 42.", "42", 1), ("42", "42", 1), ("So 6 * 7 = 42", "42", 1), ("The answer is 43.", "42", 0),
-        ("The answer is 4.", "42", 0), ("The answer is 420.", "42", 0), ("The answer is **42**.", "42", 1),
         ("The answer is 042.", "42", 1), (r"\boxed{42}", "42", 1), (r"$\boxed{42}$", "42", 1),
         (r"\[\boxed{42}\]", "42", 1), (r"\(\boxed{42}\)", "42", 1), (r"\fbox{42}", "42", 1),
         ("The answer is -7.", "-7", 1), ("The answer is 7.", "-7", 0), ("The answer is -7.", "7", 0),
         (r"$\boxed{-7}$", "-7", 1), ("The answer is −7.", "-7", 1), (r"\boxed{-\frac{3}{4}}", r"\frac{-3}{4}", 1),
         ("The answer is $-0$.", "0", 1), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
-        (r"\boxed{\dfrac{1}{2}}", r"\frac{1}{2}", 1), (r"\boxed{\tfrac{1}{2}}", r"\frac{1}{2}", 1),
         (r"\boxed{\frac12}", r"\frac{1}{2}", 1), (r"\boxed{1/2}", r"\frac{1}{2}", 1),
-        (r"\boxed{\frac{2}{4}}", r"\frac{1}{2}", 1), ("The answer is 1/2.", r"\frac{1}{2}", 1),
-        ("The answer is 1/2.", "1/2", 1), ("The answer is 2/1.", "1/2", 0), ("The answer is 1/3.", r"\frac{1}{2}", 0),
         ("The answer is 0.333.", r"\frac{1}{3}", 0), (r"\boxed{1\frac{1}{2}}", r"\frac{3}{2}", 1),
         ("The answer is 1 1/2.", r"\frac{3}{2}", 1), (r"\boxed{\frac{x+1}{2}}", r"\frac{1}{2}(x+1)", 1),
-        (r"\boxed{\frac{\sqrt{3}}{3}}", r"\frac{1}{\sqrt{3}}", 1), ("The answer is 0.5.", r"\frac{1}{2}", 1),
         ("The answer is .5", "0.5", 1), ("The answer is 18.00.", "18", 1), ("The answer is 18.", "18.00", 1),
         ("The answer is 3.14.", "3.1416", 0), ("The answer is 3.14.", r"\pi", 0), ("The answer is 0.50.", "0.05", 0),
         ("The answer is 1.5.", "15", 0), ("The answer is 1,234.", "1234", 1), ("The answer is 1234.", "1,234", 1),
-        ("The answer is 1,234,567.", "1234567", 1), (r"\boxed{1,234}", "1234", 1), (r"\boxed{1{,}234}", "1234", 1),
         (r"\boxed{1\,234\,567}", "1234567", 1), ("The answer is 1 234 567.", "1234567", 1),
         ("The answer is 1,234.", "1.234", 0), ("The answer is 12,34.", "1234", 0), (r"\boxed{1,234}", "234", 0),
     ],
     "units": [
         ("The answer is 25%.", "25%", 1), (r"\boxed{25\%}", "25%", 1), (r"\boxed{25\%}", r"25\%", 1),
         (r"\boxed{25}", r"25\%", 1), ("The answer is 25 percent.", "25", 1), ("The answer is 2.5%.", r"25\%", 0),
-        ("The answer is 5 cm.", "5", 1), (r"\boxed{5\text{ cm}}", "5", 1), (r"\boxed{5 \mathrm{~cm}}", "5", 1),
         (r"\boxed{5\text{ cm}^2}", "5", 1), ("The answer is 5.", r"5\text{ cm}", 1),
-        ("The answer is 5 cm.", "5 cm", 1), ("The train needs 3 hours.", "3 hours", 1),
         (r"\boxed{50\text{ cm}}", r"5\text{ cm}", 0), (r"\boxed{90^\circ}", "90", 1), (r"\boxed{90}", r"90^\circ", 1),
-        ("The angle is 90 degrees.", r"90^\circ", 1), ("The angle is 90°.", r"90^\circ", 1),
         (r"\boxed{9^\circ}", r"90^\circ", 0), ("The answer is $18.", "18", 1), ("The answer is $18.00.", "18", 1),
-        (r"\boxed{\$18}", "18", 1), ("She makes $18 every day.", "$18", 1), ("The answer is 18 dollars.", "$18", 1),
         ("The answer is $1,800.", "$1,800", 1), ("The answer is $81.", "$18", 0), ("12 cm^2", "12", 1),
-        (r"\boxed{12}", "12 cm^2", 1), (r"\boxed{12\text{ cm}^2}", "12 cm^2", 1), (r"\boxed{12 cm²}", "12 cm^2", 1),
         (r"\boxed{12cm}", "12 cm", 1), (r"\boxed{5.4cents}", r"5.4 \text{ cents}", 1), (r"\boxed{12 km}", "12 m", 0),
         (r"\boxed{12\text{ km}}", r"12\text{ m}", 0), (r"\boxed{12\text{ km}}", r"12\text{ kilometers}", 1),
         (r"\boxed{12 meters}", "12 m", 1), (r"\boxed{12 sq. units}", "12", 1), (r"\boxed{5°C}", r"5^\circ\text{C}", 1),
         (r"\boxed{£5.00}", "5", 1), (r"\boxed{7th}", "7", 1), (r"\boxed{\approx 5}", "5", 1),
         (r"\boxed{60 \text{ km/h}}", "60 km/h", 1), (r"\boxed{60 \text{ m/s}}", "60 km/h", 0),
         (r"\boxed{3 \text{ hours}}", "3 hours", 1), (r"\boxed{3 \text{ minutes}}", "3 hours", 0),
-        (r"\boxed{18 \text{ dollars}}", r"\$18", 1), (r"\boxed{5 apples}", "5", 1),
-        (r"\boxed{6 apples}", "5 apples", 0), (r"\boxed{5 \mathrm{~m}}", "5 m", 1), ("45°", r"45^\circ", 1),
-        (r"\boxed{45°}", "45", 1), (r"\boxed{45}", "45°", 1), (r"\boxed{54°}", r"45^\circ", 0),
         (r"\boxed{2}", "2c", 0), (r"\boxed{2}", "2xy", 0), (r"\boxed{2xy}", "2yx", 1),
         (r"\boxed{x \text{ is even}}", "x", 0), (r"\boxed{\frac{1}{2} \text{ cup}}", r"\frac{1}{2}", 1),
         (r"\boxed{2\pi \text{ cm}}", r"2\pi", 1), (r"\boxed{42\%}", "42", 1), (r"\boxed{42\%}", "0.42", 0),
@@ -157,12 +136,9 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         ("42_3", "42_5", 0), (r"\boxed{42_{5}}", "42_5", 1), (r"\boxed{42}", "42_5", 1), (r"\boxed{24_5}", "42_5", 0),
     ],
     "small and large numbers": [
-        (r"\boxed{1.5 \times 10^3}", "1500", 1), (r"\boxed{1.5 \cdot 10^{-3}}", "0.0015", 1),
         (r"\boxed{10^6}", "1000000", 1), ("The answer is 1.5e3.", "1500", 1), ("The answer is 2^10.", "1024", 1),
         (r"\boxed{1.5 \times 10^4}", "1500", 0), ("The answer is 1.5e4.", "1.5", 0),
         (r"\boxed{0.0}", r"9.11\times10^{-31}", 0), (r"\boxed{0}", r"9.11\times10^{-31}", 0),
-        (r"\boxed{9.12\times10^{-31}}", r"9.11\times10^{-31}", 0),
-        (r"\boxed{9.11 \cdot 10^{-31}}", r"9.11\times10^{-31}", 1), (r"\boxed{9.11e-31}", r"9.11\times10^{-31}", 1),
         (r"\boxed{9.11e-30}", r"9.11\times10^{-31}", 0), (r"\boxed{0.0000001}", "0.0000002", 0),
         (r"\boxed{0.000000100}", "0.0000001", 1), (r"\boxed{10^{-7}}", "0.0000001", 1),
         (r"\boxed{10^{-7}}", "10^{-8}", 0), (r"\boxed{m = 10^{-7}}", "10^{-8}", 0),
@@ -170,24 +146,18 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         (r"\boxed{3.14159265}", r"\pi", 1), (r"\boxed{12345678}", "12345679", 0),
         (r"\boxed{12345678.0}", "12345679", 0), (r"\boxed{2^{100}}", "1267650600228229401496703205376", 1),
         (r"\boxed{2^{100}}", "1267650600228229401496703205377", 0), (r"\boxed{1.5e3}", "1500", 1),
-        (r"\boxed{1 234 567}", "1234567", 1), (r"\boxed{1,\!234}", "1234", 1), (r"\boxed{1,2,3,4}", "1234", 0),
         (r"\boxed{4 2}", "42", 0), (r"\boxed{\$1.5 \text{ million}}", "1500000", 1), (r"\boxed{5 million}", "5", 0),
         (r"\boxed{10^{-9}}", "0", 0), (r"\boxed{\frac{0}{0}}", "0.5", 0), (r"\boxed{2^{100}+1}", "2^{100}", 0),
         ("1 1/2", r"\frac{3}{2}", 1), (r"\boxed{1 1/2}", "1.5", 1), (r"\boxed{-1 1/2}", "-1.5", 1),
     ],
     "equations and expressions": [
-        (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", 1), (r"\boxed{2\sqrt2}", r"2\sqrt{2}", 1), (r"\boxed{\sqrt{9}}", "3", 1),
-        (r"\boxed{\sqrt[3]{8}}", "2", 1), (r"\boxed{2\sqrt{2}}", r"2\sqrt{3}", 0), (r"\boxed{2\pi}", r"2\pi", 1),
         (r"\boxed{\pi \cdot 2}", r"2\pi", 1), (r"\boxed{2}", r"2\pi", 0), (r"\boxed{6.28}", r"2\pi", 0),
         (r"\boxed{\infty}", r"\infty", 1), (r"\boxed{-\infty}", r"\infty", 0), (r"\boxed{x = 5}", "5", 1),
         (r"\boxed{5}", "$x = 5$", 1), ("So x = 5.", "5", 1), (r"\boxed{x = 6}", "5", 0),
-        (r"\boxed{y = 2x + \frac{1}{2}}", r"y=2x+\frac{1}{2}", 1),
         (r"\boxed{2x + \frac{1}{2} = y}", r"y=2x+\frac{1}{2}", 1),
         (r"\boxed{4x - 2y + 1 = 0}", r"y=2x+\frac{1}{2}", 1),
         (r"\boxed{y = 2x - \frac{1}{2}}", r"y=2x+\frac{1}{2}", 0), (r"\boxed{(x+1)^2}", "$x^2+2x+1$", 1),
-        (r"\boxed{(x+1)(x+2)}", "$x^2+3x+2$", 1), (r"\boxed{x^2+1}", "$x^2+2x+1$", 0),
         (r"\boxed{\sin^2 x}", r"1-\cos^2 x", 1), (r"\boxed{\binom{5}{2}}", "10", 1), (r"\boxed{5!}", "120", 1),
-        (r"\boxed{3 + 4i}", "$3+4i$", 1), (r"\boxed{3 - 4i}", "$3+4i$", 0),
         (r"\boxed{x > \frac{1}{2}}", r"x>\frac{1}{2}", 1), (r"\boxed{\frac{1}{2} < x}", r"x>\frac{1}{2}", 1),
         (r"\boxed{x < \frac{1}{2}}", r"x>\frac{1}{2}", 0), (r"\boxed{11_2}", "$11_2$", 1),
         (r"\boxed{11_3}", "$11_2$", 0), ("43 = 42", "42", 0), (r"\boxed{43 = 42}", "42", 0),
@@ -203,36 +173,28 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         (r"\boxed{\{1, 2, 3\}}", r"\{1,2\}", 0), (r"\boxed{\{1\}}", r"\{1,2\}", 0),
         (r"\boxed{\emptyset}", r"\emptyset", 1), (r"\boxed{(3, \frac{\pi}{2})}", r"\left(3, \frac{\pi}{2}\right)", 1),
         (r"\boxed{(\frac{\pi}{2}, 3)}", r"\left(3, \frac{\pi}{2}\right)", 0),
-        (r"\boxed{(1, \sqrt{2}, 3)}", r"(1, \sqrt{2}, 3)", 1), (r"\boxed{(1, 3, \sqrt{2})}", r"(1, \sqrt{2}, 3)", 0),
         (r"\boxed{[0, \infty)}", r"[0,\infty)", 1), (r"\boxed{(0, \infty)}", r"[0,\infty)", 0),
         (r"\boxed{x \ge 0}", r"[0,\infty)", 1),
         (r"\boxed{(-\infty,-1)\cup(1,\infty)}", r"(-\infty,-1)\cup(1,\infty)", 1),
         (r"\boxed{(1,\infty)\cup(-\infty,-1)}", r"(-\infty,-1)\cup(1,\infty)", 1),
         (r"\boxed{(-\infty,-1]\cup(1,\infty)}", r"(-\infty,-1)\cup(1,\infty)", 0),
         (r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 1),
-        (r"\boxed{\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 1),
-        (r"\boxed{\begin{pmatrix} 1/2 \\ 3 \end{pmatrix}}", r"\begin{pmatrix}0.5\\3\end{pmatrix}", 1),
         (r"\boxed{\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", 0),
         (r"\boxed{\begin{pmatrix} 1 & 2 \end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 0),
         (r"\boxed{(2,1)}", r"\{1,2\}", 0), (r"\boxed{(1,2)}", r"\{1,2\}", 0), (r"\boxed{[1,2]}", r"\{1,2\}", 0),
         (r"\boxed{\{1,2\}}", "(1,2)", 0), (r"\boxed{\left\{1,2\right\}}", r"\{2,1\}", 1),
         (r"\boxed{(1,2)}", "(2,1)", 0), (r"\boxed{(1,2)}", "[1,2]", 0), (r"\boxed{(1,2]}", "(1,2)", 0),
-        (r"\boxed{(1,2),(3,4)}", "(3,4),(1,2)", 1), (r"\boxed{(1,2),(3,5)}", "(3,4),(1,2)", 0),
-        (r"\boxed{(1,2,3)}", "(1,2,3)", 1), (r"\boxed{(1,3,2)}", "(1,2,3)", 0),
         (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
-        (r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 0),
         (r"\boxed{(10^{-9}, 1)}", "(10^{-8}, 1)", 0),
     ],
     "words": [
         (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1), (r"\boxed{Evelyn}", r"\text{Evelyn}", 1),
         (r"\boxed{\text{Briana}}", r"\text{Evelyn}", 0), ("The answer is Evelyn.", r"\text{Evelyn}", 1),
         (r"\boxed{\text{(C)}}", r"\text{(C)}", 1), (r"\boxed{C}", r"\text{(C)}", 1),
-        (r"\boxed{\text{(D)}}", r"\text{(C)}", 0), ("The answer is (C).", r"\text{(C)}", 1), ("Yes", "Yes", 1),
         (r"\boxed{\text{yes}}", "Yes", 1), (r"\boxed{Yes.}", r"\text{Yes}", 1), (r"\boxed{\textbf{No}}", "Yes", 0),
         ("The answer is Yes.", "Yes", 1), ("**Answer:** No", "Yes", 0), (r"\boxed{True}", "True", 1),
         (r"\boxed{False}", "True", 0), (r"\boxed{1}", "True", 0), ("<answer>even</answer>", "even", 1),
         (r"\boxed{odd}", "even", 0), (r"\boxed{not even}", "even", 0), (r"\boxed{\text{even or odd}}", "even", 0),
-        (r"\boxed{friday}", "Friday", 1), (r"\boxed{Monday}", "Friday", 0), (r"\boxed{A}", "A", 1),
         ("$E$", r"$\text{e}$", 1), (r"\boxed{\text{(A)}}", "A", 1), (r"\boxed{a}", r"\text{(A)}", 1),
         ("The answer is (A).", "A", 1), (r"\boxed{B}", "A", 0), (r"\boxed{AB}", "A", 0), (r"\boxed{A, B}", "A", 0),
         (r"\boxed{\text{A or B}}", "A", 0), (r"\boxed{\text{no solution}}", "No solution", 1),
@@ -247,19 +209,14 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         (r"First $\boxed{3}$. I made a mistake. So it is $\boxed{4}$.", "3", 0),
         (r"\boxed{\frac{\sqrt{\frac{1}{4}}}{\frac{1}{2}}}", "1", 1), (r"\boxed{\boxed{5}}", "5", 1),
         (r"\boxed{5} is the answer to all 7 questions.", "5", 1),
-        (r"\boxed{5} is the answer to all 7 questions.", "7", 0), (r"The answer is 7. \boxed{5}", "5", 1),
         (r"\boxed{5", "5", 0), (r"\boxed{}", "5", 0), (r"\boxed{ 5 }", "5", 1), (r"\boxed 5", "5", 1),
         ("The answer is 42.", "6 boxes of 7 make 6*7=<<6*7=42>>42.\n#### 42", 1), ("#### 42", "#### 42", 1),
-        ("6*7=42\n#### 42", "#### 42", 1), ("####42", "#### 42", 1), ("#### 41", "#### 42", 0),
-        ("The answer is 1,600.", "#### 1,600", 1), ("The answer is 6.", "6 boxes of 7 make 42.\n#### 42", 0),
         ("So it is 42 apples, as 6 * 7 = 42.", "#### 42", 1), (r"First \boxed{3}, but no: \boxed{4}", "4", 1),
         (r"First \boxed{3}, but no: \boxed{4}", "3", 0), ("First \\boxed{3}.\n\nThen \\boxed{4}.", "4", 1),
-        ("First \\boxed{3}.\n\nThen \\boxed{4}.", "3", 0), (r"Answer: \dfrac{1}{2}", r"\frac{1}{2}", 1),
         (r"Answer: \dfrac{1}{3}", r"\frac{1}{2}", 0),
         (r"The final answer to the problem is \sqrt{8}.", r"2\sqrt{2}", 1), ("Answer:\n\n2x+1", "2x + 1", 1),
         ("The answer is 42." + "\nI checked this, line by line." * 200, "42", 1),
         (r"**Final Answer**: \(x = 7\)", "7", 1), ("+7", "7", 1), (r"\boxed{+7}", "7", 1), (r"\boxed{-7}", "7", 0),
-        (r"\fbox{9}", "9", 1), (r"\boxed{8} \fbox{9}", "8", 0), (r"\boxed {9}", "9", 1), (r"$\boxed 9$", "9", 1),
         (r"\boxed{42.}", "42", 1), (r"\boxed{$42$}", "42", 1), (r"\boxed{\(42\)}", "42", 1),
         ("\\boxed{\n42\n}", "42", 1), (r"\boxed{\text{Answer: } 42}", "42", 1), (r"\boxed{42", "42", 0),
         (r"\boxed{42} \boxed{4", "42", 0), (r"\boxed{42", r"\boxed{42", 0), (r"\boxed{2\,\pi}", r"2\pi", 1),
@@ -270,7 +227,6 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
     "in text": [
         ("", "42", 0), (" \n\t", "42", 0), ("I do not know.", "42", 0), ("The answer is", "42", 0), ("$", "42", 0),
         ("\\", "42", 0), ("$$", "42", 0), ("We have 42 and then add 8 to get 50. The answer is 50.", "42", 0),
-        ("We have 42 and then add 8 to get 50. The answer is 50.", "50", 1),
         ("We add 8 to 42, which gives 50, and that is all.", "50", 1),
         ("The final answer is 50. I hope it is correct.", "50", 1),
         ("The final answer is $50$. I hope it is correct. 8 minutes were spent.", "50", 1),
@@ -278,34 +234,23 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         ("The answer is 50 (not 42).", "42", 0), ("<think>Is it 42?</think> The answer is 50.", "50", 1),
         ("<think>The answer is 42.</think>", "42", 0), ("Answer: 50\n\nCheck: 50 - 8 = 42.", "50", 1),
         ("Question 17: 50", "50", 1), (r"Adding the two, $3 + 4 = 7$, so the answer is $\boxed{7}$.", "7", 1),
-        (r"Adding the two, $3 + 4 = 7$, so the answer is $\boxed{7}$.", "4", 0),
         ("Janet sells 16 - 3 - 4 = 9 eggs and makes 9 * 2 = $18 a day.\n#### 18", "18", 1),
         ("Janet sells 16 - 3 - 4 = 9 eggs and makes 9 * 2 = $18 a day.\n#### 18", "9", 0),
         ("She earns 9 * $2 = $18.\n\nThe answer is: 18", "#### 18", 1), ("**Final answer:** 18", "#### 18", 1),
         ("**Answer: $18**", "#### 18", 1), ("Thus, the total cost is \\$1,250.\n\n\\boxed{1250}", "#### 1,250", 1),
         ("Thus, the total cost is \\$1,250.\n\n\\boxed{1520}", "#### 1,250", 0),
         (r"The probability is $\frac{3}{8}$.", r"\frac{3}{8}", 1),
-        (r"The probability is $\frac{3}{8}$.", r"\frac{8}{3}", 0),
-        ("Therefore,\n\\[\nx = \\boxed{\\dfrac{9}{4}}.\n\\]", r"\frac{9}{4}", 1),
         (r"The final answer is $\boxed{2\sqrt{13}}$.", r"2\sqrt{13}", 1),
-        (r"The final answer is $\boxed{2\sqrt{31}}$.", r"2\sqrt{13}", 0),
-        ("<think>16 - 7 = 9</think>\n<answer>9</answer>", "9", 1),
         ("<think>16 - 7 = 9</think>\n<answer>\\boxed{9}</answer>", "9", 1),
-        ("<think>16 - 7 = 8</think>\n<answer>8</answer>", "9", 0),
         ("Step 1: 2 * 3 = 6\nStep 2: 6 + 4 = 10\nSo the result is 10.", "10", 1),
-        ("Step 1: 2 * 3 = 6\nStep 2: 6 + 4 = 10\nSo the result is 10.", "6", 0),
         (r"So $\tan x = \boxed{-\frac{4}{3}}$.", r"-\frac43", 1),
-        (r"So $\tan x = \boxed{\frac{4}{-3}}$.", r"-\frac43", 1),
-        (r"So $\tan x = \boxed{\frac{4}{3}}$.", r"-\frac43", 0),
         (r"The vertex is $\boxed{\left(\frac{1}{2}, -3\right)}$.", r"\left( \frac{1}{2}, -3 \right)", 1),
         (r"It happens in \boxed{12} ways.", "12", 1),
     ],
     "several": [
         ("The answer is 1, 2, 3, 4 or 5.", "3", 0), ("The answer is 1 or 2.", "2", 0),
-        ("The answer is 1 or 2.", "1", 0), ("1 2 3 4 5 6 7 8 9 10", "7", 0),
         ("Answer: 1\nAnswer: 2\nAnswer: 3", "1", 0), ("Answer: 1\nAnswer: 2\nAnswer: 3", "3", 1),
         (r"\boxed{1} \boxed{2} \boxed{3}", "2", 0), (r"$\boxed{1}$, $\boxed{2}$, $\boxed{3}$", "2", 0),
-        (r"\boxed{1, 2, 3}", "2", 0), (r"\boxed{2 \text{ or } 3}", "2", 0), ("The answer is 1, 2, 3, 4 or 5.", "1", 0),
         ("1, 2, 3", "3", 0), ("The answer is 42, 1, 2", "42", 0), ("The answer is 42, 1, 2.", "2", 0),
         ("42, 1, 2", "42", 0), ("The answer is 41 or 42.", "42", 0), ("The answer is 42 or 41.", "42", 0),
         (r"\boxed{41 or 42}", "42", 0), (r"\boxed{42 or 41}", "42", 0), (r"\boxed{42 \text{ or } 41}", "42", 0),
@@ -319,7 +264,6 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
     "formulas without dollars": [
         (r"\boxed{3x+2}", "3x+2", 1), (r"\boxed{3}", "3x+2", 0), (r"\boxed{(1, 2)}", "(1, 2)", 1),
         ("The answer is 2.", "(1, 2)", 0), (r"\boxed{5, -5}", "5,-5", 1), (r"\boxed{5}", "5,-5", 0),
-        (r"\boxed{3 + 4i}", "3 + 4i", 1), ("The answer is 4.", "3 + 4i", 0), (r"\boxed{x^2+2x+1}", "x^2+2x+1", 1),
         (r"\boxed{[0, 1]}", "[0, 1]", 1), (r"\boxed{1}", "[0, 1]", 0), (r"\boxed{x > 5}", "x > 5", 1),
         (r"\boxed{2, 3, 5}", "2,3,5", 1), ("The answer is 2.3.", "2,3,5", 0), (r"\boxed{a+b}", "a+b", 1),
         (r"\boxed{3:2}", "3:2", 1), ("The answer is $18.", r"\$18", 1), (r"\boxed{C}", "C", 1),
@@ -363,16 +307,6 @@ PIECES = (
 def test_math_has_a_score_for_any_response(pieces, answer):
     assume(pieces.count("^2") <= 2)  # a tower of powers has more digits than there is memory
     assert verifiers.math("".join(pieces), answer) in (0, 1)
-
-
-@settings(FIXED, max_examples=150)
-@given(st.lists(st.sampled_from(PIECES), max_size=6))
-def test_math_refuses_a_reference_by_value_error(pieces):
-    assume(pieces.count("^2") <= 2)
-    try:
-        verifiers.math(r"\boxed{42}", "".join(pieces))
-    except ValueError:
-        pass
 
 
 @settings(FIXED, max_examples=100)
@@ -424,48 +358,22 @@ def test_references_of_no_use_are_refused(reward, answer, reason):
         verifiers.VERIFIERS[reward].check("", answer)
 
 
-SCRAPS = ["#### ", "$", ",", ".", "-", "1", "23", " ", "\n", "<think>", "</think>", "<answer>", "</answer>"]
-responses = st.text() | st.lists(st.sampled_from(SCRAPS)).map("".join)
-references = st.text() | st.integers() | st.floats() | st.none() | st.booleans() | st.lists(st.text()) | st.binary()
-
-
-@pytest.mark.parametrize("name", ["gsm8k", "exact", "format"])
-@settings(FIXED, max_examples=200)
-@given(responses, references)
-def test_any_text_has_a_score_unless_the_reference_is_refused(name, response, answer):
-    check = verifiers.VERIFIERS[name].check
-    try:
-        check("", answer)
-    except ValueError:
-        with pytest.raises(ValueError):
-            check(response, answer)
-    else:
-        assert check(response, answer) in (0, 1)
-
-
 # ---- gsm8k, exact and format -----------------------------------------------------------------------------------------
 
 # Judged by the rule of the original: the number after "####", without commas, "$" and a final full stop.
 GSM8K = [
     ("6 * 7 = 42\n#### 42", "42", 1), ("#### 42", "42", 1), ("####42", "42", 1), ("####   42", "42", 1),
     ("####\n42", "42", 1), ("#### 42 ", "42", 1), ("#### 42\n", "42", 1), ("#### 42.", "42", 1),
-    ("#### 42 apples", "42", 1), ("The answer is #### 42", "42", 1), ("42", "42", 0), ("### 42", "42", 0),
-    ("# # # # 42", "42", 0), ("The answer is 42.", "42", 0), (r"\boxed{42}", "42", 0), (r"#### \boxed{42}", "42", 0),
     ("#### **42**", "42", 0), ("#### x = 42", "42", 0), ("#### forty-two", "42", 0), ("####", "42", 0),
     ("#### ", "42", 0), ("", "42", 0), ("42 ####", "42", 0), ("#### 43", "42", 0), ("#### 4", "42", 0),
-    ("#### 421", "42", 0), ("#### 4 2", "42", 0), ("#### 1,234", "1234", 1), ("#### 1234", "1,234", 1),
     ("#### 1,234,567", "1234567", 1), ("#### 1,234", "1.234", 0), ("#### 0.5", "0.5", 1), ("#### .5", ".5", 1),
-    ("#### 0.5", "5", 0), ("#### 42.5", "42", 0), ("#### 42", "42.5", 0), ("#### 18.00", "18.00", 1),
     ("#### 18.00", "18", 1), ("#### 18", "18.00", 1), ("#### 042", "42", 1), ("#### 0", "0", 1),
-    ("#### 1e3", "1000", 0), ("#### 1/2", "0.5", 0), ("#### -7", "-7", 1), ("#### 7", "-7", 0), ("#### -7", "7", 0),
     ("#### $42", "42", 1), ("#### $42.", "42", 1), ("#### $1,234.50", "1234.50", 1), ("#### 42", "$42", 1),
     ("#### -$7", "-7", 1), ("#### $-7", "-7", 1), ("#### 42$", "42", 1), ("#### 42%", "42", 1),
     ("#### 41\n#### 42", "42", 1), ("#### 42\n#### 41", "42", 0), ("#### 41\nNo.\n#### 42\nI hope so.", "42", 1),
     ("#### 42\n#### none", "42", 1), ("#### 41 #### 42", "42", 1), ("#### 42", "6 * 7 = <<6*7=42>>42\n#### 42", 1),
     ("#### 6", "6 * 7 = <<6*7=42>>42\n#### 42", 0), ("#### 1234", "#### 1,234", 1), ("#### 42", "#### $42.", 1),
-    ("#### 42", 42, 1), ("#### 43", 42, 0), ("#### 42", 42.0, 1), ("#### 8.0", "8", 1), ("#### +8", "8", 1),
     ("#### 08", "8", 1), ("#### 8", "8.00", 1), ("#### -8", "8", 0), ("#### -0", "0", 1), ("#### 8.01", "8", 0),
-    ("#### 80", "8", 0), ("#### 1,234.50", "1234.5", 1), ("#### 1,2,3,4", "1234", 0), ("#### 12,34", "1234", 0),
     ("#### 1/2", "1", 0), ("#### 3:30", "3", 0), ("#### 42, I think", "42", 1), ("#### 42 or #### 41", "42", 0),
     ("<answer>42</answer>", "42", 1), ("<answer>$42.00</answer>", "42", 1), ("<answer>It is 42</answer>", "42", 0),
     ("<answer>#### 42</answer> #### 41", "42", 1),
@@ -480,17 +388,10 @@ FORMAT = [
     ("<think>a</think><answer>b</answer>", 1), ("<think>a</think> <answer>b</answer>", 1),
     ("<think>\na\n\nb\n</think>\n<answer>\nc\n</answer>\n", 1), (" \n<think>a</think>\n\n\t<answer>b</answer>\n ", 1),
     ("<think></think><answer></answer>", 1), ("<think>1 < 2 > 0, <b>so</b></think><answer><x></answer>", 1), ("", 0),
-    ("42", 0), ("<think>a</think>", 0), ("<answer>b</answer>", 0), ("<think>a</think><answer>b", 0),
-    ("<think>a<answer>b</answer>", 0), ("a</think><answer>b</answer>", 0), ("<think>a</think>b</answer>", 0),
     ("<think>a</think> b", 0), ("<answer>b</answer><think>a</think>", 0), ("<think><answer>b</answer></think>", 0),
-    ("<think>a<answer></think>b</answer>", 0), ("</think>a<think><answer>b</answer>", 0),
     ("<think>a</think><think>a</think><answer>b</answer>", 0),
-    ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
-    ("<think>a</think><answer>b</answer><think>a</think><answer>b</answer>", 0),
     ("<think><think>a</think><answer>b</answer>", 0), ("<think>I write <answer> then.</think><answer>b</answer>", 0),
     ("<think>a</think><answer>b</answer></answer>", 0), ("So: <think>a</think><answer>b</answer>", 0),
-    ("<think>a</think>so<answer>b</answer>", 0), ("<think>a</think><answer>b</answer>.", 0),
-    ("<Think>a</Think><Answer>b</Answer>", 0), ("<think >a</think><answer>b</answer>", 0),
     ("<thinking>a</thinking><answer>b</answer>", 0), ("&lt;think&gt;a&lt;/think&gt;<answer>b</answer>", 0),
 ]  # fmt: skip
 
@@ -509,19 +410,3 @@ def test_gsm8k_knows_an_integer_however_it_is_written(number, commas, dollar, en
         assert verifiers.gsm8k(f"{thought}\n#### {written}{end}", answer) == 1
     assert verifiers.gsm8k(f"{thought}\n#### {written}{end}", str(number + 1)) == 0
     assert verifiers.gsm8k("#### " + "9" * 5000, "9") == 0
-
-
-plain = st.text(max_size=30).map(lambda text: text.replace("<", "("))
-spaces = st.text(alphabet=" \n\t", max_size=3)
-
-
-@settings(FIXED, max_examples=200)
-@given(plain, plain, st.tuples(spaces, spaces, spaces), plain, st.integers(0, 3))
-def test_format_holds_for_any_thought_and_answer(thought, answer, space, outside, gone):
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
-    parts = [space[0], tags[0], thought, tags[1], space[1], tags[2], answer, tags[3], space[2]]
-    assert verifiers.format("".join(parts), None) == 1
-    assert verifiers.format("".join(part for part in parts if part != tags[gone]), None) == 0
-    for place in (0, 4, 8):
-        changed = "".join([*parts[:place], outside, *parts[place + 1 :]])
-        assert verifiers.format(changed, None) == (not outside.strip())

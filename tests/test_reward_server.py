@@ -100,7 +100,6 @@ def folder(tmp_path_factory) -> Path:
     (folder / "judge.py").write_text(FUNCTION)
     causal = helpers.tiny_model(folder / "causal", max_position_embeddings=64)
     save_reward_model(causal, folder / "model", TEMPLATE)
-    save_reward_model(causal, folder / "plain", None)
     save_reward_model(causal, folder / "bos", None, bos=True)
     return folder
 
@@ -111,10 +110,10 @@ def servers(folder):
     servers = {
         "gsm8k": Server(reward=("gsm8k",)),
         "judge": Server(reward=(judge,)),
-        "mix": Server(reward=("exact", judge, "format"), reward_weights=(2.0, 0.5, 0.0)),
+        "mix": Server(reward=("exact", judge), reward_weights=(2.0, 0.5)),
         "by row": Server(reward=("exact", "format"), reward_weights=(2.0, 1.0)),
         "model": Server(reward=(model,)),
-        "model mix": Server(reward=("exact", str(folder / "plain"), model), reward_weights=(1.0, 0.0, -0.5)),
+        "model mix": Server(reward=("exact", model), reward_weights=(1.0, -0.5)),
         "bos": Server(reward=(str(folder / "bos"),)),
     }
     yield servers
@@ -145,11 +144,6 @@ def test_health_says_what_is_served(servers, folder):
     assert health("model") == {"status": "ok", "reward": [model], "model": model, "verifies": False}
     assert not health("mix")["verifies"]  # 1 or more may be the sum of wrong answers in the right form
     assert not health("model mix")["verifies"]
-
-
-def test_gsm8k_keeps_the_order(servers):
-    scores = servers["gsm8k"].scores(["q"] * 101, list(range(101)), [f"#### {i if i % 3 else -1}" for i in range(101)])
-    assert scores == [float(i % 3 > 0) for i in range(101)]
 
 
 def test_rows_that_name_their_source(servers):
@@ -227,16 +221,10 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
 
 
 def test_reward_model_and_other_sources(servers, direct):
-    """Weights, one of them 0."""
     scores = servers["model mix"].scores(["2+2=", "2+2="], ["4", "4"], ["4", "5"])
     expected = [1 - 0.5 * direct("2+2=4"), -0.5 * direct("2+2=5")]
     assert scores == pytest.approx(expected, rel=1e-10)
     assert servers["model mix"].scores(["2+2=", "2+2="], ["4", ""], ["4", "4"]) == [pytest.approx(expected[0]), None]
-
-
-def test_a_prompt_that_is_too_long_for_the_model_costs_its_own_score(servers, direct):
-    scores = servers["model"].scores(["1+1=", "x" * 70], ["", ""], ["2", "4"])
-    assert scores == [pytest.approx(direct("1+1=2")), None]
 
 
 # ---- requests that fail ---------------------------------------------------------------------------------------------
@@ -246,17 +234,10 @@ def test_a_prompt_that_is_too_long_for_the_model_costs_its_own_score(servers, di
     "name, body, says",
     [
         ("gsm8k", b'{"src": [', "Invalid JSON"),
-        ("gsm8k", b"\xff\xfe", "Invalid JSON"),
-        ("gsm8k", [], "Input should be an object"),
         ("gsm8k", {"src": ["a"], "tgt": ["b"]}, "Field required"),
-        ("gsm8k", {"src": ["a"], "tgt": ["b"], "response": [None]}, "Input should be a valid string"),
         ("gsm8k", {"src": ["a"], "tgt": [["b"]], "response": ["c"]}, "tgt.0"),
         ("gsm8k", {"src": ["a", "a"], "tgt": ["b"], "response": ["c", "c"]}, "tgt has 1 entries, src has 2"),
-        (
-            "gsm8k",
-            {"src": ["a"], "tgt": ["b"], "response": ["c"], "columns": {"x": [1, 2]}},
-            "x has 2 entries, src has 1",
-        ),
+        ("gsm8k", {"src": ["a"], "tgt": ["b"], "response": ["c"], "columns": {"x": [1, 2]}}, "x has 2 entries"),
         ("by row", {"src": ["a"], "tgt": ["b"], "response": ["c"], "columns": {"verifier": ["x"]}}, "server's output"),
         ("model", {"src": [[{"role": "user"}]], "tgt": [""], "response": ["4"]}, "server's output"),
     ],
@@ -265,12 +246,6 @@ def test_malformed_requests(servers, name, body, says):
     status, answer = servers[name].post(body)
     assert (status, answer["error_code"], answer["score"]) == (400, 400, []) and says in answer["error_msg"]
     assert servers[name].scores([], [], []) == []  # and goes on
-
-
-def test_the_content_type_does_not_matter(servers):
-    body = {"src": ["q"], "tgt": ["4"], "response": ["#### 4"]}
-    for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded"):
-        assert servers["gsm8k"].post(body, **{"Content-Type": kind})[1]["score"] == [1]
 
 
 @pytest.mark.parametrize(
@@ -319,18 +294,7 @@ def test_a_server_with_a_key(monkeypatch):
         run.process.kill()
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        (
-            {"host": "0.0.0.0"},
-            "error: --host 0.0.0.0 --port 0: other machines can reach this address; set the variable",
-        ),
-        ({"reward": "maths"}, "error: --reward maths: there is no such reward"),
-        ({"reward": "environment"}, "requires the conversations of a run"),
-    ],
-)
-def test_bad_flags(changes, says):
-    values = {"reward": "gsm8k", "port": 0, **changes}
+def test_an_address_without_a_key():
+    values = {"reward": "gsm8k", "port": 0, "host": "0.0.0.0"}
     ended = helpers.run(values, utils.EXIT_BAD_INPUT, script="reward_server", environment={"REWARD_API_KEY": ""})
-    assert says in " ".join(ended.err.split()) and not ended.out
+    assert "error: --host 0.0.0.0 --port 0: other machines can reach this address; set the variable" in ended.err
