@@ -131,6 +131,7 @@ def missing(scores: list[float]) -> list[int]:
 
 def test_questions(serve):
     server = serve(lambda question, count: right(question))
+    assert ask(server.url, 0) == ([], "") and not server.asked
     assert ask(server.url, 100) == (list(range(100)), "")
     assert sorted(len(question["src"]) for question in server.asked) == [4, 32, 32, 32]
     for question in server.asked:
@@ -140,23 +141,12 @@ def test_questions(serve):
         assert question["response"] == [f"response {i}" for i in numbers]
 
 
-def test_no_rows_no_question(serve):
+def test_reference_answers(serve):
+    """As text; lists and objects as JSON, which plumbing/rewards/code_tests.py reads."""
     server = serve(lambda question, count: right(question))
-    assert ask(server.url, 0) == ([], "") and not server.asked
-
-
-@pytest.mark.parametrize(
-    "answer, tgt",
-    [
-        (None, ""), ("", ""), ("é\n", "é\n"), (42, "42"), (0, "0"), (3.5, "3.5"),
-        (["assert f(1) == 2"], '["assert f(1) == 2"]'),  # as plumbing/rewards/code_tests.py reads it
-        ({"inputs": ["1\n"], "outputs": ["2"]}, '{"inputs": ["1\\n"], "outputs": ["2"]}'),
-    ],
-)  # fmt: skip
-def test_reference_answers(serve, answer, tgt):
-    server = serve(lambda question, count: right(question))
-    assert ask(server.url, answer=answer) == ([0], "")
-    assert server.asked[0]["tgt"] == [tgt]
+    for answer, tgt in ((None, ""), ("é\n", "é\n"), (0, "0"), (3.5, "3.5"), ({"inputs": ["1"]}, '{"inputs": ["1"]}')):
+        assert ask(server.url, answer=answer) == ([0], "")
+        assert server.asked.pop()["tgt"] == [tgt]
 
 
 def test_other_columns(serve):
@@ -215,14 +205,13 @@ def test_an_answer_that_is_none(serve, naps, behave, why):
     assert len(server.asked) == 4 and not naps
 
 
-@pytest.mark.parametrize("word", ["null", "NaN", "Infinity", "-Infinity", "1e999", "-1e19", '"nan"', '"inf"'])
-def test_a_score_that_is_none(serve, word):
-    """NaN for it alone."""
-    body = b'{"error_code": 0, "error_msg": "Success", "score": [0, %s, 2.0, true, "4"]}' % word.encode()
+def test_scores_that_are_missing(serve):
+    """NaN for each of them alone."""
+    body = b'{"error_code": 0, "score": [0, null, NaN, Infinity, -Infinity, 1e999, -1e19, "nan", "inf", true, "4"]}'
     server = serve(lambda question, count: (200, body, {}))
     rewards = rewards_of(server.url)
-    scores, said = ask(server.url, 5, rewards=rewards)
-    assert math.isnan(scores[1]) and [scores[0], *scores[2:]] == [0, 2, 1, 4] and said == ""
+    scores, failure = ask(server.url, 11, rewards=rewards)
+    assert scores == pytest.approx([0, *[math.nan] * 8, 1, 4], nan_ok=True) and not failure
     components = {server.url: torch.tensor(scores)}
     assert rewards.why_missing(components) == f"{server.url}: it returned None, NaN, infinity or over 1e+18"
 
@@ -246,7 +235,7 @@ def test_a_trial_request(serve, capsys):
 # ---- trying again ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 503])
+@pytest.mark.parametrize("status", [408, 429, 503])
 def test_errors_that_pass(serve, naps, status):
     server = serve(only_at(32, fails(3, status)))
     assert ask(server.url, 100) == (list(range(100)), "")
@@ -261,10 +250,11 @@ def test_errors_that_do_not_pass(serve, naps):
     assert "503" in failure and "too busy" in failure
 
 
-@pytest.mark.parametrize("word, seconds", [("3", 3), ("86400", 60)])
-def test_a_server_may_say_when_to_come_back(serve, naps, word, seconds):
-    server = serve(fails(2, 429, **{"Retry-After": word}))
-    assert ask(server.url) == ([0], "") and naps == [seconds, seconds]
+def test_a_server_may_say_when_to_come_back(serve, naps):
+    """A minute at most."""
+    for word in ("3", "86400"):
+        assert ask(serve(fails(1, 429, **{"Retry-After": word})).url) == ([0], "")
+    assert naps == [3, 60]
 
 
 def test_a_server_that_is_not_there(naps):
@@ -286,10 +276,7 @@ def test_a_server_that_drops_the_line(serve, naps, answer):
 
 
 def test_time_outs(serve, naps):
-    """Some pass; six in a row do not."""
     end = threading.Event()
-    server = serve(only_at(0, lambda question, count: (count > 2 or end.wait(10)) and right(question)))
-    assert ask(server.url, 40, timeout=0.2) == (list(range(40)), "") and server.counts["prompt 0"] == 3
     server = serve(only_at(32, lambda question, count: end.wait(10) and right(question)))
     scores, failure = ask(server.url, 40, timeout=0.2)
     end.set()

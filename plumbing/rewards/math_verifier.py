@@ -28,7 +28,7 @@ Answer = tuple[str, list]  # its text, and the formula as math-verify parsed it,
 def math(response: str, answer) -> float:
     """Return 1 if the final answer of a response equals the reference. Raise ValueError for a reference of nothing."""
     reference = reference_text(answer)
-    return float(equal(read_answer(reference, "$" in reference.strip(" $")), read_response(response)))
+    return float(equal(read_answer(reference), read_response(response)))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -74,16 +74,12 @@ def announced(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)  # the responses of a group have the same reference
-def read_answer(text: str, has_formula: bool = False) -> Answer:
-    """Return a text that is an answer and nothing else as it is compared.
-
-    With `has_formula`, text holds the formula, as in "The radius is $5$".
-    """
+def read_answer(text: str) -> Answer:
+    """Return a text that is an answer and nothing else as it is compared."""
     tidied = tidy(text)
     value, _ = split_unit(tidied)
-    if len(tidied) > LONGEST or is_words(value):
-        return tidied, parse(text) if has_formula else []
-    return tidied, parse(f"${value}$", only_formula=True)
+    is_text = len(tidied) > LONGEST or is_words(value)
+    return tidied, [] if is_text else parse(f"${value}$", only_formula=True)
 
 
 def parse(text: str, only_formula: bool = False) -> list:

@@ -119,29 +119,20 @@ def ifeval(response: str, answer) -> float:
 
 
 def constraints_of(answer) -> list[tuple[str, dict]]:
-    """Return the constraints of a row: [(name in IFEval, its arguments)]. Raise ValueError for another form.
+    """Return the constraints of a row: [(name in IFEval, its arguments)]. Raise an exception for another form.
 
     Args:
         answer: {"instruction_id": [names], "kwargs": [arguments or None]}, as text or in a list of one, too, as in
             open-instruct's column ground_truth.
     """
-    parsed = answer
-    try:
-        while not isinstance(parsed, dict):
-            if isinstance(parsed, str):
-                parsed = json.loads(parsed) if '"instruction_id"' in parsed else ast.literal_eval(parsed)
-            else:
-                (parsed,) = parsed
-        names, arguments = parsed["instruction_id"], [(given or {}).items() for given in parsed["kwargs"]]
-        constraints = [
-            (name, {key: value for key, value in given if value is not None})
-            for name, given in zip(names, arguments, strict=True)
-        ]
-    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
-        constraints = []
-    if not constraints:
-        raise ValueError(f'{str(answer)[:60]!r} is not {{"instruction_id": [names], "kwargs": [arguments]}}')
-    return constraints
+    while not isinstance(answer, dict):
+        if isinstance(answer, str):
+            answer = json.loads(answer) if '"instruction_id"' in answer else ast.literal_eval(answer)
+        else:
+            (answer,) = answer
+    given = [(arguments or {}).items() for arguments in answer["kwargs"]]
+    arguments = [{name: value for name, value in items if value is not None} for items in given]
+    return list(zip(answer["instruction_id"], arguments, strict=True))
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import traceback
 import types
 from concurrent.futures import CancelledError, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import Callable, NamedTuple
+from typing import Callable
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -106,14 +106,6 @@ class Context(SpawnContext):
     Process = WorkerProcess
 
 
-class Outcome(NamedTuple):
-    """The end of a call in a worker."""
-
-    result: object  # None if it failed
-    failure: str = ""
-    died: bool = False  # whether it took its process with it
-
-
 class Workers:
     """Worker processes, which start with the first call."""
 
@@ -123,8 +115,11 @@ class Workers:
 
     def run(
         self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable[[], bool] = never
-    ) -> list[Outcome]:
-        """Call a function with each of the arguments, spread over the workers, `limit` seconds at most each."""
+    ) -> list[tuple]:
+        """Call a function with each of the arguments, spread over the workers, `limit` seconds at most each.
+
+        Return a list of (result, ""), or of (None, reason) where a call has failed.
+        """
         if not self.pool.active:  # a worker without a call has died: pebble then gives up
             self.pool = ProcessPool(**self.settings)
         futures = [self.pool.schedule(attempt, (limit, call, each), timeout=limit) for each in arguments]
@@ -132,19 +127,19 @@ class Workers:
             pass
         for future in futures:
             future.cancel()  # does nothing to those that are done
-        return [self._outcome(future, limit) for future in futures]
+        return [self._result(future, limit) for future in futures]
 
-    def _outcome(self, future, limit: float) -> Outcome:
+    def _result(self, future, limit: float) -> tuple:
         try:
-            return Outcome(*future.result())
+            return future.result()
         except CancelledError:
-            return Outcome(None, "the run is interrupted, or the pool of workers has failed")
+            return None, "the run is interrupted, or the pool of workers has failed"
         except TimeoutError:
-            return Outcome(None, f"gave no answer within --timeout {limit:g} s", died=True)
+            return None, f"gave no answer within --timeout {limit:g} s"
         except ProcessExpired as error:
-            return Outcome(None, f"its process ended with exit code {error.exitcode}", died=True)
+            return None, f"its process ended with exit code {error.exitcode}"
         except Exception as error:  # of pebble, or of an exception that cannot be printed
-            return Outcome(None, f"{type(error).__name__}: {error}")
+            return None, f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Kill the processes."""
@@ -167,16 +162,15 @@ class VerifierSource:
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         references = columns_of(rows).get(self.verifier.column, [None] * len(rows))
         calls = [(last_turn(row, text), reference) for row, text, reference in zip(rows, texts, references)]
-        outcomes = self.workers.run(self.check, calls, self.limit, interrupted)
+        results = self.workers.run(self.check, calls, self.limit, interrupted)
         if self.verifier.limit < math.inf:
             # Comparing a formula can last forever. Then the response is wrong, unless the reference is to blame.
-            died = [i for i, outcome in enumerate(outcomes) if outcome.died]
-            alone = self.workers.run(self.check, [("", references[i]) for i in died], self.limit, interrupted)
-            for i, outcome in zip(died, alone):
-                reason = f"the reference {references[i]!r:.60} alone takes over {self.limit:g} s, or a crash"
-                outcomes[i] = Outcome(None, reason) if outcome.died else outcome
-        self.failure = next((outcome.failure for outcome in outcomes if outcome.failure), self.failure)
-        return [finite_or_nan(outcome.result) for outcome in outcomes]
+            failed = [i for i, (_, failure) in enumerate(results) if failure]
+            alone = self.workers.run(self.check, [("", references[i]) for i in failed], self.limit, interrupted)
+            for i, (score, failure) in zip(failed, alone):
+                results[i] = score, failure and f"the reference {references[i]!r:.60} alone: {failure}"
+        self.failure = next((failure for _, failure in results if failure), self.failure)
+        return [finite_or_nan(score) for score, _ in results]
 
 
 def last_turn(row: dict, text: str) -> str:
@@ -196,7 +190,7 @@ class FunctionSource:
 
     def load(self) -> str:
         """Import the file in the worker process, once. Return why that failed, "" if it did not."""
-        return self.workers.run(import_function, [(self.name,)], STARTING)[0].failure
+        return self.workers.run(import_function, [(self.name,)], STARTING)[0][1]
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         if not rows:
@@ -206,6 +200,6 @@ class FunctionSource:
             columns["turns"] = [row["turns"] for row in rows]
         call = (self.name, prompts, texts, responses, columns)
         self.load()  # the process may be a new one, and the time of a call is not for imports
-        (outcome,) = self.workers.run(score_all, [call], self.timeout, interrupted)
-        self.failure = outcome.failure or self.failure
-        return [finite_or_nan(score) for score in outcome.result or [None] * len(rows)]
+        ((scores, failure),) = self.workers.run(score_all, [call], self.timeout, interrupted)
+        self.failure = failure or self.failure
+        return [finite_or_nan(score) for score in scores or [None] * len(rows)]
