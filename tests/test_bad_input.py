@@ -21,7 +21,7 @@ FLAGS = {  # of a command that would run; what follows them counts
     "grpo": BASE,
     "ppo": BASE,
     "reward_model": "--model model --dataset pairs.jsonl --system_prompt= --batch_size 4 --eval_every 0",
-    "evaluate": "--model model --dataset data.jsonl --reward exact --system_prompt= --samples 2 --k 1 2 "
+    "evaluate": "--model model --dataset data.jsonl --reward exact --system_prompt= --samples 2 "
     "--max_response_length 10",
 }
 FILES = {

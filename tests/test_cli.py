@@ -61,7 +61,6 @@ COMMAND_LINES = {
     "ppo --tools a.py:f --turn_stop=": "turn_stop.0 String should have at least 1 character",
     "reward_server --port 65536": "port Input should be less than 65536",
     "evaluate --samples 513": "samples Input should be less than or equal to 512",
-    "evaluate --k 1 0": "k.1 Input should be greater than 0",
 }
 
 
@@ -138,7 +137,6 @@ RULES = {
     "grpo --rollout_backend server": "--rollout_backend server and --rollout_servers require each other",
     "grpo --rollout_servers http://x": "--rollout_backend server and --rollout_servers require each other",
     "evaluate --samples 2 --temperature 0": "--samples must be at most 1 with --temperature 0",
-    "evaluate --k 1 9": "--k must be at most --samples",
     "grpo --vllm_tensor_parallel 2": "--vllm_tensor_parallel requires --rollout_backend vllm",
     "grpo --rollout_backend vllm --vllm_tensor_parallel 2 --async_steps 1": "--async_steps 1 requires",
     "grpo --reward environment": "--reward environment requires an --environment",
