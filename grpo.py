@@ -408,16 +408,16 @@ def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Bat
     responses = sample_responses(sampler, rows, local, samples == 0, key)
     if world.any(sampler.interrupted() or responses is None):
         return None
-    for response in responses:
-        response.text = sampler.tokenizer.decode(response.response, skip_special_tokens=True)
+    texts = [sampler.tokenizer.decode(x.response, skip_special_tokens=True) for x in responses]
+    token_ids = [x.response for x in responses]
     scored_rows = [x.row if x.conversation is None else x.conversation.scored_row() for x in responses]
-    texts, token_ids = [x.text for x in responses], [x.response for x in responses]
     scores = rewards.score(scored_rows, texts, token_ids, sampler.interrupted)  # {source: a score a response}
     if world.any(sampler.interrupted()):  # then some may be missing
         return None
     for i, response in enumerate(responses):
-        response.scores = {source: column[i] for source, column in scores.items()}
+        response.text, response.scores = texts[i], {source: column[i] for source, column in scores.items()}
     responses = world.unshard(responses, len(rows))
+    rewards.score_equal_responses_alike(responses)
     if conversations:
         conversations.leave_out_failed(responses)
     batch = Batch.from_samples(responses, model_device(sampler.model))

@@ -96,10 +96,7 @@ class Runs:
         values |= {"model": self.models[precision], "precision": precision, "output_dir": self.output}
         if script != "reward_model":
             function, *judges = [values["reward"]] if isinstance(values["reward"], str) else values["reward"]
-            # A reward model in float32 rounds by the other rows of its micro-batch, which is more than the tolerance.
-            judges = judges if precision == "float64" else []
             values["reward"] = (function.replace("reward.py", "gaps.py"), *judges)
-            values["reward_weights"] = values.get("reward_weights", ())[: len(values["reward"])]
         ranks, values["shard"], values["micro_batch_tokens"], values["gradient_checkpointing"] = cut
         return {**values, "run_name": "-".join(map(str, (name, precision, *cut)))}
 
@@ -132,6 +129,19 @@ def runs(tmp_path_factory) -> Runs:
 def test_how_a_batch_is_cut_changes_nothing(runs, name, precision, cut):
     difference, where = runs.difference(name, precision, cut)
     assert difference < TOLERANCES[precision], where
+
+
+def test_equal_responses_have_equal_scores(runs):
+    """Though a reward model rounds by what else is in its micro-batch: else their advantages would be that rounding."""
+    values = {**runs.flags("grpo", "float32", WHOLE), "run_name": "equal", "top_p": 1e-9, "loss_aggregation": "token"}
+    values |= {"reward": values["reward"][1:], "reward_weights": (1.0,), "group_size": 5, "mini_batch_size": 10}
+    values |= {"total_episodes": 50, "kl_coef": 0.0, "ref_refresh_every": 0, "kl_target": 0.0, "entropy_coef": 0.0}
+    values["log_samples"] = 10
+    helpers.run(values)
+    assert all(row["val/zero_std_fraction"] == 1 and row["loss/grad_norm"] == 0 for row in metrics_of(values))
+    samples = read_lines(folder_of(values) / "samples.jsonl")
+    assert len(samples) == 50 and all(row["advantage"] == 0 for row in samples)
+    assert len({row["response"] for row in samples}) > 1
 
 
 # ---- do the cases say anything? --------------------------------------------------------------------------------------

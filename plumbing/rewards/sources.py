@@ -166,6 +166,21 @@ class Rewards:
                 scores[name][i] = score
         return scores
 
+    def score_equal_responses_alike(self, samples: list) -> None:
+        """Give equal responses to a prompt the reward model's score of the first of them.
+
+        A model's score depends, by rounding, on the other rows of its micro-batch: a group of equal responses would get
+        advantages that are nothing but this rounding.
+
+        Args:
+            samples: plumbing.rollout.batch.Samples of all ranks, whose `scores` change.
+        """
+        for name in self.models:
+            first: dict[tuple, float] = {}
+            for x in samples:
+                sequence = (is_scored_by(x.row, name), *x.row["query"], *x.response)
+                x.scores[name] = first.setdefault(sequence, x.scores[name])
+
     def why_missing(self, components: dict[str, torch.Tensor]) -> str:
         """Return the reasons for the scores that are missing in `components`, source by source."""
         missing = [name for name, scores in components.items() if scores.isnan().any()]
