@@ -149,6 +149,9 @@ class EnvironmentRewards:
     def score(self, rows, texts, responses, interrupted):
         return {"environment": [row["environment"] for row in rows]}
 
+    def score_equal_responses_alike(self, responses):
+        pass
+
 
 def sampler_of(script, model, rewards, conversations, args) -> Sampler:
     return Sampler(
