@@ -11,7 +11,6 @@ import helpers
 import pytest
 import torch
 from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights, weights_of, write_rows
-from hypothesis import strategies as st
 from test_rollout import TEMPLATE, bos_tokenizer
 from tiny_models import CPU
 from transformers import AutoModelForSequenceClassification
@@ -275,22 +274,6 @@ def test_a_bad_row_ends_the_run_with_one_line(load, tmp_path, capsys, name):
     line = capsys.readouterr().err
     assert end.value.code == 2
     assert line.startswith(f"error: --dataset {tmp_path}/p.jsonl row 2") and line.count("\n") == 1, line
-
-
-text = st.sampled_from(["4", "5", "", " "])
-value = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | text
-some = lambda x: st.lists(x, max_size=3)
-role = st.sampled_from(["user", "assistant"])
-turns = some(st.fixed_dictionaries({}, optional={"role": role, "content": value}) | value)
-anything = value | some(value) | turns | st.dictionaries(text, value, max_size=2)
-two = lambda x: st.lists(x, min_size=2, max_size=2)
-sides = {"chosen": text | turns, "rejected": text | turns}
-talk = {"src": text | some(text), "response": two(text | turns), "sort": two(st.integers(0, 2) | text)}
-rest = {name: anything for name in (*sides, *talk, "tgt", "prompt", "messages", "margin", "subset")}
-rows = [
-    st.fixed_dictionaries(likely, optional={name: x for name, x in rest.items() if name not in likely})
-    for likely in (sides, talk, {name: x | anything for name, x in (sides | talk).items()}, {})
-]
 
 
 # ---- what is evaluated -------------------------------------------------------------------------------------------
