@@ -349,6 +349,9 @@ class Scores:
         self.seen += [(row["answer"], text) for row, text in zip(rows, texts)]
         return {"length": [100.0 * row["answer"] + len(text) for row, text in zip(rows, texts)]}
 
+    def score_equal_responses_alike(self, samples):
+        pass
+
 
 def sampler_of(model, tokenizer, stop_ids, **changes) -> Sampler:
     sampler = Sampler(
