@@ -319,7 +319,7 @@ def test_two_ranks_are_one(runs):
 def test_ended_in_a_conversation(runs, signal, code):
     """The resumed run is the undisturbed one, bit for bit."""
     values = runs["grpo"] | {"run_name": signal}
-    first = helpers.Running(values, place=f"processes.ToolProcess.ask:90:{signal}").wait()
+    first = helpers.Running(values, place=f"processes.Process.ask:90:{signal}").wait()
     assert first.code == code and 0 < len(metrics_of(values)) < len(metrics_of(runs["grpo"]))
     run(values | {"resume": True})
     assert metrics_of(values) == metrics_of(runs["grpo"])

@@ -40,13 +40,13 @@ def test_the_environment(folder):
 
     async def play() -> list:
         process = processes.open(1)
-        results = [await process.ask("reset", {"prompt": "Guess", "secret": 7})]
-        results += [await process.ask("step", guess) for guess in ("9", "low", " 7 ")]
+        results = [await process.environment.ask("reset", {"prompt": "Guess", "secret": 7})]
+        results += [await process.environment.ask("step", guess) for guess in ("9", "low", " 7 ")]
         results.append(await process.call("middle", {"low": 3, "high": 11}))
         process.kill()
         return results
 
-    steps = [["Lower.", 0.0, False], ["Higher.", 0.0, False], [None, 1.0, True]]
+    steps = [["Lower.", 0.0, False], ["Higher.", 0.0, False], ["", 1.0, True]]
     assert asyncio.run(play()) == [" Answer with a number alone.", *steps, "7"]
 
 

@@ -52,11 +52,6 @@ def no_hint(a):
     Args:
         a: what.
     """
-
-def no_docstring(a: int):
-    return a
-
-number = 5
 '''
 
 GAME = '''
@@ -122,22 +117,14 @@ class Asynchronous:
     async def reset(self, **row):
         import asyncio
         self.loop = asyncio.get_running_loop()
-        return [{"role": "system", "content": "hello"}]
+        return "hello"
 
     async def step(self, response):
         import asyncio
         return None, float("nan"), asyncio.get_running_loop() is self.loop
 
-class NoReset:
-    def step(self, response):
-        pass
-
 class OnlyReset:
     def reset(self):
-        pass
-
-class Misnamed(OnlyReset):
-    def play(self, response: str):
         pass
 
 class Needs(OnlyReset):
@@ -171,14 +158,14 @@ def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> lis
         process, results = processes.open(seed), []
         try:
             if row is not None:
-                results.append(await process.ask("reset", row))
+                results.append(await process.environment.ask("reset", row))
             for method, *arguments in calls:
                 if method == "limit":
                     (process.tools.timeout,) = (process.environment.timeout,) = arguments
                     continue
-                ask = process.call if method == "call" else process.ask
+                answer = process.call(*arguments) if method == "call" else process.environment.ask(method, *arguments)
                 try:
-                    results.append(await (ask(*arguments) if method == "call" else ask(method, *arguments)))
+                    results.append(await answer)
                 except ToolError as error:
                     results.append(f"error: {error}")
         except EnvironmentFailure as error:
@@ -224,15 +211,12 @@ def test_a_conversation_with_tools_and_an_environment(processes):
     ("code", "result"),
     [
         ("None", ""),
-        ("'\\n text'", "\n text"),
         ("{'a': [1, None, 'ä'], 'b': {1}}", '{"a": [1, null, "ä"], "b": "{1}"}'),
         ("__import__('numpy').arange(3)", "[0, 1, 2]"),
         ("os.write(1, b'{}') and print('to stdout')", ""),
         ("'a' * (1 << 20)", "a" * 100_000 + "\n[cut, of 1048576 characters]"),
         ("1 / 0", "error: ZeroDivisionError: division by zero"),
         ("sys.exit(3)", "error: SystemExit: 3"),
-        ("exec('raise KeyboardInterrupt')", "error: KeyboardInterrupt: "),
-        ("{(1, 2): 3}", "error: TypeError: keys must be str"),
         ("os._exit(0)", "error: run ended its process"),
         ("os.closerange(3, 50)", "error: run ended its process"),
     ],
@@ -264,26 +248,22 @@ def test_what_hangs_is_killed_alone(processes, tmp_path):
     wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))  # a process of the tool's
 
 
-ORDER = r"failure: step: TypeError: .* is not \(text or None, number, bool\)"
+ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
+NO_TEXT = "failure: .*: TypeError: .* is not a text or None"
 
 
 @pytest.mark.parametrize(
     ("row", "step", "expected"),
     [
-        ({"reset": "None"}, "(None, np.float64(-1), np.True_)", [None, [None, -1.0, True]]),
-        ({"reset": "[{'role': '\\ud83d'}]"}, "('', True, 0)", [[{"role": "?"}], ["", 1.0, False]]),
+        ({"reset": "None"}, "(None, np.float64(-1), np.True_)", ["", ["", -1.0, True]]),
+        ({"reset": "'\\ud83d'"}, "('', True, 0)", ["?", ["", 1.0, False]]),
         ({}, "('x', np.array(2), False, True, {})", [" go", ["x", 2.0, True]]),
         ({}, "('x', 1)", [" go", "failure: step: ValueError: not enough values to unpack .*"]),
-        ({}, "None", [" go", "failure: step: TypeError: cannot unpack non-iterable NoneType object"]),
-        ({}, "(1, 1, False)", [" go", ORDER]),
+        ({}, "(1, 1, False)", [" go", NO_TEXT]),
         ({}, "('x', False, 1.0)", [" go", ORDER]),
-        ({}, "('x', 1, {})", [" go", ORDER]),
         ({}, "('x', None, False)", [" go", "failure: step: TypeError: float.*"]),
-        ({"reset": "3"}, "", ["failure: reset: TypeError: '3' is not a text, a list of messages or None"]),
-        ({"reset": "['x']"}, "", ["failure: reset: TypeError: .* is not a text, a list of messages or None"]),
-        ({"reset": "[{'role': 1j}]"}, "", ["failure: reset: TypeError: .* not JSON serializable"]),
+        ({"reset": "3"}, "", [NO_TEXT]),
         ({"secret": None, "x": 1}, "1 / 0", [" go", r"failure: step: ZeroDivisionError \(.*game.py:15\): division.*"]),
-        ({}, "exit(3)", [" go", r"failure: step: SystemExit \(.*game.py:15\): 3"]),
         ({}, "os._exit(1)", [" go", "failure: step ended its process"]),
     ],
 )
@@ -315,7 +295,7 @@ def test_other_forms_of_environments(files):
     counter = ToolProcesses(*files((), "Counter"), 60.0)
     add = lambda by: [("call", "add", {"by": by}), ("outcome",)]
     found = converse(counter, ("outcome",), *add(2), *add(3), row={"start": 1, "x": 0})
-    assert found == [None, [0.0, False], "3", [3.0, False], "6", [3.0, True]]  # a reward is what has come to it
+    assert found == ["", [0.0, False], "3", [3.0, False], "6", [3.0, True]]  # a reward is what has come to it
     assert [schema["function"]["name"] for schema in counter.schemas] == ["add"] and not counter.has_step
 
     gym, megabyte = ToolProcesses(*files((), "Gym"), 60.0), "ab" * (1 << 19)
@@ -323,11 +303,10 @@ def test_other_forms_of_environments(files):
     observation = "ba" * 50_000 + "\n[cut, of 1048576 characters]"
     assert found == ["start 3", [observation, 1.0, False], ["dne", 1.0, True]] and gym.has_step and not gym.schemas
 
-    messages, (observation, reward, done) = converse(
+    added, (observation, reward, done) = converse(
         ToolProcesses(*files((), "Asynchronous"), 60.0), ("step", "x"), row={}
     )
-    assert messages == [{"role": "system", "content": "hello"}]
-    assert observation is None and math.isnan(reward) and done  # one event loop for all calls
+    assert added == "hello" and observation == "" and math.isnan(reward) and done  # one event loop for all calls
 
 
 def test_many_at_once_and_nothing_is_left(processes):
@@ -336,9 +315,9 @@ def test_many_at_once_and_nothing_is_left(processes):
     async def play(number: int) -> tuple:
         process = processes.open(number)
         try:
-            await process.ask("reset", {"secret": number})
+            await process.environment.ask("reset", {"secret": number})
             found.append(process.environment.process.pid)
-            return await process.ask("step", "50"), await process.call("add", {"a": number})
+            return await process.environment.ask("step", "50"), await process.call("add", {"a": number})
         finally:
             process.kill()
 
@@ -357,7 +336,7 @@ import torch  # as a trainer does
 from plumbing.turns.processes import ToolProcesses
 
 async def train(process):
-    await process.ask("reset", {"secret": 1})
+    await process.environment.ask("reset", {"secret": 1})
     code = "'torch' in sys.modules or (subprocess.Popen(['sleep', '99']).pid, os.getpid(), os.getppid())"
     print(process.environment.process.pid, await process.call("run", {"code": code}), flush=True)
     await process.call("run", {"code": "time.sleep(99)"})
@@ -390,13 +369,9 @@ def test_a_server_that_has_ended_is_started_anew(processes):
     ("tools", "environment", "line"),
     [
         (["nothing"], "", "--tools .*tools.py:nothing: .*AttributeError: .*tools.py has no function 'nothing'"),
-        (["number"], "", "--tools .*: .*AttributeError: .* has no function 'number'"),
         (["no_hint"], "", "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint"),
-        (["add", "no_docstring"], "", "--tools .*no_docstring: .*: .* because it has no docstring!"),
-        (["add"], "Counter", "--tools, --environment: there are two tools add"),
-        ([], "NoReset", "--environment .*: .*TypeError: requires a method reset, and a method step or tools"),
+        (["add"], "Counter", "--tools, --environment: two of the tools .*"),
         ([], "OnlyReset", "--environment .*: .*TypeError: requires a method reset, and a method step or tools"),
-        ([], "Misnamed", "--environment .*: .* play .* no docstring!"),
         ([], "Needs", "--environment .*game.py:Needs: .*TypeError: .*missing 1 required .*argument: 'size'"),
     ],
 )
@@ -407,12 +382,10 @@ def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environm
 
 
 @pytest.mark.parametrize(
-    ("text", "line"),
-    [(None, "FileNotFoundError"), ("\n1 / 0", "broken.py:2): division by zero"), ("import os; os._exit(0)", "ended")],
+    ("text", "line"), [("\n1 / 0", "broken.py:2): division by zero"), ("import os; os._exit(0)", "ended")]
 )
 def test_a_file_that_cannot_be_imported(tmp_path, capfd, text, line):
-    if text:
-        (tmp_path / "broken.py").write_text(text)
+    (tmp_path / "broken.py").write_text(text)
     with pytest.raises(SystemExit):
         ToolProcesses((f"{tmp_path}/broken.py:x",), "", 2.0)
     assert line in capfd.readouterr().err

@@ -5,10 +5,10 @@ in the response mask: nothing is trained on them. docs/environments.md shows how
 """
 
 import asyncio
-import functools
+import contextlib
 import math
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple
+from typing import Callable
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt
 from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
-from plumbing.turns.templates import RefusedMessages, Turns
+from plumbing.turns.templates import Turns
 from plumbing.turns.tool_calls import ToolCall
 from utils import warn
 
@@ -44,6 +44,11 @@ class Conversation:
         self.values["response_mask"] += [int(logprobs is not None)] * len(tokens)
 
     @property
+    def tokens(self) -> list[int]:
+        """Return the token ids of the prompt and of all that follows."""
+        return self.row["query"] + self.response
+
+    @property
     def reward(self) -> float:
         """Return the sum of the environment's rewards; NaN if it gave none, or has failed."""
         return sum(self.rewards) if self.rewards and not self.error else math.nan
@@ -67,16 +72,15 @@ class Conversation:
         }
 
 
-class Turn(NamedTuple):
-    """A turn of the model."""
-
-    tokens: list[int]
-    text: str  # with special tokens, which may be part of calls, but without the stop token
-    stopped: bool  # whether a stop token or a text of --turn_stop ended it
-
-
-class Interrupted(Exception):
-    """The run is interrupted, or the engine has failed."""
+@contextlib.contextmanager
+def failure_as_end(conversation: Conversation, process: ToolProcess):
+    """End a conversation whose environment fails within; kill the processes of one that has ended."""
+    try:
+        yield
+    except EnvironmentFailure as error:
+        conversation.stop_reason, conversation.error = "error", str(error)
+    if conversation.stop_reason:
+        process.kill()
 
 
 class Conversations:
@@ -114,79 +118,113 @@ class Conversations:
             warn(f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}")
 
     async def _sample(self, rows, seeds, draws, interrupted: Callable, engine, generate) -> list[Conversation] | None:
-        sampler = EngineTurns(engine, self, interrupted) if engine else DecodedTurns(generate, len(rows), self)
-        draws = [None] * len(rows) if draws is None else draws
+        conversations, processes = [Conversation(row) for row in rows], [self.processes.open(seed) for seed in seeds]
+        pairs = list(zip(conversations, processes))
 
         async def interruption() -> None:
             while not interrupted():
                 await asyncio.sleep(0.1)
 
-        tasks = [
-            asyncio.create_task(self._converse(row, seed, functools.partial(sampler.sample, i, line), sampler.leave))
-            for i, (row, seed, line) in enumerate(zip(rows, seeds, draws))
-        ]
-        all_ended, watch = asyncio.gather(*tasks), asyncio.create_task(interruption())
-        await asyncio.wait([all_ended, watch], return_when=asyncio.FIRST_COMPLETED)
-        watch.cancel()
-        for task in tasks:  # those that have not ended
-            task.cancel()
+        if engine:
+            sampling = self._sample_by_engine(pairs, draws, interrupted, engine)
+        else:
+            sampling = self._sample_by_decode_loop(pairs, draws, interrupted, generate)
+        task = asyncio.create_task(sampling)
         try:
-            return await all_ended
-        except (Interrupted, asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)  # until their processes are gone
-            return None
+            await asyncio.wait([task, asyncio.create_task(interruption())], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()  # raises what ended it
+        finally:  # asyncio.run cancels the tasks that are left
+            for process in processes:
+                process.kill()
+        return conversations if all(conversation.stop_reason for conversation in conversations) else None
 
-    async def _converse(self, row: dict, seed: int, sample: Callable, leave: Callable) -> Conversation:
-        """Have one conversation; call `leave` at its end, unless it is cancelled or an error ends the run."""
-        conversation, process = Conversation(row), self.processes.open(seed)
-        try:
-            if self.args.environment:
-                conversation.row = self._prompt_with(row, await process.ask("reset", row["columns"]))
+    async def _sample_by_engine(self, pairs: list[tuple], draws, interrupted: Callable, engine) -> None:
+        """Have the conversations by themselves: each turn is sampled as soon as the one before it is answered."""
+
+        async def converse(conversation: Conversation, process: ToolProcess, seeds) -> None:
+            await self._reset(conversation, process)
             while not conversation.stop_reason:
-                turn = await self._sample_turn(conversation, sample)
-                messages, reward, done = await self._answer_turn(conversation, turn, process)
-                conversation.rewards += [] if reward is None else [reward]
-                observation = self.turns.observation_ids(messages, turn.tokens[-1]) if messages and not done else []
-                conversation.stop_reason = self._why_it_ends(conversation, turn, messages, observation, done)
-                if not conversation.stop_reason:
-                    conversation.turns += messages
-                    conversation.add(observation)
-        except (EnvironmentFailure, RefusedMessages) as error:
-            conversation.stop_reason, conversation.error = "error", str(error)
-        finally:
-            process.kill()
-        leave()
-        return conversation
+                seed = None if seeds is None else int(seeds[conversation.metrics()["turns"]])
+                length = self.args.max_response_length - len(conversation.response)
+                sampled = await engine.sample(conversation.tokens, seed, length, self.stop_ids, self.args, interrupted)
+                if sampled is None:
+                    return
+                await self._add_turn(conversation, process, *sampled)
 
-    async def _sample_turn(self, conversation: Conversation, sample: Callable) -> Turn:
-        """Add a turn of the model to a conversation, and return it."""
-        query, position = conversation.row["query"] + conversation.response, len(conversation.response)
-        length = self.args.max_response_length - position
-        tokens, logprobs = await sample(query, conversation.metrics()["turns"], position, length)
+        draws = [None] * len(pairs) if draws is None else draws
+        await asyncio.gather(*(converse(*pair, seeds) for pair, seeds in zip(pairs, draws)))
+
+    async def _sample_by_decode_loop(self, pairs: list[tuple], draws, interrupted: Callable, generate) -> None:
+        """Sample a turn of all conversations together, once all turns before it are answered.
+
+        So what is sampled together does not depend on how long tools run.
+        """
+        await asyncio.gather(*(self._reset(*pair) for pair in pairs))
+        while not interrupted():
+            running = [i for i, (conversation, _) in enumerate(pairs) if not conversation.stop_reason]
+            if not running:
+                return
+            queries = [pairs[i][0].tokens for i in running]
+            lengths = [self.args.max_response_length - len(pairs[i][0].response) for i in running]
+            uniforms = None
+            if draws is not None:  # numbers of a response's tokens, of which the last ones are left
+                uniforms = [torch.from_numpy(draws[i][-length:]) for i, length in zip(running, lengths)]
+                uniforms = pad_sequence(uniforms, batch_first=True)
+            responses, values = generate(queries, uniforms, lengths, stop_strings=self.stop_strings)
+            sampled = zip(running, responses, values)  # if interrupted, not of all
+            await asyncio.gather(
+                *(self._add_turn(*pairs[i], tokens, value["rollout_logprobs"]) for i, tokens, value in sampled)
+            )
+
+    async def _reset(self, conversation: Conversation, process: ToolProcess) -> None:
+        """Begin a conversation: add to its prompt what the environment adds."""
+        with failure_as_end(conversation, process):
+            if self.args.environment:
+                added = await process.environment.ask("reset", conversation.row["columns"])
+                conversation.row = self._prompt_with(conversation.row, added)
+
+    async def _add_turn(
+        self, conversation: Conversation, process: ToolProcess, tokens: list[int], logprobs: list[float]
+    ) -> None:
+        """Add a turn of the model, and the observation that follows it; or end the conversation."""
         conversation.add(tokens, logprobs)
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
         conversation.turns.append({"role": "assistant", "content": content})
         stopped = tokens[-1] in self.stop_ids
-        text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
-        return Turn(tokens, text, stopped or any(stop in text for stop in self.args.turn_stop))
+        text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)  # special tokens may be part of calls
+        stopped = stopped or any(stop in text for stop in self.args.turn_stop)
+        with failure_as_end(conversation, process):
+            messages, reward, done = await self._answer(conversation, text, process)
+            conversation.rewards += [] if reward is None else [reward]
+            observation = self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
+            if done or (stopped and not messages):
+                conversation.stop_reason = "done"
+            elif messages and conversation.metrics()["turns"] == self.args.max_turns:
+                conversation.stop_reason = "max_turns"
+            elif not messages or len(conversation.response) + len(observation) >= self.args.max_response_length:
+                conversation.stop_reason = "length"
+            else:
+                conversation.turns += messages
+                conversation.add(observation)
 
-    async def _answer_turn(
-        self, conversation: Conversation, turn: Turn, process: ToolProcess
+    async def _answer(
+        self, conversation: Conversation, text: str, process: ToolProcess
     ) -> tuple[list[dict], float | None, bool]:
         """Return the messages that follow a turn, the environment's reward or None, and whether it is done.
 
         A turn with calls is for the tools, any other turn for the environment. Without either there is no message.
         """
-        calls = self.turns.calls(turn.text)
+        calls = self.turns.calls(text)
         messages = [await self._call(conversation, call, process) for call in calls]
         if not self.args.environment:
             return messages, None, False
         if not self.processes.has_step:
-            return messages, *await process.ask("outcome")
+            return messages, *await process.environment.ask("outcome")
         if calls:
             return messages, 0.0, False
-        observation, reward, done = await process.ask("step", conversation.turns[-1]["content"])
-        return [{"role": "user", "content": observation or ""}], reward, done
+        observation, reward, done = await process.environment.ask("step", conversation.turns[-1]["content"])
+        return [{"role": "user", "content": observation}], reward, done
 
     async def _call(self, conversation: Conversation, call: ToolCall | str, process: ToolProcess) -> dict:
         """Return the message that answers a call of a tool."""
@@ -201,92 +239,18 @@ class Conversations:
             content = f"Error: {error}"
         return {"role": "tool", "name": name, "content": content}
 
-    def _why_it_ends(
-        self, conversation: Conversation, turn: Turn, messages: list[dict], observation: list[int], done: bool
-    ) -> str:
-        """Return the stop reason after a turn; "" if the conversation continues with the observation."""
-        if done:
-            return "done"
-        if not messages:
-            return "done" if turn.stopped else "length"
-        if conversation.metrics()["turns"] == self.args.max_turns:
-            return "max_turns"
-        too_long = len(conversation.response) + len(observation) >= self.args.max_response_length
-        return "length" if too_long else ""
-
-    def _prompt_with(self, row: dict, added: str | list | None) -> dict:
-        """Return a prompt with what the environment adds to it: text to its last message, or messages."""
+    def _prompt_with(self, row: dict, added: str) -> dict:
+        """Return a prompt with a text added to its last message."""
         if not added:
             return row
         as_is = row["messages"] is None or self.tokenizer.chat_template is None
-        if as_is and not isinstance(added, str):
-            raise EnvironmentFailure("reset returned messages, and there is no chat template for them")
         if as_is:
             prompt = row["prompt"] + added
-        elif isinstance(added, str):
+        else:
             *before, last = row["messages"]
             prompt = [*before, {**last, "content": last["content"] + added}]
-        else:
-            prompt = row["messages"] + added
         where = f"--environment {self.args.environment}: reset"
         text, query = encode_prompt(where, prompt, self.tokenizer, "", as_is, self.schemas)
         if len(query) > self.args.max_prompt_length:
             raise EnvironmentFailure(f"reset makes a prompt of {len(query)} tokens, over --max_prompt_length")
         return {**row, "prompt": text, "query": query, "messages": None if as_is else prompt}
-
-
-class EngineTurns:
-    """Samples turns by a rollout engine, each as soon as it is asked for."""
-
-    def __init__(self, engine, conversations: Conversations, interrupted: Callable):
-        self.engine, self.options = engine, (conversations.stop_ids, conversations.args, interrupted)
-
-    async def sample(self, place: int, seeds, query: list[int], turn: int, position: int, length: int) -> tuple:
-        """Return the token ids of a turn and their log-probabilities.
-
-        Args:
-            place: of the conversation. seeds: of all its turns, or None. query: token ids of all before the turn.
-            turn: its number. position: of its first token in the response. length: most tokens of it.
-        """
-        seed = None if seeds is None else int(seeds[turn])
-        sampled = await self.engine.sample(query, seed, length, *self.options)
-        if sampled is None:
-            raise Interrupted
-        return sampled
-
-    def leave(self) -> None:
-        """Do nothing: no turn waits for other conversations."""
-
-
-class DecodedTurns:
-    """Samples turns by the script's decode loop: those of all conversations together, once each of them waits for one.
-
-    So what is sampled together does not depend on how long tools run.
-    """
-
-    def __init__(self, generate: Callable, running: int, conversations: Conversations):
-        self.generate = functools.partial(generate, stop_strings=conversations.stop_strings)
-        self.running, self.waiting = running, {}
-
-    async def sample(self, place: int, uniforms, query: list[int], turn: int, position: int, length: int) -> tuple:
-        """As `EngineTurns.sample`; `uniforms` are those of all tokens of the response, or None."""
-        numbers = None if uniforms is None else torch.from_numpy(uniforms[position : position + length])
-        future = asyncio.get_running_loop().create_future()
-        self.waiting[place] = (query, numbers, length, future)
-        self._sample_if_all_wait()
-        return await future
-
-    def leave(self) -> None:
-        self.running -= 1
-        self._sample_if_all_wait()
-
-    def _sample_if_all_wait(self) -> None:
-        if not self.waiting or len(self.waiting) < self.running:
-            return
-        queries, uniforms, lengths, futures = map(list, zip(*(self.waiting[place] for place in sorted(self.waiting))))
-        self.waiting = {}
-        table = None if uniforms[0] is None else pad_sequence(uniforms, batch_first=True)
-        responses, values = self.generate(queries, table, lengths)
-        for future, response, value in zip(futures, responses, values):
-            if not future.done():  # not cancelled
-                future.set_result((response, value["rollout_logprobs"]))

@@ -15,13 +15,14 @@ import sys
 import types
 
 from plumbing.turns import worker
-from plumbing.turns.worker import ToolError
-from utils import fail
+from utils import ROOT, fail
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-LONGEST_ANSWER = 1 << 28  # bytes
 SECONDS_TO_LOAD = 300.0  # imports may be slow on a busy file system
 forked = multiprocessing.get_context("forkserver")
+
+
+class ToolError(Exception):
+    """A call of a tool has failed; the text is for the model."""
 
 
 class EnvironmentFailure(Exception):
@@ -44,26 +45,22 @@ class ToolProcesses:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         self.timeout = timeout
         self.tools, self.environment = [[os.path.abspath(x) for x in names if x] for names in (tools, (environment,))]
-        with fork_server(self.tools + self.environment):
-            schemas, _ = self._describe("--tools", Process(self.tools, False, SECONDS_TO_LOAD))
-            schemas_of_environment, self.has_step = self._describe(
+        # The fork server, if it starts here, imports the worker, and with it the users' files.
+        forked.set_forkserver_preload([worker.__name__])
+        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+        os.environ |= {"PYTHONPATH": path, worker.FILES: json.dumps(self.tools + self.environment)}
+        try:
+            schemas, _ = describe("--tools", Process(self.tools, False, SECONDS_TO_LOAD))
+            schemas_of_environment, self.has_step = describe(
                 "--environment", Process(self.environment, True, SECONDS_TO_LOAD)
             )
+        finally:
+            del os.environ[worker.FILES]
         self.schemas: list[dict] = schemas + schemas_of_environment
         self.names = [schema["function"]["name"] for schema in self.schemas]
         self.environment_names = self.names[len(schemas) :]
-        for name in {name for name in self.names if self.names.count(name) > 1}:
-            fail(f"--tools, --environment: there are two tools {name}")
-
-    def _describe(self, flag: str, process: "Process") -> tuple[list[dict], bool]:
-        if not process.names:
-            return [], False
-        try:
-            return tuple(asyncio.run(process.ask("describe")))
-        except (ToolError, EnvironmentFailure) as error:
-            fail(f"{flag} {' '.join(process.names)}: {error}", local=True)
-        finally:
-            process.kill()
+        if len(set(self.names)) < len(self.names):
+            fail(f"--tools, --environment: two of the tools {', '.join(self.names)} have the same name")
 
     def open(self, seed: int) -> "ToolProcess":
         """Return the processes of one conversation, which start when they are first called.
@@ -82,19 +79,14 @@ class ToolProcess:
         self.tools = Process(processes.tools, False, processes.timeout, seed)
         self.environment = Process(processes.environment, True, processes.timeout, seed)
 
-    async def ask(self, method: str, *arguments):
-        """Return the result of a method of the environment, see `worker.Environment`; raise EnvironmentFailure."""
-        return await self.environment.ask(method, *arguments)
-
     async def call(self, name: str, arguments: dict) -> str:
-        """Return the text that a tool answers with; raise ToolError, with a text for the model, if it fails."""
+        """Return the text that a tool answers with; raise ToolError if it fails."""
         if name not in self.processes.names:
             raise ToolError(f"there is no tool {name!r}, there are {', '.join(self.processes.names)}")
         process = self.environment if name in self.processes.environment_names else self.tools
         return await process.ask("call", name, arguments)
 
     def kill(self) -> None:
-        """Kill the processes, and all that they have started."""
         self.tools.kill()
         self.environment.kill()
 
@@ -108,10 +100,10 @@ class Process:
         self.process = self.connection = None
 
     async def ask(self, method: str, *arguments):
-        """Return the result of a request; without an answer the process is killed.
+        """Return the result of a method of `worker.Tools` or `worker.Environment`; without an answer, kill the process.
 
         Raises:
-            ToolError: a tool failed; the text is for the model.
+            ToolError: a tool failed.
             EnvironmentFailure: anything else of an environment failed.
         """
         failure = EnvironmentFailure if self.is_environment else ToolError
@@ -120,63 +112,60 @@ class Process:
             if self.process is None:
                 self._start()
                 await asyncio.sleep(0)  # until others, which start at once, have started, too
+            self.connection.send_bytes(json.dumps([method, *arguments], default=str).encode())
             async with asyncio.timeout(self.timeout):
-                answer = json.loads(await self._answer(json.dumps([method, *arguments], default=str).encode()))
+                await self._answered()
+            answer = json.loads(self.connection.recv_bytes())
         except TimeoutError:
             self.kill()
             raise failure(f"{name} gave no answer within --timeout {self.timeout:g} s") from None
-        except (OSError, EOFError, ValueError):
+        except (OSError, EOFError):
             self.kill()
             raise failure(f"{name} ended its process") from None
-        if "tool_error" in answer:
-            raise ToolError(answer["tool_error"])
-        if "error" in answer:
-            raise failure(" ".join(f"{method}: {answer['error'][:500]}".split()))
-        return answer["result"]
+        if "result" in answer:
+            return answer["result"]
+        if method == "call":
+            raise ToolError(answer["error"])
+        raise failure(" ".join(f"{method}: {answer['error'][:500]}".split()))
 
-    async def _answer(self, request: bytes) -> bytes:
-        self.connection.send_bytes(request)
-        loop, answered = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self.connection.fileno(), answered.set)
+    async def _answered(self) -> None:
+        """Wait until there is something to read."""
+        loop, readable, descriptor = asyncio.get_running_loop(), asyncio.Event(), self.connection.fileno()
+        loop.add_reader(descriptor, readable.set)
         try:
-            await answered.wait()
+            await readable.wait()
         finally:
-            loop.remove_reader(self.connection.fileno())
-        return self.connection.recv_bytes(LONGEST_ANSWER)
+            loop.remove_reader(descriptor)
 
     def _start(self) -> None:
-        self.connection, connection = forked.Pipe()
-        arguments = (connection, self.names, self.is_environment, self.seed)
-        self.process = forked.Process(target=worker.serve, args=arguments)
+        connection, of_process = forked.Pipe()
+        arguments = (of_process, self.names, self.is_environment, self.seed)
+        process = forked.Process(target=worker.serve, args=arguments)
         main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:  # without its `__main__`, as a new process would import the script that runs here, and torch with it
-            self.process.start()
+            process.start()
         finally:
             sys.modules["__main__"] = main
-            connection.close()
+            of_process.close()
+        self.process, self.connection = process, connection
 
     def kill(self) -> None:
         """Kill the process, if there is one, and all that it has started."""
-        if self.process is None:
-            return
-        if self.process.pid:  # it may not have started
+        if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()
-        self.connection.close()
-        self.process = None
+            self.process.kill()  # it may not lead its group yet
+            self.connection.close()
+            self.process = None
 
 
-@contextlib.contextmanager
-def fork_server(functions: list[str]):
-    """Let multiprocessing's fork server, if it starts within, import the users' files that have these functions."""
-    forked.set_forkserver_preload([worker.__name__])
-    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-    changes = {"PYTHONPATH": path, worker.FILES: json.dumps(functions)}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
+def describe(flag: str, process: Process) -> tuple[list[dict], bool]:
+    """Return the schemas of a process's tools, and whether it is an environment with a method `step`."""
+    if not process.names:
+        return [], False
     try:
-        yield
+        return tuple(asyncio.run(process.ask("describe")))
+    except (ToolError, EnvironmentFailure) as error:
+        fail(f"{flag} {' '.join(process.names)}: {error}", local=True)
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
+        process.kill()

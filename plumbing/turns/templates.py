@@ -8,16 +8,13 @@ changes earlier turns for later messages, such as one that drops thoughts, is re
 import os
 from typing import Callable
 
+from plumbing.turns.processes import EnvironmentFailure
 from plumbing.turns.tool_calls import ToolCall, hermes_reader, pattern_reader, response_template_reader
 from utils import first_line, loading
 
 MARK = "SAMPLED-TURN"  # where a rendering has the end of a sampled turn
 QUESTION = {"role": "user", "content": "x"}
 TURN = {"role": "assistant", "content": f"<think>\nA-THOUGHT\n</think>\n\n{MARK}"}
-
-
-class RefusedMessages(Exception):
-    """The chat template refuses messages of the environment."""
 
 
 class Turns:
@@ -41,10 +38,11 @@ class Turns:
         self.calls = lambda text: []
         # The template of a base model may not know the role of results.
         self.result_role = "tool" if "tool" in str(tokenizer.chat_template) else "user"
-        with loading(f"{'--tools' if args.tools else '--environment'}: the chat template of --model"):
-            if args.tool_call_pattern:
+        if args.tool_call_pattern:
+            with loading(f"--tool_call_pattern {args.tool_call_pattern!r}"):
                 self.calls = pattern_reader(args.tool_call_pattern, schemas)
-            elif schemas:
+        with loading(f"{'--tools' if args.tools else '--environment'}: the chat template of --model"):
+            if schemas and not args.tool_call_pattern:
                 self.calls = self._template_reader()
             if self.has_template and schemas:
                 self._check_follows(self.result_role)
@@ -94,23 +92,24 @@ class Turns:
     def observation_ids(self, messages: list[dict], last_token: int) -> list[int]:
         """Return the token ids between the turn just sampled and the next one; without chat template, of the contents.
 
-        Raise RefusedMessages if the template raises an exception.
+        Raise EnvironmentFailure if the template raises an exception.
 
         Args:
             messages: {"role", "content"}, those of tools with their "name".
             last_token: of the turn. If it is a stop token, the one that the template writes there is left out.
         """
-        # A tool may return half of a surrogate pair, which no tokenizer reads.
-        messages = [{**m, "content": m["content"].encode(errors="replace").decode()} for m in messages]
         joined = lambda separator: separator.join(message["content"] for message in messages)
         if not self.has_template:
-            return self.tokenizer.encode(joined(""), add_special_tokens=False)
+            return self._encode(joined(""))
         if self.result_role == "user":
             messages = [{"role": "user", "content": joined("\n")}]
         try:
-            text = self._between(messages)
+            ids = self._encode(self._between(messages))
         except Exception as error:  # templates may raise any exception
-            raise RefusedMessages(f"the chat template of --model refuses the messages ({first_line(error)})") from error
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+            raise EnvironmentFailure(f"the chat template of --model refuses messages: {first_line(error)}") from error
         has_end = last_token in self.stop_ids and ids and ids[0] in self.stop_ids
         return ids[1:] if has_end else ids
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the token ids of a text; half of a surrogate pair, which models can write in JSON, becomes "?"."""
+        return self.tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Callable
 
 from plumbing.rewards.answers import after_thought
-from utils import fail, first_line
+from utils import first_line
 
 
 @dataclass
@@ -76,29 +76,21 @@ def response_template_reader(tokenizer, prompt: str, schemas: list[dict]) -> Cal
 
 
 def pattern_reader(pattern: str, schemas: list[dict]) -> Callable[[str], list[ToolCall | str]]:
-    """Return a reader of the calls that match --tool_call_pattern; exit with code 2 if the pattern lacks a group.
+    """Return a reader of the calls that match --tool_call_pattern; raise ValueError if the pattern lacks a group.
 
     The group "arguments" holds a JSON object with names of the tool's parameters, or else the value of the only
     parameter. The group "name" names the tool; without it the only tool is meant. A dot matches line ends, too.
     """
-    flag = f"--tool_call_pattern {pattern!r}"
     tools = {schema["function"]["name"]: schema["function"]["parameters"]["properties"] for schema in schemas}
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except (re.error, RecursionError, OverflowError) as error:
-        fail(f"{flag}: is not a regular expression ({first_line(error)})")
-    if not tools:
-        fail(f"{flag}: there are no tools to call")
+    compiled = re.compile(pattern, re.DOTALL)
     if "arguments" not in compiled.groupindex:
-        fail(f"{flag}: has no group (?P<arguments>...), which holds the arguments of a call")
-    if "name" not in compiled.groupindex and len(tools) > 1:
-        fail(f"{flag}: has no group (?P<name>...), which names the called one of {', '.join(tools)}")
-    if compiled.search(""):
-        fail(f"{flag}: matches the empty text, and so every response would hold calls")
+        raise ValueError("requires a group (?P<arguments>...), which holds the arguments of a call")
+    if "name" not in compiled.groupindex and len(tools) != 1:
+        raise ValueError("requires a group (?P<name>...), which names the tool, unless there is exactly one")
 
     def read(match: re.Match) -> ToolCall | str:
         groups = match.groupdict(default="")
-        name, text = groups.get("name", next(iter(tools))).strip(), groups["arguments"].strip()
+        name, text = groups.get("name", next(iter(tools), "")).strip(), groups["arguments"].strip()
         value, parameters = json_or_text(text), tools.get(name, {})
         if len(parameters) == 1 and not (isinstance(value, dict) and value.keys() == parameters.keys()):
             [(parameter, schema)] = parameters.items()

@@ -2,7 +2,7 @@
 
 Requests and answers are JSON objects on a pipe:
     ["describe"] or ["reset", row] or ["step", text] or ["outcome"] or ["call", name, arguments]
-    {"result": ...} or {"tool_error": text for the model} or {"error": why the environment failed}
+    {"result": ...} or {"error": type and text of what was raised}
 
 The processes are forked from multiprocessing's fork server, which imports this module, and with it the users' files.
 It imports no torch.
@@ -27,33 +27,30 @@ FILES = "RLHF_TOOL_FILES"  # environment variable of the fork server: JSON list 
 LONGEST_TEXT = 100_000  # characters of a tool's or an environment's text; the rest is cut
 
 
-class ToolError(Exception):
-    """A call of a tool has failed; the text is for the model."""
-
-
 class Tools:
     """The functions of --tools, for one conversation."""
 
     has_step = False
 
-    def __init__(self, functions: list[Callable]):
+    def __init__(self, *functions: Callable):
         self.functions = functions
         self.runner = asyncio.Runner()  # one event loop for all calls, to which connections may be bound
+
+    def tools(self) -> list[Callable]:
+        """Return the functions that the model may call."""
+        return list(self.functions)
 
     def describe(self) -> tuple[list[dict], bool]:
         """Return the schemas of the tools, and whether it is an environment with a method `step`."""
         from transformers.utils import chat_template_utils  # slow to import
 
         chat_template_utils.is_torch_available = lambda: False  # torch would be imported for a type that no tool has
-        return [chat_template_utils.get_json_schema(function) for function in self.functions], self.has_step
+        return [chat_template_utils.get_json_schema(function) for function in self.tools()], self.has_step
 
     def call(self, name: str, arguments: dict) -> str:
-        """Return the text that a tool answers with; raise ToolError if it fails, as for arguments that do not fit."""
-        functions = {function.__name__: function for function in self.functions}
-        try:
-            return as_text(self.finish(functions[name](**arguments)))
-        except BaseException as error:  # SystemExit, too
-            raise ToolError(shortened(f"{type(error).__name__}: {error}")) from error
+        """Return the text that a tool answers with."""
+        functions = {function.__name__: function for function in self.tools()}
+        return as_text(self.finish(functions[name](**arguments)))
 
     def finish(self, result):
         """Return the result of a function, which may be asynchronous."""
@@ -64,15 +61,11 @@ class Environment(Tools):
     """An instance of --environment and its tools, for one conversation."""
 
     def __init__(self, make: Callable):
+        super().__init__()
         self.instance, self.reward_so_far = make(), 0.0
         self.has_step = hasattr(self.instance, "step")
-        super().__init__([])
-
-    def describe(self) -> tuple[list[dict], bool]:
-        self.functions = self.tools()
-        if not hasattr(self.instance, "reset") or not (self.has_step or self.functions):
+        if not hasattr(self.instance, "reset") or not (self.has_step or self.tools()):
             raise TypeError("requires a method reset, and a method step or tools")
-        return super().describe()
 
     def tools(self) -> list[Callable]:
         """Return the functions that the model may call.
@@ -85,19 +78,12 @@ class Environment(Tools):
         members = [] if self.has_step else inspect.getmembers(type(self.instance), inspect.isroutine)
         return [getattr(self.instance, name) for name, _ in members if not name.startswith("_") and name != "reset"]
 
-    def reset(self, row: dict) -> str | list[dict] | None:
+    def reset(self, row: dict) -> str:
         """Return what the environment adds to the prompt. gymnasium's (observation, info) is read, too."""
         result = self.finish(self.instance.reset(**accepted(self.instance.reset, row)))
-        self.functions = self.tools()
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
-            result = result[0]
-        if isinstance(result, list) and all(isinstance(message, dict) and "role" in message for message in result):
-            return result
-        if not isinstance(result, str | None):
-            raise TypeError(f"{str(result)[:80]!r} is not a text, a list of messages or None")
-        return result and shortened(result)
+        return as_observation(result[0] if isinstance(result, tuple) else result)
 
-    def step(self, text: str) -> tuple[str | None, float, bool]:
+    def step(self, text: str) -> tuple[str, float, bool]:
         """Return the environment's answer to a turn of the model: (observation, reward, done).
 
         gymnasium's (observation, reward, terminated, truncated, info) is read, too.
@@ -106,9 +92,9 @@ class Environment(Tools):
         if isinstance(result, tuple) and len(result) == 5:
             result = (*result[:2], result[2] or result[3])
         observation, reward, done = result
-        if not isinstance(observation, str | None) or isinstance(done, float | str | dict | None):  # in another order
+        if isinstance(done, float | str | dict | None):  # in another order
             raise TypeError(f"{str(result)[:80]!r} is not (text or None, number, bool)")
-        return observation and shortened(observation), float(reward), bool(done)
+        return as_observation(observation), float(reward), bool(done)
 
     def outcome(self) -> tuple[float | None, bool]:
         """Return (reward, done) of an environment without `step`, by its attributes of these names.
@@ -123,18 +109,19 @@ class Environment(Tools):
 
 
 def as_text(value) -> str:
-    """Return a tool's result as text: "" for None, JSON for anything but text."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+    """Return a value as text of at most LONGEST_TEXT characters: "" for None, JSON for anything but text."""
+    if not isinstance(value, str | None):
         plain = lambda x: x.tolist() if hasattr(x, "tolist") else str(x)  # arrays and other objects
         value = json.dumps(value, ensure_ascii=False, default=plain)
-    return shortened(value)
-
-
-def shortened(text: str) -> str:
-    """Return a text of at most LONGEST_TEXT characters, and a note if that is not all of it."""
+    text = value or ""
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}\n[cut, of {len(text)} characters]"
+
+
+def as_observation(value) -> str:
+    """Return an environment's text; raise TypeError for anything but text or None."""
+    if not isinstance(value, str | None):
+        raise TypeError(f"{str(value)[:80]!r} is not a text or None")
+    return as_text(value)
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
@@ -151,27 +138,30 @@ def serve(connection: Connection, names: list[str], is_environment: bool, seed: 
     threading.Thread(target=end_with_trainer, daemon=True).start()
     os.dup2(2, 1)  # output of tools goes to stderr
     sys.stdout = sys.stderr
-    try:
-        functions = list(map(load_function, names))
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
-        served = Environment(*functions) if is_environment else Tools(functions)
-    except BaseException as error:  # the answer to the first request
-        connection.send_bytes(as_json({"error": reason(error)}))
-        return
+    served = None
     while True:
         try:
             method, *arguments = json.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):  # the trainer is gone
             return
         try:
-            answer = as_json({"result": getattr(served, method)(*arguments)})
-        except ToolError as error:
-            answer = as_json({"tool_error": str(error)})
-        except BaseException as error:
-            answer = as_json({"error": reason(error)})
-        connection.send_bytes(answer)
+            if served is None:
+                served = load(names, is_environment, seed)
+            answer = {"result": getattr(served, method)(*arguments)}
+        except BaseException as error:  # SystemExit, too
+            place = "" if method == "call" else place_of(error)  # what a tool raises is for the model
+            answer = {"error": as_text(f"{type(error).__name__}{place}: {error}")}
+        # Half of a surrogate pair, which no tokenizer reads, becomes "?".
+        connection.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
+
+
+def load(names: list[str], is_environment: bool, seed: int) -> Tools:
+    """Return what is served, see `serve`, with its random numbers seeded."""
+    functions = list(map(load_function, names))
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    return Environment(*functions) if is_environment else Tools(*functions)
 
 
 def end_with_trainer() -> None:
@@ -180,17 +170,12 @@ def end_with_trainer() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def as_json(message: dict) -> bytes:
-    """Return a message as JSON. A half of a surrogate pair, which no tokenizer reads, becomes "?"."""
-    return json.dumps(message, ensure_ascii=False).encode(errors="replace")
-
-
-def reason(error: BaseException) -> str:
-    """Return an exception's type and text, and the last line of a user's file that its traceback passes through."""
+def place_of(error: BaseException) -> str:
+    """Return the last line of a user's file that an exception's traceback passes through, as " (file:line)"."""
     frames = traceback.extract_tb(error.__traceback__)
     # load_function puts users' files into sys.modules by their paths.
     places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if frame.filename in sys.modules]
-    return f"{type(error).__name__}{places[-1] if places else ''}: {error}"
+    return places[-1] if places else ""
 
 
 for name in json.loads(os.environ.get(FILES, "[]")):  # in the fork server: once, not in each process
