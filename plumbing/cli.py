@@ -92,7 +92,7 @@ class OutputArgs:
     config: str = ""
     """File with flags, .json or .yaml: {"learning_rate": 1e-6, ...}, or the args.json of a run. Flags of the command
     line override it."""
-    run_name: str = ""
+    run_name: Annotated[str, Field(max_length=200)] = ""
     """Name of the run's folder; default: script, model, data set and seed."""
     output_dir: str = "runs"
     """Folder that holds the runs; several nodes need one that they share."""

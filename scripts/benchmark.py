@@ -33,7 +33,7 @@ import grpo
 import utils
 from plumbing.data.rows import read_rows
 from plumbing.rewards import verifiers
-from plumbing.run.files import read_jsonl
+from plumbing.run.files import read_log
 
 TINY, GPU = os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
 SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabulary
@@ -64,7 +64,7 @@ def run_grpo(folder: str, flags: dict, more: list[str]) -> list[dict]:
     """Train by grpo.py with these flags and `more` words of a command line."""
     words = [f"--{name}={x}" for name, x in (RUN | flags | {"output_dir": folder}).items()]
     grpo.main(tyro.cli(grpo.Args, args=[*words, "--no-non_stop_penalty", *more]))
-    steps, ended = read_jsonl(os.path.join(folder, RUN["run_name"], "metrics.jsonl")), 0.0
+    steps, ended = read_log(os.path.join(folder, RUN["run_name"])), 0.0
     for step in steps:
         step["time/whole"], ended = step["time/from_scratch"] - ended, step["time/from_scratch"]
     return steps

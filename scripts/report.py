@@ -1,16 +1,29 @@
 """Write one HTML page of one or several runs: headline numbers, curves, arguments, times and samples.
 
-python scripts/report.py runs/a runs/b --output report.html
+    python scripts/report.py runs/a runs/b --output report.html
+
+The page requires no network: it is assets/report/page.html with its style sheet, its scripts, the charting library
+uPlot and the runs' data, from which the scripts draw everything.
 """
 
+import html
+import json
+import math
 import os
+import re
 import sys
 
 import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing.run.report import write_report
+from plumbing.run.curves import CURVES, run_names
+from plumbing.run.files import read_args, read_log, replace_file
+
+STYLES = ("uplot/uPlot.min.css", "page.css")
+SCRIPTS = ("page.js", "curves.js", "samples.js")
+SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
+NAMES = {"seed", "run_name", "output_dir", "resume", "track", "push_to_hub"}  # flags that runs of a group differ by
 
 
 def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html"):
@@ -21,8 +34,82 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html
         output: The page to write.
     """
     with utils.loading(f"--output {output}"):
-        write_report(list(dict.fromkeys(map(os.path.normpath, runs))), output)
+        if not runs:
+            raise ValueError("names no run folder")
+        replace_file(output, page(list(dict.fromkeys(map(os.path.normpath, runs)))))
     print(output)
+
+
+def page(folders: list[str]) -> str:
+    """Return the page of some run folders."""
+    runs = [read_run(folder, name, len(folders)) for folder, name in zip(folders, run_names(folders))]
+    for number, members in enumerate(groups_of_seeds(runs)):
+        for run in members:
+            run.update(group=number, group_name=common_name([member["name"] for member in members]))
+    texts = {
+        "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
+        "style": "\n".join(map(read_part, STYLES)),
+        # An HTML parser would read "</script>" in a sample as the end of the data.
+        "data": json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace("<", "\\u003c"),
+        "library": read_part("uplot/uPlot.iife.min.js"),
+        "script": "\n".join(map(read_part, SCRIPTS)),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], read_part("page.html"))
+
+
+def read_part(name: str) -> str:
+    """Return the text of a file of the page."""
+    with open(os.path.join(utils.ROOT, "assets", "report", name), encoding="utf-8") as file:
+        return file.read()
+
+
+def read_run(folder: str, name: str, runs: int) -> dict:
+    """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics alone will do."""
+    facts, rows = read_args(folder), read_log(folder)
+    if not rows:
+        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
+    samples, held_out = (
+        some_steps(read_log(folder, part), SAMPLE_BYTES // 2 // runs) for part in ("samples.jsonl", "held_out.jsonl")
+    )
+    return {
+        "name": name,
+        **{key: facts.get(key) for key in ("script", "defaults", "versions", "git_commit", "ranks")},
+        "args": facts.get("args", {}),
+        "steps": [row["step"] for row in rows],
+        "metrics": columns_of(rows),
+        "samples": samples + [{**row, "held_out": True} for row in held_out],
+        "finished": os.path.isdir(os.path.join(folder, "final")),
+    }
+
+
+def groups_of_seeds(runs: list[dict]) -> list[list[dict]]:
+    """Return together the runs whose flags differ by seed and names alone. A run without args is a group by itself."""
+    groups = {}
+    for number, run in enumerate(runs):
+        flags = {name: x for name, x in run["args"].items() if name not in NAMES}
+        key = json.dumps([run["script"], flags], sort_keys=True) if flags else number
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
+
+
+def common_name(names: list[str]) -> str:
+    """Return what names of runs begin with: "gsm8k" for gsm8k-seed1 and gsm8k-seed2."""
+    prefix = os.path.commonprefix(names)
+    return names[0] if len(names) == 1 else re.sub(r"([-_./ ]*(seed|s))?[-_./ =]*$", "", prefix) or names[0]
+
+
+def columns_of(rows: list[dict]) -> dict[str, list]:
+    """Return the values of each metric, {name: [number, or None in rows without it]}, rounded to five digits."""
+    names = dict.fromkeys(key for row in rows for key in row if key not in ("step", "episode"))
+    rounded = lambda x: float(f"{x:.5g}") if isinstance(x, (int, float)) else None
+    return {name: [rounded(row.get(name)) for row in rows] for name in names}
+
+
+def some_steps(rows: list[dict], size: int) -> list[dict]:
+    """Return the rows of so many steps, evenly spread and the last one among them, as `size` bytes hold."""
+    every = math.ceil(sum(len(json.dumps(row)) for row in rows) / size)
+    kept = set(sorted({row["step"] for row in rows}, reverse=True)[:: max(1, every)])
+    return [row for row in rows if row["step"] in kept]
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_a_run_pushes_its_final_model(base, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         run_here({**values, "resume": True})
     err = capsys.readouterr().err
-    assert end.value.code == 2 and "503 Service Unavailable" in err and "push it by hf upload me/my-model" in err
+    assert end.value.code == 2 and "503 Service Unavailable" in err and "--push_to_hub me/my-model: " in err
 
 
 def test_no_token(base, tmp_path, monkeypatch, capsys):

@@ -5,10 +5,8 @@ import json
 import shutil
 
 import pytest
-import report as command
+import report
 from helpers import write_rows
-
-from plumbing.run import report
 
 
 def make_run(folder, seed: int = 0, steps: int = 12, **args) -> str:
@@ -47,7 +45,7 @@ def data_of(page) -> dict:
 
 def test_a_page_needs_no_network_and_no_sample_ends_its_data(tmp_path):
     page = tmp_path / "report.html"
-    command.main((make_run(tmp_path / "<i>run & more"),), str(page))
+    report.main((make_run(tmp_path / "<i>run & more"),), str(page))
     text = page.read_text()
     title = text.partition("<title>")[2].partition("</title>")[0]
     assert "<" not in title and html.unescape(title) == "<i>run & more"
@@ -60,18 +58,18 @@ def test_a_page_needs_no_network_and_no_sample_ends_its_data(tmp_path):
 
 def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "objective/scores": 0.5}\n{"step": 2, "x')
-    command.main((str(tmp_path),), str(tmp_path / "a.html"))
+    report.main((str(tmp_path),), str(tmp_path / "a.html"))
     (run,) = data_of(tmp_path / "a.html")["runs"]
     assert run["steps"] == [1] and run["metrics"] == {"objective/scores": [0.5]} and run["defaults"] is None
     (tmp_path / "empty").mkdir()
     for runs in ((), (str(tmp_path / "empty"),)):
         with pytest.raises(SystemExit) as end:
-            command.main(runs, str(tmp_path / "b.html"))
+            report.main(runs, str(tmp_path / "b.html"))
         assert end.value.code == 2
     (tmp_path / "metrics.jsonl").write_text("null\n{\n")
     with pytest.raises(SystemExit):
-        command.main((str(tmp_path),), str(tmp_path / "b.html"))
-    assert "metrics.jsonl line 2: " in capsys.readouterr().err and not (tmp_path / "b.html").exists()
+        report.main((str(tmp_path),), str(tmp_path / "b.html"))
+    assert "metrics.jsonl: " in capsys.readouterr().err and not (tmp_path / "b.html").exists()
 
 
 @pytest.mark.parametrize("size, steps", [(10**6, 12), (2000, 4), (1, 1)])
@@ -82,17 +80,10 @@ def test_samples_are_left_out_by_whole_steps(size, steps):
     assert len(kept) == steps and kept[-1] == 12 and len({b - a for a, b in zip(kept, kept[1:])}) <= 1
 
 
-def test_long_curves_are_means_of_neighbours(monkeypatch):
-    monkeypatch.setattr(report, "POINTS", 3)
-    rows = [{"step": step, "a": float(step), "b": None if step % 2 else 1 / 3} for step in range(1, 8)]
-    steps, columns = report.columns_of(rows)
-    assert steps == [3, 6, 7] and columns == {"a": [2.0, 5.0, 7.0], "b": [0.33333, 0.33333, None]}
-
-
 def test_runs_that_differ_by_their_seed_share_a_group(tmp_path):
     folders = [make_run(tmp_path / f"gsm8k-seed{seed}", seed, run_name=f"{seed}") for seed in (1, 2)]
     folders.append(make_run(tmp_path / "other", 1, learning_rate=1e-4))
-    report.write_report(folders, str(tmp_path / "a.html"))
+    report.main(tuple(folders), str(tmp_path / "a.html"))
     runs = data_of(tmp_path / "a.html")["runs"]
     assert [run["group"] for run in runs] == [0, 0, 1] and runs[0]["group_name"] == "gsm8k"
     assert report.common_name(["1", "2"]) == "1" and report.common_name(["a/s1", "a/s2"]) == "a"
@@ -120,21 +111,9 @@ def chromium():
 def three(tmp_path_factory):
     """The page of two seeds and another run."""
     folder = tmp_path_factory.mktemp("three")
-    runs = [make_run(folder / f"a-seed{seed}", seed) for seed in (1, 2)] + [
-        make_run(folder / "b", 7, learning_rate=0.1)
-    ]
-    report.write_report(runs, str(folder / "page.html"))
+    runs = [make_run(folder / f"a-seed{seed}", seed) for seed in (1, 2)]
+    report.main((*runs, make_run(folder / "b", 7, learning_rate=0.1)), str(folder / "page.html"))
     return folder / "page.html"
-
-
-def open_page(chromium, path, width=1400, theme="light"):
-    page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
-    page.errors = []
-    page.set_default_timeout(10_000)
-    page.on("pageerror", lambda error: page.errors.append(str(error)))
-    page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
-    page.goto(f"file://{path}")
-    return page
 
 
 @pytest.mark.parametrize("width", [1400, 420])

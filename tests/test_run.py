@@ -139,14 +139,10 @@ def assert_close(values: dict, reference: dict, step: int) -> None:
 
 
 def test_ranks_and_micro_batches_change_nothing(base, tmp_path):
-    """torchrun with two ranks, and another --micro_batch_tokens: mini-batches, epochs, KL in the loss, entropy."""
+    """torchrun with two ranks and another --micro_batch_tokens: mini-batches, epochs, KL in the loss, entropy."""
     one = variant(base, tmp_path, run_name="one", **EXACT)
     run(one)
-    cut = variant(base, tmp_path, run_name="cut", **EXACT)
-    cut.update(micro_batch_tokens=1000, generation_batch_size=3)
-    run(cut)
-    assert_close(cut, one, 3)
-    two = variant(base, tmp_path, run_name="two", **EXACT)
+    two = {**one, "run_name": "two", "micro_batch_tokens": 1000, "generation_batch_size": 3}
     with forked_python.python() as python:  # the ranks are none
         torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
         words = [*torchrun, str(ROOT / "grpo.py"), *helpers.words(two)]
@@ -173,6 +169,8 @@ def straight(base) -> dict:
     """Four steps in one go."""
     values = {**base, **MOVING, "run_name": "straight"}
     run(values)
+    names = "objective/kl objective/kl_coef lr objective/scores loss/policy_avg policy/entropy_avg".split()
+    assert all(len({row[name] for row in metrics_of(values)[1:]}) >= 3 for name in names)  # else equality says little
     return values
 
 
@@ -185,20 +183,6 @@ def resume(values: dict, straight: dict, after: int, **options) -> None:
     assert ours == theirs
     assert same_weights(folder_of(values) / "final", folder_of(straight) / "final")
     assert not list((folder_of(values) / "checkpoints").glob(".*"))
-
-
-def test_the_straight_run_moves(straight):
-    """What the comparisons below compare does change from step to step."""
-    rows = metrics_of(straight)[1:]
-    for name in (
-        "objective/kl",
-        "objective/kl_coef",
-        "lr",
-        "objective/scores",
-        "loss/policy_avg",
-        "policy/entropy_avg",
-    ):
-        assert len({row[name] for row in rows}) >= 3, name
 
 
 def test_resume_with_fewer_episodes_ends(straight, tmp_path):
@@ -251,22 +235,17 @@ def test_a_run_that_is_killed_again_and_again(straight, tmp_path):
 # phase that is shown, and the step that is saved. `generate` is called twice in an evaluation (before the first step,
 # after the second and the fourth) and once in a step, `torch.searchsorted` once a token, `forward_batch` twice a step.
 STOPS = {
-    "SIGTERM": [
-        ("first evaluation", "grpo.generate:1", "evaluate", 0),
-        ("rollout", "torch.searchsorted:13", "rollout", 0),  # ten tokens in the first evaluation
-        ("update", "utils.Optimizer.step:2", "training", 1),
-        ("evaluation", "grpo.generate:3", "evaluate", 2),
-        ("scoring", "sources.Rewards.score:3", "rollout", 2),
-        ("log-probs", "grpo.forward_batch:1", "logprobs", 3),
+    "between saves": [
+        ("first evaluation", "grpo.generate:1:SIGTERM", "evaluate", 0),
+        ("rollout", "torch.searchsorted:13:SIGINT", "rollout", 0),  # ten tokens in the first evaluation
+        ("update", "utils.Optimizer.step:2:SIGTERM", "training", 1),
+        ("evaluation", "grpo.generate:3:SIGINT", "evaluate", 2),
+        ("scoring", "sources.Rewards.score:3:SIGTERM", "rollout", 2),
+        ("log-probs", "grpo.forward_batch:1:SIGTERM", "logprobs", 3),
     ],
-    "SIGTERM, saving": [
-        ("save", "checkpoints.save_checkpoint:1", "save", 2),
-        ("last update", "utils.Optimizer.step:8", "training", 4),
-    ],
-    "SIGINT": [
-        ("rollout", "torch.searchsorted:13", "rollout", 0),
-        ("update", "utils.Optimizer.step:2", "training", 1),
-        ("evaluation", "grpo.generate:3", "evaluate", 2),
+    "at saves": [
+        ("save", "checkpoints.save_checkpoint:1:SIGTERM", "save", 2),
+        ("last update", "utils.Optimizer.step:8:SIGTERM", "training", 4),
     ],
 }
 
@@ -274,10 +253,9 @@ STOPS = {
 @pytest.mark.parametrize("name", STOPS)
 def test_signals(straight, tmp_path, name):
     """Exit code 75, a complete checkpoint of the newest step, and nothing of it to be seen in the run that went on."""
-    number = name.split(",")[0]
-    values, after = {**straight, "output_dir": str(tmp_path), "save_every": 2 if "saving" in name else 0}, []
+    values, after = {**straight, "output_dir": str(tmp_path), "save_every": 2 if name == "at saves" else 0}, []
     for phase, where, shown, step in STOPS[name]:
-        done = run({**values, "resume": bool(after)}, code=75, place=f"{where}:{number}")
+        done = run({**values, "resume": bool(after)}, code=75, place=where)
         assert goes_on_after(done) == after[-1:], phase
         phases = re.findall(r"(evaluate|rollout|logprobs|training|save)(?=:)", done.err)
         phases = [each for each, following in zip(phases, [*phases[1:], None]) if each != following]
@@ -287,7 +265,7 @@ def test_signals(straight, tmp_path, name):
         after.append(step)
         assert steps_of(values) == [f"step_{each}" for each in sorted(set(after))[-2:]], phase
         assert f"step {step} is saved" in done.out, phase
-        assert f"{number}: the run exits as soon as it has saved a checkpoint" in done.err, phase
+        assert f"{where[-7:].strip(':')}: the run exits as soon as it has saved a checkpoint" in done.err, phase
         assert not (folder_of(values) / "final").exists(), phase
     resume(values, straight, after=step)
 
@@ -307,8 +285,8 @@ def two_ranks(base) -> dict:
 
 def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
     values, after = {**two_ranks, "output_dir": str(tmp_path), "save_every": 0}, []
-    for (_, where, _, step), rank in zip(STOPS["SIGINT"], (1, 1, 0)):
-        ranks = run_ranks({**values, "resume": bool(after)}, 2, (75, 75), {rank: f"{where}:SIGTERM"})
+    for (_, where, _, step), rank in zip(STOPS["between saves"][1:4], (1, 1, 0)):
+        ranks = run_ranks({**values, "resume": bool(after)}, 2, (75, 75), {rank: where})
         assert goes_on_after(ranks[0]) == after[-1:]
         after.append(step)
         assert steps_of(values) == [f"step_{each}" for each in after[-2:]]
@@ -329,19 +307,11 @@ def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
 # ---- rewards that fail -----------------------------------------------------------------------------------------------
 
 FAILING = """
-import os
-
 def good(prompts, responses, **columns): return [float(len(r) % 3) for r in responses]
 def bad(responses, value): return [value if i % 4 == 0 else float(len(r) % 3) for i, r in enumerate(responses)]
 def some_none(prompts, responses, **columns): return bad(responses, None)
 def some_infinite(prompts, responses, **columns): return bad(responses, float("inf"))
 def all_nan(prompts, responses, **columns): return [float("nan")] * len(responses)
-def raises(prompts, responses, **columns): raise RuntimeError("the judge is away")
-
-def whenever(prompts, responses, **columns):
-    if os.path.exists(__file__ + ".broken") and len(responses) > 2:  # not in the trial call
-        raise RuntimeError("the judge is away")
-    return [float(len(r) % 2) for r in responses]
 """
 
 
@@ -365,36 +335,6 @@ def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name):
     totals = [sample[f"{failing}:good"] + sample[second] for sample in samples if sample[second] is not None]
     assert row["objective/scores"] == pytest.approx(sum(totals) / 6)
     assert finite_or_null([row])
-
-
-def test_missing_scores_of_an_evaluation_are_counted(base, tmp_path, failing):
-    values = variant(base, tmp_path, reward=f"{failing}:some_none", total_episodes=8, eval_every=1)
-    done = run(values)
-    rows = metrics_of(values)
-    assert [row["eval/missing_scores"] for row in rows] == [2, 2]  # of 3 prompts x 2 samples
-    # 0 and 4 of the 6 have no score; of 4, and of the one prompt with two scores, there are means.
-    assert all(row["eval/accuracy"] in (0, 0.25, 0.5, 0.75, 1) and row["eval/pass@2"] in (0, 1) for row in rows)
-    assert not re.search(r"\bnan\b", done.out)
-
-
-def test_an_evaluation_without_scores(base, tmp_path, failing):
-    """Is null and not 0, with a warning, and is repeated where the run goes on once the reward works again."""
-    values = variant(base, tmp_path, reward=f"{failing}:whenever", total_episodes=8, eval_every=1)
-    broken = failing + ".broken"
-    open(broken, "w").close()
-    try:
-        done = run(values, code=2)
-    finally:
-        os.remove(broken)
-    (row,) = metrics_of(values)
-    measured = ["eval/greedy_accuracy", "eval/accuracy", "eval/pass@2", f"eval/reward/{values['reward']}"]
-    assert [row[name] for name in measured] == [None] * 4 and row["eval/missing_scores"] == 6
-    warnings = [line for line in done.err.replace("\r", "\n").split("\n") if line.startswith("warning: --reward")]
-    assert len(warnings) == 2 and all(values["reward"] in line and "no score" in line for line in warnings)
-    run({**values, "resume": True})
-    whole = {**values, "run_name": "whole"}
-    run(whole)
-    assert metrics_of(values) == metrics_of(whole) and metrics_of(whole)[0]["eval/accuracy"] is not None
 
 
 def test_a_step_without_scores_ends_the_run(base, tmp_path, capfd, failing):
@@ -441,21 +381,6 @@ def test_a_gradient_that_is_not_finite_is_skipped_counted_and_said(base, tmp_pat
     assert same_weights(folder_of(values) / "checkpoints" / "step_1", values["model"])
     assert all_finite(folder_of(values) / "final")
     assert not same_weights(folder_of(values) / "final", values["model"])
-
-
-def test_too_many_skipped_updates_end_the_run(base, tmp_path, capsys):
-    (tmp_path / "huge.py").write_text(HUGE)
-    values = variant(
-        base, tmp_path, reward=f"{tmp_path / 'huge.py'}:always", eval_every=0, save_every=1,
-        reward_weights=(WEIGHT,),
-    )  # fmt: skip
-    with pytest.raises(SystemExit) as end:
-        run_here(values)  # four updates a step: ends in the second update of the second step
-    errors = [line for line in capsys.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
-    assert end.value.code == 2 and len(errors) == 1 and " 6 updates in a row" in errors[0]
-    assert steps_of(values) == ["step_1"] and same_weights(
-        folder_of(values) / "checkpoints" / "step_1", values["model"]
-    )
 
 
 def test_a_huge_learning_rate(base, tmp_path):

@@ -1,7 +1,6 @@
 """Which samples train: groups dropped and replaced, truncated responses left out, sources that give no scores."""
 
 import math
-import re
 import statistics
 import types
 
@@ -15,7 +14,6 @@ import grpo
 from plumbing.data import mixture
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
-from plumbing.run import log as run_log
 
 NAN = math.nan
 SCRIPTS = ["grpo", "rloo", "ppo"]
@@ -300,15 +298,3 @@ def test_the_schedule_goes_by_steps(base, tmp_path):
     rows = metrics_of(values)
     assert any(row["val/zero_std_fraction"] for row in rows) and rows[-1]["lr"] == pytest.approx(0, abs=1e-3)
     assert rows[0]["lr"] > rows[1]["lr"] > rows[2]["lr"] > rows[3]["lr"]
-
-
-# ---- lengths that a run prints -------------------------------------------------------------------------------
-
-
-def test_length_statistics():
-    line = run_log.length_statistics([3] * 90 + [4] * 10 + [7])
-    bars = re.search(r"\|(.*)\|", line)[1]
-    assert line.startswith("101 of 3 to 7 tokens") and "mean 3.1, median 3, 5 % up to 3, 5 % from 4" in line
-    assert len(bars) == 5 and bars[0] == "█" and bars[2:4] == "  " and bars[1] in "▁▂" and bars[4] == "▁"
-    assert run_log.length_statistics([5]).startswith("1 of 5 to 5 tokens |█|")
-    assert len(re.search(r"\|(.*)\|", run_log.length_statistics([*range(1000)]))[1]) == 32

@@ -1,12 +1,14 @@
 """--track: what a library like wandb gets. (tests/test_run.py has Weights & Biases offline.)"""
 
+import math
 import sys
 import types
 
 import pytest
 
 import grpo
-from plumbing.run import tracking
+import utils
+from plumbing.run import log
 from plumbing.run.resume import Origin
 
 
@@ -22,13 +24,13 @@ def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, library)
     for name in ("trackio", "wandb"):
         calls.clear()
-        tracker = tracking.Tracker(Origin(str(tmp_path / "my-run"), run_id="7"), grpo.Args(track=name))
-        tracker.table([{"prompt": "1+1=", "math": 1.0}], 2)
-        tracker.metrics({"step": 2, "objective/scores": 0.5, "perf/mfu": None})
-        tracker.close()
+        run = log.RunLog(Origin(str(tmp_path), run_id="7"), grpo.Args(track=name), utils.World(0, 1, None), 4, 1)
+        run.table(2, [{"prompt": "1+1=", "math": 1.0}])
+        run.log({"step": 2, "objective/scores": 0.5, "perf/mfu": math.nan})
+        run.close("the end")
         begin, *rest = calls
-        assert begin["name"] == "my-run" and begin["resume"] == "allow" and begin["config"]["track"] == name
-        assert begin.get("id") == (None if name == "trackio" else "7") and tracker.url == "https://there/run"
+        assert begin["name"] == tmp_path.name and begin["resume"] == "allow" and begin["config"]["track"] == name
+        assert begin.get("id") == (None if name == "trackio" else "7") and run.url == "https://there/run"
         samples = {"samples": (["prompt", "math"], [["1+1=", 1.0]])}
         assert rest == [(samples, 2), ({"step": 2, "objective/scores": 0.5}, 2), "finished"]
 
@@ -36,7 +38,7 @@ def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch):
 def test_a_library_that_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(SystemExit) as end:
-        tracking.check("trackio")
+        log.check_track("trackio")
     assert end.value.code == 2 and capsys.readouterr().err.startswith("error: --track trackio: ")
 
 
@@ -46,5 +48,5 @@ def test_a_login_that_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(SystemExit) as end:
-        tracking.check("wandb")
+        log.check_track("wandb")
     assert end.value.code == 2 and "error: --track wandb: " in capsys.readouterr().err

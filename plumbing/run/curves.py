@@ -3,7 +3,7 @@
 import math
 import os
 
-from plumbing.run.files import read_metrics
+from plumbing.run.files import read_log
 
 CURVES = {  # the metrics that a picture has, if a run has them
     "eval/accuracy": "held-out accuracy (sampled)",
@@ -37,7 +37,7 @@ def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = ()) ->
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    runs = dict(zip(run_names(folders), map(read_metrics, folders)))
+    runs = dict(zip(run_names(folders), map(read_log, folders)))
     keys = [k for k in metrics or CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
     if not keys:
         return False

@@ -75,12 +75,10 @@ def accuracy_of_data_sets(batch: Batch, correct: torch.Tensor) -> dict[str, floa
     Args:
         correct: (N,), as `correct_responses` gives it.
     """
-    samples_of = {}
-    for i, sample in enumerate(batch.samples):
-        samples_of.setdefault(sample.row.get("dataset"), []).append(i)
-    if len(samples_of) == 1:
-        return {}
-    return {f"eval/accuracy/{name}": correct[rows].nanmean().item() for name, rows in samples_of.items()}
+    names = [sample.row.get("dataset") for sample in batch.samples]
+    rows_of = lambda name: torch.tensor([each == name for each in names])
+    different = dict.fromkeys(names) if len(set(names)) > 1 else ()
+    return {f"eval/accuracy/{name}": correct[rows_of(name)].nanmean().item() for name in different}
 
 
 def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict[str, float]:

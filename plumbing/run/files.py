@@ -54,28 +54,21 @@ def append(path: str, rows: list[dict]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def read_jsonl(path: str) -> list[dict]:
+def read_log(folder: str, name: str = "metrics.jsonl") -> list[dict]:
     """Return the rows of a log of a run, [] if there is none, without a last line that a kill cut short.
 
     Raises:
         ValueError: if another line cannot be read.
     """
+    path = os.path.join(folder, name)
     if not os.path.exists(path):
         return []
-    rows = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith("\n"):
-                try:
-                    rows.append(json.loads(line))
-                except ValueError as error:
-                    raise ValueError(f"{path} line {number}: {error}") from error
-    return rows
-
-
-def read_metrics(folder: str) -> list[dict]:
-    """Return the rows of a run's metrics.jsonl."""
-    return read_jsonl(os.path.join(folder, "metrics.jsonl"))
+    with open(path, encoding="utf-8") as file:
+        lines = file.read().split("\n")[:-1]
+    try:
+        return json.loads("[" + ",\n".join(lines) + "]")  # one array, so that json's error has the number of the line
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_args(folder: str) -> dict:

@@ -8,8 +8,8 @@ import shutil
 from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 
 from plumbing.run.curves import CURVES
-from plumbing.run.files import read_args, read_metrics
-from utils import fail, first_line, loading
+from plumbing.run.files import read_args, read_log
+from utils import loading
 
 CARD = """---
 {{ card_data }}
@@ -45,26 +45,20 @@ def open_repository(name: str) -> str:
 
 
 def push(folder: str, repository: str, tracked: str | None) -> str:
-    """Push a run's final model with its card, and return the address of both. For rank 0 alone.
-
-    Exits with code 2 if that fails: the model stays, and the message has the command to push it again.
-    """
+    """Push a run's final model with its card, and return the address of both. For rank 0 alone."""
     final = os.path.join(folder, "final")
     if os.path.exists(os.path.join(folder, "curves.png")):
         shutil.copy(os.path.join(folder, "curves.png"), final)
     model_card(folder, repository, tracked).save(os.path.join(final, "README.md"))
-    try:
+    with loading(f"--push_to_hub {repository}: {final} is saved, but not pushed; --resume pushes it"):
         # Weights that the repository had before would be loaded in place of the new ones if their files differ in name.
         HfApi().upload_folder(repo_id=repository, folder_path=final, delete_patterns="*.safetensors*")
-    except Exception as error:  # the hub's client raises many unrelated types
-        again = f"hf upload {repository} {shlex.quote(final)} --delete '*.safetensors*'"
-        fail(f"--push_to_hub: the model is saved, but not pushed ({first_line(error)}); push it by {again}", local=True)
     return f"{constants.ENDPOINT}/{repository}"
 
 
 def model_card(folder: str, repository: str, tracked: str | None) -> ModelCard:
     """Return the card of a run's model; `tracked` is the address of the run in Weights & Biases, if it has one."""
-    facts, last = read_args(folder), read_metrics(folder)[-1]
+    facts, last = read_args(folder), read_log(folder)[-1]
     args = facts["args"]
     on_hub = {name: args[name] for name in ("model", "dataset") if not os.path.exists(args[name])}
     dataset = re.split("[:@]", on_hub.get("dataset", ""))[0]

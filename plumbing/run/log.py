@@ -1,17 +1,20 @@
-"""What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl and curves.png."""
+"""What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl, curves.png, and --track."""
 
+import importlib
 import math
 import os
+import statistics
+from dataclasses import asdict
 
-import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.curves import plot_curves
-from plumbing.run.files import append, read_metrics
+from plumbing.run.files import append, read_log
 from plumbing.run.ranks import begin_phase
 from plumbing.run.resume import Origin
-from plumbing.run.tracking import Tracker
-from utils import World, first_line, progress_bars, warn
+from utils import World, first_line, loading, progress_bars, warn
+
+PROJECT = "rl-on-language-models"  # of --track, unless the variable WANDB_PROJECT names another one
 
 PROGRESS = {  # the values in the progress bar, if a run has them
     "objective/scores": "score",
@@ -39,8 +42,9 @@ class RunLog:
             origin: its folder exists.
             step: after which the run continues; 0 for a new one.
         """
-        self.folder, self.world, self.tracker, self.progress = origin.folder, world, None, None
+        self.folder, self.world, self.progress = origin.folder, world, None
         self.values: dict[str, str] = {}  # in the progress bar
+        self.library = self.url = None  # that of --track, and the address of the run there
         if args.track:
             world.on_main(lambda: self._track(origin, args))
         if world.main:
@@ -52,19 +56,23 @@ class RunLog:
         self.phase("start")
 
     def _track(self, origin: Origin, args) -> None:
-        self.tracker = Tracker(origin, args)
-
-    @property
-    def url(self) -> str | None:
-        """Address of the tracked run, if it has one."""
-        return self.tracker.url if self.tracker else None
+        """Begin the run in the library that --track names, or continue it there."""
+        with loading(f"--track {args.track}"):
+            library = importlib.import_module(args.track)
+            # Weights & Biases continues the run of an id, trackio that of a name.
+            options = {"id": origin.run_id, "dir": origin.folder} if args.track == "wandb" else {}
+            run = library.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT), name=os.path.basename(origin.folder),
+                config=asdict(args), resume="allow", **options,
+            )  # fmt: skip
+        self.library, self.url = library, getattr(run, "url", None)
 
     def lengths(self, data: dict[str, list[int]]) -> None:
         """Print how many items of each name there are, and how long they are in tokens."""
-        if self.world.main:
-            for name, lengths in data.items():
-                if lengths:
-                    tqdm.write(f"{name}: {length_statistics(lengths)}")
+        for name, lengths in data.items():
+            if lengths and self.world.main:
+                line = f"{name}: {len(lengths):,} of {min(lengths)} to {max(lengths)} tokens"
+                tqdm.write(f"{line}, median {statistics.median(lengths):g}")
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
@@ -78,8 +86,8 @@ class RunLog:
             return
         row = finite(metrics)
         append(os.path.join(self.folder, "metrics.jsonl"), [row])
-        if self.tracker:
-            self.tracker.metrics(row)
+        if self.library:
+            self.library.log({name: x for name, x in row.items() if x is not None}, step=row["step"])
         self.values |= {PROGRESS[key]: f"{x:.3g}" for key, x in row.items() if key in PROGRESS and x is not None}
         self.progress.set_postfix(self.values)
         self.progress.update(row["step"] - self.progress.n)
@@ -109,8 +117,9 @@ class RunLog:
             table.add_row(*(rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}") for c in cells))
         with tqdm.external_write_mode():
             rich.console.Console().print(table)
-        if self.tracker:
-            self.tracker.table(rows, step)
+        if self.library:
+            samples = self.library.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+            self.library.log({"samples": samples}, step=step)
 
     def draw(self) -> None:
         """Draw curves.png. A failure is a warning: the values are in metrics.jsonl."""
@@ -129,27 +138,23 @@ class RunLog:
         self.progress.close()
         print(message, flush=True)  # before the picture, as drawing it may be interrupted
         self.draw()
-        rows = read_metrics(self.folder)
+        rows = read_log(self.folder)
         for name, key in SUMMARY.items():
             values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
             if values:
                 ends = dict.fromkeys((min(values), max(values)))  # one step if there is only one
                 print(f"{name}: " + ", ".join(f"{values[step]:.3f} at step {step}" for step in ends))
         print(f"curves: {os.path.join(self.folder, 'curves.png')}", flush=True)
-        if self.tracker:
-            self.tracker.close()
+        if self.library:
+            self.library.finish()
 
 
-def length_statistics(lengths: list[int]) -> str:
-    """Return a line about lengths in tokens, with a histogram from the shortest to the longest."""
-    low, median, high = np.percentile(lengths, (5, 50, 95))
-    shortest, longest = min(lengths), max(lengths)
-    counts, _ = np.histogram(lengths, bins=min(32, longest - shortest + 1), range=(shortest, longest + 1))
-    bars = "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * count / counts.max())] for count in counts)
-    return (
-        f"{len(lengths):,} of {shortest} to {longest} tokens |{bars}| mean {np.mean(lengths):.1f}, median {median:g}, "
-        f"5 % up to {low:g}, 5 % from {high:g}"
-    )
+def check_track(name: str) -> None:
+    """Exit with code 2 if the library of --track is not installed, or if it requires a login and there is none."""
+    with loading(f"--track {name}"):
+        library = importlib.import_module(name)
+        if name == "wandb":
+            library.login()  # WANDB_MODE=offline requires none
 
 
 def finite(row: dict) -> dict:

@@ -45,7 +45,7 @@ def record(main: Callable) -> Callable:
         except torch.OutOfMemoryError as error:
             fail(f"{place}, in the phase {phase!r}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
         except Exception as error:
-            if is_lost_connection(error):
+            if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
                 time.sleep(2)  # torchrun reports the rank that ended first, in whole seconds, as the root cause
                 fail(f"{place}, in the phase {phase!r}: another rank has ended; its message has the reason", local=True)
             if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
@@ -57,11 +57,6 @@ def record(main: Callable) -> Callable:
             faulthandler.cancel_dump_traceback_later()
 
     return recorded
-
-
-def is_lost_connection(error: Exception) -> bool:
-    """Return whether an error is that of a collective whose other ranks are gone or silent for too long."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo/transport" in str(error)
 
 
 class Interrupt:
@@ -80,9 +75,8 @@ class Interrupt:
     def _handle(self, signum, frame) -> None:
         if self.requested and signum == signal.SIGINT:
             os._exit(128 + signal.SIGINT)
-        line = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
-        if not self.can_save:
-            line = "the run exits before its first step; nothing is lost"
+        saves = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
+        line = saves if self.can_save else "the run exits before its first step; nothing is lost"
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             os.write(2, f"\n{signal.Signals(signum).name}: {line}\n".encode())  # print may be what was interrupted
         if not self.can_save:

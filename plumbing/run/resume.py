@@ -15,7 +15,7 @@ from importlib import metadata
 import torch
 
 from plumbing.run.checkpoints import checkpoint_folders
-from plumbing.run.files import read_args, read_jsonl, read_metrics, replace_file
+from plumbing.run.files import read_args, read_log, replace_file
 from utils import ROOT, fail, loading, warn
 
 locks = []  # open files; closing one would give up its lock
@@ -41,8 +41,6 @@ def find_origin(args, script: str) -> Origin:
     name = args.run_name or "__".join([*parts, str(args.seed)])
     with loading(f"--output_dir {args.output_dir}"):
         os.makedirs(args.output_dir, exist_ok=True)
-        if not os.access(args.output_dir, os.W_OK | os.X_OK):
-            raise PermissionError("cannot be written to")
     origin = Origin(os.path.join(args.output_dir, name))
     if not os.path.exists(origin.folder):
         return origin
@@ -50,7 +48,7 @@ def find_origin(args, script: str) -> Origin:
         fail(f"--run_name {name}: {origin.folder} exists; continue it with --resume, or choose another name")
     with loading(f"--resume {origin.folder}"):
         lock(origin.folder)
-        facts, rows, saved = read_args(origin.folder), read_metrics(origin.folder), checkpoint_folders(origin.folder)
+        facts, rows, saved = read_args(origin.folder), read_log(origin.folder), checkpoint_folders(origin.folder)
     steps = rows[-1]["step"] if rows else 0
     if saved:
         origin.checkpoint = saved[-1]
@@ -67,19 +65,17 @@ def find_origin(args, script: str) -> Origin:
 
 
 def lock(folder: str) -> None:
-    """Lock a run's folder for as long as this process lives; exit with code 2 if another process has the lock.
+    """Lock a run's folder while this process lives, by a POSIX lock, which forked children do not inherit.
 
-    A POSIX lock: the kernel frees it when the process ends, and forked children do not inherit it, as they would
-    inherit one of flock.
+    Exits with code 2 if another process has the lock. A file system without locks is not an error.
     """
-    file = open(os.path.join(folder, ".lock"), "w")
+    locks.append(open(os.path.join(folder, ".lock"), "w"))
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         fail(f"--run_name {os.path.basename(folder)}: {folder} is in use by another process")
-    except OSError as error:
-        warn(f"{folder}: has a file system without locks ({error.strerror}); start no second process in it")
-    locks.append(file)
+    except OSError:
+        pass
 
 
 def as_json(args) -> dict:
@@ -102,9 +98,8 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
     # Later steps are run again. The checkpoint holds the row of its step, and the samples of its evaluation: see
     # plumbing.run.run.Run.
     for name, last in (("metrics.jsonl", step - 1), ("held_out.jsonl", step - 1), ("samples.jsonl", step)):
-        path = os.path.join(folder, name)
-        kept = [json.dumps(row) + "\n" for row in read_jsonl(path) if row["step"] <= last]
-        replace_file(path, "".join(kept))
+        kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]
+        replace_file(os.path.join(folder, name), "".join(kept))
     facts = {
         "script": os.path.relpath(script, ROOT), "args": as_json(args), "defaults": as_json(type(args)()),
         "versions": versions(), "git_commit": git_commit(), "ranks": ranks, "threads": torch.get_num_threads(),

@@ -1,13 +1,12 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop."""
 
-import math
 import os
 import sys
 from typing import Callable, Iterator, NoReturn
 
 import utils
-from plumbing.run import checkpoints, resume, tracking
-from plumbing.run.log import RunLog
+from plumbing.run import checkpoints, resume
+from plumbing.run.log import RunLog, check_track
 from plumbing.run.ranks import Interrupt, begin_phase
 
 
@@ -27,7 +26,7 @@ class Run:
         self.folder, self.checkpoint = self.origin.folder, self.origin.checkpoint
         self.episodes_a_step = getattr(args, "rollout_batch_size", 0) * getattr(args, "group_size", 1)
         if args.track:
-            world.on_main(lambda: tracking.check(args.track))
+            world.on_main(lambda: check_track(args.track))
         if args.push_to_hub:
             from plumbing.run import hub
 
@@ -62,9 +61,6 @@ class Run:
                 evaluate on.
         """
         self.interrupt.can_save = True
-        # An evaluation in which nothing could be measured, as the reward failed, is repeated when the run continues.
-        if not all(map(math.isfinite, self.state["results"].values())):
-            self.state.update(results={}, evaluated=False)
         while True:
             step, every = self.state["step"], self.args.save_every
             if not self.state["evaluated"]:

@@ -1,6 +1,7 @@
-"""SIGTERM and SIGINT where a run waits for others, while it starts and ends, and under torchrun: 75 within 20 seconds.
+"""SIGTERM and SIGINT where a run waits for others, and under torchrun: 75 within 20 seconds.
 
-What comes at random instants is in test_kills.py; each phase of a step, of one process, in tests/test_run.py.
+What comes at random instants is in test_kills.py; each phase of a step, of one process, in tests/test_run.py; the start
+of a run in tests/test_resume.py.
 """
 
 import contextlib
@@ -129,22 +130,6 @@ def test_a_run_that_waits(base, tmp_path, marker, name):
         helpers.run(whole)
         helpers.run({**values, "resume": True})
     assert_equal(values, whole)
-
-
-def test_while_a_run_starts(base, tmp_path):
-    """There is nothing to save, and no folder is left."""
-    values = {**base, "output_dir": str(tmp_path)}
-    done = helpers.run(values, code=75, place="sharding.Sharding.wrap:1:SIGTERM")
-    assert "SIGTERM: the run exits before its first step" in done.err and not os.listdir(tmp_path)
-
-
-def test_in_the_last_update_and_in_the_last_save(base, tmp_path):
-    """An update ends as in any other step; a run that is done, but for final/, ends as it should."""
-    values = {**base, "output_dir": str(tmp_path)}
-    helpers.run(values, code=75, place="utils.Optimizer.step:8:SIGTERM")
-    assert steps_of(values) == ["step_2"] and not (folder_of(values) / "final").exists()
-    helpers.run({**values, "resume": True}, place="checkpoints.save_final:1:SIGTERM")
-    assert (folder_of(values) / "final" / "model.safetensors").exists()
 
 
 # ---- torchrun --------------------------------------------------------------------------------------------------------
