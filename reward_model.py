@@ -129,7 +129,7 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
     """
     if "response" in row and "sort" in row:  # PaddleNLP's form
         responses, sort = row["response"], row["sort"]
-        prompt, reference = prompts.conversation(where, row.get("src"), row.get("tgt"))
+        prompt, reference = prompts.prompt_and_answer(where, row, "src", "tgt")
         if reference is not None or not all(isinstance(x, list) and len(x) == 2 for x in (responses, sort)):
             utils.fail(f"{where}: src requires one turn more than tgt, response and sort two entries each")
         if not all(map(is_number, sort)) or sort[0] == sort[1]:

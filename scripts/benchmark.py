@@ -127,52 +127,47 @@ def run_trl(folder: str, flags: dict, micro_batch: int) -> list[dict]:
     return steps
 
 
-def bare_passes(model, ids: torch.Tensor, stops: int) -> dict[str, Callable]:
-    """Return transformers' own sampling, log-probs with whole logits, and their backward pass; ids: (N, L)."""
-    vocabulary, length = model.config.vocab_size, ids.shape[1]
-    sampling = transformers.GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=length - 1, min_new_tokens=length - 1, eos_token_id=stops,
-        pad_token_id=stops,
-    )  # fmt: skip
+def passes_of(who: str, model, ids: torch.Tensor) -> dict[str, Callable]:
+    """Return sampling, log-probs and an update's forward and backward pass, by "grpo.py" or by "transformers" alone.
 
-    def logprobs():
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-        return -cross_entropy(logits.view(-1, vocabulary), ids[:, 1:].flatten(), reduction="none")
+    Those of transformers hold whole logits; those of grpo.py compute the entropies of an update, too. ids: (N, L).
+    """
+    (sequences, length), vocabulary, stop = ids[:, 1:].shape, model.config.vocab_size, model.config.eos_token_id
+    if who == "grpo.py":
+        args = grpo.Args(max_response_length=length, min_response_length=length)
+        policy, mask = grpo.Policy(model, args), torch.arange(length + 1, device=ids.device).expand_as(ids) > 0
+        uniforms = torch.rand(sequences, length, dtype=torch.float64)
+        sample = lambda: grpo.generate(model, ids[:, :1].tolist(), uniforms, [stop], args, lambda: False)
+        logprobs = lambda **options: policy(ids, mask, **options)["logprobs"]
+    else:
+        sampling = transformers.GenerationConfig(
+            do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length, eos_token_id=stop, pad_token_id=stop
+        )
+        sample = lambda: model.generate(ids[:, :1], generation_config=sampling)
+
+        def logprobs(**options):
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+            return -cross_entropy(logits.view(-1, vocabulary), ids[:, 1:].flatten(), reduction="none")
 
     return {
-        "time/rollout": lambda: model.generate(ids[:, :1], generation_config=sampling),
-        "time/logprobs": torch.no_grad()(logprobs),
+        "time/rollout": sample,
+        "time/logprobs": torch.no_grad()(lambda: logprobs(entropy=False)),
         "time/training": lambda: logprobs().mean().backward(),
     }
 
 
-def our_passes(model, ids: torch.Tensor, stops: int) -> dict[str, Callable]:
-    """Return the same by grpo.py; the update's pass has the entropies that a run logs, too."""
-    args = grpo.Args(max_response_length=ids.shape[1] - 1, min_response_length=ids.shape[1] - 1)
-    policy, queries = grpo.Policy(model, args), ids[:, :1].tolist()
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[:, 0] = False
-    uniforms = torch.rand(len(ids), ids.shape[1] - 1, dtype=torch.float64)
-    return {
-        "time/rollout": lambda: grpo.generate(model, queries, uniforms, [stops], args, lambda: False),
-        "time/logprobs": torch.no_grad()(lambda: policy(ids, mask, entropy=False)["logprobs"]),
-        "time/training": lambda: policy(ids, mask)["logprobs"].mean().backward(),
-    }
-
-
 def run_passes(folder: str, flags: dict, more: tuple) -> list[dict]:
-    """Time passes five times; `more`: grpo.py or transformers, names of passes, sequences, tokens of a response."""
-    who, names, sequences, length = more
+    """Time passes five times; `more`: whose they are, sequences, tokens of a response."""
+    who, sequences, length = more
     model, steps = transformers.AutoModelForCausalLM.from_pretrained(flags["model"]), []
     device = torch.device("cuda" if GPU else "cpu")
     ids = torch.randint(2, model.config.vocab_size, (sequences, length + 1), device=device)
-    make = our_passes if who == "grpo.py" else bare_passes
-    passes = make(model.to(device), ids, model.config.eos_token_id)
+    passes = passes_of(who, model.to(device), ids)
     for _ in range(WARM_UP + 3):
         seconds = {}
-        for name in names:
+        for name, call in passes.items():
             begin = time.perf_counter()
-            passes[name]()
+            call()
             if GPU:
                 torch.cuda.synchronize()
             seconds[name] = time.perf_counter() - begin
@@ -309,19 +304,16 @@ def training(rounds: int) -> tuple[str, list[str], list]:
     return "Updates and log-probs", [about], tables
 
 
-UPDATES = ("39m", 8, 256), ("13m", 8, 256)  # a model, sequences, and the tokens of each
-ROLLOUTS = (TINY, 256, 48), ("13m", 64, 96), ("10m", 32, 64)
+PASSES = ("39m", 8, 256), ("13m", 64, 96), ("10m", 32, 64), (TINY, 256, 48)  # a model, sequences, tokens of each
 
 
 def passes(rounds: int) -> tuple[str, list[str], list]:
-    """Time an update, a pass for log-probs and decoding by grpo.py and by transformers alone."""
+    """Time decoding, a pass for log-probs and an update by grpo.py and by transformers alone."""
     tables = []
-    cases = [(*case, ["time/logprobs", "time/training"]) for case in UPDATES]
-    cases += [(*case, ["time/rollout"]) for case in ROLLOUTS]
-    for model, sequences, length, names in cases:
-        kinds = {who: (run_passes, (who, names, sequences, length)) for who in ("transformers", "grpo.py")}
-        results = compare({"model": model}, kinds, rounds)
-        tables.append(run_table(f"{os.path.basename(model)}: {sequences} x {length}", results, *names))
+    for model, *size in PASSES:
+        results = compare({"model": model}, {x: (run_passes, (x, *size)) for x in ("transformers", "grpo.py")}, rounds)
+        title = f"{os.path.basename(model)}: {size[0]} x {size[1]}"
+        tables.append(run_table(title, results, "time/rollout", "time/logprobs", "time/training"))
     return "Passes of grpo.py and of transformers alone", [], tables
 
 

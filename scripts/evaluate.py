@@ -23,7 +23,6 @@ ranks nor --generation_batch_size change them.
 
 import collections
 import json
-import math
 import os
 import sys
 import time
@@ -78,7 +77,8 @@ class Args(
             a.temperature > 0 or a.samples <= 1
         )
     }
-    async_steps, vllm_tensor_parallel = 0, 1  # not flags, but read by vLLM's engine
+    # Not flags, but read by vLLM's engine and `evaluation.unscored`.
+    async_steps, vllm_tensor_parallel, reward_weights = 0, 1, ()
 
 
 def load_sampler(args: Args, world: utils.World, tokenizer, stop_ids, rewards, conversations) -> Sampler:
@@ -140,17 +140,16 @@ def measure(table: pandas.DataFrame, n: int) -> dict[str, dict]:
     """Return {measure: {"value", "se"}} of a table of responses; {} if no source tells right from wrong."""
     if table["correct"].isna().all():
         return {}
-    correct = table.groupby("index")["correct"]
-    scores = {f"avg@{n}": estimate(correct.mean())}
+    prompts = table.groupby("index")
+    counts = prompts["correct"].agg(["count", "sum"]).astype(int)
+    scores = {f"avg@{n}": prompts["correct"].mean()}
     for k in (2**i for i in range(n.bit_length())):
-        passed = [
-            evaluation.pass_at_k(scored, int(right), k) if scored >= k else math.nan
-            for scored, right in zip(correct.count(), correct.sum())
-        ]
-        scores[f"pass@{k}"] = estimate(pandas.Series(passed))
+        enough = counts[counts["count"] >= k]
+        passed = [evaluation.pass_at_k(scored, right, k) for scored, right in enough.itertuples(index=False)]
+        scores[f"pass@{k}"] = pandas.Series(passed, dtype=float)
     if table["extracted"].notna().any():
-        scores[f"maj@{n}"] = estimate(pandas.Series([majority(rows) for _, rows in table.groupby("index")]))
-    return scores
+        scores[f"maj@{n}"] = pandas.Series([majority(rows) for _, rows in prompts])
+    return {name: estimate(by_prompt) for name, by_prompt in scores.items()}
 
 
 def show(results: dict) -> None:
@@ -159,8 +158,7 @@ def show(results: dict) -> None:
     for dataset, scores in results["datasets"].items():
         lines |= {f"{dataset} {name}": x for name, x in scores.items()}
     print(f"{results['prompts']} prompts x {results['samples']} responses")
-    for name, x in lines.items():
-        print(f"  {name:<24} {x['value']:<8.4g}" + ("" if x["se"] is None else f" +- {x['se']:.2g}"))
+    print(pandas.DataFrame.from_dict(lines, "index", columns=["value", "se"]).to_string(float_format="%.4g"))
     print(f"stopped: {results['stopped']:.1%}; mean length {results['response_tokens']['mean']:.1f} tokens")
 
 
@@ -201,16 +199,15 @@ def main(args: Args) -> None:
     # ---- results ----
     batch = Batch.from_samples(samples, batch.stopped.device)
     table = sample_table(batch, rewards, n)
+    if reason := evaluation.unscored(batch, rewards, args):
+        utils.fail(f"--reward: no response got a score ({reason})")
     mean_rewards = {}
-    for name in args.reward:
-        scores = table.get(f"reward/{name}", pandas.Series(dtype=float))
-        missing = int(batch.reward_components[name].isnan().sum())
-        if missing and missing == scores.size:
-            utils.fail(f"--reward {name}: no response got a score ({rewards.why_missing(batch.reward_components)})")
+    for name, components in batch.reward_components.items():
+        scores, missing = table.get(f"reward/{name}"), int(components.isnan().sum())
         if missing:
-            reason = rewards.why_missing({name: batch.reward_components[name]})
+            reason = rewards.why_missing({name: components})
             utils.warn(f"--reward {name}: {missing} of {len(table)} responses got no score ({reason})")
-        if scores.notna().any():
+        if scores is not None:
             mean_rewards[name] = {**estimate(scores.groupby(table["index"]).mean()), "missing": missing}
     by_dataset = list(table.groupby("dataset", sort=False))
     results = {

@@ -5,8 +5,8 @@
     python scripts/sync_shared.py grpo.py my_fork.py --only generate collect     copy these parts into a fork
 
 Shared are top-level functions and classes of the same name, and fields of `Args` of the same name (type and docstring;
-the default is the script's own). Into a fork, which differs on purpose, goes only what --only names. A part that uses a
-top-level name which a target lacks is not copied; `ruff check --select F821` finds what else is missing.
+the default is the script's own). Into a fork, which differs on purpose, goes only what --only names. Names that its new
+file lacks are found by `ruff check --select F821`.
 """
 
 import argparse
@@ -68,26 +68,6 @@ def copy(source: bytes, target: bytes, names: list[str]) -> bytes:
     return target
 
 
-def top_level(source: bytes) -> set[str]:
-    """Return the names that a script defines or imports at its top level."""
-    names = set()
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            names.add(statement.name)
-        elif isinstance(statement, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
-        else:
-            names |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    return names
-
-
-def missing(source: bytes, target: bytes, names: list[str]) -> set[str]:
-    """Return the top-level names of the source that the named parts use and the target does not have."""
-    nodes = [node for name in names for part in parts(source)[name] for node in ast.walk(part)]
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    return used & top_level(source) - top_level(target)
-
-
 def main(line: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="script to copy from")
@@ -104,9 +84,6 @@ def main(line: list[str]) -> int:
             parser.error(f"{path.name} differs on purpose: name with --only what to copy of {' '.join(names)}")
         for name in names:
             print(f"{path.name}: {name} {'differs from' if args.check else 'copied from'} {args.source.name}")
-        lacking = set() if args.check else missing(source, target, names)
-        if lacking:
-            parser.error(f"{path.name} lacks {', '.join(sorted(lacking))}; nothing is copied into it")
         if names and not args.check:
             path.write_bytes(copy(source, target, names))
         changed += len(names)

@@ -27,7 +27,7 @@ def fails(folder, flags, more):
 
 def test_processes_and_their_table(capsys):
     """What a kind measured in a process of its own, and the line that says why another cannot be."""
-    kinds = {"bare": (benchmark.run_passes, ("transformers", ["time/logprobs"], 2, 4)), "none": (fails, [])}
+    kinds = {"bare": (benchmark.run_passes, ("transformers", 2, 4)), "none": (fails, [])}
     results = benchmark.compare({"model": benchmark.TINY}, kinds, 1)
     assert "none: ValueError: there is no GPU" in capsys.readouterr().err
     header, bare = benchmark.run_table("tiny", results, "time/logprobs")
@@ -55,7 +55,7 @@ def test_bare_passes_do_the_same_work():
     model = transformers.AutoModelForCausalLM.from_pretrained(benchmark.TINY)
     torch.manual_seed(0)
     ids, results = torch.randint(2, 20, (3, 9)), []
-    both = benchmark.bare_passes(model, ids, 1), benchmark.our_passes(model, ids, 1)
+    both = [benchmark.passes_of(who, model, ids) for who in ("transformers", "grpo.py")]
     for passes in both:
         model.zero_grad()
         passes["time/training"]()

@@ -29,32 +29,22 @@ def parse(line: str):
 
 
 def refused(capsys, line: str) -> str:
-    """Return what a command line that is refused prints, without boxes and line ends."""
+    """Return what a command line that is refused prints."""
     with pytest.raises(SystemExit) as end:
         parse(line)
     out, err = capsys.readouterr()
     assert end.value.code == 2 and not out
-    return re.sub(r"[│╭╮╰╯─|+\s]+|-{9,}", " ", err)
+    return err
 
 
 # ---- words and ranges: tyro's and pydantic's own messages, which name the flag ---------------------------------------
 
 COMMAND_LINES = {
     "grpo --group_sise 4": "Perhaps you meant: --group_size",
-    "grpo --lerning-rate=4": "Perhaps you meant: --learning_rate",
-    "grpo --confg x.json": "Perhaps you meant: --config",
-    "grpo ''": "Unrecognized options",
     "grpo --group_size 8 9": "Unrecognized options: 9",
-    "grpo --resume true": "Unrecognized options: true",
     "grpo --group_size --seed 2": "Missing value for argument '--group_size'",
-    "grpo --config": "argument --config: expected one argument",
     "grpo --group_size two": "--group_size: invalid literal for int() with base 10: 'two'",
-    "grpo --group_size 1.5": "--group_size: invalid literal for int() with base 10: '1.5'",
-    "grpo --learning_rate x": "--learning_rate: could not convert string to float: 'x'",
     "grpo --async_steps 2": "invalid choice '2' for argument '--async_steps'. Expected one of ('0', '1')",
-    "grpo --track tensorboard": "invalid choice 'tensorboard' for argument '--track'",
-    "grpo --adam_betas 0.9": "Missing value for argument '--adam_betas'. Expected 2 values",
-    "vllm_server": "--model",
     "vllm_server --model a --port 1e3": "--port: invalid literal for int()",
     "grpo --reward": "reward Tuple should have at least 1 item",
     "grpo --rollout_servers http://a:b": "rollout_servers.0 String should match pattern",
@@ -66,7 +56,7 @@ COMMAND_LINES = {
 
 @pytest.mark.parametrize("line", COMMAND_LINES)
 def test_bad_words(line, capsys):
-    assert COMMAND_LINES[line] in refused(capsys, line)
+    assert COMMAND_LINES[line] in re.sub(r"[│╭╮╰╯─|+\s]+|-{9,}", " ", refused(capsys, line))  # without boxes
 
 
 RANGES = {  # flag: values outside of its range
@@ -84,14 +74,6 @@ def test_ranges(name):
     for value in RANGES[name].split():
         with pytest.raises(ValidationError, match=f"{name}(.0)?\n  Input should be "):
             grpo.Args(**{name: (value,) if name == "reward_weights" else value})
-
-
-def test_a_value_out_of_range_is_named(capsys):
-    said = refused(capsys, "grpo --seed -1 --adam_betas 0.9 1 --timeout inf --reward_weights 1 nan")
-    for part in ("seed Input should be greater than or equal to 0", "adam_betas.1 Input should be less than 1"):
-        assert part in said
-    for part in ("timeout Input should be less than or equal to 1000000", "reward_weights.1 Input should be a finite"):
-        assert part in said
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "vllm_server"])
@@ -150,11 +132,8 @@ RULES = {
 @pytest.mark.parametrize("line", RULES)
 def test_rules(line, capsys):
     """One line with the values of the flags that it names."""
-    with pytest.raises(SystemExit) as end:
-        parse(line)
-    out, err = capsys.readouterr()
-    assert end.value.code == 2 and not out and err.startswith("error: ") and RULES[line] in err
-    assert err.count("\n") == 1 and err.endswith(")\n")
+    err = refused(capsys, line)
+    assert err.startswith("error: ") and RULES[line] in err and err.count("\n") == 1 and err.endswith(")\n")
 
 
 WARNINGS = {
@@ -223,14 +202,10 @@ def test_what_a_run_leaves_is_a_config(script, tmp_path):
 
 
 CONFIGS = {
-    "lerning_rate: 1e-5": "there is no flag 'lerning_rate'",
     "group-size: 4": "there is no flag 'group-size'",
-    "group_size: two": "group_size: Input should be a valid integer",
     "kl_coef: -1": "kl_coef: Input should be greater than or equal to 0",
-    "kl_coef: .nan": "kl_coef: Input should be a finite number",
     "model: yes": "model: Input should be a valid string",
     "loss: ppo": "loss: Input should be 'grpo', 'dr_grpo'",
-    "reward: math": "reward: Input should be a valid tuple",
     "reward: [[exact]]": "reward.0: Input should be a valid string",
     "mini_batch_size: 3": "--mini_batch_size must divide",
     "- a": "must hold flags and their values",
@@ -242,14 +217,10 @@ CONFIGS = {
 
 @pytest.mark.parametrize("content", CONFIGS)
 def test_bad_files(content, tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        with_file(tmp_path, content)
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and err.startswith("error: --") and CONFIGS[content] in err and err.count("\n") == 1
+    (tmp_path / "config.yaml").write_text(content)
+    err = refused(capsys, f"grpo --config {tmp_path / 'config.yaml'}")
+    assert err.startswith("error: --") and CONFIGS[content] in err and err.count("\n") == 1
 
 
-def test_files_that_cannot_be_read(tmp_path, capsys):
+def test_a_file_that_cannot_be_read(capsys):
     assert "--config none.json: [Errno 2] No such file or directory" in refused(capsys, "grpo --config none.json")
-    assert f"--config {tmp_path}: [Errno 21] Is a directory" in refused(capsys, f"grpo --config {tmp_path}")
-    (tmp_path / "cut.json").write_text("{")
-    assert "cut.json: Expecting property name" in refused(capsys, f"grpo --config={tmp_path / 'cut.json'}")

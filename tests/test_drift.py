@@ -34,7 +34,6 @@ def args_of(name: str) -> type:
 
 FIRST = '''"""One."""
 import functools
-from elsewhere import scale
 
 
 class Args:
@@ -53,10 +52,6 @@ def mean(x, args):
 
 class Batch:
     rows: list
-
-
-def only_here():
-    return scale(1)
 
 
 def main(args):
@@ -133,13 +128,6 @@ def test_some_parts_of_a_fork(tmp_path, capsys):
     assert "name with --only what to copy of Batch mean" in capsys.readouterr().err
 
 
-def test_what_a_target_lacks_is_not_copied_into_it(tmp_path, capsys):
-    for use, name in (("only_here() * sum(x)", "only_here"), ("scale(sum(x))", "scale"), ("PAIR * sum(x)", "PAIR")):
-        first = FIRST.replace("sum(x)", use).replace("; PAIR = 3", "").replace("# Why", "PAIR = 3\n\n# Why")
-        assert sync(tmp_path, SECOND, first=first) == (2, SECOND)
-        assert f"ppo.py lacks {name}; nothing is copied into it" in capsys.readouterr().err
-
-
 # ---- the scripts that exist ------------------------------------------------------------------------------------------
 
 
@@ -168,15 +156,6 @@ def names_read(*trees: ast.Module) -> set[str]:
             texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
             names |= {prefix + word for prefix in ("", "critic_") for text in texts for word in text.split()}
     return names
-
-
-def test_names_read():
-    """The test below is no better than this function."""
-    tree = ast.parse(
-        "def f(args, self):\n    a = args.one + self.args.two\n    args.three = 4\n    x.four\n    '--seven'\n"
-        "def g(args):\n    for name in 'five six'.split():\n        getattr(args, name)\n"
-    )
-    assert {name for name in names_read(tree) if "critic" not in name} == {"one", "two", "five", "six"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -86,11 +86,13 @@ def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_c
     """
     prompt, answer = value_at(row, prompt_column), value_at(row, answer_column)
     if prompt_column == "src":
-        prompt, reference = conversation(where, prompt, row.get("tgt"))
-        answer = reference if answer_column == "tgt" else answer
+        prompt = alternate(where, prompt, row.get("tgt"))
+        answer = None if answer_column == "tgt" else answer
     if is_turn_of_assistant(prompt):
         last_turn = check(where, prompt, MESSAGES, "turn")[-1].text
         prompt, answer = prompt[:-1], answer if is_filled(answer) else last_turn
+    if prompt_column == "src" and len(prompt) == 1:  # text, which requires no chat template
+        prompt = prompt[0]["content"]
     if answer is None and is_filled(row.get("instruction_id_list")):  # IFEval's rows, for the reward ifeval
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
     if is_turn_of_assistant(answer):  # TRL's completions are messages, too
@@ -123,29 +125,21 @@ def is_turn_of_assistant(messages) -> bool:
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
-def conversation(where: str, src, tgt) -> tuple:
-    """Return the prompt and the reference answer of PaddleNLP's rows.
+def alternate(where: str, src, tgt) -> list[dict]:
+    """Return the turns of PaddleNLP's rows as messages: `src` are the user's and `tgt` the assistant's, lists or texts.
 
     With one `tgt` less than `src`, the last `src` is the turn to answer; with as many, the last `tgt` is its reference
     answer.
-
-    Args:
-        src: the turns of the user, a list or a single text. tgt: those of the assistant, or None.
-    Returns:
-        The prompt (text if it is a single turn, else messages), and the reference answer or None.
     """
     src, tgt = ([turns] if isinstance(turns, str) else turns for turns in (src, [] if tgt is None else tgt))
     check(f"{where}: src", src, TURNS, "turn")
     check(f"{where}: tgt", tgt, TURNS, "turn")
     if not src or not len(src) - 1 <= len(tgt) <= len(src):
         fail(f"{where}: has {len(src)} turns in src and {len(tgt)} in tgt, which requires as many or one less")
-    reference = tgt[-1] if len(tgt) == len(src) else None
-    if len(src) == 1:
-        return src[0], reference
-    messages = []
-    for user, assistant in zip(src[:-1], tgt):
-        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
-    return [*messages, {"role": "user", "content": src[-1]}], reference
+    messages = [{"role": "user", "content": text} for text in src]
+    for i, text in enumerate(tgt):
+        messages.insert(2 * i + 1, {"role": "assistant", "content": text})
+    return messages
 
 
 # ---- token ids -------------------------------------------------------------------------------------------------------
@@ -181,9 +175,7 @@ def encode_prompt(
         if not isinstance(prompt, str):
             reason = "--chat_template none requires text" if as_is else "the tokenizer of --model has no chat template"
             fail(f"{where}: has messages or several turns, but {reason}")
-        bos = tokenizer.bos_token or ""  # the text may have one already, which stays in front
-        text = (f"{system_prompt}\n" if system_prompt and not as_is else "") + prompt.removeprefix(bos)
-        text = bos + text if prompt.startswith(bos) else text
+        text = prompt if as_is or not system_prompt else f"{system_prompt}\n{prompt}"
         ids = encode_text(where, text, tokenizer)
     else:
         with loading(f"{where}: the chat template of --model"):

@@ -155,12 +155,6 @@ def read_data_set(name: str, split: str) -> list[dict]:
 
     datasets.utils.logging.set_verbosity_error()
     path, _, config = (name, "", "") if os.path.isdir(name) else name.partition(":")
-    if any(os.path.exists(os.path.join(path, file)) for file in ("dataset_dict.json", "state.json")):
-        data = datasets.load_from_disk(path)  # written by save_to_disk
-        data = data if isinstance(data, datasets.DatasetDict) else {str(data.split or "train"): data}
-        if split not in data:
-            raise ValueError(f"has the splits {list(data)}, not {split!r}")
-        return data[split].to_list()
     if not config and not os.path.isdir(path):  # GSM8K has two
         config = "main" if "main" in datasets.get_dataset_config_names(path) else ""
     return datasets.load_dataset(path, config or None, split=split).to_list()

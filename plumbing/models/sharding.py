@@ -30,6 +30,8 @@ class Sharding:
 
     Attributes:
         on: whether models are sharded.
+        shards_reward_models: whether reward models are: not while a rollout overlaps training, as ranks would meet in
+            both.
     """
 
     AUTO_SHARE = 0.6  # of a GPU's memory that unsharded models and Adam may fill before --shard auto shards them
@@ -37,7 +39,6 @@ class Sharding:
     def __init__(self, args, world: World, precision: Precision):
         self.world, self.autocast, self.attention = world, precision.autocast, args.attention
         self.compute_dtype, self.reduce_dtype = precision.compute_dtype, precision.loss_dtype
-        self.overlap = getattr(args, "async_steps", 0) > 0  # of rollout and training
         gpu, offload = world.device.type == "cuda", args.shard == "fsdp_offload"
         self.offload = CPUOffloadPolicy(pin_memory=gpu) if offload else OffloadPolicy()
         self.on, reason = args.shard.startswith("fsdp"), ", offloaded to the CPU" if offload else ""
@@ -51,6 +52,7 @@ class Sharding:
                 backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
                 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             self.mesh = dist.init_device_mesh(world.device.type, (world.size,))
+        self.shards_reward_models = self.on and not getattr(args, "async_steps", 0)
         if world.main and (self.on or reason):
             print(f"sharding: {f'fsdp over {world.size} ranks' if self.on else 'none'}{reason}", flush=True)
 
@@ -64,11 +66,6 @@ class Sharding:
         if self.on:
             return torch.device("cpu" if self.world.main else "meta")
         return self.world.device
-
-    @property
-    def shards_reward_models(self) -> bool:
-        """Whether reward models are sharded: not while a rollout overlaps training, as ranks would meet in both."""
-        return self.on and not self.overlap
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return a module as it is trained: itself in one process or sharded, else in DDP. See `shard`."""
@@ -85,7 +82,7 @@ class Sharding:
         Args:
             module: called as module(input_ids, mask), its forward holds every use of its weights. Each forward pass is
                 a collective: all ranks have to make as many.
-            reward_model: stays whole where the rollout, in whose thread it scores, overlaps training.
+            reward_model: whether it is one, see `shards_reward_models`.
         """
         model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
         if self.attention != "auto":

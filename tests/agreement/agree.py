@@ -35,7 +35,7 @@ import ppo
 import rloo
 import utils
 from plumbing.models import loading
-from plumbing.rollout.batch import Batch, Experience, Sample, collate, forward_tokens
+from plumbing.rollout.batch import Batch, Experience, Sample
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 PROMPTS, GROUP_SIZE, TOKENS, VOCABULARY, HIDDEN_SIZE = 3, 4, 6, 12, 8
@@ -210,7 +210,7 @@ def write_inputs(folder: str) -> None:
 def ours(folder: str) -> dict[str, Tensor]:
     """Return all quantities, by the functions of the scripts and, of STEPS, by their `main`."""
     x = load_file(os.path.join(folder, "inputs.safetensors"))
-    quantities = {**advantages(x, GROUP_SIZE), **kl_and_values(x), **of_the_model(folder, x)}
+    quantities = {**advantages(x, GROUP_SIZE), **kl_and_values(x)}
     for step in STEPS:
         quantities |= loss_of_logprobs(step, folder, x, GROUP_SIZE)
         quantities |= gradient_of_parameters(step, folder, x, GROUP_SIZE)
@@ -277,15 +277,6 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
         quantities[f"rollout correction: {kind}"] = weights * mask
     quantities["entropies of logits"] = grpo.entropy_from_logprobs((x["logits"] / TEMPERATURE).log_softmax(-1))
     return quantities
-
-
-def of_the_model(folder: str, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return log-probabilities and entropies (N, T) of the model "old" by `grpo.Policy`."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(os.path.join(folder, "old"), dtype=torch.float64)
-    policy, rows = grpo.Policy(model, grpo.Args(temperature=TEMPERATURE)), token_ids(x)
-    with torch.no_grad(), mock.patch.object(grpo, "CHUNK_TOKENS", 7):
-        out = forward_tokens(policy, collate(rows, torch.device("cpu")), x["mask"])
-    return {"log-probs": out["logprobs"] * x["mask"], "entropies": out["detached_entropies"] * x["mask"]}
 
 
 def token_ids(x: dict[str, Tensor]) -> list[tuple[list[int], list[int]]]:

@@ -117,15 +117,6 @@ def main() -> None:
         quantities[f"rollout correction: {mode.removeprefix('token_')}"] = weights * MASK
     quantities["entropies of logits"] = entropy_from_logits(X["logits"] / SETTINGS["temperature"])
 
-    ids, mask = (torch.cat(x, 1) for x in ((X["prompts"], X["responses"]), (torch.ones_like(X["prompts"]), MASK)))
-    trainer = make_trainer({})
-    with torch.no_grad():
-        values = trainer._get_per_token_logps_and_entropies(
-            trainer.model, ids, mask, MASK.shape[1], compute_entropy=True
-        )
-    for name, x in zip(("log-probs", "entropies"), values):
-        quantities[name] = x.double() * MASK
-
     for step, fields in SETTINGS["trl"].items():
         rloo = SETTINGS["scripts"][step] == "rloo"
         if not fields.get("entropy_coef") and not (rloo and fields["beta"]):

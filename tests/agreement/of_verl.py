@@ -167,10 +167,8 @@ def given(logprobs: torch.Tensor) -> torch.Tensor:
 def steps() -> dict[str, torch.Tensor]:
     quantities, old, reference = {}, load("old"), load("reference")
     with torch.no_grad():
-        outputs = forward(old)
-        old_logprobs, ref_logprobs = of_responses(outputs["log_probs"]), of_responses(forward(reference)["log_probs"])
+        old_logprobs, ref_logprobs = (of_responses(forward(model)["log_probs"]) for model in (old, reference))
         values = of_responses(forward_values(load("critic_old", transformers.AutoModelForSequenceClassification)))
-    quantities["log-probs"], quantities["entropies"] = old_logprobs, of_responses(outputs["entropy"])
     for step, fields in SETTINGS["verl"].items():
         if not fields.get("entropy_coeff") and "adv" not in fields:
             leaf = X["logprobs"].clone().requires_grad_()
