@@ -86,7 +86,7 @@ def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_c
     """
     prompt, answer = value_at(row, prompt_column), value_at(row, answer_column)
     if prompt_column == "src":
-        prompt = alternate(where, prompt, row.get("tgt"))
+        prompt = interleave(where, prompt, row.get("tgt"))
         answer = None if answer_column == "tgt" else answer
     if is_turn_of_assistant(prompt):
         last_turn = check(where, prompt, MESSAGES, "turn")[-1].text
@@ -125,7 +125,7 @@ def is_turn_of_assistant(messages) -> bool:
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
-def alternate(where: str, src, tgt) -> list[dict]:
+def interleave(where: str, src, tgt) -> list[dict]:
     """Return the turns of PaddleNLP's rows as messages: `src` are the user's and `tgt` the assistant's, lists or texts.
 
     With one `tgt` less than `src`, the last `src` is the turn to answer; with as many, the last `tgt` is its reference
