@@ -5,13 +5,8 @@ import re
 import time
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from plumbing.rewards import answers, verifiers
-
-# The same examples every time: a formula that takes math-verify minutes is killed in a run, but would hang a test.
-FIXED = settings(derandomize=True, database=None, deadline=None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,13 +83,6 @@ def test_each_verifier_reads_the_same_place(name, monkeypatch):
 )  # fmt: skip
 def test_final_answer(response, answer):
     assert answers.final_answer(response) == answer
-
-
-@pytest.mark.parametrize("text", ["<answer>" * 4000, "<answer>5</answer" * 2000, "\\boxed{" * 4000, "\\[" * 15_000])
-def test_long_nonsense_is_searched_in_linear_time(text):
-    assert answers.final_answer(text) is None
-    assert answers.final_answer(f"{text}</think> \\boxed{{5}}") == "5"
-    assert verifiers.math(text, "5") == 0
 
 
 # ---- math ------------------------------------------------------------------------------------------------------------
@@ -292,36 +280,11 @@ def test_a_solution_as_reference_is_its_answer(solution):
     assert verifiers.math(r"\boxed{5}", solution) == 0
 
 
-PIECES = (
-    r"""
-    0 1 2 10 1,000 0.5 .5 -3 + - * / = ( ) [ ] { } , ; : . $ $$ < > % ! & _ ^2 x y pi e i answer is The and or
-    \ \\ \boxed{ \boxed{1} \frac{ \frac12 }{ \sqrt \sqrt[ \pi \text{ \left( \right) \[ \] \( \) \{ \} \infty \cup \in
-    \begin{pmatrix} \end{pmatrix} \le \sum_ \int \log \sin ^\circ \% \$
-""".split()
-    + [" ", "\n", "\u2212", "\u03c0"]
-)
-
-
-@settings(FIXED, max_examples=300)
-@given(st.lists(st.sampled_from(PIECES), max_size=14), st.sampled_from(["42", r"\frac{1}{2}", r"\{1,2\}", "$x+1$"]))
-def test_math_has_a_score_for_any_response(pieces, answer):
-    assume(pieces.count("^2") <= 2)  # a tower of powers has more digits than there is memory
-    assert verifiers.math("".join(pieces), answer) in (0, 1)
-
-
-@settings(FIXED, max_examples=100)
-@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
-def test_math_compares_integers_however_they_are_written(number, other):
-    commas = f"{number:,}"
-    for response in (f"The answer is {number}.", rf"\boxed{{{number}}}", f"#### {commas}", rf"$x=\boxed{{{commas}}}$."):
-        assert verifiers.math(response, str(number)) == verifiers.math(response, f"so\n#### {commas}") == 1
-        assert verifiers.math(response, str(other)) == (number == other)
-
-
 @pytest.mark.parametrize(
     "text",
     [
-        "\\boxed" + "{" * 20, "9^9^9", "\\boxed{((9^9)^9)^9}", "\\[" * 15_000, "(" * 3000, "answer: $" * 500,
+        "<answer>" * 4000, "<answer>5</answer" * 2000, "\\boxed{" * 4000, "\\boxed" + "{" * 20, "9^9^9",
+        "\\boxed{((9^9)^9)^9}", "\\[" * 15_000, "(" * 3000, "answer: $" * 500,
         "$1$, " * 600, r"\frac{" * 500, r"\boxed{1} " * 300, "1," * 1500, "1+" * 1500, "-" * 3000, "answer 1" * 375,
     ],
     ids=lambda text: text[:12],
@@ -346,9 +309,9 @@ def test_a_list_of_one_is_its_element(answer):
     [
         *[(name, answer, "is not one answer") for name in ("math", "gsm8k", "exact")
           for answer in (["1", "2"], [], '["1", "2"]', None)],
-        ("math", "$$", "'$$' has no answer"), ("math", "####", "has no answer"),
+        ("math", "$$", "is not an answer"), ("math", "####", "is not an answer"),
         ("gsm8k", "12 or 13", "is not a number"),
-        ("math", "word " * 100, "is a text of 499 characters and not an answer"),
+        ("math", "word " * 101, "is not an answer"),
         ("knights", "Zoey", 'has no "NAME is a knight"'),
     ],
 )  # fmt: skip
@@ -376,7 +339,7 @@ GSM8K = [
     ("#### 08", "8", 1), ("#### 8", "8.00", 1), ("#### -8", "8", 0), ("#### -0", "0", 1), ("#### 8.01", "8", 0),
     ("#### 1/2", "1", 0), ("#### 3:30", "3", 0), ("#### 42, I think", "42", 1), ("#### 42 or #### 41", "42", 0),
     ("<answer>42</answer>", "42", 1), ("<answer>$42.00</answer>", "42", 1), ("<answer>It is 42</answer>", "42", 0),
-    ("<answer>#### 42</answer> #### 41", "42", 1),
+    ("<answer>#### 42</answer> #### 41", "42", 1), ("#### " + "9" * 5000, "9", 0),
 ]  # fmt: skip
 EXACT = [
     ("42", "42", 1), (" 42\n", "42", 1), ("42", "42 ", 1), ("42", 42, 1), ("Paris", "Paris", 1), ("paris", "Paris", 0),
@@ -400,13 +363,3 @@ def test_strict_verifiers():
     assert misses(verifiers.gsm8k, GSM8K) == []
     assert misses(verifiers.exact, EXACT) == []
     assert [(text, right) for text, right in FORMAT if verifiers.format(text) != right] == []
-
-
-@settings(FIXED, max_examples=300)
-@given(st.integers(), st.booleans(), st.booleans(), st.sampled_from(["", ".", "\n", " apples", " "]), st.text())
-def test_gsm8k_knows_an_integer_however_it_is_written(number, commas, dollar, end, thought):
-    written = f"{'-' * (number < 0)}{'$' * dollar}{abs(number):{',' * commas}}"
-    for answer in (str(number), f"{number:,}", f"It is {number}.\n#### {number}", number):
-        assert verifiers.gsm8k(f"{thought}\n#### {written}{end}", answer) == 1
-    assert verifiers.gsm8k(f"{thought}\n#### {written}{end}", str(number + 1)) == 0
-    assert verifiers.gsm8k("#### " + "9" * 5000, "9") == 0

@@ -75,12 +75,6 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong():
         verifier.reasoning_gym_dataset = original
 
 
-@pytest.mark.parametrize("source", [None, "leg_counting", [], ["leg_counting", 3, 1], {}])
-def test_a_row_of_another_data_set_has_no_score(source):
-    with pytest.raises(ValueError, match='the row has no column "reasoning_gym"'):
-        verifier.reasoning_gym("1", source)
-
-
 # ---- knights and knaves ----------------------------------------------------------------------------------------------
 
 TWO = "Zoey is a knave, and Oliver is a knight."
@@ -218,5 +212,5 @@ def test_languages_and_unknown_constraints():
     german = {"instruction_id": ["language:response_language"], "kwargs": [{"language": "de"}]}
     assert verifier.ifeval("Das ist ein ganz gewöhnlicher deutscher Satz.", german) == 1
     assert verifier.ifeval("This is an ordinary English sentence.", german) == 0
-    with pytest.raises(ValueError, match="if-verifiable has no constraint 'no:such'"):
+    with pytest.raises(KeyError, match="no:such"):
         verifier.ifeval("x", {"instruction_id": ["no:such"], "kwargs": [{}]})

@@ -1,12 +1,11 @@
 """Functions from users' files: the forms in which they are called, and what they may return."""
 
-import fractions
 import math
 
 import numpy as np
 import pytest
 
-from plumbing.rewards.functions import as_numbers, load_function, score_by
+from plumbing.rewards.functions import load_function, score_by
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
 COLUMNS = {"prompt": ["1+1=", MESSAGES], "answer": ["2", "2"], "level": [1, None]}
@@ -31,11 +30,6 @@ async def asynchronous(prompts, responses, **columns):
     return [len(r) for r in responses]
 
 
-class Callable:
-    def __call__(self, prompts, responses, **columns):
-        return [len(r) for r in responses]
-
-
 def trl(completions, answer, **kwargs):
     assert set(kwargs) - {"completion_ids"} == {"prompts", "level"} and kwargs["prompts"] == COLUMNS["prompt"]
     assert completions[1] == [{"role": "assistant", "content": "2"}] and answer == ["2", "2"]
@@ -44,11 +38,6 @@ def trl(completions, answer, **kwargs):
 
 def trl_ids(completion_ids, **kwargs):
     return [len(ids) for ids in completion_ids]
-
-
-def trl_positional_names(prompts, completions):
-    assert prompts[0] == "1+1="
-    return [3, 1]
 
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
@@ -60,13 +49,9 @@ def verl_dict(solution_str, ground_truth, **kwargs):
     return {"score": len(solution_str), "acc": solution_str == ground_truth}
 
 
-FORMS = [
-    ours, ours_by_other_names, without_columns, asynchronous, Callable(), trl, trl_ids, trl_positional_names, verl,
-    verl_dict,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("function", FORMS, ids=lambda f: getattr(f, "__name__", "Callable"))
+@pytest.mark.parametrize(
+    "function", [ours, ours_by_other_names, without_columns, asynchronous, trl, trl_ids, verl, verl_dict]
+)
 def test_forms(function):
     assert score_by(function, *CALL) == [3.0, 1.0]
 
@@ -104,31 +89,16 @@ def test_token_ids_that_are_not_there():
         score_by(trl_ids, CALL[0], CALL[1], [[], []], COLUMNS)
 
 
-@pytest.mark.parametrize(
-    "scores",
-    [
-        (1, 0.5, None), [True, 0, np.float32(2)], np.array([1.0, 2.0, math.nan]), (x for x in (1, 2, 3)),
-        [fractions.Fraction(1, 2), np.int64(3), math.inf],
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("scores", [(1, None), [True, np.float32(2)], np.array([1.0, math.nan]), (x for x in (1, 2))])
 def test_numbers(scores):
-    numbers = as_numbers(scores, 3)
-    assert len(numbers) == 3 and all(x is None or type(x) is float for x in numbers)
+    numbers = score_by(lambda prompts, responses: scores, *CALL)
+    assert len(numbers) == 2 and all(x is None or type(x) is float for x in numbers)
 
 
-@pytest.mark.parametrize(
-    "scores, says",
-    [
-        ({1: 1, 2: 2, 3: 3}, "returned a dict, not a list of numbers"), ({1, 2, 3}, "returned a set"),
-        (1.0, "'float' object is not iterable"), (None, "'NoneType' object is not iterable"),
-        ([1.0, 2.0], "returned 2 scores for 3 responses"), ("111", "gave a response str '1', not a number"),
-        ([[1.0], [1.0], [1.0]], "gave a response list '[1.0]', not a number"),
-    ],
-)  # fmt: skip
-def test_other_results(scores, says):
-    with pytest.raises((TypeError, ValueError)) as error:
-        as_numbers(scores, 3)
-    assert says in str(error.value)
+@pytest.mark.parametrize("scores", [{1: 1, 2: 2}, {1, 2}, 1.0, None, [1.0], [1.0] * 3, "11", [[1.0], [1.0]], ["a", 1]])
+def test_other_results(scores):
+    with pytest.raises((TypeError, ValueError)):
+        score_by(lambda prompts, responses: scores, *CALL)
 
 
 def test_a_file_with_postponed_annotations_and_a_dataclass(tmp_path):

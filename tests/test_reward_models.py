@@ -79,15 +79,15 @@ CHAT = [
 
 
 def test_another_vocabulary_reads_text_by_its_own_template(tmp_path, capsys):
-    """The system prompt stands in the first turn of a template that has none for it; a BOS stands there once."""
+    """A BOS stands there once."""
     policy, theirs = make_tokenizer(), other_tokenizer(GEMMA_LIKE)
     policy.chat_template = POLICY_TEMPLATE
     name = save(tmp_path / "rm", theirs)
-    rows, texts = rows_of(["2+2=", CHAT], policy, "Add."), ["four", "It is 2."]
+    rows, texts = rows_of(["2+2=", CHAT], policy, ""), ["four", "It is 2."]
     scores, failure = score(name, policy, rows, texts)
     seen = [
-        "<bos><turn>user\nAdd.\n\n2+2=<end>\n<turn>model\nfour<end>\n",
-        "<bos><turn>user\nAdd.\n\nhi<end>\n<turn>model\nyes?<end>\n<turn>user\n1+1=<end>\n<turn>model\nIt is 2.<end>\n",
+        "<bos><turn>user\n2+2=<end>\n<turn>model\nfour<end>\n",
+        "<bos><turn>user\nhi<end>\n<turn>model\nyes?<end>\n<turn>user\n1+1=<end>\n<turn>model\nIt is 2.<end>\n",
     ]
     expected = [direct(name, theirs.encode(text, add_special_tokens=False)) for text in seen]
     assert scores == pytest.approx(expected, rel=1e-9) and abs(expected[0] - expected[1]) > 1e-3 and not failure
@@ -152,11 +152,10 @@ def test_a_response_that_is_too_long_for_the_model_costs_its_own_score(tmp_path,
 
 
 def test_a_conversation_that_the_template_refuses_costs_its_own_score(tmp_path):
-    refuses = "{% if 'bad' in messages[0]['content'] %}{{ raise_exception('refused') }}{% endif %}" + GEMMA_LIKE
     policy = make_tokenizer()
     policy.chat_template = POLICY_TEMPLATE
-    name = save(tmp_path / "rm", other_tokenizer(refuses))
-    rows = rows_of(["good", "bad", "good"], policy, "")
-    scores, failure = score(name, policy, rows, ["a", "a", "a"])
+    name = save(tmp_path / "rm", other_tokenizer(GEMMA_LIKE))
+    with_system = [{"role": "system", "content": "Add."}, *CHAT]
+    scores, failure = score(name, policy, rows_of([CHAT, with_system, CHAT], policy, ""), ["a", "a", "a"])
     assert [math.isnan(x) for x in scores] == [False, True, False] and scores[0] == pytest.approx(scores[2])
-    assert "refused" in failure
+    assert "no system role" in failure

@@ -14,7 +14,6 @@ from tiny_models import CPU, make_tokenizer
 
 import grpo
 from plumbing.data.prompts import named_sources
-from plumbing.rewards import sources
 from plumbing.rewards.sources import Rewards, needs_answer
 from plumbing.rewards.workers import finite_or_nan
 from plumbing.rollout.batch import Batch, Sample
@@ -140,7 +139,7 @@ def test_the_largest_score():
 
 def test_scores_are_in_the_order_of_the_responses(make, monkeypatch):
     """However many processes share them."""
-    monkeypatch.setattr(sources, "worker_count", lambda: 3)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
     rows, texts = [row(str(i % 7)) for i in range(8)], [str(i**2 % 7) for i in range(8)]
     assert make("exact").score(rows, texts, [[]] * 8)["exact"] == [1, 1, 0, 0, 0, 0, 0, 1]
 

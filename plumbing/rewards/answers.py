@@ -96,14 +96,6 @@ def plain_number(text: str) -> Fraction | None:
     return Fraction(text.replace(",", "")) if len(text) <= 300 and NUMBER.fullmatch(text) else None
 
 
-def gold_number(answer) -> Fraction:
-    """Return the `gold_answer` of a row as a number. Raise ValueError if it is not a number."""
-    number = plain_number(gold_answer(answer))
-    if number is None:
-        raise ValueError(f"{gold_answer(answer)!r:.60} is not a number")
-    return number
-
-
 def marked_number(response: str) -> Fraction | None:
     """Return the last "#### number" of a response's `final_text`; None without one.
 

@@ -70,9 +70,12 @@ class ServerSource:
 
     def _ask(self, rows: list[dict], texts: list[str]) -> list[float]:
         """Return the scores of a batch; NaN for each response, and why in `failure`, if there are none."""
+        columns = columns_of(rows)
+        body = {"src": [row["prompt"] for row in rows], "tgt": list(map(as_text, columns.pop("answer")))}
+        body |= {"response": texts, "columns": columns} if columns else {"response": texts}
         try:
-            body = json.dumps(request_body(rows, texts), default=str)
-            answer = self.connections.request("POST", self.url, body=body, headers=self.headers)
+            content = json.dumps(body, default=str)
+            answer = self.connections.request("POST", self.url, body=content, headers=self.headers)
             if not 200 <= answer.status < 300:
                 raise ValueError(f"HTTP status {answer.status}: {answer.data[:300].decode(errors='replace')}")
             content = Answer.model_validate_json(answer.data)
@@ -80,18 +83,8 @@ class ServerSource:
                 raise ValueError(f"error_code {content.error_code}: {content.error_msg}, {len(content.score)} scores")
             return list(map(finite_or_nan, content.score))
         except Exception as error:  # an address may answer anything
-            reason = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error
-            self.failure = f"gave no scores ({' '.join(str(reason).split())[:300]})"
+            self.failure = f"gave no scores ({' '.join(str(error).split())[:300]})"
             return [math.nan] * len(rows)
-
-
-def request_body(rows: list[dict], texts: list[str]) -> dict:
-    """Return PaddleNLP's fields, and "columns" for what else a source may read from a row."""
-    body = {
-        "src": [row["prompt"] for row in rows], "tgt": [as_text(row.get("answer")) for row in rows], "response": texts
-    }  # fmt: skip
-    columns = {name: values for name, values in columns_of(rows).items() if name != "answer"}
-    return {**body, "columns": columns} if columns else body
 
 
 def as_text(answer) -> str:

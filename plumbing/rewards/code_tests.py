@@ -15,6 +15,8 @@ but a program that attacks them can. For programs that are trained hard against 
 """
 
 import ast
+import contextlib
+import functools
 import json
 import math
 import os
@@ -50,45 +52,36 @@ Text = Annotated[str | list[str], pydantic.AfterValidator(lambda x: "\n".join(x)
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 
 
-class CodeTests(pydantic.BaseModel):
-    """The tests of a row: asserts; or inputs and outputs, of a program or of the function `fn_name`."""
+class Outputs(pydantic.BaseModel):
+    """What a program reads and has to print."""
 
-    asserts: str = ""
-    inputs: list = []
+    inputs: list[Text]
+    outputs: list[Text]
+    fn_name: None = None
+
+
+class Calls(pydantic.BaseModel):
+    """The arguments of a function's calls and their values; no calls for asserts."""
+
+    inputs: list[list] = []
     outputs: list = []
-    fn_name: str | None = None
+    fn_name: str = ""
+    asserts: str = ""
 
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def read(cls, tests):
-        if isinstance(tests, str) and tests.lstrip()[:1] in ("{", "["):
-            tests = json.loads(tests)
-        if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
-            tests = "\n".join(tests)
-        return {"asserts": tests} if isinstance(tests, str) else tests
 
-    @pydantic.model_validator(mode="after")
-    def check(self):
-        if self.inputs and not self.fn_name:
-            texts = pydantic.TypeAdapter(list[Text]).validate_python
-            self.inputs, self.outputs = texts(self.inputs), texts(self.outputs)
-        if len(self.inputs) != len(self.outputs):
-            raise ValueError(f"{len(self.inputs)} inputs have {len(self.outputs)} outputs")
-        if self.fn_name and not all(isinstance(arguments, list) for arguments in self.inputs):
-            raise ValueError("with fn_name, each input is a list of arguments")
-        statements = ast.parse(self.asserts).body
-        if not self.inputs and all(isinstance(statement, DEFINITIONS) for statement in statements):
+def read_tests(answer) -> Outputs | Calls:
+    """Return the tests of a row. Raise ValueError, TypeError or SyntaxError for tests of another form."""
+    if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
+        answer = json.loads(answer)
+    if isinstance(answer, (str, list)):
+        asserts = answer if isinstance(answer, str) else "\n".join(answer)
+        if all(isinstance(statement, DEFINITIONS) for statement in ast.parse(asserts).body):
             raise ValueError("asserts that nothing calls would pass every program")
-        return self
-
-
-def read_tests(answer) -> CodeTests:
-    """Return the tests of a row. Raise ValueError for tests of another form."""
-    try:
-        return CodeTests.model_validate(answer)
-    except (pydantic.ValidationError, SyntaxError, RecursionError) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, pydantic.ValidationError) else error
-        raise ValueError(f"tests are Python asserts or {{inputs, outputs}}: {reason}") from error
+        return Calls(asserts=asserts)
+    tests = pydantic.TypeAdapter(Outputs | Calls).validate_python(answer)
+    if not len(tests.inputs) == len(tests.outputs) > 0:
+        raise ValueError(f"tests have {len(tests.inputs)} inputs and {len(tests.outputs)} outputs")
+    return tests
 
 
 def code(response: str, answer, seconds: float = 24.0, server: str = "") -> float:
@@ -98,26 +91,25 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
         seconds: of wall clock, for all tests together.
         server: the address of a SandboxFusion server that runs the program; "" for this machine.
 
-    Raise ValueError for tests of another form, and an exception if no program can be run.
+    Raise an exception for tests of another form, and if no program can be run.
     """
     from plumbing.rewards import sandbox
 
     sandbox.hide_this_process()
     tests, program = read_tests(answer), code_of(response)
-    if tests.inputs and not tests.fn_name:
+    if isinstance(tests, Outputs):
         results = sandbox.run(program, tests.inputs, seconds, server)
         return float(len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs)))
     word, calls = os.urandom(16).hex(), json.dumps(tests.inputs)
-    names = {"asserts": tests.asserts, "function": tests.fn_name or "", "calls": calls, "word": word}
+    names = {"asserts": tests.asserts, "function": tests.fn_name, "calls": calls, "word": word}
     results = sandbox.run(HARNESS.format(program=program, **names), [""], seconds, server)
     _, *report = results[0].stdout.split(word) if results else [""]
     if len(report) != 2:
         return 0.0
-    same = lambda value, expected: same_value(value, expected) or same_value([value], expected)
     try:
         values = json.loads(report[0])
-        return float(len(values) == len(tests.outputs) and all(map(same, values, tests.outputs)))
-    except (ValueError, OverflowError, RecursionError):  # a value that only its interpreter can write
+        return float(len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs)))
+    except (ValueError, RecursionError):  # a value that only its interpreter can write
         return 0.0
 
 
@@ -134,28 +126,26 @@ def code_of(response: str) -> str:
 def same_output(result: tuple[int, str], expected: str) -> bool:
     """Return whether a program ended well and printed what is expected."""
     status, printed = result
-    printed, expected = (re.findall(r"\S+|\n", text.strip()) for text in (printed, expected))
-    return not status and len(printed) == len(expected) and all(map(same_word, printed, expected))
+    return not status and same_words(*(re.findall(r"\S+|\n", text.strip()) for text in (printed, expected)))
 
 
 def same_value(value, expected) -> bool:
-    """Return whether a value is the expected one, its floats about the same."""
-    if isinstance(expected, float) and isinstance(value, (int, float)):
-        return close(value, expected)
-    if isinstance(expected, list) and isinstance(value, list):
-        return len(value) == len(expected) and all(map(same_value, value, expected))
-    if isinstance(expected, dict) and isinstance(value, dict):
-        return value.keys() == expected.keys() and all(same_value(value[key], expected[key]) for key in expected)
-    return value == expected
+    """Return whether a value, or a list of it, is the expected one, its floats about the same."""
+    if value == expected or [value] == expected:
+        return True
+    # One scalar or bracket a line.
+    write = functools.partial(json.dumps, indent=0, sort_keys=True, separators=("", ":\n"))
+    wanted = write(expected).split("\n")
+    return any(same_words(write(x).split("\n"), wanted) for x in (value, [value]))
+
+
+def same_words(words: list[str], expected: list[str]) -> bool:
+    """Return whether words are the expected ones, or about the same numbers."""
+    return len(words) == len(expected) and all(map(same_word, words, expected))
 
 
 def same_word(word: str, expected: str) -> bool:
-    """Return whether a printed word is the expected one, or about the same number."""
-    try:
-        return word == expected or ("." in expected and close(float(word), float(expected)))
-    except ValueError:
-        return False
-
-
-def close(number: float, expected: float) -> bool:
-    return math.isclose(number, expected, rel_tol=1e-6, abs_tol=1e-6)
+    with contextlib.suppress(ValueError):  # of a word that is not a number
+        if "." in expected and math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6):
+            return True
+    return word == expected

@@ -42,14 +42,20 @@ def score_by(function: Callable, prompts: list, responses: list[str], ids: list,
     """
     parameters = list(inspect.signature(function).parameters)
     if "solution_str" in parameters:
-        scores = [call(function, **verl_arguments(i, response, columns)) for i, response in enumerate(responses)]
+        rows = [{name: column[i] for name, column in columns.items()} for i in range(len(responses))]
+        scores = [call(function, **verl_arguments(row, response)) for row, response in zip(rows, responses)]
         scores = [score["score"] if isinstance(score, dict) else score for score in scores]
     elif "completions" in parameters or "completion_ids" in parameters:
         scores = call(function, **trl_arguments(prompts, responses, ids, columns))
     else:
         others = {name: column for name, column in columns.items() if name not in parameters[:2]}
         scores = call(function, prompts, responses, **others)
-    return as_numbers(scores, len(responses))
+    if isinstance(scores, (str, dict, set)):
+        raise TypeError(f"returned a {type(scores).__name__}, not a list of numbers")
+    scores = [None if score is None else float(score) for score in scores]
+    if len(scores) != len(responses):
+        raise ValueError(f"returned {len(scores)} scores for {len(responses)} responses")
+    return scores
 
 
 def call(function: Callable, *positional, **named):
@@ -81,32 +87,14 @@ def trl_arguments(prompts: list, responses: list[str], ids: list, columns: dict)
         [{"role": "assistant", "content": response}] if isinstance(prompt, list) else response
         for prompt, response in zip(prompts, responses)
     ]
-    others = {name: column for name, column in columns.items() if name != "prompt"}
-    named = {**others, "prompts": prompts, "completions": completions}
+    named = {**columns, "prompts": prompts, "completions": completions}
+    named.pop("prompt", None)
     return named | {"completion_ids": ids} if any(ids) else named
 
 
-def verl_arguments(i: int, response: str, columns: dict) -> dict:
-    """Return what verl calls compute_score with for response number `i`."""
-    row = {name: column[i] for name, column in columns.items()}
+def verl_arguments(row: dict, response: str) -> dict:
+    """Return what verl calls compute_score with for a response."""
     return {
         "data_source": row.get("data_source"), "solution_str": response, "ground_truth": row["answer"],
         "extra_info": row.get("extra_info") or {},
     }  # fmt: skip
-
-
-def as_numbers(scores, count: int) -> list[float | None]:
-    """Return what a function returned for `count` responses as floats and Nones.
-
-    Raises:
-        TypeError, ValueError: for anything but `count` numbers or Nones in their order. Text is not a number.
-    """
-    if isinstance(scores, (dict, set)):
-        raise TypeError(f"returned a {type(scores).__name__}, not a list of numbers")
-    scores = list(scores)
-    if len(scores) != count:
-        raise ValueError(f"returned {len(scores)} scores for {count} responses")
-    for score in scores:
-        if not (score is None or hasattr(score, "__float__")):
-            raise TypeError(f"gave a response {type(score).__name__} {str(score)[:40]!r}, not a number")
-    return [None if score is None else float(score) for score in scores]

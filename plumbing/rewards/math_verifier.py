@@ -19,34 +19,25 @@ from plumbing.rewards.answers import BOX, final_text, gold_answer, last_box
 
 LIMIT = 5.0  # seconds
 LONGEST = 500  # characters of an answer that is read as a formula
-LONGEST_WORDS = 200  # characters of a reference in words
 SEARCHED = 2000  # characters, at the end of a response, that math-verify searches: its time grows with their square
 
 Answer = tuple[str, list]  # its text, and the formula as math-verify parsed it, [] for words
 
 
 def math(response: str, answer) -> float:
-    """Return 1 if the final answer of a response equals the reference. Raise ValueError for a reference of nothing."""
-    reference = reference_text(answer)
+    """Return 1 if the final answer of a response equals the reference.
+
+    The reference is the box of a solution, or what it announces. Raise ValueError if there is nothing to repeat.
+    """
+    gold = gold_answer(answer)
+    box = last_box(gold)
+    reference = announced(gold) if box is None else box
+    if not re.search(r"\w", reference) or len(reference) > LONGEST:
+        raise ValueError(f"{gold!r:.60} is not an answer that a response can repeat")
     return float(equal(read_answer(reference), read_response(response)))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-def reference_text(answer) -> str:
-    """Return the reference answer of a row as text: of a solution its box or what it announces.
-
-    Raise ValueError for a list, for nothing, and for a text that is too long for a response to repeat.
-    """
-    gold = gold_answer(answer)
-    box = last_box(gold)
-    text = announced(gold) if box is None else box
-    if not re.search(r"\w", text):
-        raise ValueError(f"{gold!r:.60} has no answer")
-    if len(text) > LONGEST_WORDS and is_words(tidy(text)):
-        raise ValueError(f"{text!r:.60} is a text of {len(text)} characters and not an answer")
-    return text
 
 
 def read_response(response: str) -> Answer:

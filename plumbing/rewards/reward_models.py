@@ -6,17 +6,10 @@ text, through its tokenizer and chat template, as verl's reward workers do.
 
 import math
 
-import jinja2
 import torch
 
 from plumbing.data.prompts import encode_text
-from plumbing.models.loading import (
-    load_scalar_model,
-    read_tokenizer,
-    scalar_config,
-    stop_token_ids,
-    vocabulary_difference,
-)
+from plumbing.models import loading
 from plumbing.rewards.workers import never
 from utils import World, fail, first_line, micro_batches, warn
 
@@ -28,16 +21,16 @@ class ModelSource:
 
     def __init__(self, name: str, tokenizer):
         """Exit with code 2 if `name` is not a reward model, or cannot read what the policy of `tokenizer` writes."""
-        self.name, self.failure, self.tokenizer = name, "", read_tokenizer("--reward", name)
-        config, trained = scalar_config("--reward", name)
+        self.name, self.failure, self.tokenizer = name, "", loading.read_tokenizer("--reward", name)
+        config, trained = loading.scalar_config("--reward", name)
         if not trained:
             fail(f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)")
         self.positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-        self.difference = vocabulary_difference(tokenizer, self.tokenizer)
+        self.difference = loading.vocabulary_difference(tokenizer, self.tokenizer)
         # Of the same vocabulary, the policy's pad token, if it alone has one.
         self.unknown = set(tokenizer.get_vocab().values()) - set(self.tokenizer.get_vocab().values())
         if self.difference:
-            self.unknown, self.stop_id = set(), stop_token_ids(self.tokenizer, name, "eos")[0]
+            self.unknown, self.stop_id = set(), loading.stop_token_ids(self.tokenizer, name, "eos")[0]
             if tokenizer.chat_template and not self.tokenizer.chat_template:
                 fail(f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by")
             warn(f"--reward {name}: reads text, as its vocabulary {self.difference}")
@@ -55,7 +48,7 @@ class ModelSource:
         load_device = self.device
         if sharding is not None and sharding.shards_reward_models:
             self.world, load_device = sharding.world, sharding.load_device
-        self.model, _ = load_scalar_model("--reward", self.name, precision.param_dtype, load_device)
+        self.model, _ = loading.load_scalar_model("--reward", self.name, precision.param_dtype, load_device)
         self.model.requires_grad_(False)
         if sharding is not None:
             sharding.shard(self.model, reward_model=True)
@@ -97,7 +90,8 @@ class ModelSource:
             return [*encode_text("the prompt", row["prompt"] + text, self.tokenizer), self.stop_id]
         if row["messages"] is None:
             raise ValueError("its text may hold a chat template already, as with --chat_template none")
-        conversation = conversation_text(self.tokenizer, [*row["messages"], {"role": "assistant", "content": text}])
+        messages = [*row["messages"], {"role": "assistant", "content": text}]
+        conversation = self.tokenizer.apply_chat_template(messages, tokenize=False)
         return encode_text("the prompt", conversation, self.tokenizer, special=False)  # the template has written them
 
     def _forward(self, sequences: list[list[int]]) -> list[float]:
@@ -107,19 +101,3 @@ class ModelSource:
         last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
         with self.autocast():
             return self.model(input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None]).tolist()
-
-
-def conversation_text(tokenizer, messages: list[dict]) -> str:
-    """Return a conversation by a tokenizer's chat template.
-
-    A template without a system turn, such as Gemma's, raises an exception for one. It gets the system turn at the
-    beginning of the first turn of the user.
-    """
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
-    except jinja2.TemplateError:  # what raise_exception(...) in a template raises
-        if messages[0]["role"] != "system":
-            raise
-    system, user, *others = messages
-    user = {**user, "content": f"{system['content']}\n\n{user['content']}"}
-    return tokenizer.apply_chat_template([user, *others], tokenize=False)

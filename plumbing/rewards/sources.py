@@ -37,29 +37,23 @@ def needs_answer(args, sources: list[str] | None = None) -> str:
     return next((f"--reward {name}" for name in names if getattr(verifier_of(name), "column", "") == "answer"), "")
 
 
-def is_server(name: str) -> bool:
-    """Return whether a reward source is the address of a reward server."""
-    return name.startswith(("http://", "https://"))
-
-
-def is_function(name: str) -> bool:
-    """Return whether a reward source is "path/to/file.py:function"."""
-    return name.rpartition(":")[0].endswith(".py")
-
-
-def is_reward_model(name: str) -> bool:
-    """Return whether a reward source is a model, not something that checks the text."""
-    return not (verifier_of(name) or name == "environment" or is_server(name) or is_function(name))
+def kind_of(name: str) -> str:
+    """Return what a source of --reward is: "environment", "verifier", "server", "function" or "model"."""
+    if name == "environment":
+        return name
+    if verifier_of(name):
+        return "verifier"
+    if name.startswith(("http://", "https://")):
+        return "server"
+    return "function" if name.rpartition(":")[0].endswith(".py") else "model"
 
 
 def check_name(name: str) -> None:
-    """Exit with code 2 for a name that fits no kind of source. A model's folder or hub name is not opened."""
-    if is_function(name) and not os.path.isfile(name.rpartition(":")[0]):
-        fail(f"--reward {name}: there is no such file")
-    if is_reward_model(name) and (name.endswith(".py") or not os.path.isdir(name) and name.count("/") != 1):
+    """Exit with code 2 for a source that cannot be used. A model's folder or hub name is not opened."""
+    if kind_of(name) == "model" and not os.path.isdir(name) and name.count("/") != 1:
         others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
         fail(f"--reward {name}: there is no such reward; use {', '.join(VERIFIERS)}, {others}")
-    if (package := package_of(name)) and importlib.util.find_spec(package) is None:
+    if kind_of(name) == "verifier" and importlib.util.find_spec(package := verifier_of(name).package) is None:
         fail(f"--reward {name}: requires the package {package} (pip install {package})")
     if name == "code":
         from plumbing.rewards import sandbox
@@ -70,19 +64,9 @@ def check_name(name: str) -> None:
             warn(f"--reward code: {missing}")
 
 
-def package_of(name: str) -> str:
-    """Return the package that a verifier imports, "" for none."""
-    return getattr(verifier_of(name), "package", "")
-
-
 def is_scored_by(row: dict, name: str) -> bool:
     """Return whether a source scores a row: all of them do, unless the row names its sources."""
     return row.get("sources") is None or name in row["sources"]
-
-
-def worker_count() -> int:
-    """Return how many processes of a rank run verifiers."""
-    return max(1, min(4, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 class Rewards:
@@ -97,26 +81,28 @@ class Rewards:
             environment: whether responses are conversations.
         """
         # Verifiers share the responses of a rank out among processes; functions share one process and what it holds.
-        verifiers = Workers(worker_count(), list(filter(None, map(package_of, args.reward))))
-        functions = Workers(1)
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        packages = [verifier_of(name).package for name in args.reward if kind_of(name) == "verifier"]
+        verifiers, functions = Workers(max(1, min(4, cores)), packages), Workers(1)
         self.workers, self.sources = [verifiers, functions], {}
         atexit.register(self.close)
         for name in args.reward:
             check_name(name)
-            if is_server(name):
-                from plumbing.rewards.client import ServerSource
+            match kind_of(name):
+                case "environment":
+                    self.sources[name] = EnvironmentSource()
+                case "verifier":
+                    self.sources[name] = VerifierSource(name, verifiers, args.timeout)
+                case "server":
+                    from plumbing.rewards.client import ServerSource
 
-                self.sources[name] = ServerSource(name, args.timeout)
-            elif name == "environment":
-                self.sources[name] = EnvironmentSource()
-            elif verifier_of(name):
-                self.sources[name] = VerifierSource(name, verifiers, args.timeout)
-            elif is_function(name):
-                self.sources[name] = FunctionSource(name, functions, args.timeout)
-                if failure := self.sources[name].load():
-                    fail(f"--reward {name}: {failure}", local=True)
-            else:
-                self.sources[name] = ModelSource(name, tokenizer)
+                    self.sources[name] = ServerSource(name, args.timeout)
+                case "function":
+                    self.sources[name] = FunctionSource(name, functions, args.timeout)
+                    if failure := self.sources[name].load():
+                        fail(f"--reward {name}: {failure}", local=True)
+                case "model":
+                    self.sources[name] = ModelSource(name, tokenizer)
         self.models = {name: source for name, source in self.sources.items() if isinstance(source, ModelSource)}
         if rows:
             self._try_out(rows, tokenizer, environment)
@@ -137,7 +123,7 @@ class Rewards:
                 two = [{**row, "turns": [{"role": "assistant", "content": x}]} for row, x in zip(two, texts)]
             if name in self.models:
                 source.read(two, texts, responses)  # its weights are not loaded yet
-            elif is_function(name) or is_server(name):
+            elif kind_of(name) in ("function", "server"):
                 source.score(two, texts, responses)
             if source.failure:
                 fail(f"--reward {name}: a trial call with two responses failed: {source.failure}")

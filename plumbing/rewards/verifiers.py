@@ -11,14 +11,17 @@ import json
 import re
 from typing import Callable, NamedTuple
 
-from plumbing.rewards.answers import after_thought, final_answer, gold_answer, gold_number, marked_number, stated_text
+from plumbing.rewards.answers import after_thought, final_answer, gold_answer, marked_number, plain_number, stated_text
 from plumbing.rewards.code_tests import code
 from plumbing.rewards.math_verifier import LIMIT, math
 
 
 def gsm8k(response: str, answer) -> float:
     """Return 1 if the last "#### number" of the response is the reference number (strict GSM8K)."""
-    return float(marked_number(response) == gold_number(answer))
+    reference = plain_number(gold_answer(answer))
+    if reference is None:
+        raise ValueError(f"{answer!r:.60} is not a number")
+    return float(marked_number(response) == reference)
 
 
 def exact(response: str, answer) -> float:
@@ -46,7 +49,9 @@ def knights(response: str, answer) -> float:
 
     Raise ValueError if the reference names nobody.
     """
-    known = roles_of(answer)
+    known = dict(re.findall(r"([^\W\d_][\w'’-]*) is an? (knight|knave)\b", str(answer).lower()))
+    if not known:
+        raise ValueError(f'the reference {answer!r} has no "NAME is a knight" or "NAME is a knave"')
     text = final_answer(response)
     if text is None:
         *others, text = re.split("conclusion", after_thought(response), flags=re.IGNORECASE)
@@ -60,14 +65,6 @@ def knights(response: str, answer) -> float:
     return float(len(statements) == len(roles) and set(statements) == set(known.items()))
 
 
-def roles_of(answer) -> dict[str, str]:
-    """Return {name: role} of a reference. Raise ValueError if it names nobody."""
-    known = dict(re.findall(r"([^\W\d_][\w'’-]*) is an? (knight|knave)\b", str(answer).lower()))
-    if not known:
-        raise ValueError(f'the reference {answer!r} has no "NAME is a knight" or "NAME is a knave"')
-    return known
-
-
 def reasoning_gym(response: str, source) -> float:
     """Return the score of the reasoning_gym task itself, between 0 and 1 for an answer that is partly right.
 
@@ -77,10 +74,8 @@ def reasoning_gym(response: str, source) -> float:
     Args:
         source: [task, size, seed, index], from which the problem is made again: the row's column "reasoning_gym".
     """
-    if not (isinstance(source, list) and len(source) == 4):
-        raise ValueError('the row has no column "reasoning_gym": it is not from --dataset reasoning_gym:TASK')
-    *made_from, index = source
-    dataset = reasoning_gym_dataset(*made_from)
+    task, size, seed, index = source
+    dataset = reasoning_gym_dataset(task, size, seed)
     entry = dataset[index]
     try:
         return float(dataset.score_answer(stated_text(response), entry=entry))
@@ -102,7 +97,10 @@ def reasoning_gym_dataset(task: str, size: int, seed: int):
 def ifeval(response: str, answer) -> float:
     """Return the share of the row's constraints that what follows </think> follows, read strictly (arXiv:2311.07911).
 
-    Raise an exception for a constraint that the package if-verifiable does not have, or not with these arguments.
+    Args:
+        answer: {"instruction_id": [names], "kwargs": [arguments or None]}, as text or in a list of one, too, as in
+            open-instruct's column ground_truth. One of another form, or a constraint that the package if-verifiable
+            does not have, raises an exception.
     """
     import langdetect
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
@@ -110,8 +108,6 @@ def ifeval(response: str, answer) -> float:
     langdetect.DetectorFactory.seed = 0  # else it guesses a language at random
     text, followed = response.rpartition("</think>")[2].strip(), []
     for name, arguments in constraints_of(answer):
-        if name not in INSTRUCTION_DICT:
-            raise ValueError(f"if-verifiable has no constraint {name!r}")
         constraint = INSTRUCTION_DICT[name](name)
         constraint.build_description(**arguments)
         followed.append(bool(text) and bool(constraint.check_following(text)))
@@ -119,12 +115,7 @@ def ifeval(response: str, answer) -> float:
 
 
 def constraints_of(answer) -> list[tuple[str, dict]]:
-    """Return the constraints of a row: [(name in IFEval, its arguments)]. Raise an exception for another form.
-
-    Args:
-        answer: {"instruction_id": [names], "kwargs": [arguments or None]}, as text or in a list of one, too, as in
-            open-instruct's column ground_truth.
-    """
+    """Return the constraints of a row: [(name in IFEval, its arguments)]."""
     while not isinstance(answer, dict):
         if isinstance(answer, str):
             answer = json.loads(answer) if '"instruction_id"' in answer else ast.literal_eval(answer)
@@ -143,7 +134,7 @@ class Verifier(NamedTuple):
 
     check: Callable[..., float]
     column: str  # of the row, whose value `check` gets as second argument; "" if it reads the response only
-    package: str = ""  # that it imports
+    package: str = "re"  # that it imports
     limit: float = float("inf")  # seconds of a call, after which the response is wrong if the reference is not to blame
 
 

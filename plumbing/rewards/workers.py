@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 import types
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Callable
 
@@ -78,12 +78,10 @@ def attempt(limit: float, call: Callable, arguments: tuple) -> tuple:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def import_function(name: str) -> None:
-    load_function(name)
-
-
-def score_all(name: str, *arguments) -> list[float | None]:
-    return score_by(load_function(name), *arguments)
+def call_function(name: str, *arguments) -> list[float | None]:
+    """Return the scores of a user's function; without arguments, only import it."""
+    function = load_function(name)
+    return score_by(function, *arguments) if arguments else []
 
 
 # ---- in the trainer --------------------------------------------------------------------------------------------------
@@ -132,13 +130,11 @@ class Workers:
     def _result(self, future, limit: float) -> tuple:
         try:
             return future.result()
-        except CancelledError:
-            return None, "the run is interrupted, or the pool of workers has failed"
         except TimeoutError:
             return None, f"gave no answer within --timeout {limit:g} s"
         except ProcessExpired as error:
             return None, f"its process ended with exit code {error.exitcode}"
-        except Exception as error:  # of pebble, or of an exception that cannot be printed
+        except Exception as error:  # cancelled, or of pebble, or of an exception that cannot be printed
             return None, f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
@@ -161,7 +157,9 @@ class VerifierSource:
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         references = columns_of(rows).get(self.verifier.column, [None] * len(rows))
-        calls = [(last_turn(row, text), reference) for row, text, reference in zip(rows, texts, references)]
+        # The answer of a conversation is the model's last turn, not that of a tool.
+        texts = [row["turns"][-1]["content"] if row.get("turns") else text for row, text in zip(rows, texts)]
+        calls = list(zip(texts, references))
         results = self.workers.run(self.check, calls, self.limit, interrupted)
         if self.verifier.limit < math.inf:
             # Comparing a formula can last forever. Then the response is wrong, unless the reference is to blame.
@@ -171,13 +169,6 @@ class VerifierSource:
                 results[i] = score, failure and f"the reference {references[i]!r:.60} alone: {failure}"
         self.failure = next((failure for _, failure in results if failure), self.failure)
         return [finite_or_nan(score) for score, _ in results]
-
-
-def last_turn(row: dict, text: str) -> str:
-    """Return the last turn of a response: the answer of a conversation is the model's, not that of a tool."""
-    if "turns" not in row:
-        return text
-    return row["turns"][-1]["content"] if row["turns"] else ""
 
 
 class FunctionSource:
@@ -190,7 +181,7 @@ class FunctionSource:
 
     def load(self) -> str:
         """Import the file in the worker process, once. Return why that failed, "" if it did not."""
-        return self.workers.run(import_function, [(self.name,)], STARTING)[0][1]
+        return self.workers.run(call_function, [(self.name,)], STARTING)[0][1]
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         if not rows:
@@ -200,6 +191,6 @@ class FunctionSource:
             columns["turns"] = [row["turns"] for row in rows]
         call = (self.name, prompts, texts, responses, columns)
         self.load()  # the process may be a new one, and the time of a call is not for imports
-        ((scores, failure),) = self.workers.run(score_all, [call], self.timeout, interrupted)
+        ((scores, failure),) = self.workers.run(call_function, [call], self.timeout, interrupted)
         self.failure = failure or self.failure
         return [finite_or_nan(score) for score in scores or [None] * len(rows)]
