@@ -13,7 +13,7 @@ from plumbing.rewards import verifiers as verifier
 
 # ---- reasoning_gym ---------------------------------------------------------------------------------------------------
 
-TASKS = ("leg_counting", "knights_knaves", "countdown", "basic_arithmetic", "maze", "spell_backward", "sudoku")
+TASKS = ("leg_counting", "countdown", "basic_arithmetic")
 gym = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the package reasoning-gym")
 
 
@@ -42,23 +42,11 @@ def test_the_score_is_that_of_the_task(rows):
     row = rows["countdown"][0]
     for text, score in (("({})", 1), ("({}) + 0*1", 0.05)):  # the same value, with other numbers
         assert verifier.reasoning_gym(f"<answer>{text.format(row['answer'])}</answer>", row["reasoning_gym"]) == score
-    assert verifier.reasoning_gym("\\boxed{" + rows["leg_counting"][1]["answer"] + "}", ["leg_counting", 3, 2, 1]) == 1
     assert verifier.reasoning_gym(rows["leg_counting"][1]["answer"], ["leg_counting", 3, 2, 0]) < 1
 
 
 @gym
-def test_the_row_is_made_again():
-    """The rows of utils name the very problem, the last of 500 as the first."""
-    row = reasoning_gym_rows("basic_arithmetic", "test", 500)[-1]
-    assert row["reasoning_gym"] == ["basic_arithmetic", 500, 2, 499]
-    assert verifier.reasoning_gym(row["answer"], row["reasoning_gym"]) == 1
-    made = verifier.reasoning_gym_dataset.cache_info().misses
-    verifier.reasoning_gym("1", row["reasoning_gym"])
-    assert verifier.reasoning_gym_dataset.cache_info().misses == made
-
-
-@gym
-def test_an_answer_that_the_scorer_cannot_read_is_wrong():
+def test_an_answer_that_the_scorer_cannot_read_is_wrong(monkeypatch):
     """prime_factorization's scorer raises on words: 0. A scorer that cannot read its own answer: no score."""
     assert verifier.reasoning_gym("<answer>I do not know</answer>", ["prime_factorization", 3, 1, 0]) == 0
 
@@ -66,13 +54,9 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong():
         def score_answer(self, answer, entry):
             raise ZeroDivisionError
 
-    broken = Broken({0: {"answer": "1"}})
-    original, verifier.reasoning_gym_dataset = verifier.reasoning_gym_dataset, lambda *source: broken
-    try:
-        with pytest.raises(ZeroDivisionError):
-            verifier.reasoning_gym("1", ["any", 1, 1, 0])
-    finally:
-        verifier.reasoning_gym_dataset = original
+    monkeypatch.setattr(verifier, "reasoning_gym_dataset", lambda *source: Broken({0: {"answer": "1"}}))
+    with pytest.raises(ZeroDivisionError):
+        verifier.reasoning_gym("1", ["any", 1, 1, 0])
 
 
 # ---- knights and knaves ----------------------------------------------------------------------------------------------

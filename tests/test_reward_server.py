@@ -113,7 +113,6 @@ def servers(folder):
         "mix": Server(reward=("exact", judge), reward_weights=(2.0, 0.5)),
         "by row": Server(reward=("exact", "format"), reward_weights=(2.0, 1.0)),
         "model": Server(reward=(model,)),
-        "model mix": Server(reward=("exact", model), reward_weights=(1.0, -0.5)),
         "bos": Server(reward=(str(folder / "bos"),)),
     }
     yield servers
@@ -142,7 +141,6 @@ def test_health_says_what_is_served(servers, folder):
     assert health("gsm8k") == {"status": "ok", "reward": ["gsm8k"], "verifies": True}
     assert health("model") == {"status": "ok", "reward": [str(folder / "model")], "verifies": False}
     assert not health("mix")["verifies"]  # 1 or more may be the sum of wrong answers in the right form
-    assert not health("model mix")["verifies"]
 
 
 def test_rows_that_name_their_source(servers):
@@ -172,22 +170,13 @@ def test_function_and_columns(servers):
 
 
 def test_weights_and_scores_that_are_missing(servers):
-    scores = servers["mix"].scores(["abc", "d", "a"], ["1"] * 3, ["1", "2", "none"])
-    assert scores == [pytest.approx(2 * 1 + 0.5 * 3.01), pytest.approx(0.5 * 1.01), None]
-    assert servers["judge"].scores(["a"] * 4, [""] * 4, ["none", "nan", "inf", "ok"]) == [None, None, None, 1.02]
+    scores = servers["mix"].scores(["abc", "d", "a", "a", "a"], ["1"] * 5, ["1", "2", "none", "nan", "inf"])
+    assert scores == [pytest.approx(2 * 1 + 0.5 * 3.01), pytest.approx(0.5 * 1.01), None, None, None]
 
 
 # ---- a reward model -------------------------------------------------------------------------------------------------
 
 PAIRS = [("2+2=", "4"), ("10+7=", "17"), ("1+1=", "a longer response of forty characters"), ("3+4=", ""), ("9", "9")]
-
-
-def test_reward_model_scores(servers, direct):
-    questions, responses = map(list, zip(*PAIRS))
-    expected = [direct(prompt + response) for prompt, response in PAIRS]
-    assert max(expected) - min(expected) > 0.1
-    together = servers["model"].scores(questions, [None] * 5, responses)
-    assert together == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
 def test_a_prompt_goes_through_the_template_once(servers, direct):
@@ -243,7 +232,7 @@ def test_malformed_requests(servers, name, body, status, says):
 def test_a_source_that_fails(servers, capsys, response):
     """No scores, above all no zeros; and the next request gets its own."""
     assert servers["judge"].scores(["a", "b"], ["", ""], ["fine", response]) == [None, None]
-    says = {"raise": "RuntimeError: the judge is away", "die": "exit code 3", "sleep": "within --timeout 2 s"}
+    says = {"raise": "RuntimeError: the judge is away", "die": "ProcessExpired", "sleep": "TimeoutError"}
     assert says[response] in capsys.readouterr().out
     assert servers["judge"].scores(["abc"], [""], ["xy"]) == [3.02]
 

@@ -171,8 +171,7 @@ class Rewards:
         """Return the reasons for the scores that are missing in `components`, source by source."""
         missing = [name for name, scores in components.items() if scores.isnan().any()]
         no_score = f"it returned None, NaN, infinity or over {LARGEST:g}"
-        reasons = {name: self.sources[name].failure or no_score for name in missing}
-        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        return "; ".join(f"{name}: {self.sources[name].failure or no_score}" for name in missing)
 
     def close(self) -> None:
         """Kill the worker processes."""

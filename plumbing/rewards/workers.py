@@ -18,7 +18,7 @@ from concurrent.futures import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Callable
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessPool
 
 from plumbing.rewards.functions import load_function, score_by
 from plumbing.rewards.verifiers import verifier_of
@@ -123,19 +123,14 @@ class Workers:
         futures = [self.pool.schedule(attempt, (limit, call, each), timeout=limit) for each in arguments]
         while wait(futures, timeout=POLL).not_done and self.pool.active and not interrupted():
             pass
+        results = []
         for future in futures:
             future.cancel()  # does nothing to those that are done
-        return [self._result(future, limit) for future in futures]
-
-    def _result(self, future, limit: float) -> tuple:
-        try:
-            return future.result()
-        except TimeoutError:
-            return None, f"gave no answer within --timeout {limit:g} s"
-        except ProcessExpired as error:
-            return None, f"its process ended with exit code {error.exitcode}"
-        except Exception as error:  # cancelled, or of pebble, or of an exception that cannot be printed
-            return None, f"{type(error).__name__}: {error}"
+            try:
+                results.append(future.result())
+            except Exception as error:  # of pebble: TimeoutError, ProcessExpired, CancelledError if interrupted
+                results.append((None, f"{type(error).__name__}: {error}"))
+        return results
 
     def close(self) -> None:
         """Kill the processes."""
