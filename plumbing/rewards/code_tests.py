@@ -61,11 +61,11 @@ class Outputs(pydantic.BaseModel):
 
 
 class Calls(pydantic.BaseModel):
-    """The arguments of a function's calls and their values; no calls for asserts."""
+    """The arguments of a function's calls and their values."""
 
-    inputs: list[list] = []
-    outputs: list = []
-    fn_name: str = ""
+    inputs: list[list]
+    outputs: list
+    fn_name: str
     asserts: str = ""
 
 
@@ -77,7 +77,7 @@ def read_tests(answer) -> Outputs | Calls:
         asserts = answer if isinstance(answer, str) else "\n".join(answer)
         if all(isinstance(statement, DEFINITIONS) for statement in ast.parse(asserts).body):
             raise ValueError("asserts that nothing calls would pass every program")
-        return Calls(asserts=asserts)
+        return Calls(inputs=[], outputs=[], fn_name="", asserts=asserts)
     tests = pydantic.TypeAdapter(Outputs | Calls).validate_python(answer)
     if not len(tests.inputs) == len(tests.outputs) > 0:
         raise ValueError(f"tests have {len(tests.inputs)} inputs and {len(tests.outputs)} outputs")
