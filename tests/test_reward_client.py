@@ -144,22 +144,6 @@ def test_reference_answers_and_other_columns(serve):
     assert server.asked[0]["columns"] == sent
 
 
-def test_batches_go_side_by_side_and_keep_their_order(serve):
-    """The first batches are answered last."""
-    together, order = threading.Barrier(4), []
-
-    def behave(question, count):
-        together.wait(10)  # none is answered before all have come
-        batch = int(question["src"][0].split()[1]) // 32
-        time.sleep(0.1 * (3 - batch))
-        order.append(batch)
-        return right(question)
-
-    server = serve(behave)
-    assert ask(server.url, 100) == (list(range(100)), "")
-    assert order == [3, 2, 1, 0]
-
-
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -174,10 +173,9 @@ def test_an_answer_is_needed_where_a_source_reads_it():
     assert needs_answer(args, ["format"]) == ""
 
 
-def test_only_the_named_sources_count(file, make, capsys):
+def test_only_the_named_sources_count(make):
     rows = [row("1", ["exact"]), row("#### 1", ["gsm8k"]), row("1"), row("1", ["exact", "format"])]
     rewards = make("exact", "gsm8k", "format", "knights", rows=rows[:2])
-    assert re.findall("--reward (.*): scores no row", capsys.readouterr().err) == ["format", "knights"]
     scores = rewards.score(rows[:2] + rows[3:], ["1", "#### 1", "1"], [[], [], []])
     assert scores == {"exact": [1, 0, 1], "gsm8k": [0, 1, 0], "format": [0, 0, 0], "knights": [0, 0, 0]}
 

@@ -53,7 +53,7 @@ def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[Re
             start_new_session=True,
         )
         try:
-            process.communicate(job, timeout=1.1 * seconds)  # its clock ends it before
+            process.communicate(job, timeout=1.2 * seconds)  # its clock ends it before
         except subprocess.TimeoutExpired:
             return "", []
         finally:
