@@ -60,12 +60,10 @@ def vllm_command(args: Args) -> list[str]:
         "weight-transfer-config": '{"backend": "nccl"}',
         "middleware": "plumbing.http.CheckKey",
         "uvicorn-log-level": "warning",  # no line for each request
+        "max-model-len": args.max_length,
+        "kv-cache-memory-bytes": int(args.kv_cache_gb * 1e9),
     }
-    if args.max_length:
-        options["max-model-len"] = args.max_length
-    if args.kv_cache_gb:
-        options["kv-cache-memory-bytes"] = int(args.kv_cache_gb * 1e9)
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words = [f"--{name}={value}" for name, value in options.items() if value]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", *words]
 
 

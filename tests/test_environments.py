@@ -13,7 +13,7 @@ import pytest
 
 from plumbing import cli
 from plumbing.turns.processes import ToolProcesses
-from plumbing.turns.tool_calls import ToolCall, pattern_reader
+from plumbing.turns.templates import ToolCall, pattern_reader
 
 PAGE = (helpers.ROOT / "docs" / "environments.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))

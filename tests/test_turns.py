@@ -14,8 +14,7 @@ from tiny_models import make_tokenizer
 from plumbing.data import mixture as data
 from plumbing.data import prompts
 from plumbing.turns.processes import EnvironmentFailure
-from plumbing.turns.templates import Turns
-from plumbing.turns.tool_calls import ToolCall, hermes_reader, pattern_reader
+from plumbing.turns.templates import ToolCall, Turns, hermes_reader, pattern_reader
 
 CHATML = """
 {%- for m in messages %}

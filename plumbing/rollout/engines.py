@@ -4,6 +4,7 @@ plumbing/rollout/vllm_sampling.py has the interface of an engine. vLLM's modules
 """
 
 import atexit
+import concurrent.futures
 import threading
 from concurrent.futures import Future
 from typing import Callable
@@ -15,26 +16,21 @@ from plumbing.rollout.vllm_sampling import obstacle
 from utils import World, fail
 
 
-def rollout_backend(args) -> str:
-    """Return what --rollout_backend stands for: "hf", "vllm" or "server"."""
-    if args.rollout_backend != "auto":
-        return args.rollout_backend
-    return "vllm" if torch.cuda.is_available() and not obstacle(args) else "hf"
-
-
 def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: torch.dtype | None):
     """Return the engine of --rollout_backend, or None if the model itself samples; print its name.
 
     Args:
         model: that trains. world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.
     """
-    backend, engine = rollout_backend(args), None
-    if backend == "hf" and args.async_steps:
-        fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
+    backend, engine, reason = args.rollout_backend, None, obstacle(args)
+    if backend == "auto":
+        backend = "vllm" if torch.cuda.is_available() and not reason else "hf"
     if backend == "hf":
+        if args.async_steps:
+            fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
         check_decodes(f"--model {args.model}", model)
-    elif obstacle(args):
-        fail(f"--rollout_backend {backend}: {obstacle(args)}")
+    elif reason:
+        fail(f"--rollout_backend {backend}: {reason}")
     if backend == "vllm":
         from plumbing.rollout.vllm_engine import Engine
 
@@ -70,16 +66,23 @@ class Prefetch:
     def __init__(self, make: Callable, interrupt):
         """`make` makes a rollout and returns early, with any result, once `interrupt.requested` is set."""
         self.make, self.interrupt = make, interrupt
-        self.thread: threading.Thread | None = None
         self.future: Future | None = None
         atexit.register(self._leave)
 
     def start(self, *job) -> None:
         """Begin make(*job) in a thread."""
-        self.future = Future()
+        self.future = future = Future()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self.thread = threading.Thread(target=self._work, args=(self.future, device, *job), daemon=True)
-        self.thread.start()
+
+        def work() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # the current device is set per thread
+            try:
+                future.set_result(self.make(*job))
+            except BaseException as error:  # sys.exit of a failure included
+                future.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
 
     def wait(self) -> None:
         """Wait for the rollout that was started, if one was."""
@@ -90,19 +93,11 @@ class Prefetch:
         """Return the rollout that was started, or else make(*job) now; raise what it raises."""
         if self.future is None:
             return self.make(*job)
-        future, self.future = self.future, None
-        return future.result()
-
-    def _work(self, future: Future, device: int | None, *job) -> None:
-        if device is not None:
-            torch.cuda.set_device(device)  # the current device is set per thread
-        try:
-            future.set_result(self.make(*job))
-        except BaseException as error:  # sys.exit of a failure included
-            future.set_exception(error)
+        result, self.future = self.future.result(), None
+        return result
 
     def _leave(self) -> None:
         """Let the engine return before the interpreter ends around it, which may crash; wait for 10 seconds at most."""
         self.interrupt.requested = True
-        if self.thread is not None:
-            self.thread.join(timeout=10)
+        if self.future is not None:
+            concurrent.futures.wait([self.future], timeout=10)

@@ -65,9 +65,8 @@ class Servers(VllmSampling):
         self.world, self.weights = world, Weights(compute_dtype or torch.float32)
         self.slots: tuple = (None, {})  # event loop, and places for requests on each server
         self.server_of = weakref.WeakKeyDictionary()  # address of the server of each task that samples
-        self.next_server = itertools.cycle(self.urls)
-        for _ in range(world.rank % len(self.urls)):  # a rank with few conversations would fill the first one only
-            next(self.next_server)
+        first = world.rank % len(self.urls)  # a rank with few conversations would fill the first server only
+        self.next_server = itertools.cycle(self.urls[first:] + self.urls[:first])
         key = os.environ.get("VLLM_API_KEY")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
@@ -157,9 +156,8 @@ class Servers(VllmSampling):
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._post_all("/finish_weight_update", {})
-        if not all(
-            answer["success"] for answer in self._post_all("/reset_prefix_cache?reset_running_requests=true", {})
-        ):
+        answers = self._post_all("/reset_prefix_cache?reset_running_requests=true", {})
+        if not all(answer["success"] for answer in answers):
             raise RuntimeError(f"{' '.join(self.urls)}: could not drop what they cached with the old weights")
 
     def sync(self, model: torch.nn.Module) -> None:
@@ -185,9 +183,8 @@ class Servers(VllmSampling):
         task = asyncio.current_task()
         if task not in self.server_of:
             self.server_of[task] = next(self.next_server)
-        request = asyncio.create_task(
-            self._sample(self.server_of[task], {"token_ids": query, "sampling_params": settings})
-        )
+        body = {"token_ids": query, "sampling_params": settings}
+        request = asyncio.create_task(self._sample(self.server_of[task], body))
         try:
             while not (request.done() or self.failure or interrupted()):
                 await asyncio.wait([request], timeout=1.0)

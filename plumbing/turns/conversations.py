@@ -16,8 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt
 from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
-from plumbing.turns.templates import Turns
-from plumbing.turns.tool_calls import ToolCall
+from plumbing.turns.templates import ToolCall, Turns
 from utils import warn
 
 STOP_REASONS = ("done", "max_turns", "length", "error")

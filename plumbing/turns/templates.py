@@ -1,15 +1,21 @@
-"""The text between the turns of a conversation, as token ids.
+"""The text between the turns of a conversation, as token ids, and the calls of tools in a turn.
 
 Sampled tokens are never tokenised again. The text between two turns is the difference of two renderings of the chat
 template: of a conversation that ends with a turn, and of the same one with the messages that follow. A template that
 changes earlier turns for later messages, such as one that drops thoughts, is refused at the start.
+
+A reader returns the calls in a turn in order: a ToolCall each, or a text for the model with the reason why a call
+cannot be read.
 """
 
+import json
 import os
+import re
+from dataclasses import dataclass
 from typing import Callable
 
+from plumbing.rewards.answers import after_thought
 from plumbing.turns.processes import EnvironmentFailure
-from plumbing.turns.tool_calls import ToolCall, hermes_reader, pattern_reader, response_template_reader
 from utils import first_line, loading
 
 MARK = "SAMPLED-TURN"  # where a rendering has the end of a sampled turn
@@ -17,11 +23,19 @@ QUESTION = {"role": "user", "content": "x"}
 TURN = {"role": "assistant", "content": f"<think>\nA-THOUGHT\n</think>\n\n{MARK}"}
 
 
+@dataclass
+class ToolCall:
+    """A call as the model wrote it; whether there is such a tool, and whether the arguments fit, is not checked."""
+
+    name: str
+    arguments: dict
+
+
 class Turns:
     """The text between the turns of a conversation, and the calls in a turn.
 
-    `calls(text)` returns the calls in a turn, see plumbing/turns/tool_calls.py. The text is decoded with special
-    tokens, which may be part of a call, but without the stop token at its end.
+    `calls(text)` reads the calls in a turn. The text is decoded with special tokens, which may be part of a call, but
+    without the stop token at its end.
     """
 
     def __init__(self, tokenizer, stop_ids: list[int], schemas: list[dict], args, has_step: bool = True):
@@ -113,3 +127,86 @@ class Turns:
     def _encode(self, text: str) -> list[int]:
         """Return the token ids of a text; half of a surrogate pair, which models can write in JSON, becomes "?"."""
         return self.tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False)
+
+
+# ---- calls in a turn -------------------------------------------------------------------------------------------------
+
+
+def read_call(value) -> ToolCall | str:
+    """Return the call in a JSON value, or the text of the error."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return 'a call has to be a JSON object with "name" and "arguments"'
+    arguments = value.get("arguments") or {}
+    arguments = json_or_text(arguments) if isinstance(arguments, str) else arguments  # some models write it as a string
+    if not isinstance(arguments, dict):
+        return f"the arguments of {value['name']} have to be a JSON object"
+    return ToolCall(value["name"], arguments)
+
+
+def json_or_text(text: str):
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # the second: brackets in thousands of brackets
+        return text
+
+
+def hermes_reader(prompt: str) -> Callable[[str], list[ToolCall | str]]:
+    """Return a reader of <tool_call>{"name": ..., "arguments": {...}}</tool_call>, the form of Hermes and Qwen.
+
+    Thoughts hold no calls.
+
+    Args:
+        prompt: any prompt, which may end with the beginning of a thought.
+    """
+    opened = "<think>" if prompt.rstrip().endswith("<think>") else ""
+
+    def read(text: str) -> list[ToolCall | str]:
+        calls = []
+        for part in after_thought(opened + text).split("<tool_call>")[1:]:
+            body, closed, _ = part.partition("</tool_call>")
+            try:
+                calls.append(read_call(json.loads(body)) if closed else "<tool_call> is not closed by </tool_call>")
+            except (ValueError, RecursionError) as error:
+                calls.append(f"the call is not valid JSON ({first_line(error)})")
+        return calls
+
+    return read
+
+
+def response_template_reader(tokenizer, prompt: str, schemas: list[dict]) -> Callable[[str], list[ToolCall | str]]:
+    """Return a reader of the form that the tokenizer's response template describes."""
+
+    def read(text: str) -> list[ToolCall | str]:
+        try:
+            message = tokenizer.parse_response(text, prefix=prompt, tools=schemas)
+        except Exception as error:  # the template names the functions that read its parts; they may raise any error
+            return [f"the call cannot be read ({first_line(error)})"]
+        return [read_call(call.get("function")) for call in message.get("tool_calls") or []]
+
+    return read
+
+
+def pattern_reader(pattern: str, schemas: list[dict]) -> Callable[[str], list[ToolCall | str]]:
+    """Return a reader of the calls that match --tool_call_pattern; raise ValueError if the pattern lacks a group.
+
+    The group "arguments" holds a JSON object with names of the tool's parameters, or else the value of the only
+    parameter. The group "name" names the tool; without it the only tool is meant. A dot matches line ends, too.
+    """
+    tools = {schema["function"]["name"]: schema["function"]["parameters"]["properties"] for schema in schemas}
+    compiled = re.compile(pattern, re.DOTALL)
+    if "arguments" not in compiled.groupindex:
+        raise ValueError("requires a group (?P<arguments>...), which holds the arguments of a call")
+    if "name" not in compiled.groupindex and len(tools) != 1:
+        raise ValueError("requires a group (?P<name>...), which names the tool, unless there is exactly one")
+
+    def read(match: re.Match) -> ToolCall | str:
+        groups = match.groupdict(default="")
+        name, text = groups.get("name", next(iter(tools), "")).strip(), groups["arguments"].strip()
+        value, parameters = json_or_text(text), tools.get(name, {})
+        if len(parameters) == 1 and not (isinstance(value, dict) and value.keys() == parameters.keys()):
+            [(parameter, schema)] = parameters.items()
+            return ToolCall(name, {parameter: text if schema.get("type") == "string" else value})
+        return read_call({"name": name, "arguments": value})
+
+    return lambda text: [read(match) for match in compiled.finditer(text)]
