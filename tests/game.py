@@ -16,10 +16,6 @@ class Game:
             raise RuntimeError("the board is broken")
         if self.mode == "hangs":
             time.sleep(60)
-        if self.mode == "silent":
-            return None, 0.5, len(self.said) == 2
-        if self.mode == "unknown":
-            return None, (0.5, float("nan"))[len(self.said) - 1], len(self.said) == 2
         if self.mode == "talks":
             return "y" * 300, 0.0, False
         return f"{sum(map(len, self.said))}>", len(response) / 10, len(self.said) == 3
@@ -52,21 +48,3 @@ def add(a: int, b: int) -> int:
         b: the other.
     """
     return a + b
-
-
-def sleep(seconds: int) -> str:
-    """Sleep.
-
-    Args:
-        seconds: how long.
-    """
-    time.sleep(seconds)
-
-
-def fill(count: int) -> str:
-    """Write.
-
-    Args:
-        count: how often.
-    """
-    return "z" * count

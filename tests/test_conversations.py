@@ -64,7 +64,6 @@ ADD, TWO = '<add {"a": 1, "b": 2}>', '<increment {"by": 2}>'
 CASES = {  # columns of the row, flags, turns of the model, expected text, stop reason, reward, tool calls and errors
     "done": ({}, {}, ["ab", "c", "def"], "ab2>c3>def", "done", 0.6, 0, 0),
     "adds": ({"mode": "adds"}, {}, ["a", "b", "c"], "a1>b2>c", "done", 0.3, 0, 0),
-    "no observation": ({"mode": "silent"}, {}, ["a", "b"], "ab", "done", 1.0, 0, 0),
     "max_turns": ({}, {"max_turns": 2}, ["ab", "c"], "ab2>c", "max_turns", 0.3, 0, 0),
     "length of the whole": ({}, {"max_response_length": 6}, ["ab", "cdef"], "ab2>c", "length", 0.3, 0, 0),
     "a long observation": ({"mode": "talks"}, {}, ["ab"], "ab", "length", 0.0, 0, 0),
@@ -75,24 +74,14 @@ CASES = {  # columns of the row, flags, turns of the model, expected text, stop 
     "a reward at the end alone": ({"late": True}, COUNTER, [TWO, TWO], f"{TWO}2{TWO}", "done", 4, 2, 0),
     "no reward so far": ({"late": True}, COUNTER | {"max_turns": 1}, [TWO], TWO, "max_turns", math.nan, 1, 0),
     "a step after calls": ({}, {"tools": "add", "max_turns": 2}, [ADD, "ab"], f"{ADD}3ab", "max_turns", 0.2, 1, 0),
-    "calls alone": ({}, {"tools": "add", "max_turns": 1}, [ADD], ADD, "max_turns", 0.0, 1, 0),
     "a special token ends a turn": (
         {}, {"tools": "add", "environment": "", "turn_stop": ("<unk>",), "max_response_length": 3}, ["ab<unk>"], "ab",
         "done", math.nan, 0, 0,
     ),
-    "a tool, then words": ({}, {"tools": "add", "environment": ""}, [ADD, "x"], f"{ADD}3x", "done", math.nan, 1, 0),
     "two calls": ({}, {"tools": "add", "environment": ""}, [ADD * 2, "x"], f"{ADD * 2}33x", "done", math.nan, 2, 0),
     "bad arguments": (
         {}, {"tools": "add", "environment": ""}, ['<add {"a": 1}>', "x"],
         "<add {\"a\": 1}>Error: TypeError: add() missing 1 required positional argument: 'b'x", "done", math.nan, 1, 1,
-    ),
-    "a tool hangs": (
-        {}, {"tools": "sleep", "environment": ""}, ['<sleep {"seconds": 60}>', "x"],
-        '<sleep {"seconds": 60}>Error: sleep gave no answer within --timeout 2 sx', "done", math.nan, 1, 1,
-    ),
-    "a tool writes a megabyte": (
-        {}, {"tools": "fill", "environment": ""}, ['<fill {"count": 1000000}>'], '<fill {"count": 1000000}>', "length",
-        math.nan, 1, 0,
     ),
     "cut off": (
         {}, {"tools": "add", "environment": "", "max_response_length": 3}, ["abcdef"], "abc", "length", math.nan, 0, 0
@@ -284,18 +273,18 @@ def test_a_string_ends_a_turn(load, tokenizer):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The flags of a run with an environment, and such a run of each script."""
+    """{script: flags} of runs with an environment. (The rollout of rloo.py is that of grpo.py.)"""
     values = helpers.workspace(tmp_path_factory.mktemp("runs"))
     values |= {"environment": helpers.GAME, "reward": "environment", "precision": "float64", "turn_stop": SHORT}
     values |= {"max_response_length": 40, "save_every": 1}
     done = {}
-    for script in ("grpo", "rloo", "ppo"):
+    for script in ("grpo", "ppo"):
         done[script] = values | {"run_name": script}
         run(done[script], script=script)
     return done
 
 
-@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_sampler_and_trainer_agree(runs, script):
     rows, samples = metrics_of(runs[script]), read_lines(folder_of(runs[script]) / "samples.jsonl")
     for row in rows[1:]:
@@ -315,12 +304,11 @@ def test_two_ranks_are_one(runs):
     assert turns(runs["grpo"]) == turns(values)
 
 
-@pytest.mark.parametrize("signal, code", [("SIGKILL", -9), ("SIGTERM", 75)])
-def test_ended_in_a_conversation(runs, signal, code):
+def test_interrupted_in_a_conversation(runs):
     """The resumed run is the undisturbed one, bit for bit."""
-    values = runs["grpo"] | {"run_name": signal}
-    first = helpers.Running(values, place=f"processes.Process.ask:90:{signal}").wait()
-    assert first.code == code and 0 < len(metrics_of(values)) < len(metrics_of(runs["grpo"]))
+    values = runs["grpo"] | {"run_name": "interrupted"}
+    first = helpers.Running(values, place="processes.Process.ask:90:SIGTERM").wait()
+    assert first.code == 75 and 0 < len(metrics_of(values)) < len(metrics_of(runs["grpo"]))
     run(values | {"resume": True})
     assert metrics_of(values) == metrics_of(runs["grpo"])
     read = lambda values: read_lines(folder_of(values) / "samples.jsonl")

@@ -1,6 +1,7 @@
 """What a run does with an engine that works no more, whatever the engine: the step is saved, and one line says why."""
 
 import importlib.util
+import threading
 import types
 
 import helpers
@@ -60,13 +61,50 @@ def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsy
     assert async_steps or metrics_of(stopped) == metrics_of(straight)
 
 
+@pytest.fixture
+def asynchronous(tmp_path, monkeypatch) -> dict:
+    """The flags of an asynchronous run of a stand-in."""
+    monkeypatch.setattr(engines, "rollout_engine", lambda *_: StandIn())
+    return {**helpers.workspace(tmp_path), "rollout_backend": "vllm", "async_steps": 1, "eval_every": 0}
+
+
+def test_the_rollout_runs_while_the_step_trains(asynchronous, monkeypatch):
+    """A prefetched rollout waits here for an update, which would never come if training waited for the rollout."""
+    updated, threads = threading.Event(), []
+    generate, update = StandIn.generate, utils.Optimizer.step
+
+    def wait_and_generate(*args):
+        threads.append(threading.current_thread() is threading.main_thread())
+        assert threads[-1] or updated.wait(60)
+        updated.clear()
+        return generate(*args)
+
+    monkeypatch.setattr(StandIn, "generate", wait_and_generate)
+    monkeypatch.setattr(utils.Optimizer, "step", lambda *args, **options: updated.set() or update(*args, **options))
+    run_here(asynchronous)
+    assert threads[0] and len(threads) > 2 and not any(threads[1:])
+
+
+@pytest.mark.parametrize("owner, name", [(StandIn, "generate"), (utils.Optimizer, "step")])
+def test_an_error_in_either_thread_ends_the_run(asynchronous, monkeypatch, owner, name):
+    calls, original = [], getattr(owner, name)
+
+    def broken(*args, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError("it broke here")
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(OSError, match="it broke here"):
+        run_here(asynchronous)
+
+
 @pytest.mark.parametrize("installed, gpu, changes, expected", [
     (True, True, {}, "vllm"), (False, True, {}, "hf"), (True, False, {}, "hf"),
-    (True, True, {"temperature": 2.5}, "hf"), (True, True, {"precision": "float64"}, "hf"),
-    (True, True, {"rollout_backend": "hf"}, "hf"),
+    (True, True, {"temperature": 2.5}, "hf"), (True, True, {"rollout_backend": "hf"}, "hf"),
     (True, False, {"rollout_backend": "vllm"}, "vllm"),
     (False, True, {"rollout_backend": "vllm"}, "--rollout_backend vllm: vLLM is not installed"),
-    (True, True, {"rollout_backend": "vllm", "temperature": 2.5}, "--temperature 2.5: vLLM requires at most 2"),
     (True, True, {"rollout_backend": "server", "precision": "float64"}, "does not compute with --precision float64"),
     (True, True, {"rollout_backend": "hf", "async_steps": 1}, "--async_steps 1: requires --rollout_backend vllm or"),
 ])  # fmt: skip

@@ -3,25 +3,23 @@
 import json
 import random
 
-import pytest
 from helpers import ROOT, read_lines
 from make_models import IGNORE, GuessTheNumber, careless_game, game_rows, make_batch, make_tokenizer
 
 HIGHER, LOWER, NONE = ("higher ", 0.0, False), ("lower ", 0.0, False), ("no number ", 0.0, False)
 WON, LOST = (None, 1.0, True), (None, 0.0, True)
 GAMES = {  # guesses at 50, and what the game answers to each
-    ("50",): [WON],
     ("52", "44", " 50\n"): [LOWER, HIGHER, WON],
     ("", "fifty", "1", "99", "51"): [NONE, NONE, HIGHER, LOWER, LOST],
     ("1", "2", "3", "4", "50"): [HIGHER, HIGHER, HIGHER, HIGHER, WON],
 }
 
 
-@pytest.mark.parametrize("guesses", GAMES, ids="|".join)
-def test_what_the_game_answers(guesses):
-    game = GuessTheNumber()
-    assert game.reset(prompt="37-67:", secret=50) is None
-    assert [game.step(guess) for guess in guesses] == GAMES[guesses]
+def test_what_the_game_answers():
+    for guesses, answers in GAMES.items():
+        game = GuessTheNumber()
+        assert game.reset(prompt="37-67:", secret=50) is None
+        assert [game.step(guess) for guess in guesses] == answers
 
 
 def test_the_rows_of_the_bundled_files():

@@ -28,7 +28,7 @@ from plumbing import cli
 
 RECIPES = sorted(str(path.relative_to(ROOT / "scripts")) for path in ROOT.glob("scripts/*/*.sh"))
 SERVED = ("train/grpo_async_6_plus_2.sh", "train/grpo_async_two_nodes.sh")  # by scripts/vllm_server.py
-RUN = (*SERVED, "train/grpo_reward_server.sh", "train/ppo_llama3.1_8b_2nodes.sh", "train/reward_model_7b.sh")
+RUN = (SERVED[1], "train/grpo_reward_server.sh", "train/ppo_llama3.1_8b_2nodes.sh")
 WORDS = {  # what a recipe is called with; several: on several nodes
     "train/ppo_llama3.1_8b_2nodes.sh": [["0", "127.0.0.1"], ["1", "127.0.0.1"]],
     "train/grpo_async_two_nodes.sh": [["serve", "127.0.0.1"], ["train", "127.0.0.1"]],
@@ -88,9 +88,6 @@ def small(tmp_path_factory):
     transformers.AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "reward_model")
     people = "(1) Zoey is a knave\n(2) Oliver is a knight"
     write_rows(folder / "rows.jsonl", [{"quiz": f"Who is {i}?", "solution_text": people} for i in range(12)])
-    pairs = [{"prompt": f"{i}+1=", "chosen": f"{i + 1}", "rejected": f"{i}?"} for i in range(12)]
-    write_rows(folder / "pairs.jsonl", pairs[3:])
-    write_rows(folder / "held_out.jsonl", pairs[:3])
     (folder / "reward.py").write_text(helpers.REWARD)
     (folder / "bin").mkdir()
     with helpers.vllm_preloaded() if HAS_VLLM else contextlib.nullcontext(), forked_python.python() as python:
@@ -109,13 +106,9 @@ def start(small: Path, recipe: str, folder: Path, words=(), run=True, steps=2, *
         --max_prompt_length 256 --max_response_length 6 --eval_prompts 2 --eval_samples 1 --kv_cache_gb 0.05"""
     if not HAS_VLLM and recipe not in SERVED:
         rl += " --rollout_backend hf --async_steps 0"
-    pairs = (
-        f"{common} --dataset {small}/pairs.jsonl --eval_dataset {small}/held_out.jsonl --max_length 64 --batch_size 4"
-    )
     served = f"--model {small}/model --tensor_parallel 1 --kv_cache_gb 0.05 --max_length 300 --precision float32"
     flags = {
         "grpo.py": rl, "ppo.py": f"{rl} --value_model {small}/reward_model",
-        "reward_model.py": f"{pairs} --num_epochs 1",
         "vllm_server.py": " ".join([served, *helpers.SERVER_ON_CPU]),
     }  # fmt: skip
     flags = {script: line.split() for script, line in flags.items()}

@@ -2,10 +2,8 @@
 
 import asyncio
 import math
-import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -20,13 +18,12 @@ import os, random, subprocess, sys, time
 
 calls = []
 
-def add(a: int, b: float = 1, *, note: str | None = None) -> float:
+def add(a: int, b: float = 1) -> float:
     """Add two numbers.
 
     Args:
         a: one.
         b: the other.
-        note: says what for.
     """
     return a + b
 
@@ -258,10 +255,8 @@ NO_TEXT = "failure: .*: TypeError: .* is not a text or None"
         ({"reset": "None"}, "(None, np.float64(-1), np.True_)", ["", ["", -1.0, True]]),
         ({"reset": "'\\ud83d'"}, "('', True, 0)", ["?", ["", 1.0, False]]),
         ({}, "('x', np.array(2), False, True, {})", [" go", ["x", 2.0, True]]),
-        ({}, "('x', 1)", [" go", "failure: step: ValueError: not enough values to unpack .*"]),
         ({}, "(1, 1, False)", [" go", NO_TEXT]),
         ({}, "('x', False, 1.0)", [" go", ORDER]),
-        ({}, "('x', None, False)", [" go", "failure: step: TypeError: float.*"]),
         ({"reset": "3"}, "", [NO_TEXT]),
         ({"secret": None, "x": 1}, "1 / 0", [" go", r"failure: step: ZeroDivisionError \(.*game.py:15\): division.*"]),
         ({}, "os._exit(1)", [" go", "failure: step ended its process"]),
@@ -271,10 +266,6 @@ def test_what_an_environment_returns(processes, row, step, expected):
     *before, last = converse(processes, *[("step", step)] * bool(step), row={"secret": 5, **row})
     assert before == expected[:-1]
     assert re.fullmatch(expected[-1], last) if isinstance(expected[-1], str) else expected[-1] == last
-
-
-def test_a_reset_that_asks_for_a_column_that_is_not_there(processes):
-    assert "missing 1 required positional argument: 'secret'" in converse(processes, row={"answer": 3})[0]
 
 
 def test_tools_of_an_environment_that_fail(processes):
@@ -298,10 +289,9 @@ def test_other_forms_of_environments(files):
     assert found == ["", [0.0, False], "3", [3.0, False], "6", [3.0, True]]  # a reward is what has come to it
     assert [schema["function"]["name"] for schema in counter.schemas] == ["add"] and not counter.has_step
 
-    gym, megabyte = ToolProcesses(*files((), "Gym"), 60.0), "ab" * (1 << 19)
-    found = converse(gym, ("step", megabyte), ("step", "end"), row={"seed": 3, "prompt": megabyte})
-    observation = "ba" * 50_000 + "\n[cut, of 1048576 characters]"
-    assert found == ["start 3", [observation, 1.0, False], ["dne", 1.0, True]] and gym.has_step and not gym.schemas
+    gym = ToolProcesses(*files((), "Gym"), 60.0)
+    found = converse(gym, ("step", "ab"), ("step", "end"), row={"seed": 3})
+    assert found == ["start 3", ["ba", 1.0, False], ["dne", 1.0, True]] and gym.has_step and not gym.schemas
 
     added, (observation, reward, done) = converse(
         ToolProcesses(*files((), "Asynchronous"), 60.0), ("step", "x"), row={}
@@ -357,12 +347,6 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
     trainer.kill()
     trainer.wait()
     wait_until(lambda: not any(map(is_running, found)))
-
-
-def test_a_server_that_has_ended_is_started_anew(processes):
-    os.kill(multiprocessing.forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-    time.sleep(0.5)
-    assert converse(processes, ("step", "5")) == [" go", ["lower", 0.5, True]]
 
 
 @pytest.mark.parametrize(

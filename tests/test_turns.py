@@ -66,32 +66,7 @@ QWEN3 = QWEN25.replace(
 )
 QWEN3_THINKING = QWEN3.replace("assistant\\n' }}{% endif %}", "assistant\\n<think>\\n' }}{% endif %}")
 
-# Results as the role ipython, and a beginning of the whole text; calls are bare JSON.
-LLAMA31 = """
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if m.tool_calls %}
-        {%- set call = m.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
-        {{- call.arguments | tojson + '}<|eot_id|>' }}
-    {%- else %}
-        {{- '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\\n\\n' }}
-        {%- if tools and loop.first %}{{- tools | tojson + '\\n\\n' }}{% endif %}
-        {{- m.content | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
-
-SPECIAL = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<bos>",
-]
-STOPS = {LLAMA31: "<|eot_id|>", None: "<eos>"}  # of all others <|im_end|>
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<bos>"]
 
 
 def schema(name: str, **properties: str) -> dict:
@@ -124,7 +99,7 @@ def tokenizer_of():
 
 def turns_of(tokenizer, schemas=(SEARCH, ADD), stops: tuple = (), **flags) -> Turns:
     """The Turns of a tokenizer, whose flags are those of --tools unless `flags` says otherwise."""
-    stop_ids = tokenizer.convert_tokens_to_ids([*stops, STOPS.get(tokenizer.chat_template, "<|im_end|>")])
+    stop_ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", *stops])
     return Turns(tokenizer, stop_ids, list(schemas), types.SimpleNamespace(**{**ARGS, **flags}))
 
 
@@ -228,10 +203,10 @@ FOLLOWERS = {"two results": [result("1,\n 2"), result("7", "add")], "nothing": [
 
 
 @pytest.mark.parametrize("followers", FOLLOWERS)
-@pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3, LLAMA31])
+@pytest.mark.parametrize("template", [CHATML, QWEN25, QWEN3])
 def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(template, followers, tokenizer_of):
     """Two turns, each written as the template would write it, give the token ids of the template's own rendering."""
-    tokenizer, messages, stop_text = tokenizer_of(template), FOLLOWERS[followers], STOPS.get(template, "<|im_end|>")
+    tokenizer, messages = tokenizer_of(template), FOLLOWERS[followers]
     of_tools = messages[0]["role"] == "tool"
     if template == (CHATML if of_tools else QWEN3):  # its results are of the user, or it is refused
         return
@@ -245,7 +220,7 @@ def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(template, 
     expected = render(question, answer, *messages, answer, *messages)
     _, ids = prompts.encode_prompt("here", [question], tokenizer, "", tools=schemas or None)
     assert ids == render(question)
-    stop = tokenizer.convert_tokens_to_ids(stop_text)
+    stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for _ in range(2):
         end = expected.index(stop, len(ids)) + 1
         sampled = expected[len(ids) : end]
@@ -263,10 +238,9 @@ def text_between(turns: Turns, messages: list[dict], last: str) -> str:
 
 def test_a_turn_ends_once(tokenizer_of):
     """A turn that ended with a stop token has its end, whichever it was; any other token does not end a turn."""
-    turns = turns_of(tokenizer_of(LLAMA31), [SEARCH], stops=("<|eom_id|>",), tool_call_pattern=PATTERN)
-    expected = "<|start_header_id|>ipython<|end_header_id|>"
-    for last, begin in (("<|eot_id|>", ""), ("<|eom_id|>", ""), ("a", "<|eot_id|>"), ("<eos>", "<|eot_id|>")):
-        assert text_between(turns, [result("1")], last).startswith(begin + expected)
+    turns = turns_of(tokenizer_of(QWEN25), [SEARCH], stops=("<eos>",), tool_call_pattern=PATTERN)
+    for last, begin in (("<|im_end|>", ""), ("<eos>", ""), ("a", "<|im_end|>")):
+        assert text_between(turns, [result("1")], last).startswith(f"{begin}\n<|im_start|>user\n<tool_response>")
 
 
 def test_without_template_the_contents_are_joined(tokenizer_of):
@@ -304,6 +278,7 @@ def test_messages_that_the_template_refuses_raise(tokenizer_of):
 # ---- what is refused at the start ------------------------------------------------------------------------------------
 
 TOOLS = [SEARCH, ADD]
+TAGS = QWEN25.replace("""<tool_call>\\n{"name": "' + call""", "<tool_call>\\n<function=' + call")
 ENDS_DIFFERENTLY = QWEN25.replace("{%- for m in messages %}", "{%- for m in messages %}{% if loop.last %}.{% endif %}")
 HIDES_RESULTS = QWEN25.replace("+ m.content + '\\n</tool_response>'", "+ '\\n</tool_response>'")
 RAISES = QWEN25.replace("{%- if m.role == 'tool' %}", "{%- if m.role == 'tool' %}{{- raise_exception('no tools') }}", 1)
@@ -313,7 +288,7 @@ REFUSED = {
     "no template": (None, TOOLS, {}, "--tools: the chat template of --model: is missing"),
     "no tools in the template": (CHATML, TOOLS, {}, "--tools: the chat template of --model: does not show tools"),
     "tools of an environment": (CHATML, TOOLS, ENVIRONMENT, "--environment: the chat template of --model: does not"),
-    "JSON alone": (LLAMA31, TOOLS, {}, "writes calls in another form than <tool_call>; --tool_call_pattern"),
+    "another form": (TAGS, TOOLS, {}, "writes calls in another form than <tool_call>; --tool_call_pattern"),
     "another last turn": (ENDS_DIFFERENTLY, TOOLS, {}, CHANGES),
     "hidden results": (HIDES_RESULTS, TOOLS, {}, "does not show messages of tool after a turn"),
     "no results": (RAISES, TOOLS, {}, "--tools: the chat template of --model: no tools"),

@@ -1,10 +1,8 @@
 """vLLM's engine in this process: the same rollouts as transformers', weights that follow, and the rollout of the next
 step in a thread while this one trains."""
 
-import asyncio
 import dataclasses
 import importlib.util
-import threading
 
 import helpers
 import pytest
@@ -95,13 +93,12 @@ def test_greedy_token_by_token(setting):
     assert len({len(response) for response in responses}) > 2
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
-def test_log_probabilities_are_those_of_the_trainer(setting, temperature):
+def test_log_probabilities_are_those_of_the_trainer(setting):
     _, model, tokenizer, _ = setting
     queries = sums(tokenizer, 100)
-    responses, logprobs = sample(setting, queries, list(range(100)), temperature=temperature)
-    assert largest_difference(model, queries, responses, logprobs, temperature) < 1e-4
-    assert largest_difference(model, queries, responses, logprobs, 2 * temperature) > 0.1  # the temperature counts
+    responses, logprobs = sample(setting, queries, list(range(100)), temperature=0.7)
+    assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
+    assert largest_difference(model, queries, responses, logprobs, 1.4) > 0.1  # the temperature counts
     stopped = [response[-1] in STOPS for response in responses]
     assert 0 < sum(stopped) < len(stopped)
     for response, end in zip(responses, stopped):  # only the last token stops; without a stop the length is full
@@ -174,21 +171,6 @@ def test_turns_are_those_of_the_trainer_and_functions_of_their_seeds(setting):
     assert alike(spoken(talk(setting, range(11, -1, -1), late, temperature=0.8)[::-1]), spoken(whole))
 
 
-def test_a_turn_computes_its_new_tokens_only(setting, monkeypatch):
-    """The whole blocks of what was said before are in vLLM's cache; none of them after a sync."""
-    engine, model, *_ = setting
-    outputs, step = [], engine.llm.llm_engine.step
-    monkeypatch.setattr(engine.llm.llm_engine, "step", lambda: outputs.extend(new := step()) or new)
-    block = engine.llm.llm_engine.vllm_config.cache_config.block_size
-    for _ in range(2):
-        engine.sync(model)
-        turns = talk(setting, [5], start="12+34=" * 20)[0]
-        computed = [0, *(len(query) + len(turn) - 1 for query, turn, _ in turns[:-1])]  # a turn's last token is not
-        cached = [output.num_cached_tokens for output in outputs if output.finished]
-        assert cached == [tokens // block * block for tokens in computed] and cached[-1] > 0
-        del outputs[:]
-
-
 def test_strings_that_end_a_turn(setting):
     """With the token that completes one; a special token's text counts, too."""
     tokenizer = setting[2]
@@ -203,31 +185,14 @@ def test_strings_that_end_a_turn(setting):
     assert alike(spoken(ended), spoken(first)) and min(lengths) < 8
 
 
-def test_what_ends_all_conversations(setting, monkeypatch):
-    """An interrupt, an engine that raises, a prompt that is too long, a conversation that raises; nothing is left."""
+def test_what_ends_all_conversations(setting):
+    """An interrupt, and a prompt that is too long; nothing is left."""
     engine, _, tokenizer, args = setting
-    asked, step, steps = [], engine.llm.llm_engine.step, []
+    asked = []
     turns = talk(setting, range(6), stops=[], interrupted=lambda: asked.append(1) or len(asked) > 12)
     assert all(each[0] and not any(each[1:]) for each in turns) and not engine.failure  # each has 8 tokens
-    with monkeypatch.context() as patch:
-        fails = lambda: step() if steps.append(1) or len(steps) < 12 else [][0]
-        patch.setattr(engine.llm.llm_engine, "step", fails)
-        turns = talk(setting, range(6), stops=[])
-    assert all(each[0] and not any(each[1:]) for each in turns) and len(steps) == 12
-    assert failure_of(engine) == "vLLM failed (IndexError: list index out of range)"
     assert converse(engine, [tokenizer.encode("1+1="), [5] * 999], [1, 2], STOPS, args) == [[None] * 4] * 2
-    assert "999" in failure_of(engine)
-
-    async def breaks() -> None:
-        await engine.sample(tokenizer.encode("1+1="), 1, 3, STOPS, args, lambda: False)
-        raise OSError("it broke here")
-
-    async def conversations() -> None:
-        await asyncio.gather(breaks(), engine.sample(tokenizer.encode("2+2="), 2, 100, [], args, lambda: False))
-
-    with pytest.raises(OSError, match="it broke here"):
-        asyncio.run(conversations())
-    assert not engine.llm.llm_engine.has_unfinished_requests() and not engine.failure
+    assert "999" in failure_of(engine) and not engine.llm.llm_engine.has_unfinished_requests()
     assert all(all(each) for each in talk(setting, range(6)))
 
 
@@ -278,10 +243,10 @@ def responses_of(values: dict) -> list[str]:
     return [row["response"] for row in read_lines(folder_of(values) / "samples.jsonl")]
 
 
-@pytest.mark.parametrize("steps, shard", [(0, "none"), (0, "fsdp"), (1, "fsdp")])
-def test_two_ranks_sample_the_same(one, tmp_path, steps, shard):
+@pytest.mark.parametrize("steps", [0, 1])
+def test_two_ranks_sample_the_same(one, tmp_path, steps):
     """Each rank's engine gets whole tensors after each update, also where a rollout has run during the update."""
-    values = variant(one[steps], tmp_path, run_name="two", shard=shard)
+    values = variant(one[steps], tmp_path, run_name="two", shard="fsdp")
     run_ranks(values, 2, (0, 0))
     assert responses_of(values) == responses_of(one[steps])
     for a, b in zip(metrics_of(values)[1:], metrics_of(one[steps])[1:], strict=True):
@@ -356,23 +321,6 @@ def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async
             assert row["rollout/correction_mean"] == pytest.approx(1, abs=1e-6)
 
 
-def test_the_rollout_runs_while_the_step_trains(base, tmp_path, monkeypatch):
-    """A prefetched rollout waits here for an update, which would never come if training waited for the rollout."""
-    updated, threads = threading.Event(), []
-    generate, update = vllm_engine.Engine.generate, utils.Optimizer.step
-
-    def wait_and_generate(*args):
-        threads.append(threading.current_thread() is threading.main_thread())
-        assert threads[-1] or updated.wait(60)
-        updated.clear()
-        return generate(*args)
-
-    monkeypatch.setattr(vllm_engine.Engine, "generate", wait_and_generate)
-    monkeypatch.setattr(utils.Optimizer, "step", lambda *args, **options: updated.set() or update(*args, **options))
-    run_here(variant(base, tmp_path, **ASYNC))
-    assert threads == [True, False, False, False, False]
-
-
 def test_old_log_probabilities_are_of_the_policy_that_sampled(base, tmp_path):
     """What the engine said; with a correction the policy at the start of the step, weighted by the quotient."""
     exact = dict(num_epochs=1, mini_batch_size=8, learning_rate=1e-2, total_episodes=24)
@@ -393,21 +341,6 @@ def test_a_signal_while_the_next_rollout_runs(base, tmp_path):
     run(values, code=75, place="plumbing.rollout.vllm_engine.Engine.generate:3:SIGTERM")
     done = run({**values, "resume": True})
     assert "goes on after step" in done.out and len(metrics_of(values)) == 5
-
-
-@pytest.mark.parametrize("owner, name", [(vllm_engine.Engine, "generate"), (utils.Optimizer, "step")])
-def test_an_error_in_either_thread_ends_the_run(base, tmp_path, monkeypatch, owner, name):
-    calls, original = [], getattr(owner, name)
-
-    def broken(*args, **options):
-        calls.append(1)
-        if len(calls) == 3:
-            raise OSError("it broke here")
-        return original(*args, **options)
-
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(OSError, match="it broke here"):
-        run_here(variant(base, tmp_path, **ASYNC))
 
 
 def test_evaluate(base, tmp_path):

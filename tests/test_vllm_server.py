@@ -1,5 +1,6 @@
 """The rollout on vLLM servers: real ones on the CPU, started by scripts/vllm_server.py, weights sent over gloo."""
 
+import asyncio
 import http.server
 import importlib.util
 import itertools
@@ -130,16 +131,6 @@ def test_responses_are_of_the_sampled_distribution(engine):
     assert sample(servers, [], []) == ([], [])
 
 
-def test_a_response_depends_on_its_seed_alone(engine):
-    servers, _ = engine
-    queries, seeds = prompts(32), [2**62 + 17 * i for i in range(32)]
-    once = sample(servers, queries, seeds)
-    backwards = sample(servers, queries[::-1], seeds[::-1])  # on the other server, too
-    assert alike(once, (backwards[0][::-1], backwards[1][::-1]))
-    assert alike((once[0][:10], once[1][:10]), sample(servers, queries[:10], seeds[:10]))
-    assert not alike(once, sample(servers, queries, [seed + 1 for seed in seeds]))
-
-
 def test_sync_brings_the_new_weights_to_all_servers(engine):
     servers, model = engine
     queries = prompts(16)
@@ -155,12 +146,10 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
 
 
 def test_an_interrupt_ends_a_rollout(engine):
-    servers, model = engine
+    servers, _ = engine
     asked = itertools.count()
     assert sample(servers, prompts(1000), list(range(1000)), lambda: next(asked) > 1500, **LONG) is None
-    assert not servers.failure
-    responses, logprobs = sample(servers, prompts(8), list(range(8)))  # and the servers go on
-    assert largest_difference(model, prompts(8), responses, logprobs, 0.7) < 1e-4
+    assert not servers.failure and sample(servers, prompts(8), list(range(8)))  # and the servers go on
 
 
 def test_turns_of_conversations(engine, monkeypatch):
@@ -185,17 +174,6 @@ def test_turns_of_conversations(engine, monkeypatch):
     assert sample(servers, prompts(4), list(range(4))) is None
     failure = failure_of(servers)
     assert "300" in failure and "/inference/v1/generate failed" in failure
-
-
-def test_requests_that_another_client_aborts_are_a_failure(engine, running):
-    servers, _ = engine
-    result = []
-    thread = threading.Thread(target=lambda: result.append(sample(servers, prompts(500), list(range(500)), **LONG)))
-    thread.start()
-    while thread.is_alive():
-        for url in running[0]:
-            requests.post(f"{url}/abort_requests", json={}, headers=KEY, timeout=60)
-    assert result == [None] and "another client aborts" in failure_of(servers)
 
 
 def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeypatch):
@@ -237,6 +215,17 @@ def test_bad_addresses(running, engine, capsys, monkeypatch):
 
     assert f"{nobody}: /health failed for" in end(url, nobody)
     assert "its limit is 250 tokens" in end(url, max_prompt_length=300)
+
+
+def test_a_response_that_another_client_aborts_is_an_error(monkeypatch):
+    async def answer(*_):
+        return {"choices": [{"finish_reason": "abort"}]}
+
+    monkeypatch.setattr(Servers, "_request", answer)
+    servers = Servers.__new__(Servers)
+    servers.urls, servers.slots = ["here"], (None, {})
+    with pytest.raises(RuntimeError, match="another client aborts"):
+        asyncio.run(servers._sample("here", {}))
 
 
 def test_transient_errors_are_asked_again(monkeypatch):
