@@ -336,8 +336,7 @@ def refusal(err: str) -> str:
 _logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
 
 
-def start(values: dict, **options) -> Running:
-    return Running(values, **options)
+start = Running
 
 
 def run(values: dict, code: int = 0, **options) -> Running:
@@ -355,21 +354,14 @@ def start_ranks(
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    group = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    return [
-        Running(
-            values,
-            environment={**group, "RANK": str(r), "LOCAL_RANK": str(r), **(environment or {})},
-            place=(places or {}).get(r, ""),
-            **options,
-        )
-        for r in range(size)
-    ]
+    group = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    start_rank = lambda rank, **variables: Running(
+        values,
+        environment={name: str(x) for name, x in variables.items()} | (environment or {}),
+        place=(places or {}).get(rank, ""),
+        **options,
+    )
+    return [start_rank(rank, **group, RANK=rank, LOCAL_RANK=rank) for rank in range(size)]
 
 
 def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None, **options) -> list[Running]:

@@ -1,4 +1,4 @@
-"""Ranks that fail: torchrun names the one, starts again; the others end soon; one that others wait for prints where it is.
+"""Ranks that fail: torchrun names the one, starts again; the others end soon; one others wait for prints where it is.
 
 Each phase in which a rank can fail is in tests/faults/test_ranks.py.
 """
@@ -58,19 +58,10 @@ def raising(error: Exception):
     return of_ranks.record(main)
 
 
-HANDLED = {  # what `main` raises, in which phase, and the line that the run ends with
-    "load": (
-        OSError("nobody/nothing is not a local folder\nmore"),
-        "error: nobody/nothing is not a local folder (test_f",
-    ),
-    "training": (
-        torch.OutOfMemoryError("CUDA out of memory."),
-        "error: rank 0 of 1, in the phase 'training': a GPU is o",
-    ),
-    "sync": (
-        RuntimeError("[gloo/transport/tcp/pair.cc] closed"),
-        "error: rank 0 of 1, in the phase 'sync': another rank",
-    ),
+HANDLED = {  # what `main` raises in a phase, and the line that the run ends with
+    "load": (OSError("nobody/nothing is not a folder\nmore"), "error: nobody/nothing is not a folder (test_f"),
+    "training": (torch.OutOfMemoryError("CUDA out of memory."), "error: rank 0 of 1, in the phase 'training': a GPU"),
+    "sync": (RuntimeError("[gloo/transport/tcp] closed"), "error: rank 0 of 1, in the phase 'sync': another rank"),
 }
 
 

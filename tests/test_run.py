@@ -111,14 +111,6 @@ def test_what_a_run_leaves(base, tmp_path):
     assert same_weights(folder / "checkpoints/step_2", folder / "final")
 
 
-def test_track_offline(base, tmp_path):
-    pytest.importorskip("wandb")
-    values = variant(base, tmp_path, total_episodes=8, track="wandb")
-    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    run(values, environment=quiet)
-    assert list(folder_of(values).glob("wandb/offline-run-*/*.wandb"))
-
-
 # ---- the same numbers for any cut of the batch -----------------------------------------------------------------------
 
 EXACT = dict(precision="float64", total_episodes=24, save_every=3, eval_every=3, entropy_coef=0.01)

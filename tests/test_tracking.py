@@ -1,4 +1,4 @@
-"""--track: what a library like wandb gets. (tests/test_run.py has Weights & Biases offline.)"""
+"""--track: what wandb and libraries like it get."""
 
 import math
 import sys
@@ -10,6 +10,23 @@ import grpo
 import utils
 from plumbing.run import log
 from plumbing.run.resume import Origin
+
+
+def logged(folder, name: str) -> log.RunLog:
+    """Log a step of a run, with a sample."""
+    run = log.RunLog(Origin(str(folder), run_id="7"), grpo.Args(track=name), utils.World(0, 1, None), 4, 1)
+    run.table(2, [{"prompt": "1+1=", "math": 1.0}])
+    run.log({"step": 2, "objective/scores": 0.5, "perf/mfu": math.nan})
+    run.close("the end")
+    return run
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    logged(tmp_path, "wandb")
+    wandb.teardown()  # else it stays offline in this process
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
 def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch):
@@ -24,10 +41,7 @@ def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, library)
     for name in ("trackio", "wandb"):
         calls.clear()
-        run = log.RunLog(Origin(str(tmp_path), run_id="7"), grpo.Args(track=name), utils.World(0, 1, None), 4, 1)
-        run.table(2, [{"prompt": "1+1=", "math": 1.0}])
-        run.log({"step": 2, "objective/scores": 0.5, "perf/mfu": math.nan})
-        run.close("the end")
+        run = logged(tmp_path, name)
         begin, *rest = calls
         assert begin["name"] == tmp_path.name and begin["resume"] == "allow" and begin["config"]["track"] == name
         assert begin.get("id") == (None if name == "trackio" else "7") and run.url == "https://there/run"

