@@ -293,16 +293,13 @@ def test_references_of_no_use_are_refused(reward, answer, reason):
 # Judged by the rule of the original: the number after "####", without commas, "$" and a final full stop.
 GSM8K = [
     ("6 * 7 = 42\n#### 42", "42", 1), ("#### 42", "42", 1), ("####42", "42", 1), ("####   42", "42", 1),
-    ("####\n42", "42", 1), ("#### 42 ", "42", 1), ("#### 42\n", "42", 1), ("#### 42.", "42", 1),
     ("#### **42**", "42", 0), ("#### x = 42", "42", 0), ("#### forty-two", "42", 0), ("####", "42", 0),
     ("#### ", "42", 0), ("", "42", 0), ("42 ####", "42", 0), ("#### 43", "42", 0), ("#### 4", "42", 0),
     ("#### 1,234,567", "1234567", 1), ("#### 1,234", "1.234", 0), ("#### 0.5", "0.5", 1), ("#### .5", ".5", 1),
-    ("#### 18.00", "18", 1), ("#### 18", "18.00", 1), ("#### 042", "42", 1), ("#### 0", "0", 1),
     ("#### $42", "42", 1), ("#### $42.", "42", 1), ("#### $1,234.50", "1234.50", 1), ("#### 42", "$42", 1),
     ("#### -$7", "-7", 1), ("#### $-7", "-7", 1), ("#### 42$", "42", 1), ("#### 42%", "42", 1),
     ("#### 41\n#### 42", "42", 1), ("#### 42\n#### 41", "42", 0), ("#### 41\nNo.\n#### 42\nI hope so.", "42", 1),
     ("#### 42\n#### none", "42", 1), ("#### 41 #### 42", "42", 1), ("#### 42", "6 * 7 = <<6*7=42>>42\n#### 42", 1),
-    ("#### 6", "6 * 7 = <<6*7=42>>42\n#### 42", 0), ("#### 1234", "#### 1,234", 1), ("#### 42", "#### $42.", 1),
     ("#### 08", "8", 1), ("#### 8", "8.00", 1), ("#### -8", "8", 0), ("#### -0", "0", 1), ("#### 8.01", "8", 0),
     ("#### 1/2", "1", 0), ("#### 3:30", "3", 0), ("#### 42, I think", "42", 1), ("#### 42 or #### 41", "42", 0),
     ("<answer>42</answer>", "42", 1), ("<answer>$42.00</answer>", "42", 1), ("<answer>It is 42</answer>", "42", 0),
@@ -317,12 +314,10 @@ EXACT = [
 FORMAT = [
     ("<think>a</think><answer>b</answer>", 1), ("<think>a</think> <answer>b</answer>", 1),
     ("<think>\na\n\nb\n</think>\n<answer>\nc\n</answer>\n", 1), (" \n<think>a</think>\n\n\t<answer>b</answer>\n ", 1),
-    ("<think></think><answer></answer>", 1), ("<think>1 < 2 > 0, <b>so</b></think><answer><x></answer>", 1), ("", 0),
     ("<think>a</think> b", 0), ("<answer>b</answer><think>a</think>", 0), ("<think><answer>b</answer></think>", 0),
     ("<think>a</think><think>a</think><answer>b</answer>", 0),
     ("<think><think>a</think><answer>b</answer>", 0), ("<think>I write <answer> then.</think><answer>b</answer>", 0),
     ("<think>a</think><answer>b</answer></answer>", 0), ("So: <think>a</think><answer>b</answer>", 0),
-    ("<thinking>a</thinking><answer>b</answer>", 0), ("&lt;think&gt;a&lt;/think&gt;<answer>b</answer>", 0),
 ]  # fmt: skip
 
 
