@@ -204,6 +204,8 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path, script):
         known = {key: x for key, x in theirs.items() if x is not None}
         assert {key: ours[key] for key in known} == pytest.approx(known, rel=1e-9, abs=1e-11)
     assert any(row["val/sampled_prompts"] > 2 for row in metrics_of(one)[1:])  # it did refill
+    for ours, theirs in zip(*(read_lines(folder_of(each) / "samples.jsonl") for each in (two, one)), strict=True):
+        assert ours.pop("advantage") == pytest.approx(theirs.pop("advantage")) and ours == theirs
     expected = weights_of(folder_of(one) / "checkpoints/step_3")
     for name, weights in weights_of(folder_of(two) / "checkpoints/step_3").items():
         torch.testing.assert_close(weights, expected[name], rtol=1e-9, atol=1e-11)

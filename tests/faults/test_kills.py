@@ -14,7 +14,7 @@ import helpers
 import numpy as np
 import pytest
 from helpers import folder_of, metrics_of, processes_of, read_lines, same_weights
-from test_scripts import MOVING, OF_PPO, write_pairs
+from test_scripts import MOVING, OF_PPO
 
 import utils
 from plumbing.run import files
@@ -43,27 +43,13 @@ KINDS = {
     "LoRA": ("grpo", 1, {"lora_rank": 4}, SAMPLING, ()),
     "ppo": ("ppo", 1, MOVING | OF_PPO, {"ppo.generate": 4, "ppo.forward_batch": 4, "ppo.update_critic": 4}, ()),
     "rloo": ("rloo", 1, MOVING | {"advantage": "remax"}, {"rloo.generate": 6, "rloo.forward_batch": 3}, ()),
-    "reward_model": ("reward_model", 1, {}, {"reward_model.score_pairs": 2, "reward_model.pair_statistics": 2}, ()),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, long) -> dict:
-    folder, steps = tmp_path_factory.mktemp("kills"), STEPS if long else STEPS_IN_CI
-    rows = (("pairs.jsonl", helpers.ROWS, 18), ("held.jsonl", helpers.HELD_OUT, 3))
-    pairs = [write_pairs(folder / name, source, count) for name, source, count in rows]
-    return helpers.workspace(folder) | {"save_every": 1, "total_episodes": 8 * steps, "pairs": pairs}
-
-
-def flags_of(base: dict, kind: str) -> dict:
-    script, _, changes, *_ = KINDS[kind]
-    values = {**base, **changes}
-    dataset, eval_dataset = values.pop("pairs")
-    if script == "reward_model":
-        kept = ("model", "system_prompt", "output_dir", "learning_rate", "eval_every", "save_every")
-        changes = {"batch_size": 6, "num_epochs": values["total_episodes"] // 24}  # three steps an epoch
-        return {name: values[name] for name in kept} | changes | {"dataset": dataset, "eval_dataset": eval_dataset}
-    return values | ({"ptx_dataset": base["dataset"]} if script == "ppo" else {})
+    steps = STEPS if long else STEPS_IN_CI
+    return helpers.workspace(tmp_path_factory.mktemp("kills")) | {"save_every": 1, "total_episodes": 8 * steps}
 
 
 class Chain:
@@ -137,7 +123,7 @@ class Chain:
 
 def rows_of(path: Path) -> list[dict]:
     """The rows of a log, without a last one that a kill cut short, and without the numbers of clocks."""
-    rows = files.read_jsonl(str(path))
+    rows = files.read_log(path.parent, path.name)
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
@@ -148,7 +134,14 @@ def undisturbed(base, tmp_path_factory):
 
     def run(kind: str) -> dict:
         if kind not in made:
-            values = {**flags_of(base, kind), "output_dir": str(tmp_path_factory.mktemp("whole")), "run_name": "whole"}
+            values = {
+                **base,
+                **KINDS[kind][2],
+                "output_dir": str(tmp_path_factory.mktemp("whole")),
+                "run_name": "whole",
+            }
+            if KINDS[kind][0] == "ppo":
+                values["ptx_dataset"] = base["dataset"]
             Chain(values, values, kind).finish()
             made[kind] = values
         return made[kind]
