@@ -1,7 +1,6 @@
 """Measure speed and memory. Each sub-command prints tables; docs/benchmarks.md has each figure with its command:
 
     python scripts/benchmark.py training --output results/training.md      # the first thing to run on a GPU
-    python scripts/benchmark.py passes --output results/bare.md
     trl-venv/bin/python scripts/benchmark.py trl --output results/trl.md   # with requirements.txt and trl==1.16.0
 
 Runs that are compared take turns, each in a process of its own with one thread. Seconds are medians over the processes
@@ -40,7 +39,6 @@ SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabula
     "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B
     "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B
     "39m": (512, 8, 8, 2, 1536, 32_000),
-    "10m": (64, 4, 4, 2, 256, 151_936),  # most parameters in the vocabulary
     "13m": (320, 8, 5, 5, 1280, 512),  # most parameters in the blocks
     "long tail": (64, 2, 4, 2, 256, 64),
 }
@@ -127,51 +125,44 @@ def run_trl(folder: str, flags: dict, micro_batch: int) -> list[dict]:
     return steps
 
 
-def passes_of(who: str, model, ids: torch.Tensor) -> dict[str, Callable]:
-    """Return sampling, log-probs and an update's forward and backward pass, by "grpo.py" or by "transformers" alone.
+def bare_logprobs(model, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each token (N, L) but the first, by transformers' whole logits."""
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=GPU):
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+    return -cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
 
-    Those of transformers hold whole logits; those of grpo.py compute the entropies of an update, too. ids: (N, L).
-    """
-    (sequences, length), vocabulary, stop = ids[:, 1:].shape, model.config.vocab_size, model.config.eos_token_id
-    if who == "grpo.py":
-        args = grpo.Args(max_response_length=length, min_response_length=length)
-        policy, mask = grpo.Policy(model, args), torch.arange(length + 1, device=ids.device).expand_as(ids) > 0
-        uniforms = torch.rand(sequences, length, dtype=torch.float64)
-        sample = lambda: grpo.generate(model, ids[:, :1].tolist(), uniforms, [stop], args, lambda: False)
-        logprobs = lambda **options: policy(ids, mask, **options)["logprobs"]
-    else:
-        sampling = transformers.GenerationConfig(
-            do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length, eos_token_id=stop, pad_token_id=stop
-        )
-        sample = lambda: model.generate(ids[:, :1], generation_config=sampling)
 
-        def logprobs(**options):
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-            return -cross_entropy(logits.view(-1, vocabulary), ids[:, 1:].flatten(), reduction="none")
+def run_transformers(folder: str, flags: dict, more: list) -> list[dict]:
+    """Do the work of steps by transformers and AdamW alone: `generate`, a pass for log-probs, updates in one batch."""
+    device, length = torch.device("cuda" if GPU else "cpu"), flags["max_response_length"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(flags["model"], dtype=torch.float32).to(device)
+    stop, optimizer = model.config.eos_token_id, torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0)
+    ids = torch.randint(2, model.config.vocab_size, (flags["mini_batch_size"], 8 + length), device=device)
+    sampling = transformers.GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length, eos_token_id=stop, pad_token_id=stop
+    )
 
-    return {
-        "time/rollout": sample,
-        "time/logprobs": torch.no_grad()(lambda: logprobs(entropy=False)),
-        "time/training": lambda: logprobs().mean().backward(),
+    def update() -> None:
+        for _ in range(flags["num_epochs"]):
+            bare_logprobs(model, ids).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    work = {
+        "time/rollout": lambda: model.generate(ids[:, :8], generation_config=sampling),
+        "time/logprobs": torch.no_grad()(lambda: bare_logprobs(model, ids)),
+        "time/training": update,
     }
-
-
-def run_passes(folder: str, flags: dict, more: tuple) -> list[dict]:
-    """Time passes five times; `more`: whose they are, sequences, tokens of a response."""
-    who, sequences, length = more
-    model, steps = transformers.AutoModelForCausalLM.from_pretrained(flags["model"]), []
-    device = torch.device("cuda" if GPU else "cpu")
-    ids = torch.randint(2, model.config.vocab_size, (sequences, length + 1), device=device)
-    passes = passes_of(who, model.to(device), ids)
-    for _ in range(WARM_UP + 3):
+    steps = []
+    for _ in range(flags["total_episodes"] // len(ids)):
         seconds = {}
-        for name, call in passes.items():
+        for name, call in work.items():
             begin = time.perf_counter()
             call()
             if GPU:
                 torch.cuda.synchronize()
             seconds[name] = time.perf_counter() - begin
-        steps.append({**seconds, "time/whole": sum(seconds.values())})
+        steps.append({**seconds, "time/whole": sum(seconds.values()), "val/sequence_lengths": length})
     return steps
 
 
@@ -282,42 +273,30 @@ def trl(rounds: int) -> tuple[str, list[str], list]:
     return "grpo.py and TRL's GRPOTrainer on a CPU", about, tables
 
 
-SEQUENCES, LENGTH = 16, 1024  # of the micro-batch of an update
+SEQUENCES, LENGTH = 16, 1024 if GPU else 128  # of the micro-batch of an update
 VARIANTS = ("shard fsdp", "gradient_checkpointing", "lora_rank 16")
 VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_attention_2", "flex_attention"))
 VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
 
 
 def training(rounds: int) -> tuple[str, list[str], list]:
-    """Time an update (forward, backward, AdamW) and a pass for log-probs of one micro-batch, with random weights."""
+    """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights, beside transformers alone."""
     flags = {
         "rollout_batch_size": SEQUENCES // 8, "mini_batch_size": SEQUENCES, "min_response_length": LENGTH,
         "max_response_length": LENGTH, "micro_batch_tokens": SEQUENCES * (LENGTH + 16), "num_epochs": 2,
         "rollout_backend": "hf", "total_episodes": SEQUENCES * (WARM_UP + 3),
     }  # fmt: skip
-    kinds = {"base": (run_grpo, []), **{f"--{flag}": (run_grpo, f"--{flag}".split()) for flag in VARIANTS}}
+    kinds = {"grpo.py": (run_grpo, []), "transformers": (run_transformers, [])}
+    kinds |= {f"--{flag}": (run_grpo, f"--{flag}".split()) for flag in VARIANTS}
     tables = []
-    for shape in ("0.5b", "1.5b"):
+    for shape in ("0.5b", "1.5b") if GPU else ("39m", "13m"):
         results = compare({**flags, "model": shape}, kinds, rounds)
-        tables.append(run_table(shape, results, "time/training", "time/logprobs"))
+        tables.append(run_table(shape, results, "time/rollout", "time/logprobs", "time/training"))
     about = f"a step: {SEQUENCES} responses of {LENGTH} tokens, one pass for log-probs, two updates of one micro-batch"
-    return "Updates and log-probs", [about], tables
+    return "A step of grpo.py, and of transformers alone", [about], tables
 
 
-PASSES = ("39m", 8, 256), ("13m", 64, 96), ("10m", 32, 64), (TINY, 256, 48)  # a model, sequences, tokens of each
-
-
-def passes(rounds: int) -> tuple[str, list[str], list]:
-    """Time decoding, a pass for log-probs and an update by grpo.py and by transformers alone."""
-    tables = []
-    for model, *size in PASSES:
-        results = compare({"model": model}, {x: (run_passes, (x, *size)) for x in ("transformers", "grpo.py")}, rounds)
-        title = f"{os.path.basename(model)}: {size[0]} x {size[1]}"
-        tables.append(run_table(title, results, "time/rollout", "time/logprobs", "time/training"))
-    return "Passes of grpo.py and of transformers alone", [], tables
-
-
-COMMANDS = {"trl": trl, "training": training, "passes": passes}
+COMMANDS = {"trl": trl, "training": training}
 
 
 def main(command: tyro.conf.Positional[Literal[tuple(COMMANDS)]], rounds: int = 3, output: str = "") -> None:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import re
 from pathlib import Path
 
@@ -24,32 +25,13 @@ def tree_of(name: str) -> ast.Module:
     return ast.parse((ROOT / name).read_text())
 
 
-def members(body: list[ast.stmt]) -> dict[str, ast.stmt]:
-    """Return the functions, classes, variables and fields that some statements define, by name."""
-    found = {}
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found[node.name] = node
-        for target in [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ()):
-            if isinstance(target, ast.Name):
-                found[target.id] = node
-    return found
-
-
-def fields(node: ast.ClassDef) -> set[str]:
-    """Return what a class defines, with what it inherits from those in plumbing/cli.py."""
-    found, rooms = set(members(node.body)), members(tree_of("plumbing/cli.py").body)
-    for base in node.bases:
-        owner = rooms.get(base.attr if isinstance(base, ast.Attribute) else base.id)  # cli.RunArgs, or RunArgs there
-        found |= fields(owner) if isinstance(owner, ast.ClassDef) else set()
-    return found
-
-
 def defines(name: str, dotted: str) -> bool:
     """Return whether a file defines a name, such as "generate", "Policy.forward" or "Args.loss"."""
+    module = importlib.import_module(name.removesuffix(".py").removeprefix("scripts/").replace("/", "."))
     first, _, member = dotted.partition(".")
-    node = members(tree_of(name).body).get(first)
-    return node is not None and (not member or isinstance(node, ast.ClassDef) and member in fields(node))
+    value = getattr(module, first, None)
+    is_here = getattr(value, "__module__", module.__name__) == module.__name__
+    return value is not None and is_here and (not member or hasattr(value, member))
 
 
 @functools.cache

@@ -42,15 +42,3 @@ def test_every_step_is_compared(mine):
     assert all(set(agree.DELIBERATE[who]) <= set(theirs) for who, theirs in PEERS.items())
     of_parameters = [mine[f"gradient of the parameters: {step}"] for step in agree.STEPS]
     assert all(x.isfinite().all() and x.abs().max() > 1e-3 for x in of_parameters)
-
-
-@pytest.mark.parametrize("who", PEERS)
-def test_the_peers_again(who, tmp_path):
-    """Where TRL_PYTHON or VERL_PYTHON names the Python of an environment that has the package."""
-    python = os.environ.get(f"{who.upper()}_PYTHON")
-    if not python:
-        pytest.skip(f"{who.upper()}_PYTHON is not set")
-    agree.write_inputs(str(tmp_path))
-    theirs = agree.sketch(agree.theirs(who, python, str(tmp_path)))
-    assert theirs.keys() == PEERS[who].keys()
-    assert all(difference(theirs[name], PEERS[who][name]) < 1e-12 for name in theirs)
