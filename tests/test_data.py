@@ -446,24 +446,6 @@ def test_bad_entries(entry, field, tmp_path, tokenizers, capsys):
     )
 
 
-def test_a_run_on_a_mixture(tmp_path):
-    """Resumed or not, the same prompts, as samples.jsonl tells. Each data set of an evaluation has an accuracy."""
-    values = helpers.workspace(tmp_path)
-    (tmp_path / "mix.json").write_text(
-        json.dumps([{"prob": 3, "filepath": "train.jsonl"}, {"prob": 1, "filepath": "held_out.jsonl"}])
-    )
-    values |= {"dataset": str(tmp_path / "mix.json"), "eval_dataset": "", "eval_every": 0, "run_name": "whole"}
-    evaluated = mixture(tmp_path, {"a": (5, 1), "b": (5, 1)}, "evaluated.json")
-    helpers.run_here({**values, "eval_dataset": evaluated, "eval_prompts": 4, "eval_every": 4})
-    parts = {"run_name": "parts", "total_episodes": 16}
-    helpers.run_here({**values, **parts})
-    helpers.run_here({**values, **parts, "total_episodes": 32, "resume": True})
-    whole, pieces = (helpers.read_lines(tmp_path / "runs" / name / "samples.jsonl") for name in ("whole", "parts"))
-    assert whole == pieces and len(whole) == 32
-    last = helpers.read_lines(tmp_path / "runs" / "whole" / "metrics.jsonl")[-1]
-    assert {name for name in last if name.startswith("eval/accuracy/")} == {f"eval/accuracy/{c}.jsonl" for c in "ab"}
-
-
 def test_accuracy_of_each_data_set():
     batch = lambda names: types.SimpleNamespace(samples=[types.SimpleNamespace(row={"dataset": x}) for x in names])
     accuracy = evaluation.accuracy_of_data_sets(batch("aabab"), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]))
