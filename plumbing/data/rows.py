@@ -116,7 +116,7 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
         elif kind == "reasoning_gym":
             rows = reasoning_gym_rows(task, split, BUILT_IN[kind][split])
         elif os.path.isfile(name):
-            rows = read_file(name)
+            rows = read_file(flag, name)
         elif os.path.isdir(name) or name.count("/") == 1:
             rows = read_data_set(name, split)
         else:
@@ -126,8 +126,8 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
     return check(f"{flag} {name}", rows, ROWS)
 
 
-def read_file(name: str) -> list[dict]:
-    """Return the rows of a .jsonl, .json (a list of rows) or .parquet file; raise ValueError naming the line.
+def read_file(flag: str, name: str) -> list[dict]:
+    """Return the rows of a .jsonl, .json (a list of rows) or .parquet file.
 
     `datasets` reads these, too, but gives each column one type for all rows.
     """
@@ -142,10 +142,8 @@ def read_file(name: str) -> list[dict]:
         if name.endswith(".json"):
             return json.load(file)
         for number, line in enumerate(file, 1):
-            try:
+            with loading(f"{flag} {name}: row {number}"):
                 rows += [json.loads(line)] if line.strip() else []
-            except ValueError as error:
-                raise ValueError(f"row {number}: {error}") from None
     return rows
 
 
