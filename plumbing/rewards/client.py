@@ -8,7 +8,6 @@ import math
 import os
 from multiprocessing.pool import ThreadPool
 
-import pydantic
 import urllib3
 
 from plumbing.rewards.workers import POLL, columns_of, finite_or_nan, never
@@ -20,14 +19,6 @@ RETRIES = urllib3.Retry(  # after 0, 2, 4, 8 and 16 s, or what the server's Retr
     5, backoff_factor=1, retry_after_max=60, allowed_methods=None, raise_on_status=False,
     status_forcelist=(408, 429, *range(500, 600)),
 )  # fmt: skip
-
-
-class Answer(pydantic.BaseModel):
-    """What a server answers."""
-
-    error_code: int
-    error_msg: str = ""
-    score: list[float | None] = []  # of each response; null, NaN and infinity are scores that are missing
 
 
 class ServerSource:
@@ -78,12 +69,12 @@ class ServerSource:
             answer = self.connections.request("POST", self.url, body=content, headers=self.headers)
             if not 200 <= answer.status < 300:
                 raise ValueError(f"HTTP status {answer.status}: {answer.data[:300].decode(errors='replace')}")
-            content = Answer.model_validate_json(answer.data)
-            if content.error_code or len(content.score) != len(rows):
-                raise ValueError(f"error_code {content.error_code}: {content.error_msg}, {len(content.score)} scores")
-            return list(map(finite_or_nan, content.score))
+            content = answer.json()
+            if content["error_code"] or not isinstance(content["score"], list) or len(content["score"]) != len(rows):
+                raise ValueError(f"not {len(rows)} scores: {content}")
+            return list(map(finite_or_nan, content["score"]))  # null, NaN and infinity are scores that are missing
         except Exception as error:  # an address may answer anything
-            self.failure = f"gave no scores ({' '.join(str(error).split())[:300]})"
+            self.failure = f"gave no scores ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
             return [math.nan] * len(rows)
 
 
