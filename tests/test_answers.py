@@ -224,21 +224,11 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         (r"\boxed{2, 3, 5}", "2,3,5", 1), ("The answer is 2.3.", "2,3,5", 0), (r"\boxed{a+b}", "a+b", 1),
     ],
 }  # fmt: skip
-KNOWN_MISSES = [  # the verdict is the other one
-    ("The answer is forty-two.", "42", 1), ("The answer is minus 7.", "-7", 1), ("The answer is 0.25.", r"25\%", 1),
-    ("The answer is $18 and not $20.", "18", 1), ("The area is 2π.", r"2\pi", 1), ("The area is 2*pi.", r"2\pi", 1),
-    (r"\boxed{e^{i\pi}}", "-1", 1), ("42 apples are too many, so I give no answer.", "42", 0),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("group", MATH)
 def test_math(group):
     assert misses(verifiers.math, MATH[group]) == []
-
-
-def test_known_misses_of_math():
-    """One that is no longer missed moves to the table above."""
-    assert [row[:3] for row in misses(verifiers.math, KNOWN_MISSES)] == KNOWN_MISSES
 
 
 @pytest.mark.parametrize("solution", [r"Since $x=5$, we get $\boxed{10}$.", "Then 2 * 5 = 10.\nThe answer is $10$."])

@@ -113,7 +113,6 @@ FILES = {  # a file: what is said of it, "" for a file that loads
     "print('x' * 1000000)\ndef score(prompts, responses): return [1.0] * 20": "",
     "raise RuntimeError('no judge')": "RuntimeError: no judge",
     "import os; os._exit(4)": "ProcessExpired: ",
-    "score = 3": "AttributeError: ",
     "import time; time.sleep(600)": "TimeoutError: ",
 }
 
