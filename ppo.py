@@ -815,7 +815,7 @@ def main(args: Args) -> None:
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, needs_answer, tools)
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     if args.value_model:
-        loading.check_can_read("--value_model", args.value_model, tokenizer, args.model)
+        loading.check_can_read("--value_model", args.value_model, tokenizer)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size

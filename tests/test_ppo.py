@@ -175,7 +175,7 @@ def test_a_value_model_of_another_vocabulary_is_refused(tmp_path, capsys):
         helpers.tiny_model(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         with contextlib.nullcontext() if tokenizer is ours else pytest.raises(SystemExit):
-            loading.check_can_read("--value_model", str(tmp_path), ours, str(tmp_path))
+            loading.check_can_read("--value_model", str(tmp_path), ours)
     assert capsys.readouterr().err.startswith(f"error: --value_model {tmp_path}: ")
 
 
