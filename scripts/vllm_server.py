@@ -47,8 +47,9 @@ class Args:
     """GB of key-value cache on each device; 0 for what --gpu-memory-utilization (0.9) of a GPU leaves."""
 
 
-def vllm_command(args: Args) -> list[str]:
-    """Return the command of vLLM's server."""
+def main(args: Args, others: list[str]) -> None:
+    with utils.loading(f"--host {args.host}"):
+        require_key(args.host, "VLLM_API_KEY")
     options = {
         "model": args.model,
         "host": args.host,
@@ -64,16 +65,11 @@ def vllm_command(args: Args) -> list[str]:
         "kv-cache-memory-bytes": int(args.kv_cache_gb * 1e9),
     }
     words = [f"--{name}={value}" for name, value in options.items() if value]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", *words]
-
-
-def main(args: Args, others: list[str]) -> None:
-    with utils.loading(f"--host {args.host}"):
-        require_key(args.host, "VLLM_API_KEY")
+    module = ["-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
     path = os.pathsep.join(filter(None, [utils.ROOT, os.environ.get("PYTHONPATH")]))  # for plumbing/http.py
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
     # Signals and the exit code are vLLM's from here on.
-    os.execve(sys.executable, [*vllm_command(args), *others], {**os.environ, **switches})
+    os.execve(sys.executable, [sys.executable, *module, *words, *others], {**os.environ, **switches})
 
 
 if __name__ == "__main__":

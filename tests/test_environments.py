@@ -13,7 +13,7 @@ import helpers
 import pytest
 
 from plumbing import cli
-from plumbing.turns.processes import ToolProcesses
+from plumbing.turns.processes import ToolProcess, ToolProcesses
 from plumbing.turns.templates import ToolCall, pattern_reader
 
 PAGE = (helpers.ROOT / "docs" / "environments.md").read_text()
@@ -40,7 +40,7 @@ def test_the_environment(folder):
     processes = ToolProcesses((f"{folder}/guess.py:middle",), f"{folder}/guess.py:Guess", 30.0)
 
     async def play() -> list:
-        process = processes.open(1)
+        process = ToolProcess(processes, 1)
         results = [await process.environment.ask("reset", {"prompt": "Guess", "secret": 7})]
         results += [await process.environment.ask("step", guess) for guess in ("9", "low", " 7 ")]
         results.append(await process.call("middle", {"low": 3, "high": 11}))

@@ -11,7 +11,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcesses
+from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 
 TOOLS = '''
 import os, random, subprocess, sys, time
@@ -152,7 +152,7 @@ def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> lis
     """
 
     async def run():
-        process, results = processes.open(seed), []
+        process, results = ToolProcess(processes, seed), []
         try:
             if row is not None:
                 results.append(await process.environment.ask("reset", row))
@@ -303,7 +303,7 @@ def test_many_at_once_and_nothing_is_left(processes):
     found = []
 
     async def play(number: int) -> tuple:
-        process = processes.open(number)
+        process = ToolProcess(processes, number)
         try:
             await process.environment.ask("reset", {"secret": number})
             found.append(process.environment.process.pid)
@@ -323,7 +323,7 @@ def test_many_at_once_and_nothing_is_left(processes):
 TRAINER = """
 import asyncio, sys
 import torch  # as a trainer does
-from plumbing.turns.processes import ToolProcesses
+from plumbing.turns.processes import ToolProcess, ToolProcesses
 
 async def train(process):
     await process.environment.ask("reset", {"secret": 1})
@@ -332,7 +332,7 @@ async def train(process):
     await process.call("run", {"code": "time.sleep(99)"})
 
 if __name__ == "__main__":
-    asyncio.run(train(ToolProcesses((sys.argv[1],), sys.argv[2], 60.0).open(1)))
+    asyncio.run(train(ToolProcess(ToolProcesses((sys.argv[1],), sys.argv[2], 60.0), 1)))
 """
 
 
@@ -386,7 +386,7 @@ def test_python_tool():
     }
 
     async def call() -> int:
-        process = processes.open(1)
+        process = ToolProcess(processes, 1)
         for code, printed in programs.items():
             assert await process.call("python", {"code": code}) == printed
         number, process.tools.timeout = process.tools.process.pid, 1.0

@@ -117,7 +117,8 @@ class Conversations:
             warn(f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}")
 
     async def _sample(self, rows, seeds, draws, interrupted: Callable, engine, generate) -> list[Conversation] | None:
-        conversations, processes = [Conversation(row) for row in rows], [self.processes.open(seed) for seed in seeds]
+        conversations = [Conversation(row) for row in rows]
+        processes = [ToolProcess(self.processes, seed) for seed in seeds]
         pairs = list(zip(conversations, processes))
 
         async def interruption() -> None:

@@ -62,17 +62,13 @@ class ToolProcesses:
         if len(set(self.names)) < len(self.names):
             fail(f"--tools, --environment: two of the tools {', '.join(self.names)} have the same name")
 
-    def open(self, seed: int) -> "ToolProcess":
-        """Return the processes of one conversation, which start when they are first called.
-
-        Args:
-            seed: of their `random` and `numpy.random`.
-        """
-        return ToolProcess(self, seed % 2**64)
-
 
 class ToolProcess:
-    """The processes of one conversation. It makes one call at a time, and has to be killed at its end."""
+    """The processes of one conversation, which start when they are first called, and have to be killed at its end.
+
+    Args:
+        seed: of their `random` and `numpy.random`.
+    """
 
     def __init__(self, processes: ToolProcesses, seed: int):
         self.processes = processes
