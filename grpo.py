@@ -119,9 +119,9 @@ class Args(
     """Estimator of the KL per token."""
 
     non_stop_penalty: bool = True
-    """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
-    penalty_reward_value: FiniteFloat = 0.0
-    """Score of a response without a stop token."""
+    """Penalise a response without a stop token by --penalty_reward_value."""
+    penalty_reward_value: FiniteFloat | None = None
+    """Score of a response without a stop token; default: the lower of its score and 0."""
     overlong_buffer: NonNegativeInt = 0
     """Soft overlong penalty: over this many last tokens before --max_response_length the score falls linearly by up to
     1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
@@ -422,7 +422,7 @@ def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Bat
         conversations.leave_out_failed(responses)
     batch = Batch.from_samples(responses, model_device(sampler.model))
     if not batch.tokens["rollout_logprobs"].isfinite().all():
-        utils.fail("--model: its log-probabilities are not finite; check its weights, --precision and --temperature")
+        utils.fail("--model or --learning_rate: log-probabilities are not finite; bad weights, or too large an update")
     return batch
 
 
@@ -472,13 +472,14 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     """Return the score that each response trains with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool, see `Batch.ended`.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included. stopped: (N,) bool.
     """
     if args.non_stop_penalty:
-        scores = torch.where(stopped, scores, args.penalty_reward_value)
+        value = args.penalty_reward_value
+        scores = torch.where(stopped, scores, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
-        scores = scores - (over / args.overlong_buffer).clamp(min=0)
+        scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(min=0)
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
@@ -501,8 +502,8 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
             return None
         position, samples = position + count, samples + latest.samples
         batch = Batch.from_samples(samples, latest.stopped.device)
-        lengths = batch.response_mask.sum(1)
-        batch.scores = final_scores(weighted_sum(batch.reward_components, args), lengths, batch.ended, args)
+        scores = weighted_sum(batch.reward_components, args)
+        batch.scores = final_scores(scores, batch.response_lengths, batch.stopped, args)
         has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
         groups = int(has_signal.sum())
         if groups >= wanted or evaluation.unscored(latest, rewards, args):
@@ -661,7 +662,7 @@ def main(args: Args) -> None:
             with lora.without_lora(reference.model):
                 values = forward_batch(reference, batch, args, world, precision.autocast, entropy=False)
             batch.tokens["ref_logprobs"] = values["logprobs"]
-        if old_logprobs_from == "trainer" or kl_in == "reward":
+        if old_logprobs_from == "trainer" or kl_in == "reward" or reference is not None and updates_a_step > 1:
             values = forward_batch(policy, batch, args, world, precision.autocast, entropy=False)
             logprobs_at_start = values["logprobs"]
             if reference is not None:
@@ -674,10 +675,10 @@ def main(args: Args) -> None:
         # ---- 3. advantages ----
         outcomes = scores  # R, (N,)
         if kl_in == "reward":
-            outcomes = scores - kl_coef * masked_sum(batch.tokens["kl"], mask, 1)
+            outcomes = outcomes - kl_coef * masked_sum(batch.tokens["kl"], mask, 1)
         advantages = group_advantages(outcomes, args.group_size, scale).to(precision.loss_dtype)  # (N,)
-        if kl_in == "reward":  # a KL that is not finite is not a missing score: `Optimizer.step` skips its update
-            advantages = advantages.masked_fill(scores.isfinite() & ~outcomes.isfinite(), math.nan)
+        # A KL that is not finite is not a missing score: `Optimizer.step` skips its update.
+        advantages = advantages.masked_fill(scores.isfinite() & ~outcomes.isfinite(), math.nan)
         batch.tokens["advantages"] = torch.where(mask, advantages[:, None], 0.0)
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
@@ -738,11 +739,10 @@ def main(args: Args) -> None:
         total = sums.totals()
 
         # ---- 6. metrics, and the KL controller ----
-        mean_score = experience.metrics["objective/scores"]
         metrics = {
             "epoch": experience.position / len(prompts),
             "objective/kl_coef": kl_coef,
-            **policy_metrics(total, len(updates), len(trained), args, mean_score, kl_coef),
+            **policy_metrics(total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef),
             **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
             **experience.metrics,
             **optimizer.metrics(),

@@ -144,9 +144,9 @@ class Args(
     """Rows of --ptx_dataset an optimizer update, over all ranks."""
 
     non_stop_penalty: bool = True
-    """Replace the score of a response that does not end with a stop token by --penalty_reward_value."""
-    penalty_reward_value: FiniteFloat = 0.0
-    """Score of a response without a stop token."""
+    """Penalise a response without a stop token by --penalty_reward_value."""
+    penalty_reward_value: FiniteFloat | None = None
+    """Score of a response without a stop token; default: the lower of its score and 0."""
     overlong_buffer: NonNegativeInt = 0
     """Soft overlong penalty: over this many last tokens before --max_response_length the score falls linearly by up to
     1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
@@ -627,7 +627,7 @@ def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Bat
         conversations.leave_out_failed(responses)
     batch = Batch.from_samples(responses, model_device(sampler.model))
     if not batch.tokens["rollout_logprobs"].isfinite().all():
-        utils.fail("--model: its log-probabilities are not finite; check its weights, --precision and --temperature")
+        utils.fail("--model or --learning_rate: log-probabilities are not finite; bad weights, or too large an update")
     return batch
 
 
@@ -691,7 +691,7 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: l
     """Return the score that each response trains with (N,); NaN for one that is left out, also of baselines and means.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens. stopped: (N,) bool, see `Batch.ended`.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included. stopped: (N,) bool.
         statistics: as in `update_statistics`, of all scores so far.
     """
     if args.reward_normalization:
@@ -700,10 +700,11 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: l
     if args.reward_clip:
         scores = scores.clamp(-args.reward_clip, args.reward_clip)
     if args.non_stop_penalty:
-        scores = torch.where(stopped, scores, args.penalty_reward_value)
+        value = args.penalty_reward_value
+        scores = torch.where(stopped, scores, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
-        scores = scores - (over / args.overlong_buffer).clamp(min=0)
+        scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(min=0)
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
@@ -731,7 +732,7 @@ def collect(
         statistics = update_statistics(statistics, weighted_sum(latest.reward_components, args))
         batch = Batch.from_samples(samples, latest.stopped.device)
         scores = weighted_sum(batch.reward_components, args)  # all of a step by the same statistics
-        batch.scores = final_scores(scores, batch.response_mask.sum(1), batch.ended, statistics, args)
+        batch.scores = final_scores(scores, batch.response_lengths, batch.stopped, statistics, args)
         has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
         groups = int(has_signal.sum())
         if groups >= wanted or evaluation.unscored(latest, rewards, args):
@@ -873,7 +874,8 @@ def main(args: Args) -> None:
             with lora.without_lora(reference.model):
                 values = forward_batch(reference, batch, args, world, precision.autocast, entropy=False)
             batch.tokens["ref_logprobs"] = values["logprobs"]
-        if old_logprobs_from == "trainer" or kl_in == "reward" or args.pf_ppo != "none":
+        kl_at_start = reference is not None and (kl_in == "reward" or updates_a_step > 1)
+        if old_logprobs_from == "trainer" or kl_at_start or args.pf_ppo != "none":
             values = forward_batch(policy, batch, args, world, precision.autocast, entropy=False)
             logprobs_at_start = values["logprobs"]
             if reference is not None:
@@ -966,11 +968,10 @@ def main(args: Args) -> None:
                 total.update(kl=masked_sum(kl, scored).item(), mean_kl=masked_mean(kl, scored, 1).sum().item())
 
         # ---- 6. metrics, and the KL controller ----
-        mean_score = experience.metrics["objective/scores"]
         metrics = {
             "epoch": experience.position / len(prompts),
             "objective/kl_coef": kl_coef,
-            **policy_metrics(total, len(updates), len(trained), args, mean_score, kl_coef),
+            **policy_metrics(total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef),
             **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
             "loss/value_avg": total["value_loss"],
             "val/clipfrac_avg": total["raised"] / total["value_tokens"],

@@ -65,6 +65,7 @@ CASES = {  # columns of the row, flags, turns of the model, expected text, stop 
     "done": ({}, {}, ["ab", "c", "def"], "ab2>c3>def", "done", 0.6, 0, 0),
     "adds": ({"mode": "adds"}, {}, ["a", "b", "c"], "a1>b2>c", "done", 0.3, 0, 0),
     "max_turns": ({}, {"max_turns": 2}, ["ab", "c"], "ab2>c", "max_turns", 0.3, 0, 0),
+    "a last turn cut off": ({}, {"max_turns": 1, "max_response_length": 3}, ["abcd"], "abc", "length", 0.0, 0, 0),
     "length of the whole": ({}, {"max_response_length": 6}, ["ab", "cdef"], "ab2>c", "length", 0.3, 0, 0),
     "a long observation": ({"mode": "talks"}, {}, ["ab"], "ab", "length", 0.0, 0, 0),
     "the environment raises": ({"mode": "raises"}, {}, ["ab", "c"], "ab2>c", "error", math.nan, 0, 0),
@@ -101,7 +102,7 @@ def test_how_it_goes(name):
     for row, one in zip(rows, conversations.sample(rows, [1, 2], None, never, generate=says(tokenizer, *said))):
         assert tokenizer.decode(one.response, skip_special_tokens=True) == text
         assert (one.stop_reason, one.tool_calls, one.tool_errors) == (stop_reason, calls, errors)
-        assert one.stop_reason in STOP_REASONS and one.stopped == (stop_reason == "done")
+        assert one.stop_reason in STOP_REASONS and one.stopped == (stop_reason != "length")
         assert bool(one.error) == (stop_reason == "error")
         assert one.reward == pytest.approx(reward, nan_ok=True)
         # The mask is set on turns of the model, and on nothing else.
@@ -223,31 +224,31 @@ def test_advantages_pass_over_observations(batch):
 
 @pytest.mark.parametrize("script", [grpo, rloo, ppo])
 def test_failed_environments_are_left_out(batch, script):
-    """Their score is NaN, and so is it where a limit's penalty would be given."""
+    """Their score is NaN; a limit of turns is no cut, and a limit of tokens has the penalty."""
     row = row_of(make_tokenizer())
     stopped = Conversation(row, [5], {"rollout_logprobs": [-1.0], "response_mask": [1]}, [], [1.0], "done")
     failed = dataclasses.replace(stopped, stop_reason="error", error="it is broken")
-    cut_off = dataclasses.replace(stopped, stop_reason="max_turns")
+    others = [dataclasses.replace(stopped, stop_reason=reason) for reason in ("max_turns", "length")]
 
-    class ThreeConversations(Conversations):
+    class FourConversations(Conversations):
         def __init__(self):
             pass
 
         def sample(self, *_):
-            return [failed, stopped, cut_off]
+            return [failed, stopped, *others]
 
     class Rewards(EnvironmentRewards):
         verifiers = ()
 
         def score(self, rows, texts, responses, interrupted):
-            return {"model": [2.0, 3.0, 3.0]}
+            return {"model": [2.0, 3.0, 3.0, 3.0]}
 
-    args = args_of(script, reward=("model",), rollout_batch_size=1, group_size=3, filter_groups="none")
-    sampler = sampler_of(script, batch[1].model, Rewards(), ThreeConversations(), args)
+    args = args_of(script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none")
+    sampler = sampler_of(script, batch[1].model, Rewards(), FourConversations(), args)
     statistics = [[0.0, 0.0, 0.0]] if script is ppo else []
     found = script.collect(sampler, [row], 1, 0, 0, *statistics)
-    assert found.batch.reward_components["model"].tolist() == pytest.approx([math.nan, 3.0, 3.0], nan_ok=True)
-    assert found.batch.scores.tolist() == pytest.approx([math.nan, 3.0, 0.0], nan_ok=True)
+    assert found.batch.reward_components["model"].tolist() == pytest.approx([math.nan, 3.0, 3.0, 3.0], nan_ok=True)
+    assert found.batch.scores.tolist() == pytest.approx([math.nan, 3.0, 3.0, 0.0], nan_ok=True)
 
 
 def test_rewards_that_are_not_finite_are_no_scores():

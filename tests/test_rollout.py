@@ -485,7 +485,7 @@ def test_a_model_that_gives_no_numbers_is_refused(setting, capsys):
     sampler.model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits * math.nan)
     with pytest.raises(SystemExit) as end:
         rollout(sampler, rows, 3, KEY)
-    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: --model: ")
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: --model or --learning_rate: ")
 
 
 def test_training_sees_the_sampled_ids_where_text_would_give_others(load):

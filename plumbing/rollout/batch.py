@@ -24,7 +24,7 @@ class Sample:
     row: dict  # of the data: "prompt", the text, "query", its token ids, "answer", "columns"
     response: list[int]  # token ids up to and including the stop token; observations of a conversation, too
     values: dict[str, list]  # one value per token of the response, by name
-    stopped: bool  # whether a stop token was sampled, or the conversation ended by itself
+    stopped: bool  # whether it ended before --max_response_length cut it off
     conversation: object = None  # plumbing.turns.conversations.Conversation, with --tools or --environment
     text: str = ""
     scores: dict[str, float] | None = None  # by reward source; NaN where it gave none
@@ -101,7 +101,7 @@ class Batch:
 
     samples: list[Sample]
     stopped: Tensor  # (N,) bool
-    reward_components: dict[str, Tensor]  # reward source: (N,) scores, NaN where it gave none
+    reward_components: dict[str, Tensor]  # reward source: (N,) float64 scores, NaN where it gave none
     tokens: dict[str, Tensor]  # (N, T) each, 0 after a response's end; "response_mask" (bool): what was sampled
     scores: Tensor | None = None  # (N,), what a response is trained with; NaN for one that is left out
 
@@ -113,7 +113,8 @@ class Batch:
         tokens |= {name: padded([x.values[name] for x in samples]) for name in samples[0].values}
         tokens["response_mask"] = tokens["response_mask"].bool()
         components = {
-            name: torch.tensor([x.scores[name] for x in samples], device=device) for name in samples[0].scores
+            name: torch.tensor([x.scores[name] for x in samples], dtype=torch.float64, device=device)
+            for name in samples[0].scores
         }
         stopped = torch.tensor([x.stopped for x in samples], device=device)
         return Batch(samples, stopped, components, tokens, scores)
@@ -123,10 +124,9 @@ class Batch:
         return self.tokens["response_mask"]
 
     @property
-    def ended(self) -> Tensor:
-        """Return (N,) bool, whether no limit cut a response off: it stopped, or its environment failed."""
-        failed = [x.conversation is not None and x.conversation.stop_reason == "error" for x in self.samples]
-        return self.stopped | torch.tensor(failed, device=self.stopped.device)
+    def response_lengths(self) -> Tensor:
+        """Return (N,): the tokens of each response, observations of a conversation included."""
+        return torch.tensor([len(x.response) for x in self.samples], device=self.stopped.device)
 
     @property
     def lengths(self) -> list[int]:

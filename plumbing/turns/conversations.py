@@ -54,8 +54,8 @@ class Conversation:
 
     @property
     def stopped(self) -> bool:
-        """Return whether it ended by itself."""
-        return self.stop_reason == "done"
+        """Return whether it ended before --max_response_length cut it off."""
+        return self.stop_reason != "length"
 
     def scored_row(self) -> dict:
         """Return the row with what reward sources read of the conversation."""
@@ -201,7 +201,7 @@ class Conversations:
             if done or (stopped and not messages):
                 conversation.stop_reason = "done"
             elif messages and conversation.metrics()["turns"] == self.args.max_turns:
-                conversation.stop_reason = "max_turns"
+                conversation.stop_reason = "max_turns" if stopped else "length"
             elif not messages or len(conversation.response) + len(observation) >= self.args.max_response_length:
                 conversation.stop_reason = "length"
             else:
