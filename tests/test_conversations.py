@@ -65,7 +65,7 @@ CASES = {  # columns of the row, flags, turns of the model, expected text, stop 
     "done": ({}, {}, ["ab", "c", "def"], "ab2>c3>def", "done", 0.6, 0, 0),
     "adds": ({"mode": "adds"}, {}, ["a", "b", "c"], "a1>b2>c", "done", 0.3, 0, 0),
     "max_turns": ({}, {"max_turns": 2}, ["ab", "c"], "ab2>c", "max_turns", 0.3, 0, 0),
-    "a last turn cut off": ({}, {"max_turns": 1, "max_response_length": 3}, ["abcd"], "abc", "length", 0.0, 0, 0),
+    "a last turn cut off": ({}, {"max_turns": 1, "max_response_length": 3}, ["abcd"], "abc", "length", 0.3, 0, 0),
     "length of the whole": ({}, {"max_response_length": 6}, ["ab", "cdef"], "ab2>c", "length", 0.3, 0, 0),
     "a long observation": ({"mode": "talks"}, {}, ["ab"], "ab", "length", 0.0, 0, 0),
     "the environment raises": ({"mode": "raises"}, {}, ["ab", "c"], "ab2>c", "error", math.nan, 0, 0),
