@@ -28,5 +28,6 @@ else
         .venv/bin/uv pip install --quiet --python .venv/bin/python --torch-backend cpu "$torch"
     fi
     grep -v '^vllm==' requirements.txt | pip install --quiet -r /dev/stdin
+    pip uninstall --quiet --yes torchvision torchaudio torchcodec # CUDA builds, left by an interrupted test.sh
 fi
 cp requirements.txt "$stamp"

