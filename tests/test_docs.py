@@ -137,10 +137,6 @@ def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
     assert 0 < helpers.metrics_of(values)[-1]["policy/uncertain_share"] <= 1
 
 
-def test_the_front_page_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-
-
 def test_every_folder_stands_on_the_front_page():
     text = (ROOT / "README.md").read_text()
     assert not [

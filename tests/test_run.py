@@ -316,17 +316,12 @@ def test_a_huge_learning_rate(base, tmp_path):
         assert all_finite(checkpoint), checkpoint
 
 
-# ---- every option runs a step ----------------------------------------------------------------------------------------
+# ---- options that test_invariance.py does not have, a step each ------------------------------------------------------
 
 ONCE = dict(total_episodes=8, eval_every=0, save_every=0)
 OPTIONS = [
-    dict(loss="dr_grpo", loss_aggregation="token", kl_in="reward", kl_estimator="k1"),
-    dict(loss="dapo", kl_estimator="abs", advantage_scale="batch", dual_clip=3.0),
-    dict(loss="bnpo", kl_estimator="k2", kl_in="reward", kl_target=0.1),
     dict(loss="gspo", dual_clip=3.0, gradient_checkpointing=True, advantage_scale="none"),
-    dict(loss="cispo", loss_aggregation="sequence_sum", entropy_coef=0.01, num_epochs=1, mini_batch_size=8),
     dict(loss="sapo", loss_aggregation="constant", kl_coef=0.0),
-    dict(loss="reinforce", loss_aggregation="step_token", ref_refresh_every=1),
     dict(loss="grpo", loss_aggregation="sequence", precision="bf16", gradient_checkpointing=True),
     dict(top_p=0.9, repetition_penalty=1.1, min_response_length=3, temperature=0.7, adam_betas=(0.8, 0.9)),
     dict(stop_token="+", non_stop_penalty=True, penalty_reward_value=-1.0, kl_coef=0.0, kl_in="reward"),
