@@ -12,7 +12,7 @@ Deliberate choices:
 2. The score is read at the last token by the rows' lengths, never by looking for padding: pad == eos is harmless.
    (transformers' forward looks for padding; where pad == eos its config therefore gets no pad token, and it reads
    one row at a time.)
-3. A response ends with the stop token, as the ones that a policy samples do, and is encoded behind its prompt.
+3. A response ends with the stop token of the chat template, as those of a policy do, and is encoded behind its prompt.
 4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens` changes it.
 5. The order of the pairs is a function of the seed and the step: a resumed run continues bit for bit.
 6. The output is a folder for AutoModelForSequenceClassification. Its config carries `score_mean` and `score_std` of the
@@ -177,8 +177,8 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
             if prompt is not None:
                 as_is = args.chat_template == "none"
                 pair["prompt"], query = prompts.encode_prompt(where, prompt, tokenizer, args.system_prompt, as_is)
-            ids = query + prompts.encode_text(where, text, tokenizer, special=prompt is None)
-            pair |= {side: ids if ids[-1] in stop_ids else [*ids, stop_ids[0]], f"{side}_text": text}
+            ids = query + prompts.encode_response(where, text, tokenizer, stop_ids, special=prompt is None)
+            pair |= {side: ids, f"{side}_text": text}
         longest = max(len(pair["chosen"]), len(pair["rejected"]))
         if longest > args.max_length:
             too_long.append((number, longest))
@@ -261,6 +261,7 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
         scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
     # transformers' forward reads it, and would treat a stop token that is the pad token as padding.
     config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
+    config.score_token = stop_ids[0]  # for those that read text: where scores are read
     if not saved:  # of another model's scores
         for name in ("score_mean", "score_std"):
             vars(config).pop(name, None)

@@ -125,8 +125,7 @@ class Scorer:
         """Return a response as token ids that end with a stop token; without a reward model, none."""
         if self.tokenizer is None:
             return []
-        ids = prompts.encode_text(f"{at} of response", text, self.tokenizer, special=False)
-        return ids if ids and ids[-1] in self.stop_ids else [*ids, self.stop_ids[0]]
+        return prompts.encode_response(f"{at} of response", text, self.tokenizer, self.stop_ids)
 
 
 def make_app(args: Args, scorer: Scorer) -> FastAPI:

@@ -1,10 +1,12 @@
 """Models that need more than the usual: capped attention scores, mixtures of experts; vocabularies; --attention."""
 
+import copy
+
 import helpers
 import pytest
 import torch
 from tiny_models import CPU, KV, SMALL
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from plumbing.models import loading, sharding
 from plumbing.rollout.batch import collate
@@ -45,6 +47,26 @@ def test_capped_attention_scores(tmp_path, capsys, kind):
 
 def test_without_a_cap_attention_is_sdpa(load):
     assert load("gemma2", attn_logit_softcapping=None).config._attn_implementation == "sdpa"
+
+
+# ---- tokens that end a response --------------------------------------------------------------------------------------
+
+TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ '<unk>\n' }}{% endfor %}{{ '<eos>' }}"  # as Phi-3
+
+
+@pytest.mark.parametrize(
+    "template, eos, config, expected",
+    [
+        (TURNS, [0, 1, 2], {}, [2, 0, 1]), (None, [0, 1, 2], {}, [1, 0, 2]), (TURNS, 1, {}, [1]),
+        (TURNS, [1, 2], {"score_token": 5}, [5, 1, 2]),
+    ],
+)  # fmt: skip
+def test_the_first_stop_token_is_that_of_the_chat_template(model_folder, tokenizer, template, eos, config, expected):
+    """It is what reward_model.py and --ptx_dataset end texts with; 1 is the tokenizer's."""
+    folder, tokenizer = model_folder("qwen2", **config), copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    GenerationConfig(eos_token_id=eos).save_pretrained(folder)
+    assert loading.stop_token_ids(tokenizer, folder, "eos") == expected
 
 
 # ---- vocabularies ----------------------------------------------------------------------------------------------------

@@ -35,11 +35,11 @@ def other_tokenizer(template: str | None):
     )  # fmt: skip
 
 
-def save(folder, tokenizer) -> str:
+def save(folder, tokenizer, **config) -> str:
     """A tiny random reward model, far from uniform, that has a tokenizer."""
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     source = helpers.tiny_model(f"{folder} causal", "llama", vocab_size=len(tokenizer), **ids)
-    return helpers.scalar_folder(source, folder, tokenizer=tokenizer)
+    return helpers.scalar_folder(source, folder, tokenizer=tokenizer, **config)
 
 
 def rows_of(texts: list, tokenizer, system_prompt: str) -> list[dict]:
@@ -78,17 +78,19 @@ CHAT = [
 ]
 
 
-def test_another_vocabulary_reads_text_by_its_own_template(tmp_path, capsys):
-    """A BOS stands there once."""
+@pytest.mark.parametrize("ours", [False, True])
+def test_another_vocabulary_reads_text_by_its_own_template(tmp_path, capsys, ours):
+    """A BOS stands there once. A model of reward_model.py is read at the end token that its rows have."""
     policy, theirs = make_tokenizer(), other_tokenizer(GEMMA_LIKE)
     policy.chat_template = POLICY_TEMPLATE
-    name = save(tmp_path / "rm", theirs)
+    name = save(tmp_path / "rm", theirs, **({"score_token": theirs.eos_token_id} if ours else {}))
     rows, texts = rows_of(["2+2=", CHAT], policy, ""), ["four", "It is 2."]
     scores, failure = score(name, policy, rows, texts)
     seen = [
         "<bos><turn>user\n2+2=<end>\n<turn>model\nfour<end>\n",
         "<bos><turn>user\nhi<end>\n<turn>model\nyes?<end>\n<turn>user\n1+1=<end>\n<turn>model\nIt is 2.<end>\n",
     ]
+    seen = [text.removesuffix("\n" if ours else "") for text in seen]
     expected = [direct(name, theirs.encode(text, add_special_tokens=False)) for text in seen]
     assert scores == pytest.approx(expected, rel=1e-9) and abs(expected[0] - expected[1]) > 1e-3 and not failure
     err = capsys.readouterr().err

@@ -12,7 +12,7 @@ from plumbing.data.prompts import (
     PROMPT_COLUMNS,
     as_messages,
     encode_prompt,
-    encode_text,
+    encode_response,
     find_column,
     is_filled,
     is_turn_of_assistant,
@@ -136,7 +136,7 @@ def supervised_row(where: str, row: dict, tokenizer, stop_ids: list[int], args) 
     if not isinstance(text, str) or not text.strip():
         fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
     _, query = encode_prompt(where, prompt, tokenizer, args.system_prompt, args.chat_template == "none")
-    return {"query": query, "response": [*encode_text(where, text, tokenizer, special=False), stop_ids[0]]}
+    return {"query": query, "response": encode_response(where, text, tokenizer, stop_ids)}
 
 
 def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:

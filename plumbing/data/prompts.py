@@ -191,3 +191,9 @@ def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[
     with loading(where):
         ids = tokenizer.encode(text, add_special_tokens=special)
     return ids[1:] if special and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
+
+
+def encode_response(where: str, text: str, tokenizer, stop_ids: list[int], special: bool = False) -> list[int]:
+    """Return the token ids of a response as a policy ends it: by the first stop token, unless it has one there."""
+    ids = encode_text(where, text, tokenizer, special)
+    return ids if ids and ids[-1] in stop_ids else [*ids, stop_ids[0]]

@@ -65,10 +65,20 @@ def load_tokenizer(name: str, chat_template: str = ""):
     return tokenizer
 
 
-def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
-    """Return the ids that end a response.
+def end_of_turn(tokenizer) -> str:
+    """Return what the chat template writes behind a last turn of the assistant; "" if there is no template."""
+    if tokenizer.chat_template is None:
+        return ""
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "A-TURN"}]
+    with loading("the chat template"):
+        return tokenizer.apply_chat_template(turns, tokenize=False).partition("A-TURN")[2]
 
-    With "eos" these are the end tokens of the tokenizer, which comes first, and of the model; else one named token.
+
+def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
+    """Return the ids that end a response; the first is the one that a policy writes, and that ends a text to learn.
+
+    With "eos" these are the end tokens of the tokenizer and of the model. First is that with which the rows of a reward
+    model ended (`score_token`), or that of the chat template, or else the tokenizer's. Otherwise it is one named token.
     """
     if stop_token != "eos":
         ids = tokenizer.encode(stop_token, add_special_tokens=False)
@@ -81,10 +91,13 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
         if "valid JSON" in str(error):
             fail(f"--model {model_name}: {first_line(error)}")
         configured = None  # a model may come without generation defaults
-    ids = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])} - {None}
+    trained = getattr(load_config("--model", model_name), "score_token", None)
+    ids = {tokenizer.eos_token_id, trained, *(configured if isinstance(configured, list) else [configured])} - {None}
     if not ids:
         fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
-    return sorted(ids, key=lambda token: (token != tokenizer.eos_token_id, token))
+    ending = tokenizer.encode(end_of_turn(tokenizer), add_special_tokens=False)
+    first = next((token for token in [trained, *ending] if token in ids), tokenizer.eos_token_id)
+    return sorted(ids, key=lambda token: (token != first, token))
 
 
 def load_config(flag: str, name: str):

@@ -31,6 +31,9 @@ class ModelSource:
         self.unknown = set(tokenizer.get_vocab().values()) - set(self.tokenizer.get_vocab().values())
         if self.difference:
             self.unknown, self.stop_id = set(), loading.stop_token_ids(self.tokenizer, name, "eos")[0]
+            # A model of reward_model.py is read at its end token, another one behind all that its template writes.
+            is_ours = hasattr(config, "score_token")
+            self.ending = (loading.end_of_turn(self.tokenizer), [self.stop_id]) if is_ours else ("", [])
             if tokenizer.chat_template and not self.tokenizer.chat_template:
                 fail(f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by")
             warn(f"--reward {name}: reads text, as its vocabulary {self.difference}")
@@ -91,8 +94,9 @@ class ModelSource:
         if row["messages"] is None:
             raise ValueError("its text may hold a chat template already, as with --chat_template none")
         messages = [*row["messages"], {"role": "assistant", "content": text}]
-        conversation = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        return encode_text("the prompt", conversation, self.tokenizer, special=False)  # the template has written them
+        written, end = self.ending
+        conversation = self.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix(written)
+        return encode_text("the prompt", conversation, self.tokenizer, special=False) + end
 
     def _forward(self, sequences: list[list[int]]) -> list[float]:
         """Return the model's output at the last token of each sequence."""
