@@ -637,7 +637,7 @@ def main(args: Args) -> None:
     evaluate = functools.partial(evaluation.evaluate, rollout, correct_responses, sampler, eval_prompts)
     saved_models = loading.models_to_save(args, policy, reference, run.checkpoint)
     run.start(total_steps, tokenizer, saved_models, {"": optimizer}, engine)
-    run.log.lengths(token_lengths(prompts, eval_prompts))
+    run.check_rows(prompts, token_lengths(prompts, eval_prompts))
     prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
     sampler.sync()
 

@@ -848,7 +848,7 @@ def main(args: Args) -> None:
     evaluate = functools.partial(evaluation.evaluate, rollout, correct_responses, sampler, eval_prompts)
     saved_models = loading.models_to_save(args, policy, reference, run.checkpoint) | {"critic": critic.scalar.model}
     run.start(total_steps, tokenizer, saved_models, {"": optimizer, "critic": critic_optimizer}, engine)
-    run.log.lengths(token_lengths(prompts, eval_prompts, ptx_rows))
+    run.check_rows(prompts + ptx_rows, token_lengths(prompts, eval_prompts, ptx_rows))
     prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
     sampler.sync()
 

@@ -287,7 +287,7 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(scorer, args, total_steps)
     sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
     run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer})
-    run.log.lengths({"sides of pairs": sides(pairs), "sides of held-out pairs": sides(eval_pairs)})
+    run.check_rows(pairs, {"sides of pairs": sides(pairs), "sides of held-out pairs": sides(eval_pairs)})
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict]] | None:
         """Score pairs, keep mean and deviation in the model's config, and return metrics and samples."""

@@ -153,10 +153,14 @@ def test_a_finished_run_changes_nothing(whole, tmp_path):
     assert same_weights(folder_of(values) / "final", folder_of(whole) / "final")
 
 
-def test_changed_flags_are_printed(copy, capsys):
-    run_here({**copy, "total_episodes": 40, "learning_rate": 1e-3})
-    out = capsys.readouterr().out
+def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):
+    fewer = helpers.write_rows(tmp_path / "fewer.jsonl", helpers.ROWS[1:])
+    run_here({**copy, "total_episodes": 40, "learning_rate": 1e-3, "dataset": fewer})
+    out, err = capsys.readouterr()
     assert "changed since: --total_episodes 32 -> 40\n" in out and "--learning_rate 0.003 -> 0.001\n" in out
+    assert err.count("warning: --resume: the rows to train on have changed") == 1
+    run_here({**copy, "total_episodes": 40, "dataset": shutil.copy(fewer, tmp_path / "the_same.jsonl")})
+    assert "--resume" not in capsys.readouterr().err
     assert files.read_args(str(folder_of(copy)))["args"]["total_episodes"] == 40
     assert [row["step"] for row in metrics_of(copy)] == [0, 1, 2, 3, 4, 5]
 

@@ -1,5 +1,6 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop."""
 
+import hashlib
 import os
 import sys
 from typing import Callable, Iterator, NoReturn
@@ -50,6 +51,16 @@ class Run:
         self.world.on_main(lambda: resume.open_folder(self.origin, self.args, self.script, size, step))
         self.log = RunLog(self.origin, self.args, self.world, total_steps, step)
         self.clock = utils.Clock(self.world, self.state["seconds"], utils.parameter_count(models[""]))
+
+    def check_rows(self, rows: list[dict], lengths: dict[str, list[int]]) -> None:
+        """Print how long rows are, see `RunLog.lengths`; warn if those to train on are not the ones before --resume."""
+        self.log.lengths(lengths)
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(repr(row | {"dataset": ""}).encode())  # a file may have moved
+        if self.state.setdefault("rows", digest.hexdigest()) != digest.hexdigest():
+            self.state["rows"] = digest.hexdigest()
+            utils.warn("--resume: the rows to train on have changed, so what is left comes in another order")
 
     def steps(self, evaluate: Callable | None) -> Iterator[int]:
         """Yield the number of each step that is left, from 1 on.
