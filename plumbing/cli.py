@@ -32,16 +32,37 @@ Port = Annotated[int, Field(ge=0, lt=2**16)]
 Text = Annotated[str, Field(min_length=1)]
 Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
 
+SYSTEM_PROMPTS = {  # by the first source of --reward: they read an answer in this form
+    "math": "Please reason step by step, and put your final answer within \\boxed{}.",
+    "gsm8k": 'Let us think step by step and output the final answer after "####".',
+}
+OTHER_NAMES = {  # what users of TRL, PaddleNLP and verl type first, and what it is here
+    "model_name_or_path": "model", "dataset_name": "dataset", "reward_funcs": "reward", "num_generations": "group_size",
+    "num_return_sequences": "group_size", "per_device_train_batch_size": "rollout_batch_size mini_batch_size",
+    "gradient_accumulation_steps": "mini_batch_size micro_batch_tokens", "num_iterations": "num_epochs",
+    "num_train_epochs": "total_episodes", "max_steps": "total_episodes", "max_completion_length": "max_response_length",
+    "beta": "kl_coef", "epsilon": "clip_low clip_high", "use_vllm": "rollout_backend", "save_steps": "save_every",
+    "data.train_files": "dataset", "actor_rollout_ref.model.path": "model", "actor_rollout_ref.rollout.n": "group_size",
+    "data.train_batch_size": "rollout_batch_size", "trainer.total_epochs": "total_episodes",
+}  # fmt: skip
+
 
 def parse(cls: type, line: list[str] | None = None):
     """Read a command line into the dataclass `cls`. It overrides the flags of --config FILE, and these the defaults.
 
     Args:
-        line: the arguments after the program's name; None for those of this process.
+        line: the arguments after the program's name, or FILE alone; None for those of this process.
     Raises:
         SystemExit: with code 2, after a message that names the flag (printed by one rank of a node).
     """
     line = sys.argv[1:] if line is None else line
+    if len(line) == 1 and line[0].endswith((".json", ".yaml")):
+        line = ["--config", *line]
+    for word in line:
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        flags = [f"--{flag}" for flag in OTHER_NAMES.get(name, "").split() if flag in cls.__dataclass_fields__]
+        if flags and (word.startswith("--") or "." in name):  # verl's have no dashes
+            fail(f"{name}: is {' and '.join(flags)} here")
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default="")
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
@@ -55,9 +76,12 @@ def parse(cls: type, line: list[str] | None = None):
         args = tyro.cli(
             cls, args=line, description=sys.modules[cls.__module__].__doc__, use_underscores=True, **default
         )
+        check(args)
+        if getattr(args, "system_prompt", "") is None:
+            args.system_prompt = "" if args.chat_template == "none" else SYSTEM_PROMPTS.get(args.reward[0], "")
+            print(f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}", flush=True)
     if path:
         args.config = ""  # its flags are those of the run now, and args.json is a --config itself
-    check(args)
     return args
 
 
@@ -166,8 +190,9 @@ class PromptArgs:
     answer_column: str = ""
     """Column of the reference answer, likewise; default: the first of answer, ground_truth, reward_model.ground_truth,
     solution_text, solution, tgt, completion, or else the turn of the assistant that messages end with."""
-    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
-    """System turn put before each prompt that has none; "" for none."""
+    system_prompt: str | None = None
+    """System turn put before each prompt that has none; "" for none. Default: what the first source of --reward reads,
+    with math an answer in \\boxed{}, with gsm8k one behind ####, else none."""
     max_prompt_length: PositiveInt = 512
     """Maximum number of tokens of a prompt; longer ones are left out, and counted."""
 
@@ -348,6 +373,12 @@ class PolicyArgs(OptimizerArgs):
         ),
         "--ref_refresh_every requires a reference with weights: --lora_rank 0 and a --kl_coef above 0": lambda a: (
             not a.ref_refresh_every or a.kl_coef and not a.lora_rank
+        ),
+        "--ref_model and --kl_target require a --kl_coef above 0": lambda a: (
+            a.kl_coef or not (a.ref_model or a.kl_target)
+        ),
+        "--clip_low and --clip_high require a --loss that clips the ratio": lambda a: (
+            getattr(a, "loss", "") not in ("sapo", "reinforce") or (a.clip_low, a.clip_high) == (None, None)
         ),
     }
     WARNINGS = {

@@ -100,6 +100,10 @@ RULES = {
     "rloo --dual_clip 1": "--dual_clip must be above 1, or 0 for none",
     "grpo --ref_refresh_every 2 --kl_coef 0": "--ref_refresh_every requires a reference",
     "ppo --ref_refresh_every 2 --lora_rank 4": "--ref_refresh_every requires a reference",
+    "rloo --kl_coef 0 --ref_model a/b": "--ref_model and --kl_target require a --kl_coef above 0",
+    "ppo --kl_coef 0 --kl_target 1": "--ref_model and --kl_target require a --kl_coef above 0",
+    "grpo --loss sapo --clip_low 0.1": "--clip_low and --clip_high require a --loss that clips the ratio (cl",
+    "grpo --loss reinforce --clip_high 0.1": "--clip_low and --clip_high require a --loss that clips the ratio",
     "grpo --overlong_buffer 1025": "--overlong_buffer must be at most --max_response_length",
     "ppo --filter_groups drop": "--filter_groups requires a --group_size of 2 or more",
     "rloo --group_size 1 --mini_batch_size 1": "--group_size must be 2 or more with this --advantage",
@@ -149,8 +153,33 @@ WARNINGS = {
 @pytest.mark.parametrize("line", WARNINGS)
 def test_warnings(line, capsys):
     parse(line)
-    out, err = capsys.readouterr()
-    assert not out and err.startswith(WARNINGS[line]) and err.count("\n") == bool(WARNINGS[line])
+    err = capsys.readouterr().err
+    assert err.startswith(WARNINGS[line]) and err.count("\n") == bool(WARNINGS[line])
+
+
+OTHER_NAMES = {
+    "grpo --max_steps 5": "max_steps: is --total_episodes here",
+    "rloo --per-device-train-batch-size=8": "is --rollout_batch_size and --mini_batch_size here",
+    "reward_model --model_name_or_path a/b": "is --model here",
+    "ppo data.train_batch_size=8": "data.train_batch_size: is --rollout_batch_size here",
+}
+
+
+@pytest.mark.parametrize("line", OTHER_NAMES)
+def test_names_of_other_systems(line, capsys):
+    assert refused(capsys, line).endswith(f"{OTHER_NAMES[line]}\n")
+
+
+SYSTEM_PROMPTS = {"math format": "boxed{}", "gsm8k math": '"####"', "code": "", "gsm8k --chat_template none": ""}
+
+
+@pytest.mark.parametrize("reward", SYSTEM_PROMPTS)
+def test_the_system_prompt_goes_by_the_first_reward(reward, capsys):
+    """It is printed, and stands in args.json; one that is given stays."""
+    text = parse(f"grpo --reward {reward}").system_prompt
+    assert SYSTEM_PROMPTS[reward] in text and bool(text) == bool(SYSTEM_PROMPTS[reward])
+    assert capsys.readouterr().out == f"--system_prompt {text!r}, by --reward {reward.split()[0]}\n"
+    assert parse(f"evaluate --reward {reward} --system_prompt=").system_prompt == "" and not capsys.readouterr().out
 
 
 def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
@@ -180,7 +209,8 @@ def with_file(tmp_path, content: str, line: str = "", name: str = "config.yaml",
 def test_flags_of_the_command_line_override_the_file(tmp_path):
     content = "learning_rate: 1e-5\nreward: [math, format]\ngroup_size: 16\nnon_stop_penalty: false\nclip_low: null\n"
     args = with_file(tmp_path, content, "--group_size 32 --reward exact --resume --no-resume --resume --seed=3")
-    changed = dict(learning_rate=1e-5, reward=("exact",), group_size=32, non_stop_penalty=False, resume=True, seed=3)
+    changed = dict(learning_rate=1e-5, reward=("exact",), group_size=32, resume=True, seed=3)
+    changed |= dict(non_stop_penalty=False, system_prompt="")
     assert args == dataclasses.replace(grpo.Args(), **changed)
     assert with_file(tmp_path, content).reward == ("math", "format")
     texts = {"system_prompt": "- think\n--seed 3 = 'x'", "reward_weights": [-0.5], "adam_betas": [0.9, 0.95]}
@@ -197,6 +227,7 @@ def test_what_a_run_leaves_is_a_config(script, tmp_path):
     args = dataclasses.replace(SCRIPTS[script].Args(), seed=7, system_prompt="")
     left = json.dumps({"args": dataclasses.asdict(args), "script": f"{script}.py", "ranks": 2})
     assert with_file(tmp_path, left, name="args.json", script=script) == args
+    assert parse(f"{script} {tmp_path / 'args.json'}") == args
 
 
 CONFIGS = {
