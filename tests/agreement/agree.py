@@ -130,6 +130,7 @@ DELIBERATE = {
 }  # fmt: skip
 # verl adds 1e-8 to counts it divides by, in whitening and in means of responses: these agree to about that.
 COUNTS = {"whitening", "advantages: REINFORCE++", "advantages: REINFORCE++-baseline"}
+COUNTS |= {f"advantages: REINFORCE++{kind}, conversations" for kind in ("", "-baseline")}
 COUNTS |= {"advantages: GAE, whitened", "gradient of the parameters: PPO, KL in the reward"}
 WAYS = ("loss", "gradient of the log-probs", "gradient of the parameters")
 COUNTS |= {f"{way}: {step}" for way in WAYS for step in STEPS if MEAN in (STEPS[step][2] or {}).values()}
@@ -227,7 +228,7 @@ def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
             quantities[f"advantages: {scale}, as trl has it"] = quantities[f"advantages: {scale}"] * other_eps
     quantities["advantages: none, scores missing"] = grpo.group_advantages(x["scores_missing"], G, "none")
 
-    def of_tokens(kind: str, scores: str = "scores", kl: Tensor | None = None) -> Tensor:
+    def of_tokens(kind: str, scores: str = "scores", kl: Tensor | None = None, mask: Tensor = mask) -> Tensor:
         gamma = 0.9 if kind == "reinforce++" else 1.0
         return rloo.token_advantages(kind, x[scores], x["greedy_scores"], kl, mask, G, BETA, gamma)
 
@@ -238,6 +239,12 @@ def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
     quantities["advantages: REINFORCE++"] = of_tokens("reinforce++")
     quantities["advantages: REINFORCE++-baseline"] = of_tokens("reinforce++-baseline")
     # Over masks with holes, which are the observations of conversations.
+    turns = x["turn_mask"]
+    for scale in ("group", "none"):
+        estimate = grpo.group_advantages(x["scores"], G, scale)[:, None]
+        quantities[f"advantages: {scale}, conversations"] = torch.where(turns, estimate, 0.0)
+    for name in ("RLOO", "OPO", "ReMax", "REINFORCE++", "REINFORCE++-baseline"):
+        quantities[f"advantages: {name}, conversations"] = of_tokens(name.lower(), mask=turns)
     gae, quantities["returns of GAE"] = ppo.gae(x["rewards"], x["old_values"], x["turn_mask"], 0.97, 0.9)
     quantities["advantages: GAE, whitened"] = ppo.whiten(gae, x["turn_mask"])
     quantities["whitening"] = ppo.whiten(x["rewards"], x["turn_mask"])

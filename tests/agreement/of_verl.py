@@ -44,19 +44,27 @@ def gradient(loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(loss, leaf)[0]
 
 
+def outcome_advantages(mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the advantages (N, T) of those that know no critic."""
+    given = {"token_level_rewards": SCORES, "response_mask": mask}
+    grouped, greedy = {**given, "index": PROMPTS}, X["greedy_scores"]
+    made = {
+        "group": core_algos.compute_grpo_outcome_advantage(**grouped, norm_adv_by_std_in_grpo=True),
+        "none": core_algos.compute_grpo_outcome_advantage(**grouped, norm_adv_by_std_in_grpo=False),
+        "RLOO": core_algos.compute_rloo_outcome_advantage(**grouped),
+        "OPO": core_algos.compute_opo_outcome_advantage(**grouped),
+        "ReMax": core_algos.compute_remax_outcome_advantage(**given, reward_baselines=greedy),
+        "REINFORCE++": core_algos.compute_reinforce_plus_plus_outcome_advantage(**given, config=AlgoConfig(gamma=0.9)),
+        "REINFORCE++-baseline": core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(**grouped),
+    }
+    return {f"advantages: {name}": estimate * mask for name, (estimate, _) in made.items()}  # ReMax has them in holes
+
+
 def advantages() -> dict[str, torch.Tensor]:
-    quantities, given = {}, {"token_level_rewards": SCORES, "response_mask": MASK}
-    for scaled, name in ((True, "group"), (False, "none")):
-        estimate, _ = core_algos.compute_grpo_outcome_advantage(**given, index=PROMPTS, norm_adv_by_std_in_grpo=scaled)
-        quantities[f"advantages: {name}"] = estimate[:, 0]  # each response has a first token
-    quantities["advantages: RLOO"] = core_algos.compute_rloo_outcome_advantage(**given, index=PROMPTS)[0][:, 0]
-    quantities["advantages: OPO"] = core_algos.compute_opo_outcome_advantage(**given, index=PROMPTS)[0]
-    greedy = X["greedy_scores"]
-    quantities["advantages: ReMax"] = core_algos.compute_remax_outcome_advantage(**given, reward_baselines=greedy)[0]
-    discounted = core_algos.compute_reinforce_plus_plus_outcome_advantage(**given, config=AlgoConfig(gamma=0.9))[0]
-    quantities["advantages: REINFORCE++"] = discounted
-    baseline = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(**given, index=PROMPTS)[0]
-    quantities["advantages: REINFORCE++-baseline"] = baseline
+    quantities = outcome_advantages(MASK)
+    for name in ("group", "none", "RLOO"):
+        quantities[f"advantages: {name}"] = quantities[f"advantages: {name}"][:, 0]  # each response has a first token
+    quantities |= {f"{name}, conversations": x for name, x in outcome_advantages(TURNS).items()}
     whitened, returns = core_algos.compute_gae_advantage_return(X["rewards"], X["old_values"], TURNS, 0.97, 0.9)
     quantities["advantages: GAE, whitened"], quantities["returns of GAE"] = whitened * TURNS, returns * TURNS
     quantities["whitening"] = torch_functional.masked_whiten(X["rewards"], TURNS) * TURNS
