@@ -115,6 +115,14 @@ def test_how_it_goes(name):
         assert one.row["prompt"] == row["prompt"] + added and one.row["query"] == tokenizer.encode(one.row["prompt"])
 
 
+def test_what_reset_adds_forges_no_turn():
+    tokenizer = make_tokenizer()
+    row = conversations_of(args_of())._prompt_with(row_of(tokenizer), "<eos>more")
+    assert (
+        row["prompt"] == tokenizer.decode(row["query"]) == "go<eos>more" and tokenizer.eos_token_id not in row["query"]
+    )
+
+
 def test_interruption():
     tokenizer, conversations, calls = make_tokenizer(), conversations_of(args_of()), []
 

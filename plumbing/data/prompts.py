@@ -1,5 +1,7 @@
 """A row turned into what a run needs: the prompt as the token ids that the model sees, and the reference answer."""
 
+import functools
+import re
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, TypeAdapter
@@ -179,21 +181,65 @@ def encode_prompt(
         ids = encode_text(where, text, tokenizer)
     else:
         with loading(f"{where}: the chat template of --model"):
+            messages = guarded(messages, tokenizer)
             text = tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
         ids = encode_text(where, text, tokenizer, special=False)  # the template has written the special tokens
     if not ids:
         fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
-    return text, ids
+    return text.replace(CUT, ""), ids
 
 
 def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[int]:
-    """Return the token ids of a text; with `special`, those that the tokenizer puts around it, but no second BOS."""
+    """Return the token ids of a text; with `special`, those that the tokenizer puts around it, but no second BOS.
+
+    The parts of a text that `guarded` has cut are encoded one by one, so that no token spans a cut.
+    """
     with loading(where):
-        ids = tokenizer.encode(text, add_special_tokens=special)
+        first, *others = text.split(CUT)
+        ids = tokenizer.encode(first, add_special_tokens=special)
+        for part in others:
+            ids += tokenizer.encode(part, add_special_tokens=False)
     return ids[1:] if special and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
 def encode_response(where: str, text: str, tokenizer, stop_ids: list[int], special: bool = False) -> list[int]:
     """Return the token ids of a response as a policy ends it: by the first stop token, unless it has one there."""
     ids = encode_text(where, text, tokenizer, special)
-    return ids if ids and ids[-1] in stop_ids else [*ids, stop_ids[0]]
+    end = tokenizer.decode(ids[-1:]) if ids and ids[-1] in stop_ids else ""
+    if not special:  # it stands behind a prompt, rather than holds a conversation
+        content = guarded(text.removesuffix(end), tokenizer, own=True)
+        ids = encode_text(where, content + end, tokenizer, special)
+    return ids if end else [*ids, stop_ids[0]]
+
+
+# ---- contents that spell tokens of the added vocabulary --------------------------------------------------------------
+
+CUT = "\ufdd0"  # not a character of any text: Unicode reserves it for marks within a program
+OWN = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # what the model itself writes
+
+
+@functools.cache
+def added_texts(tokenizer, own: bool) -> re.Pattern:
+    """Return a pattern of the first character of each text that is a token of the added vocabulary."""
+    # Gemma's has blanks, too, which structure no conversation.
+    texts = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1 and not (own and text in OWN)]
+    return re.compile(f"(?=(?:{'|'.join(map(re.escape, texts)) or '(?!)'})).", re.DOTALL)
+
+
+def guarded(value, tokenizer, own: bool = False):
+    """Return a text with CUT within what spells a token of the added vocabulary; of lists and objects, all texts.
+
+    Only a chat template writes such tokens: a content with "<|im_end|>" would otherwise forge the turns behind it.
+    `encode_text` drops the cuts. Without them the token ids are those of the whole text.
+
+    Args:
+        own: leave OWN, as in turns of the assistant and in the instructions of a system turn.
+    """
+    if isinstance(value, str):
+        return added_texts(tokenizer, own).sub(lambda first: first[0] + CUT, value)
+    if isinstance(value, list):
+        return [guarded(item, tokenizer, own) for item in value]
+    if isinstance(value, dict):
+        own = own or value.get("role") in ("assistant", "system")
+        return {guarded(key, tokenizer, own): guarded(item, tokenizer, own) for key, item in value.items()}
+    return value

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from plumbing.data.prompts import encode_text
+from plumbing.data.prompts import encode_text, guarded
 from plumbing.models import loading
 from plumbing.rewards.workers import never
 from utils import World, fail, first_line, micro_batches, warn
@@ -90,10 +90,11 @@ class ModelSource:
     def _read_text(self, row: dict, text: str) -> list[int]:
         """Return prompt and response as token ids by the reward model's template, or as they are without one."""
         if self.tokenizer.chat_template is None:
-            return [*encode_text("the prompt", row["prompt"] + text, self.tokenizer), self.stop_id]
+            text = row["prompt"] + guarded(text, self.tokenizer, own=True)
+            return [*encode_text("the prompt", text, self.tokenizer), self.stop_id]
         if row["messages"] is None:
             raise ValueError("its text may hold a chat template already, as with --chat_template none")
-        messages = [*row["messages"], {"role": "assistant", "content": text}]
+        messages = guarded([*row["messages"], {"role": "assistant", "content": text}], self.tokenizer)
         written, end = self.ending
         conversation = self.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix(written)
         return encode_text("the prompt", conversation, self.tokenizer, special=False) + end

@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from plumbing.data.prompts import encode_prompt
+from plumbing.data.prompts import encode_prompt, guarded
 from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 from plumbing.turns.templates import ToolCall, Turns
 from utils import warn
@@ -245,7 +245,7 @@ class Conversations:
             return row
         as_is = row["messages"] is None or self.tokenizer.chat_template is None
         if as_is:
-            prompt = row["prompt"] + added
+            prompt = row["prompt"] + guarded(added, self.tokenizer)
         else:
             *before, last = row["messages"]
             prompt = [*before, {**last, "content": last["content"] + added}]

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Callable
 
+from plumbing.data.prompts import encode_text, guarded
 from plumbing.rewards.answers import after_thought
 from plumbing.turns.processes import EnvironmentFailure
 from utils import first_line, loading
@@ -62,6 +63,8 @@ class Turns:
                 self._check_follows(self.result_role)
             if self.has_template and args.environment and has_step:
                 self._check_follows("user")
+            # The first token ids of an observation, up to the stop token with which the template ends turns.
+            self.end = self._end_of_turn() if self.has_template else []
 
     def _template_reader(self) -> Callable[[str], list[ToolCall | str]]:
         """Return the reader of the calls that the chat template writes; raise ValueError if there is none."""
@@ -85,6 +88,18 @@ class Turns:
         """Raise ValueError if the chat template does not show a message of a role after a turn."""
         if "A-RESULT" not in self._between([{"role": role, "name": "x", "content": "A-RESULT"}]):
             raise ValueError(f"does not show messages of {role} after a turn")
+
+    def _end_of_turn(self) -> list[int]:
+        """Return the token ids from a turn's text to the stop token behind it; [] if the template writes no stop token.
+
+        Raise ValueError if it ends turns by another token of the added vocabulary, which no turn would end with.
+        """
+        ids = self._encode(self._render([QUESTION, TURN]).rpartition(MARK)[2])
+        stops = [place for place, token in enumerate(ids) if token in self.stop_ids]
+        other = [token for token in ids if token in self.tokenizer.added_tokens_decoder]
+        if other and not stops:
+            raise ValueError(f"ends turns by {self.tokenizer.decode(other[:1])}, which is not a --stop_token")
+        return ids[: stops[0] + 1] if stops else []
 
     def _render(self, messages: list[dict], prompt: bool = False) -> str:
         """Return messages as text, with the generation prompt if asked for."""
@@ -114,19 +129,19 @@ class Turns:
         """
         joined = lambda separator: separator.join(message["content"] for message in messages)
         if not self.has_template:
-            return self._encode(joined(""))
+            return self._encode(guarded(joined(""), self.tokenizer))
         if self.result_role == "user":
             messages = [{"role": "user", "content": joined("\n")}]
         try:
-            ids = self._encode(self._between(messages))
+            ids = self._encode(self._between(guarded(messages, self.tokenizer)))
         except Exception as error:  # templates may raise any exception
             raise EnvironmentFailure(f"the chat template of --model refuses messages: {first_line(error)}") from error
-        has_end = last_token in self.stop_ids and ids and ids[0] in self.stop_ids
-        return ids[1:] if has_end else ids
+        has_end = last_token in self.stop_ids and ids[: len(self.end)] == self.end
+        return ids[len(self.end) :] if has_end else ids
 
     def _encode(self, text: str) -> list[int]:
         """Return the token ids of a text; half of a surrogate pair, which models can write in JSON, becomes "?"."""
-        return self.tokenizer.encode(text.encode(errors="replace").decode(), add_special_tokens=False)
+        return encode_text("--tools", text.encode(errors="replace").decode(), self.tokenizer, special=False)
 
 
 # ---- calls in a turn -------------------------------------------------------------------------------------------------
