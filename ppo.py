@@ -43,7 +43,7 @@ from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from plumbing.data.mixture import load_supervised, load_train_and_eval, take_prompts, token_lengths
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
-from plumbing.rewards.sources import Rewards, needs_answer, reward_weights
+from plumbing.rewards.sources import Rewards, check_reference, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
     Batch,
@@ -813,7 +813,7 @@ def main(args: Args) -> None:
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     tools = conversations and conversations.schemas
-    prompts, eval_prompts = load_train_and_eval(args, tokenizer, needs_answer, tools)
+    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, tools)
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     if args.value_model:
         loading.check_can_read("--value_model", args.value_model, tokenizer)

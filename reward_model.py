@@ -36,7 +36,7 @@ from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from plumbing.data import prompts
 from plumbing.data.mixture import take_prompts
-from plumbing.data.rows import arithmetic_pairs, is_number, read_rows, split_of
+from plumbing.data.rows import arithmetic_pairs, is_number, leave_out, read_rows, split_of
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync
 from plumbing.run.ranks import record
@@ -165,7 +165,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
     """
     name, split = split_of(name, split)
     rows = arithmetic_pairs(split) if name == "arithmetic" else read_rows(flag, name, split)
-    pairs, too_long = [], []
+    pairs = []
     for number, row in enumerate(rows, 1):
         where = f"{flag} {name} row {number}"
         pair = {"margin": row.get("margin"), "subset": None if row.get("subset") is None else str(row["subset"])}
@@ -179,19 +179,9 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
                 pair["prompt"], query = prompts.encode_prompt(where, prompt, tokenizer, args.system_prompt, as_is)
             ids = query + prompts.encode_response(where, text, tokenizer, stop_ids, special=prompt is None)
             pair |= {side: ids, f"{side}_text": text}
-        longest = max(len(pair["chosen"]), len(pair["rejected"]))
-        if longest > args.max_length:
-            too_long.append((number, longest))
-        else:
-            pairs.append({"prompt": "", **pair})
-    if too_long:
-        number, longest = too_long[0]
-        dropped = f"{len(too_long)} of {len(rows)} pairs are longer than --max_length {args.max_length} tokens"
-        first = f"the first is row {number} with {longest}"
-        if not pairs:
-            utils.fail(f"{flag} {name}: all {dropped.split(' of ')[1]}; {first}")
-        utils.warn(f"{flag} {name}: {dropped} and left out; {first}")
-    return pairs
+        pairs.append({"prompt": "", **pair})
+    fitting = [pair for pair in pairs if max(len(pair["chosen"]), len(pair["rejected"])) <= args.max_length]
+    return leave_out(f"{flag} {name}", pairs, fitting, f"which have more tokens than --max_length {args.max_length}")
 
 
 def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[list[dict], list[dict]]:
@@ -208,8 +198,7 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
     about = lambda pair: pair["prompt"] or frozenset((pair["chosen_text"], pair["rejected_text"]))
     evaluated = set(map(about, held_out))
     kept = [pair for pair in pairs if about(pair) not in evaluated]
-    if len(kept) < len(pairs):
-        utils.warn(f"--dataset {args.dataset}: left out {len(pairs) - len(kept)} pairs whose prompts are evaluated on")
+    kept = leave_out(f"--dataset {args.dataset}", pairs, kept, "whose prompts are evaluated on")
     if len(kept) < args.batch_size:
         utils.fail(f"--batch_size {args.batch_size}: --dataset {args.dataset} has only {len(kept)} pairs to train on")
     sequences = [pair[side] for pair in kept + held_out for side in ("chosen", "rejected")]

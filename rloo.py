@@ -45,7 +45,7 @@ from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from plumbing.data.mixture import load_train_and_eval, take_prompts, token_lengths
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
-from plumbing.rewards.sources import Rewards, needs_answer, reward_weights
+from plumbing.rewards.sources import Rewards, check_reference, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_batch, forward_tokens, logits_processors
 from plumbing.run import evaluation
@@ -637,7 +637,7 @@ def main(args: Args) -> None:
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     tools = conversations and conversations.schemas
-    prompts, eval_prompts = load_train_and_eval(args, tokenizer, needs_answer, tools)
+    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, tools)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size

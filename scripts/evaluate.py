@@ -43,7 +43,7 @@ from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveInt
 from plumbing.data import mixture
 from plumbing.models import loading
 from plumbing.rewards.answers import voted_answer
-from plumbing.rewards.sources import Rewards, is_scored_by, needs_answer
+from plumbing.rewards.sources import Rewards, check_reference, is_scored_by
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler
 from plumbing.rollout.vllm_sampling import obstacle
@@ -178,7 +178,7 @@ def main(args: Args) -> None:
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     tools = conversations and conversations.schemas
-    parts = mixture.load_prompts("--dataset", args.dataset, "test", tokenizer, args, needs_answer, tools)
+    parts = mixture.load_prompts("--dataset", args.dataset, "test", tokenizer, args, check_reference, tools)
     prompts = mixture.first_prompts(parts, args.num_prompts)
     mixture.check_responses_fit(args, prompts)
     rewards = Rewards(args, tokenizer, prompts, conversations is not None)

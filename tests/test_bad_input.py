@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import HELD_OUT, ROWS, refusal, run_here, scalar_folder, tiny_model, write_rows
+from helpers import ROWS, refusal, run_here, scalar_folder, tiny_model, write_rows
 
 BASE = (
     "--model model --dataset data.jsonl --reward exact --system_prompt= --rollout_batch_size 2 --group_size 4 "
@@ -25,7 +25,6 @@ FLAGS = {  # of a command that would run; what follows them counts
 }
 FILES = {
     "data.jsonl": ROWS,
-    "held_out.jsonl": HELD_OUT,
     "pairs.jsonl": [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "none"} for row in ROWS],
     "second line.jsonl": '{"prompt": "a"}\n{"prompt": "a"\n',
     "not utf8.jsonl": b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n',
@@ -105,7 +104,6 @@ COMMANDS = {  # how the line begins
     "grpo --prompt_column text": "--dataset data.jsonl: has no column 'text'",
     "grpo --dataset unanswered.jsonl": "--dataset unanswered.jsonl row 1: has no answer",
     "grpo --max_prompt_length 1": "--dataset data.jsonl: left out 13 of 13 rows",
-    "grpo --dataset held_out.jsonl --eval_dataset held_out.jsonl --eval_every 1": "--dataset held_out.jsonl: ",
     "ppo --ptx_coef 1 --ptx_dataset unanswered.jsonl": "--ptx_dataset unanswered.jsonl row 1: has no text to imitate",
     "ppo --ptx_coef 1 --ptx_dataset long.jsonl --max_response_length 100": "--ptx_dataset long.jsonl",
     "reward_model --dataset data.jsonl": "--dataset data.jsonl row 1: ",
@@ -118,7 +116,7 @@ COMMANDS = {  # how the line begins
     "ppo --value_model 'two labels'": "--value_model two labels: its head has 2 labels",
     "grpo --max_response_length 255": "--max_response_length 255",
     "grpo --stop_token ☃": "--stop_token ",
-    "grpo --chat_template template.jinja": "--dataset data.jsonl row 1: the chat template of --model: ",
+    "grpo --chat_template template.jinja": "the chat template of --model: ",
     "grpo --reward maths": "--reward maths",
     "grpo --reward model": "--reward model: ",
     "grpo --reward none.py:score": "--reward none.py:score: ",

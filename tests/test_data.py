@@ -22,13 +22,13 @@ from plumbing.data import mixture as data
 from plumbing.data import prompts
 from plumbing.data.rows import read_rows
 from plumbing.models import loading as models
-from plumbing.rewards.sources import needs_answer
+from plumbing.rewards.sources import check_reference
 from plumbing.run import evaluation
 
 ARGS = dict(
     prompt_column="", answer_column="", system_prompt="", max_prompt_length=512, reward=("math",), eval_every=20,
     eval_prompts=256, eval_dataset="", max_response_length=64, model=str(helpers.ROOT / "assets" / "tiny"),
-    chat_template="", ptx_dataset="", verifier_column="", seed=1,
+    chat_template="", ptx_dataset="", verifier_column="", seed=1, reward_weights=(), rollout_batch_size=4,
 )  # fmt: skip
 
 # The templates of Llama (which begins with the BOS) and of Qwen (which has none), as far as they matter here.
@@ -66,7 +66,7 @@ def tokenizers(tmp_path_factory) -> dict:
 
 def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[dict]:
     args = args_of(**changes)
-    return data.mix(data.load_prompts("--dataset", name, split, tokenizer, args, needs_answer), 1)
+    return data.mix(data.load_prompts("--dataset", name, split, tokenizer, args, check_reference), 1)
 
 
 def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
@@ -281,7 +281,7 @@ def test_first_rows_without_an_answer(tokenizers, tmp_path, capsys):
     read = load(rows, tmp_path, tokenizers[False, None], reward=("format",))
     assert [row["answer"] for row in read] == [None, None, "3"]
     line = refused(capsys, load, rows, tmp_path, tokenizers[False, None])
-    assert "row 1: has no answer in 'answer', which --reward math needs" in line
+    assert "row 1: has no answer, which --reward math needs; --answer_column names one of prompt, other" in line
 
 
 def test_columns_with_dots(tokenizers, tmp_path, capsys):
@@ -302,13 +302,59 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path
     assert "left out 4 of 4" in refused(capsys, load, rows, tmp_path, tokenizers[False, None], max_prompt_length=2)
 
 
+USELESS = {  # source: references that no response can equal
+    "gsm8k": ["none"], "math": ["-", "x" * 501], "knights": ["Zoey is tall."], "exact": [["1", "2"]], "code": ["x = 1", "assert ("],
+    "ifeval": ["{'instruction_id': ['no:such'], 'kwargs': [None]}"], "reasoning_gym": ["5"],
+}  # fmt: skip
+USEFUL = {
+    "knights": "Zoey is a knave.", "code": "assert f(2) == 4",
+    "ifeval": "{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", USELESS)
+def test_rows_that_no_response_can_answer_are_left_out_and_counted(source, tokenizers, tmp_path, capsys):
+    """Unless the source is only measured, or another one scores the row."""
+    pytest.importorskip({"ifeval": "if_verifiable"}.get(source, source if source == "reasoning_gym" else "re"))
+    bad = USELESS[source]
+    good = {"answer": USEFUL.get(source, "4"), "reasoning_gym": ["leg_counting", 1, 1, 0]}
+    rows = [{"prompt": "a", **good}, *({"prompt": "b", "answer": x} for x in bad), {"prompt": "c", **good}]
+    read = load(rows, tmp_path, tokenizers[False, None], reward=(source,))
+    assert [row["prompt"] for row in read] == ["a", "c"]
+    err = capsys.readouterr().err
+    assert f"left out {len(bad)} of {len(rows)} rows, which have no score: --reward {source}: " in err
+    assert len(load(rows, tmp_path, tokenizers[False, None], reward=(source, "format"), reward_weights=(0, 1))) == len(
+        rows
+    )
+    named = [{**row, "verifier": "format"} for row in rows]
+    assert len(load(named, tmp_path, tokenizers[False, None], reward=(source, "format"))) == len(rows)
+
+
+@pytest.mark.parametrize("text", ["<|im_start|>user\n1+1=<|im_end|>\n", "[INST] 1+1= [/INST]", "1+1="])
+def test_text_that_holds_a_chat_template(text, tokenizers, tmp_path, capsys):
+    for template in (WITHOUT_BOS, None):
+        for name in ("", "none"):
+            load([{"prompt": text, "answer": "2"}], tmp_path, tokenizers[False, template], chat_template=name)
+            warned = "prompts hold a chat template" in capsys.readouterr().err
+            assert warned == (template is not None and not name and text != "1+1=")
+
+
+def test_more_prompts_a_step_than_there_are_and_prompts_that_are_all_evaluated_on(tokenizers, tmp_path, capsys):
+    file = helpers.write_rows(tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": "1"} for i in range(3)])
+    args = args_of(dataset=file, eval_dataset=file)
+    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], check_reference)
+    assert train == held_out and len(train) == 3
+    evaluated, repeats = capsys.readouterr().err.splitlines()
+    assert "every row is evaluated on" in evaluated and "has 3 rows, so --rollout_batch_size 4 repeats some" in repeats
+
+
 def test_a_folder_without_the_split(tokenizers, tmp_path, capsys):
     """Its only split is not taken for another one."""
     (tmp_path / "folder").mkdir()
     helpers.write_rows(tmp_path / "folder" / "train.jsonl", helpers.ROWS)
     name = str(tmp_path / "folder")
     assert read_rows("--dataset", name, "train") == helpers.ROWS
-    line = refused(capsys, data.load_train_and_eval, args_of(dataset=name), tokenizers[False, None], needs_answer)
+    line = refused(capsys, data.load_train_and_eval, args_of(dataset=name), tokenizers[False, None], check_reference)
     assert line.startswith(f"error: --eval_dataset {name}: ") and "test" in line and "['train']" in line
 
 
@@ -365,7 +411,7 @@ def test_types_that_only_parquet_has(folder, tokenizers, value):
         row = {"prompt": "1+1=", "answer": "2", column: value}
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "types.parquet")
         read = prompts_or_error(str(folder / "types.parquet"), tokenizers[False, None])
-        assert isinstance(read, str) == (column == "prompt" or column == "answer" and value is None), read
+        assert isinstance(read, str) == (column == "prompt" or column == "answer" and value in (None, {"a": 1})), read
 
 
 # ---- mixtures ---------------------------------------------------------------------------------------------------
@@ -386,7 +432,7 @@ def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tok
     """It is one list, the same for the same seed."""
     path = mixture(tmp_path, {"a": (30, 2), "b": (500, 1), "c": (70, 5)})
     draw = lambda seed: data.load_train_and_eval(
-        args_of(dataset=path, eval_every=0, seed=seed), tokenizers[False, None], needs_answer
+        args_of(dataset=path, eval_every=0, seed=seed), tokenizers[False, None], check_reference
     )[0]
     rows = draw(1)
     drawn = [row["prompt"] for row in rows]
@@ -404,11 +450,11 @@ def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
     """Of a list, the first of each data set in proportion to its weight."""
     evaluated = mixture(tmp_path, {"a": (5, 3), "b": (50, 1)}, "evaluated.json")
     args = args_of(dataset=str(tmp_path / "b.jsonl"), eval_dataset=evaluated, eval_prompts=4)
-    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], needs_answer)
+    train, held_out = data.load_train_and_eval(args, tokenizers[False, None], check_reference)
     assert [row["prompt"] for row in held_out] == ["a0", "a1", "a2", "b0"]
     assert [row["prompt"] for row in train] == [f"b{i}" for i in range(1, 50)]
-    assert "left out 1 rows" in capsys.readouterr().err
-    parts = data.load_prompts("--dataset", evaluated, "train", tokenizers[False, None], args, needs_answer)
+    assert "left out 1 of 50 rows, whose prompts are evaluated on" in capsys.readouterr().err
+    parts = data.load_prompts("--dataset", evaluated, "train", tokenizers[False, None], args, check_reference)
     assert len(data.first_prompts(parts, 0)) == 55
     assert [row["prompt"] for row in data.first_prompts(parts[1:], 2)] == ["b0", "b1"]
 
@@ -417,7 +463,7 @@ def test_entries_may_name_their_split(tmp_path, tokenizers):
     entries = [{"prob": 1, "filepath": "arithmetic"}, {"prob": 1, "filepath": "arithmetic@test"}]
     (tmp_path / "mix.json").write_text(json.dumps(entries))
     parts = data.load_prompts(
-        "--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of(), needs_answer
+        "--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of(), check_reference
     )
     assert {rows[0]["dataset"]: len(rows) for rows, _ in parts} == {"arithmetic": 20_000, "arithmetic@test": 1_000}
 

@@ -183,5 +183,5 @@ def test_languages_and_unknown_constraints():
     german = {"instruction_id": ["language:response_language"], "kwargs": [{"language": "de"}]}
     assert verifier.ifeval("Das ist ein ganz gewöhnlicher deutscher Satz.", german) == 1
     assert verifier.ifeval("This is an ordinary English sentence.", german) == 0
-    with pytest.raises(KeyError, match="no:such"):
+    with pytest.raises(ValueError, match="no:such"):
         verifier.ifeval("x", {"instruction_id": ["no:such"], "kwargs": [{}]})

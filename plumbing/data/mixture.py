@@ -14,13 +14,13 @@ from plumbing.data.prompts import (
     encode_prompt,
     encode_response,
     find_column,
-    is_filled,
+    holds_template,
     is_turn_of_assistant,
     named_sources,
     prompt_and_answer,
     value_at,
 )
-from plumbing.data.rows import read_parts, split_of
+from plumbing.data.rows import leave_out, read_parts, split_of
 from plumbing.models.loading import check_fits
 from utils import fail, generator, warn
 
@@ -28,25 +28,26 @@ from utils import fail, generator, warn
 
 
 def load_train_and_eval(
-    args, tokenizer, needs_answer: Callable, tools: list[dict] | None = None
+    args, tokenizer, check_reference: Callable, tools: list[dict] | None = None
 ) -> tuple[list[dict], list[dict]]:
     """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on.
 
     Args:
-        needs_answer, tools: see `load_prompts`.
+        check_reference, tools: see `load_prompts`.
     """
-    train = mix(load_prompts("--dataset", args.dataset, "train", tokenizer, args, needs_answer, tools), args.seed)
+    train = mix(load_prompts("--dataset", args.dataset, "train", tokenizer, args, check_reference, tools), args.seed)
     held_out, (dataset, _) = [], split_of(args.dataset)
     if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
         name = args.eval_dataset or dataset
-        parts = load_prompts("--eval_dataset", name, "test", tokenizer, args, needs_answer, tools)
+        parts = load_prompts("--eval_dataset", name, "test", tokenizer, args, check_reference, tools)
         held_out = first_prompts(parts, args.eval_prompts)
     evaluated = {row["prompt"] for row in held_out}
-    kept = [row for row in train if row["prompt"] not in evaluated]
-    if len(kept) < len(train):
-        warn(f"--dataset {args.dataset}: left out {len(train) - len(kept)} rows whose prompts are evaluated on")
+    kept, where = [row for row in train if row["prompt"] not in evaluated], f"--dataset {args.dataset}"
     if not kept:
-        fail(f"--dataset {args.dataset}: every row is evaluated on, none is left to train on")
+        warn(f"{where}: every row is evaluated on, too, which shows how well the run fits them and nothing else")
+    kept = leave_out(where, train, kept or train, "whose prompts are evaluated on")
+    if len(kept) < args.rollout_batch_size:
+        warn(f"{where}: has {len(kept)} rows, so --rollout_batch_size {args.rollout_batch_size} repeats some in a step")
     check_responses_fit(args, kept + held_out)
     return kept, held_out
 
@@ -58,14 +59,14 @@ def check_responses_fit(args, prompts: list[dict]) -> None:
 
 
 def load_prompts(
-    flag: str, name: str, split: str, tokenizer, args, needs_answer: Callable, tools: list[dict] | None = None
+    flag: str, name: str, split: str, tokenizer, args, check_reference: Callable, tools: list[dict] | None = None
 ) -> list[tuple[list[dict], float]]:
     """Read a data set, or a list of them, and turn each row into a prompt, once and for all, as token ids.
 
     Args:
         flag, name, split: as in `plumbing.data.rows.read_parts`.
         args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length.
-        needs_answer: returns what needs the answer of a row, see `plumbing.rewards.sources.needs_answer`.
+        check_reference: returns why nothing can score a row, see `plumbing.rewards.sources.check_reference`.
         tools: the schemas that the chat template shows to the model.
     Returns:
         Of each data set its weight and its rows {"prompt": the text that the model sees, "query": its token ids,
@@ -74,7 +75,7 @@ def load_prompts(
     """
     parts, as_is = [], args.chat_template == "none"
     for part, rows, weight in read_parts(flag, name, split):
-        where, prompts = f"{flag} {part}", []
+        where, prompts, problems = f"{flag} {part}", [], []
         prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows, required=True)
         answer_column = find_column(where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows, required=False)
         for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
@@ -83,14 +84,16 @@ def load_prompts(
                 fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")
             prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
             sources = named_sources(at, row, args)
-            if not is_filled(answer) and (reward := needs_answer(args, sources)):
-                missing = f"has no answer in {answer_column!r}" if answer_column else "has no answer"
-                fail(f"{at}: {missing}, which {reward} needs; --answer_column names one of {', '.join(row)}")
             text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
             messages = None if as_is else as_messages(at, prompt, args.system_prompt)
             encoded = {"prompt": text, "query": query, "messages": messages, "answer": answer}
             prompts.append({**encoded, "dataset": part, "sources": sources, "columns": row})
-        parts.append((drop_overlong(where, prompts, args), weight))
+            problems.append(check_reference(at, prompts[-1], args))
+        if tokenizer.chat_template and not as_is and any(map(holds_template, prompts)):
+            warn(f"{where}: its prompts hold a chat template, and get another one; --chat_template none leaves them")
+        scorable = [row for row, problem in zip(prompts, problems) if not problem]
+        leave_out(where, prompts, scorable, f"which have no score: {next(filter(None, problems), '')}")
+        parts.append((drop_overlong(where, scorable, args), weight))
     return parts
 
 
@@ -101,12 +104,7 @@ def drop_overlong(where: str, rows: list[dict], args) -> list[dict]:
     flags = f"--max_prompt_length {args.max_prompt_length}"
     if "response" in rows[0]:
         flags += f" or --max_response_length {args.max_response_length}"
-    dropped = f"{where}: left out {len(rows) - len(kept)} of {len(rows)} rows, which have more tokens than {flags}"
-    if not kept:
-        fail(dropped)
-    if len(kept) < len(rows):
-        warn(dropped)
-    return kept
+    return leave_out(where, rows, kept, f"which have more tokens than {flags}")
 
 
 def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:

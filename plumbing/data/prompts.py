@@ -127,6 +127,12 @@ def is_turn_of_assistant(messages) -> bool:
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
+def holds_template(row: dict) -> bool:
+    """Return whether the text of a prompt looks like the output of a chat template."""
+    marks = r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|<｜User｜>|\[INST\]"
+    return re.search(marks, row["messages"][-1]["content"]) is not None
+
+
 def interleave(where: str, src, tgt) -> list[dict]:
     """Return the turns of PaddleNLP's rows as messages: `src` are the user's and `tgt` the assistant's, lists or texts.
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from utils import fail, loading
+from utils import fail, loading, warn
 
 # ---- built-in tasks --------------------------------------------------------------------------------------------------
 
@@ -156,6 +156,16 @@ def read_data_set(name: str, split: str) -> list[dict]:
     if not config and not os.path.isdir(path):  # GSM8K has two
         config = "main" if "main" in datasets.get_dataset_config_names(path) else ""
     return datasets.load_dataset(path, config or None, split=split).to_list()
+
+
+def leave_out(where: str, rows: list, kept: list, why: str) -> list:
+    """Return the rows that are kept; count the others in one line, and exit with code 2 if none is left."""
+    message = f"{where}: left out {len(rows) - len(kept)} of {len(rows)} rows, {why}"
+    if not kept:
+        fail(message)
+    if len(kept) < len(rows):
+        warn(message)
+    return kept
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

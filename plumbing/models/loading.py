@@ -70,7 +70,7 @@ def end_of_turn(tokenizer) -> str:
     if tokenizer.chat_template is None:
         return ""
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "A-TURN"}]
-    with loading("the chat template"):
+    with loading("the chat template of --model"):
         return tokenizer.apply_chat_template(turns, tokenize=False).partition("A-TURN")[2]
 
 

@@ -25,16 +25,18 @@ Answer = tuple[str, list]  # its text, and the formula as math-verify parsed it,
 
 
 def math(response: str, answer) -> float:
-    """Return 1 if the final answer of a response equals the reference.
+    """Return 1 if the final answer of a response equals the reference."""
+    return float(equal(read_answer(reference_text(answer)), read_response(response)))
 
-    The reference is the box of a solution, or what it announces. Raise ValueError if there is nothing to repeat.
-    """
+
+def reference_text(answer) -> str:
+    """Return the box of a reference, or what it announces; raise ValueError if there is nothing to repeat."""
     gold = gold_answer(answer)
     box = last_box(gold)
     reference = announced(gold) if box is None else box
     if not re.search(r"\w", reference) or len(reference) > LONGEST:
         raise ValueError(f"{gold!r:.60} is not an answer that a response can repeat")
-    return float(equal(read_answer(reference), read_response(response)))
+    return reference
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

@@ -10,21 +10,43 @@ Where rows name their sources, as in open-instruct's mixtures, the others do not
 """
 
 import atexit
+import functools
 import importlib.util
 import os
 from typing import Callable
 
 import torch
 
+from plumbing.data.prompts import is_filled
 from plumbing.rewards.reward_models import ModelSource
 from plumbing.rewards.verifiers import VERIFIERS, verifier_of
-from plumbing.rewards.workers import LARGEST, FunctionSource, VerifierSource, Workers, finite_or_nan, never
-from utils import fail, loading, warn
+from plumbing.rewards.workers import LARGEST, FunctionSource, VerifierSource, Workers, columns_of, finite_or_nan, never
+from utils import fail, first_line, loading, warn
 
 
 def reward_weights(args) -> tuple[float, ...]:
     """Return the weight of each reward source."""
     return args.reward_weights or (1.0,) * len(args.reward)
+
+
+def check_reference(where: str, row: dict, args) -> str:
+    """Return why a source of --reward that trains cannot score a row, whatever the response; "" if all of them can.
+
+    Exit with code 2 if the row has no answer, and a source needs one.
+
+    Args:
+        where: names the row in messages. row: as `plumbing.data.mixture.load_prompts` makes it.
+    """
+    if not is_filled(row["answer"]) and (source := needs_answer(args, row["sources"])):
+        fail(f"{where}: has no answer, which {source} needs; --answer_column names one of {', '.join(row['columns'])}")
+    for name, weight in zip(args.reward, reward_weights(args)):
+        if weight and is_scored_by(row, name) and (verifier := verifier_of(name)):
+            check_name(name)
+            try:
+                verifier.read(*columns_of([row]).get(verifier.column, [None]))
+            except Exception as error:  # references of any form
+                return f"--reward {name}: {first_line(error)}"
+    return ""
 
 
 def needs_answer(args, sources: list[str] | None = None) -> str:
@@ -48,6 +70,7 @@ def kind_of(name: str) -> str:
     return "function" if name.rpartition(":")[0].endswith(".py") else "model"
 
 
+@functools.cache
 def check_name(name: str) -> None:
     """Exit with code 2 for a source that cannot be used. A model's folder or hub name is not opened."""
     if kind_of(name) == "model" and not os.path.isdir(name) and name.count("/") != 1:

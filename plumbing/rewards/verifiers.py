@@ -12,16 +12,21 @@ import re
 from typing import Callable, NamedTuple
 
 from plumbing.rewards.answers import after_thought, final_answer, gold_answer, marked_number, plain_number, stated_text
-from plumbing.rewards.code_tests import code
-from plumbing.rewards.math_verifier import LIMIT, math
+from plumbing.rewards.code_tests import code, read_tests
+from plumbing.rewards.math_verifier import LIMIT, math, reference_text
 
 
 def gsm8k(response: str, answer) -> float:
     """Return 1 if the last "#### number" of the response is the reference number (strict GSM8K)."""
-    reference = plain_number(gold_answer(answer))
-    if reference is None:
+    return float(marked_number(response) == reference_number(answer))
+
+
+def reference_number(answer):
+    """Return the number of a reference; raise ValueError if it is not one."""
+    number = plain_number(gold_answer(answer))
+    if number is None:
         raise ValueError(f"{answer!r:.60} is not a number")
-    return float(marked_number(response) == reference)
+    return number
 
 
 def exact(response: str, answer) -> float:
@@ -47,12 +52,8 @@ def knights(response: str, answer) -> float:
     "knight" or "knave" there has to be part of a statement such as "Zoey is a knave", "Zoey: knave" or "Zoey = knave".
     So a second role for a person, a choice ("a knave or a knight") and another person give 0.
 
-    Raise ValueError if the reference names nobody.
     """
-    known = dict(re.findall(r"([^\W\d_][\w'’-]*) is an? (knight|knave)\b", str(answer).lower()))
-    if not known:
-        raise ValueError(f'the reference {answer!r} has no "NAME is a knight" or "NAME is a knave"')
-    text = final_answer(response)
+    known, text = reference_roles(answer), final_answer(response)
     if text is None:
         *others, text = re.split("conclusion", after_thought(response), flags=re.IGNORECASE)
         text = text if others else re.split(r"\n\s*\n", text)[-1]
@@ -63,6 +64,14 @@ def knights(response: str, answer) -> float:
     statements = re.findall(rf"{person}{gap}(?:is{gap})?(?:an?{gap}|the{gap})?(knight|knave)\b", text)
     roles = re.findall(r"knight|knave", text)
     return float(len(statements) == len(roles) and set(statements) == set(known.items()))
+
+
+def reference_roles(answer) -> dict[str, str]:
+    """Return {name: "knight" or "knave"} of a reference; raise ValueError if it names nobody."""
+    known = dict(re.findall(r"([^\W\d_][\w'’-]*) is an? (knight|knave)\b", str(answer).lower()))
+    if not known:
+        raise ValueError(f'the reference {answer!r} has no "NAME is a knight" or "NAME is a knave"')
+    return known
 
 
 def reasoning_gym(response: str, source) -> float:
@@ -103,12 +112,10 @@ def ifeval(response: str, answer) -> float:
             does not have, raises an exception.
     """
     import langdetect
-    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
 
     langdetect.DetectorFactory.seed = 0  # else it guesses a language at random
     text, followed = response.rpartition("</think>")[2].strip(), []
-    for name, arguments in constraints_of(answer):
-        constraint = INSTRUCTION_DICT[name](name)
+    for constraint, arguments in checkers(answer):
         constraint.build_description(**arguments)
         followed.append(bool(text) and bool(constraint.check_following(text)))
     return sum(followed) / len(followed)
@@ -126,6 +133,16 @@ def constraints_of(answer) -> list[tuple[str, dict]]:
     return list(zip(answer["instruction_id"], arguments, strict=True))
 
 
+def checkers(answer) -> list[tuple]:
+    """Return what checks each constraint of a row, and its arguments; raise ValueError if there is no such one."""
+    from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
+
+    constraints = constraints_of(answer)
+    if unknown := [name for name, _ in constraints if name not in INSTRUCTION_DICT]:
+        raise ValueError(f"if-verifiable has no constraint {unknown[0]!r}")
+    return [(INSTRUCTION_DICT[name](name), arguments) for name, arguments in constraints]
+
+
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
@@ -136,17 +153,18 @@ class Verifier(NamedTuple):
     column: str  # of the row, whose value `check` gets as second argument; "" if it reads the response only
     package: str = "re"  # that it imports
     limit: float = float("inf")  # seconds of a call, after which the response is wrong if the reference is not to blame
+    read: Callable = str  # that column; raises an exception where nothing can be compared with it
 
 
 VERIFIERS = {
-    "math": Verifier(math, "answer", "math_verify", limit=LIMIT),
-    "gsm8k": Verifier(gsm8k, "answer"),
-    "exact": Verifier(exact, "answer"),
-    "code": Verifier(code, "answer"),
-    "knights": Verifier(knights, "answer"),
+    "math": Verifier(math, "answer", "math_verify", limit=LIMIT, read=reference_text),
+    "gsm8k": Verifier(gsm8k, "answer", read=reference_number),
+    "exact": Verifier(exact, "answer", read=gold_answer),
+    "code": Verifier(code, "answer", read=read_tests),
+    "knights": Verifier(knights, "answer", read=reference_roles),
     "format": Verifier(format, ""),
-    "ifeval": Verifier(ifeval, "answer", "if_verifiable"),
-    "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning_gym"),
+    "ifeval": Verifier(ifeval, "answer", "if_verifiable", read=checkers),
+    "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning_gym", read=tuple),
 }
 
 
