@@ -316,6 +316,31 @@ def test_a_huge_learning_rate(base, tmp_path):
         assert all_finite(checkpoint), checkpoint
 
 
+@pytest.mark.parametrize("script", ["grpo", "rloo"])
+def test_a_kl_that_is_not_finite_is_no_missing_score(base, tmp_path, monkeypatch, script):
+    """In the reward it makes the update one that is skipped, rather than a response that is left out."""
+    module, estimate = __import__(script), grpo.kl_estimate
+    broken = lambda *args: estimate(*args).index_fill(0, torch.tensor([1]), math.inf)
+    monkeypatch.setattr(module, "kl_estimate", broken)
+    values = variant(base, tmp_path, total_episodes=8, eval_every=0, save_every=0, kl_in="reward")
+    run_here({**values, "mini_batch_size": 8, "num_epochs": 1}, script)
+    assert metrics_of(values)[-1]["val/skipped_updates"] == 1
+    assert same_weights(folder_of(values) / "final", values["model"])
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo"])
+def test_step_token_divides_by_the_tokens_of_the_step(base, tmp_path, monkeypatch, script):
+    """Over the updates, so that their mean is the mean of the step; tests/test_ppo.py has that of ppo.py."""
+    module, calls, aggregate = __import__(script), [], grpo.aggregate
+    record = lambda x, mask, **options: (
+        calls.append((int(mask.sum()), options["tokens"])) or aggregate(x, mask, **options)
+    )
+    monkeypatch.setattr(module, "aggregate", record)
+    values = variant(base, tmp_path, total_episodes=8, eval_every=0, save_every=0, kl_coef=0.0)
+    run_here({**values, "loss_aggregation": "step_token"}, script)  # two epochs of two updates
+    assert {divisor for _, divisor in calls} == {sum(tokens for tokens, _ in calls) / 4}
+
+
 # ---- options that test_invariance.py does not have, a step each ------------------------------------------------------
 
 ONCE = dict(total_episodes=8, eval_every=0, save_every=0)
