@@ -42,6 +42,7 @@ BROKEN = {  # copies of the model: a file, and its content or what changes in it
     "no tokenizer": ("tokenizer.json", None),
     "no weights": ("model.safetensors", None),
     "unknown type": ("config.json", {"model_type": "none"}),
+    "own code": ("config.json", {"model_type": "none", "auto_map": {"AutoConfig": "a.B"}}),
     "other sizes": ("config.json", {"hidden_size": 64}),
     "cut weights": ("model.safetensors", b"\x10"),
     "cut tokenizer": ("tokenizer.json", b'{"ver'),
@@ -127,7 +128,8 @@ COMMANDS = {  # how the line begins
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: ascii(command)[1:60])
-def test_commands(refused, command):
+def test_commands(refused, command, monkeypatch):
+    monkeypatch.setattr("builtins.input", pytest.fail)  # transformers would ask whether to run a model's own code
     line = refused(command)
     assert line.startswith(COMMANDS[command]), line
 

@@ -1,6 +1,8 @@
 """LoRA: the reference is the model without its adapter, and what is saved computes the same merged and as an adapter.
 (What ranks and shards do to it: test_invariance.py; the rollout engine's weights: test_vllm.py.)"""
 
+import os
+
 import helpers
 import pytest
 import torch
@@ -33,14 +35,20 @@ def logits_of(path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
-def test_what_is_saved_is_what_was_trained(base, tmp_path, script):
-    """final/ is a plain model, final/adapter and the checkpoints are peft's folders; the base's weights stay."""
-    values = variant(base, tmp_path)
+def test_what_is_saved_is_what_was_trained(base, tmp_path, script, monkeypatch):
+    """final/ is a plain model, final/adapter and the checkpoints are peft's folders, which find their base from
+    elsewhere and are loaded as a model; the base's weights stay."""
+    values = variant(base, tmp_path, model=os.path.relpath(base["model"]))
     run_here(values, script)
+    monkeypatch.chdir(tmp_path)
     final = folder_of(values) / "final"
     plain, adapted, saved = (logits_of(p) for p in (final, final / "adapter", folder_of(values) / "checkpoints/step_3"))
     torch.testing.assert_close(plain, adapted, rtol=1e-4, atol=1e-4)  # final/ is float32, as the model it came from
     torch.testing.assert_close(saved, adapted, rtol=1e-5, atol=1e-5)
+    loaded = loading.load_model("--model", str(folder_of(values) / "checkpoints/step_3"), torch.float64, CPU)
+    assert not getattr(loaded, "peft_config", None)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, saved)
     assert (plain - logits_of(base["model"])).abs().max() > 1e-2
     assert {name for name in weights_of(final)} == {name for name in weights_of(base["model"])}
     assert all(".lora_" in name for name in weights_of_adapter(final / "adapter"))

@@ -1,10 +1,12 @@
 """Models that need more than the usual: capped attention scores, mixtures of experts; vocabularies; --attention."""
 
 import copy
+import time
 
 import helpers
 import pytest
 import torch
+from huggingface_hub import constants
 from tiny_models import CPU, KV, SMALL
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -47,6 +49,19 @@ def test_capped_attention_scores(tmp_path, capsys, kind):
 
 def test_without_a_cap_attention_is_sdpa(load):
     assert load("gemma2", attn_logit_softcapping=None).config._attn_implementation == "sdpa"
+
+
+def test_a_hub_that_does_not_answer(monkeypatch):
+    """Its library would ask six times, over half a minute, for the first file alone."""
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    loading.find_hub.cache_clear()
+    begin = time.monotonic()
+    with pytest.raises(SystemExit):
+        loading.read_tokenizer("--model", "no/such")
+    assert time.monotonic() - begin < 5
+    loading.find_hub.cache_clear()
 
 
 # ---- tokens that end a response --------------------------------------------------------------------------------------

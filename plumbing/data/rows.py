@@ -149,6 +149,10 @@ def read_file(flag: str, name: str) -> list[dict]:
 
 def read_data_set(name: str, split: str) -> list[dict]:
     """Return the rows of a split of a folder, or of "owner/name" or "owner/name:config" on the hub."""
+    if not os.path.isdir(name):
+        from plumbing.models.loading import find_hub
+
+        find_hub()  # before the import, which reads what it sets
     import datasets
 
     datasets.utils.logging.set_verbosity_error()

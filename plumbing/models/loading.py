@@ -2,11 +2,13 @@
 
 import functools
 import inspect
+import json
 import math
 import os
 from typing import Callable, NamedTuple
 
 import torch
+from huggingface_hub import constants, get_session
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,10 +44,21 @@ def precision(name: str, device: torch.device) -> Precision:
     return Precision(param, torch.promote_types(param, torch.float32), compute, autocast)
 
 
+@functools.cache
+def find_hub() -> None:
+    """Let the hub's library read its cache alone if the hub does not answer: it would try for a minute, and again."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # of a network or proxy, whatever it lacks
+        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+
+
 def read_tokenizer(flag: str, name: str):
     """Return the tokenizer of the model `name`, which pads on the left; exit with code 2 if there is none."""
+    if not os.path.isdir(name):
+        find_hub()
     with loading(f"{flag} {name}"):
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
         fail(f"{flag} {name}: has no tokenizer")
     return tokenizer
@@ -86,7 +99,7 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
             fail(f"--stop_token {stop_token!r}: must be exactly one token of the tokenizer, this is {len(ids)}")
         return ids
     try:
-        configured = GenerationConfig.from_pretrained(model_name).eos_token_id
+        configured = GenerationConfig.from_pretrained(base_of(model_name)).eos_token_id
     except OSError as error:
         if "valid JSON" in str(error):
             fail(f"--model {model_name}: {first_line(error)}")
@@ -100,10 +113,19 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
     return sorted(ids, key=lambda token: (token != first, token))
 
 
+def base_of(name: str) -> str:
+    """Return the model that a folder of an adapter names as its base; any other name as it is."""
+    path = os.path.join(name, "adapter_config.json")
+    if not os.path.exists(path):
+        return name
+    with loading(f"--model {name}"), open(path) as file:
+        return json.load(file)["base_model_name_or_path"]
+
+
 def load_config(flag: str, name: str):
     """Return a model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: no dropout in the policy)."""
     with loading(f"{flag} {name}"):
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(base_of(name), trust_remote_code=False)
     for key in config.to_dict():
         is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
         if is_dropout and isinstance(getattr(config, key), float):
@@ -134,6 +156,8 @@ def load_model(
 ) -> torch.nn.Module:  # fmt: skip
     """Return a pretrained model without dropout, in evaluation mode; exit with code 2 if its files lack weights.
 
+    The adapter of a folder of LoRA is merged into its base.
+
     Args:
         flag: names the model in messages. name: folder or hub name.
         device: on "meta" the model has no weights, and only the configuration is read.
@@ -147,7 +171,12 @@ def load_model(
             model = auto_class.from_config(config, dtype=dtype).eval()
     else:
         with loading(f"{flag} {name}"):
-            model, report = auto_class.from_pretrained(name, config=config, dtype=dtype, output_loading_info=True)
+            base = base_of(name)
+            model, report = auto_class.from_pretrained(base, config=config, dtype=dtype, output_loading_info=True)
+            if base != name:
+                from peft import PeftModel
+
+                model = PeftModel.from_pretrained(model, name).merge_and_unload()
         if missing := report["missing_keys"] - set(new_weights):  # transformers draws them at random
             fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
     if device.type == "cpu":
@@ -194,6 +223,8 @@ def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.de
         The model, and whether its head is new; a new head has random values, which the caller has to replace.
     """
     config, trained = scalar_config(flag, name)
+    if base_of(name) != name:
+        fail(f"{flag} {name}: is an adapter, whose folder lacks the head; final/ has all of it")
     new_weights = () if trained else ("score.weight",)
     model = load_model(flag, name, dtype, device, AutoModelForSequenceClassification, config, new_weights)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):

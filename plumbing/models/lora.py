@@ -1,6 +1,7 @@
 """LoRA adapters, and a model's weights without or with its adapter, under the names of a model that has none."""
 
 import contextlib
+import os
 
 import torch
 
@@ -14,6 +15,8 @@ def add_lora(model: torch.nn.Module, args) -> None:
     """
     from peft import LoraConfig
 
+    if os.path.isdir(args.model):  # what is saved names its base, also for those who work in another folder
+        model.name_or_path = os.path.abspath(args.model)
     head = ["score"] if hasattr(model, "score") else None  # of a reward model: all of it trains
     layers = {"target_modules": "all-linear", "exclude_modules": head}
     model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, **layers))
