@@ -31,7 +31,7 @@ def preloaded():
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("vllm")
-    values = {**helpers.workspace(folder), "rollout_backend": "vllm", "kv_cache_gb": 0.02, "max_prompt_length": 64}
+    values = {**helpers.workspace(folder), "rollout_backend": "vllm", "kv_cache_gb": 0.02}
     for name, tied in (("model", True), ("untied", False)):
         path = helpers.tiny_model(folder / name, hidden_size=64, tie_word_embeddings=tied)  # heads of 32 or more
         model = AutoModelForCausalLM.from_pretrained(path)
@@ -350,7 +350,7 @@ def test_a_signal_while_the_next_rollout_runs(base, tmp_path):
 def test_evaluate(base, tmp_path):
     """scripts/evaluate.py: greedy responses of vLLM are those of transformers."""
     values = {name: base[name] for name in ("model", "dataset", "reward", "kv_cache_gb", "system_prompt")}
-    values |= {"output_dir": str(tmp_path), "temperature": 0.0, "max_response_length": 10, "max_prompt_length": 64}
+    values |= {"output_dir": str(tmp_path), "temperature": 0.0, "max_response_length": 10}
     for backend in ("hf", "vllm"):
         run({**values, "backend": backend, "run_name": backend}, script="evaluate")
     hf, vllm = (read_lines(tmp_path / backend / "samples.jsonl") for backend in ("hf", "vllm"))

@@ -32,7 +32,7 @@ import gloo_transfer  # noqa: E402, F401
 
 ARGS = SimpleNamespace(
     max_prompt_length=40, max_response_length=24, min_response_length=0, temperature=0.7, top_p=1.0,
-    repetition_penalty=1.0, turn_stop=(),
+    repetition_penalty=1.0, turn_stop=(), model=str(ROOT / "assets" / "tiny"),
 )  # fmt: skip
 WORLD = utils.World(0, 1, torch.device("cpu"))
 STOP = [1]
@@ -208,10 +208,10 @@ def test_a_run(running, tmp_path, async_steps, ranks):
 
 def test_bad_addresses(running, engine, capsys, monkeypatch):
     monkeypatch.setattr(vllm_servers, "SERVER_START", 1.0)
-    url, nobody = list(running[0])[0], f"http://127.0.0.1:{free_port()}"
+    model, url, nobody = running[1], list(running[0])[0], f"http://127.0.0.1:{free_port()}"
 
     def end(*servers: str, **values) -> str:
-        return error_of(capsys, lambda: Servers(changed(rollout_servers=servers, **values), WORLD, None))
+        return error_of(capsys, lambda: Servers(changed(rollout_servers=servers, model=model, **values), WORLD, None))
 
     assert f"{nobody}: /health failed for" in end(url, nobody)
     assert "its limit is 250 tokens" in end(url, max_prompt_length=300)

@@ -150,6 +150,12 @@ def check_fits(name: str, sequences: list[list[int]], flag: str, room: int = 0) 
         fail(f"{flag}: makes sequences of {length} tokens, and --model {name} has {positions} positions")
 
 
+def longest_sequence(args) -> int:
+    """Return the most tokens that an engine is asked for: those of the flags, or --model's positions if it has less."""
+    positions = getattr(load_config("--model", args.model).get_text_config(), "max_position_embeddings", None)
+    return min(args.max_prompt_length + args.max_response_length, positions or math.inf)
+
+
 def load_model(
     flag: str, name: str, dtype: torch.dtype, device: torch.device, auto_class=AutoModelForCausalLM, config=None,
     new_weights: tuple[str, ...] = (),

@@ -8,6 +8,7 @@ from typing import Callable
 
 import torch
 
+from plumbing.models import loading
 from plumbing.models.lora import base_weights, merged
 from plumbing.rollout.vllm_sampling import Response, VllmSampling
 from utils import World, fail
@@ -63,7 +64,7 @@ class Engine(VllmSampling):
             with self._on_stream():  # vLLM goes on with the stream that is current here
                 self.llm = vllm.LLM(
                     args.model, dtype=compute_dtype or torch.float32, load_format=load_format, generation_config="vllm",
-                    max_model_len=args.max_prompt_length + args.max_response_length, seed=args.seed,
+                    max_model_len=loading.longest_sequence(args), seed=args.seed,
                     max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache_gb * 1e9),
                     logprobs_mode="processed_logprobs", disable_log_stats=True, enable_sleep_mode=self.can_sleep,
                     tensor_parallel_size=args.vllm_tensor_parallel, **settings,

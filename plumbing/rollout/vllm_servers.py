@@ -18,6 +18,7 @@ import aiohttp
 import torch
 import yarl
 
+from plumbing.models import loading
 from plumbing.models.lora import base_weights, merged
 from plumbing.rollout.vllm_sampling import Response, VllmSampling
 from utils import World, fail, first_line
@@ -120,7 +121,7 @@ class Servers(VllmSampling):
         if self.world.main:
             print(f"waiting for {self.about}, {SERVER_START:.0f} s at most", flush=True)
             self._each(lambda url: self._request(url, "/health", timeout=10.0, patience=SERVER_START))
-            needed = args.max_prompt_length + args.max_response_length
+            needed = loading.longest_sequence(args)
             for url, served in zip(self.urls, self._each(lambda url: self._request(url, "/v1/models"))):
                 if (limit := served["data"][0]["max_model_len"]) < needed:
                     raise RuntimeError(f"{url}: its limit is {limit} tokens, prompt and response have up to {needed}")
