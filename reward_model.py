@@ -136,7 +136,7 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
             utils.fail(f"{where}: sort must be two different numbers, the higher for the chosen response, not {sort}")
         sides = [[prompt, responses[i]] for i in ((0, 1) if sort[0] > sort[1] else (1, 0))]
     else:
-        prompt = next((row[name] for name in prompts.PROMPT_COLUMNS if row.get(name) not in (None, "", [])), None)
+        prompt = next((row[name] for name in prompts.COLUMNS["prompt"] if row.get(name) not in (None, "", [])), None)
         sides = [[prompt, row.get(side)] for side in ("chosen", "rejected")]
     for side, name in zip(sides, ("chosen", "rejected")):
         if isinstance(side[1], list):  # messages: the last turn is the response, the others belong to the prompt

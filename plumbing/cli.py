@@ -37,13 +37,12 @@ SYSTEM_PROMPTS = {  # by the first source of --reward: they read an answer in th
     "gsm8k": 'Let us think step by step and output the final answer after "####".',
 }
 OTHER_NAMES = {  # what users of TRL, PaddleNLP and verl type first, and what it is here
-    "model_name_or_path": "model", "dataset_name": "dataset", "reward_funcs": "reward", "num_generations": "group_size",
-    "num_return_sequences": "group_size", "per_device_train_batch_size": "rollout_batch_size mini_batch_size",
-    "gradient_accumulation_steps": "mini_batch_size micro_batch_tokens", "num_iterations": "num_epochs",
-    "num_train_epochs": "total_episodes", "max_steps": "total_episodes", "max_completion_length": "max_response_length",
-    "beta": "kl_coef", "epsilon": "clip_low clip_high", "use_vllm": "rollout_backend", "save_steps": "save_every",
+    "model_name_or_path": "model", "dataset_name": "dataset", "num_generations": "group_size", "beta": "kl_coef",
+    "per_device_train_batch_size": "rollout_batch_size mini_batch_size", "num_iterations": "num_epochs",
+    "gradient_accumulation_steps": "mini_batch_size micro_batch_tokens", "max_steps": "total_episodes",
+    "num_train_epochs": "total_episodes", "max_completion_length": "max_response_length", "use_vllm": "rollout_backend",
     "data.train_files": "dataset", "actor_rollout_ref.model.path": "model", "actor_rollout_ref.rollout.n": "group_size",
-    "data.train_batch_size": "rollout_batch_size", "trainer.total_epochs": "total_episodes",
+    "data.train_batch_size": "rollout_batch_size",
 }  # fmt: skip
 
 

@@ -7,19 +7,7 @@ from typing import Callable
 
 from tqdm import tqdm
 
-from plumbing.data.prompts import (
-    ANSWER_COLUMNS,
-    PROMPT_COLUMNS,
-    as_messages,
-    encode_prompt,
-    encode_response,
-    find_column,
-    holds_template,
-    is_turn_of_assistant,
-    named_sources,
-    prompt_and_answer,
-    value_at,
-)
+from plumbing.data import prompts
 from plumbing.data.rows import leave_out, read_parts, split_of
 from plumbing.models.loading import check_fits
 from utils import fail, generator, warn
@@ -52,9 +40,9 @@ def load_train_and_eval(
     return kept, held_out
 
 
-def check_responses_fit(args, prompts: list[dict]) -> None:
+def check_responses_fit(args, rows: list[dict]) -> None:
     """Exit with code 2 if the model cannot read all prompts, the longest with a response of --max_response_length."""
-    queries, room = [row["query"] for row in prompts], args.max_response_length
+    queries, room = [row["query"] for row in rows], args.max_response_length
     check_fits(args.model, queries, f"--max_response_length {room}", room)
 
 
@@ -75,24 +63,24 @@ def load_prompts(
     """
     parts, as_is = [], args.chat_template == "none"
     for part, rows, weight in read_parts(flag, name, split):
-        where, prompts, problems = f"{flag} {part}", [], []
-        prompt_column = find_column(where, "--prompt_column", args.prompt_column, PROMPT_COLUMNS, rows, required=True)
-        answer_column = find_column(where, "--answer_column", args.answer_column, ANSWER_COLUMNS, rows, required=False)
+        where, encoded, problems = f"{flag} {part}", [], []
+        prompt_column = prompts.find_column(where, "prompt", args.prompt_column, rows, required=True)
+        answer_column = prompts.find_column(where, "answer", args.answer_column, rows)
         for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
             at = f"{where} row {number}"
             for column in {"prompts", "responses"} & row.keys():
                 fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")
-            prompt, answer = prompt_and_answer(at, row, prompt_column, answer_column)
-            sources = named_sources(at, row, args)
-            text, query = encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
-            messages = None if as_is else as_messages(at, prompt, args.system_prompt)
-            encoded = {"prompt": text, "query": query, "messages": messages, "answer": answer}
-            prompts.append({**encoded, "dataset": part, "sources": sources, "columns": row})
-            problems.append(check_reference(at, prompts[-1], args))
-        if tokenizer.chat_template and not as_is and any(map(holds_template, prompts)):
+            prompt, answer = prompts.prompt_and_answer(at, row, prompt_column, answer_column)
+            sources = prompts.named_sources(at, row, args)
+            text, query = prompts.encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
+            messages = None if as_is else prompts.as_messages(at, prompt, args.system_prompt)
+            seen = {"prompt": text, "query": query, "messages": messages, "answer": answer}
+            encoded.append({**seen, "dataset": part, "sources": sources, "columns": row})
+            problems.append(check_reference(at, encoded[-1], args))
+        if tokenizer.chat_template and not as_is and any(map(prompts.holds_template, encoded)):
             warn(f"{where}: its prompts hold a chat template, and get another one; --chat_template none leaves them")
-        scorable = [row for row, problem in zip(prompts, problems) if not problem]
-        leave_out(where, prompts, scorable, f"which have no score: {next(filter(None, problems), '')}")
+        scorable = [row for row, problem in zip(encoded, problems) if not problem]
+        leave_out(where, encoded, scorable, f"which have no score: {next(filter(None, problems), '')}")
         parts.append((drop_overlong(where, scorable, args), weight))
     return parts
 
@@ -113,33 +101,30 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     The text is the last turn of messages, if the assistant's, or else stands in the answer column. A stop token is
     added to it.
     """
-    parts = []
+    parts, as_is = [], args.chat_template == "none"
     for name, rows, weight in read_parts("--ptx_dataset", args.ptx_dataset, "train"):
-        where = f"--ptx_dataset {name}"
-        examples = [supervised_row(f"{where} row {i}", row, tokenizer, stop_ids, args) for i, row in enumerate(rows, 1)]
-        parts.append((drop_overlong(where, examples, args), weight))
+        where, encoded = f"--ptx_dataset {name}", []
+        for number, row in enumerate(rows, 1):
+            at = f"{where} row {number}"
+            prompt_column, answer_column = (prompts.find_column(at, kind, "", [row]) for kind in ("prompt", "answer"))
+            if prompts.is_turn_of_assistant(prompts.value_at(row, prompt_column)):
+                answer_column = None
+            prompt, text = prompts.prompt_and_answer(at, row, prompt_column, answer_column)
+            if not isinstance(text, str) or not text.strip():
+                known = ", ".join(prompts.COLUMNS["answer"])
+                fail(f"{at}: has no text to imitate in {known} or in a last turn of the assistant")
+            _, query = prompts.encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is)
+            encoded.append({"query": query, "response": prompts.encode_response(at, text, tokenizer, stop_ids)})
+        parts.append((drop_overlong(where, encoded, args), weight))
     supervised = mix(parts, args.seed)
     sequences = [row["query"] + row["response"] for row in supervised]
     check_fits(args.model, sequences, f"--ptx_dataset {args.ptx_dataset}")
     return supervised
 
 
-def supervised_row(where: str, row: dict, tokenizer, stop_ids: list[int], args) -> dict:
-    """Turn a row of a data set into one of `load_supervised`. `where` names it in messages."""
-    prompt_column = find_column(where, "", "", PROMPT_COLUMNS, [row], required=False)
-    answer_column = find_column(where, "", "", ANSWER_COLUMNS, [row], required=False)
-    if is_turn_of_assistant(value_at(row, prompt_column)):
-        answer_column = None
-    prompt, text = prompt_and_answer(where, row, prompt_column, answer_column)
-    if not isinstance(text, str) or not text.strip():
-        fail(f"{where}: has no text to imitate in {', '.join(ANSWER_COLUMNS)} or in a last turn of the assistant")
-    _, query = encode_prompt(where, prompt, tokenizer, args.system_prompt, args.chat_template == "none")
-    return {"query": query, "response": encode_response(where, text, tokenizer, stop_ids)}
-
-
-def token_lengths(prompts: list[dict], eval_prompts: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:
+def token_lengths(train: list[dict], held_out: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:
     """Return the tokens of each row by what it is for, {name: [tokens]}, for the statistics that a run prints."""
-    rows = {"prompts": prompts, "held-out prompts": eval_prompts, "supervised rows": supervised}
+    rows = {"prompts": train, "held-out prompts": held_out, "supervised rows": supervised}
     return {
         name: [len(row["query"]) + len(row.get("response", ())) for row in part] for name, part in rows.items() if part
     }
@@ -169,10 +154,10 @@ def first_prompts(parts: list[tuple[list[dict], float]], count: int) -> list[dic
     return [row for (rows, _), end in zip(parts, ends) for row in rows[:end]]
 
 
-def take_prompts(prompts: list[dict], position: int, count: int, seed) -> list[dict]:
+def take_prompts(rows: list[dict], position: int, count: int, seed) -> list[dict]:
     """Return the prompts `position ... position + count - 1` of an endless stream of passes, each shuffled anew."""
-    size = len(prompts)
-    return [prompts[pass_order(seed, i // size, size)[i % size]] for i in range(position, position + count)]
+    size = len(rows)
+    return [rows[pass_order(seed, i // size, size)[i % size]] for i in range(position, position + count)]
 
 
 @functools.lru_cache(maxsize=64)

@@ -12,10 +12,10 @@ from utils import fail, loading
 # The columns that are looked for, in this order; a dot goes into an object. They are those of GSM8K, MATH,
 # open-instruct (messages, ground_truth), verl (reward_model.ground_truth), TRL (prompt, solution, completion),
 # PaddleNLP (src, tgt), and Knights-and-Knaves, whose solution as text stands before the one as a list.
-PROMPT_COLUMNS = ("prompt", "question", "messages", "problem", "quiz", "src")
-ANSWER_COLUMNS = (
-    "answer", "ground_truth", "reward_model.ground_truth", "solution_text", "solution", "tgt", "completion"
-)  # fmt: skip
+COLUMNS = {
+    "prompt": "prompt question messages problem quiz src".split(),
+    "answer": "answer ground_truth reward_model.ground_truth solution_text solution tgt completion".split(),
+}
 
 
 class TextPart(BaseModel):
@@ -61,20 +61,23 @@ def is_filled(value) -> bool:
     return not isinstance(value, str) or bool(value.strip())
 
 
-def find_column(
-    where: str, option: str, named: str, known: tuple[str, ...], rows: list[dict], required: bool
-) -> str | None:
+def find_column(where: str, kind: str, named: str, rows: list[dict], required: bool = False) -> str | None:
     """Return the column that a flag names, or else the first known one in which any row has something, None for none.
 
     Exit with code 2 if no row has anything in a named column, or in any known one where it is required.
+
+    Args:
+        kind: "prompt" or "answer". named: by --prompt_column or --answer_column; "" for none.
     """
-    for column in [named] if named else known:
+    for column in [named] if named else COLUMNS[kind]:
         if any(is_filled(value_at(row, column)) for row in rows):
             return column
     if named or required:
-        missing = f"no column {named!r} with anything in it" if named else f"none of the columns {', '.join(known)}"
+        missing = (
+            f"no column {named!r} with anything in it" if named else f"none of the columns {', '.join(COLUMNS[kind])}"
+        )
         columns = list(dict.fromkeys(name for row in rows[:1000] for name in row))
-        fail(f"{where}: has {missing}; name one with {option}, there are {', '.join(columns)}")
+        fail(f"{where}: has {missing}; name one with --{kind}_column, there are {', '.join(columns)}")
     return None
 
 

@@ -8,15 +8,8 @@ import os
 from typing import Callable, NamedTuple
 
 import torch
+import transformers
 from huggingface_hub import constants, get_session
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    DynamicCache,
-    GenerationConfig,
-)
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from plumbing.models.lora import add_lora
@@ -58,7 +51,7 @@ def read_tokenizer(flag: str, name: str):
     if not os.path.isdir(name):
         find_hub()
     with loading(f"{flag} {name}"):
-        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
     if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
         fail(f"{flag} {name}: has no tokenizer")
     return tokenizer
@@ -99,7 +92,7 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
             fail(f"--stop_token {stop_token!r}: must be exactly one token of the tokenizer, this is {len(ids)}")
         return ids
     try:
-        configured = GenerationConfig.from_pretrained(base_of(model_name)).eos_token_id
+        configured = transformers.GenerationConfig.from_pretrained(base_of(model_name)).eos_token_id
     except OSError as error:
         if "valid JSON" in str(error):
             fail(f"--model {model_name}: {first_line(error)}")
@@ -125,7 +118,7 @@ def base_of(name: str) -> str:
 def load_config(flag: str, name: str):
     """Return a model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: no dropout in the policy)."""
     with loading(f"{flag} {name}"):
-        config = AutoConfig.from_pretrained(base_of(name), trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(base_of(name), trust_remote_code=False)
     for key in config.to_dict():
         is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
         if is_dropout and isinstance(getattr(config, key), float):
@@ -157,8 +150,8 @@ def longest_sequence(args) -> int:
 
 
 def load_model(
-    flag: str, name: str, dtype: torch.dtype, device: torch.device, auto_class=AutoModelForCausalLM, config=None,
-    new_weights: tuple[str, ...] = (),
+    flag: str, name: str, dtype: torch.dtype, device: torch.device, auto_class=transformers.AutoModelForCausalLM,
+    config=None, new_weights: tuple[str, ...] = (),
 ) -> torch.nn.Module:  # fmt: skip
     """Return a pretrained model without dropout, in evaluation mode; exit with code 2 if its files lack weights.
 
@@ -232,7 +225,7 @@ def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.de
     if base_of(name) != name:
         fail(f"{flag} {name}: is an adapter, whose folder lacks the head; final/ has all of it")
     new_weights = () if trained else ("score.weight",)
-    model = load_model(flag, name, dtype, device, AutoModelForSequenceClassification, config, new_weights)
+    model = load_model(flag, name, dtype, device, transformers.AutoModelForSequenceClassification, config, new_weights)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         fail(f"{flag} {name}: {type(model).__name__} has no linear head called score, as causal language models have")
     return ScalarModel(model), not trained
@@ -288,7 +281,7 @@ def check_decodes(flag: str, model: torch.nn.Module, instead: str = "--rollout_b
     Args:
         flag: the flag that names the model, with its value. instead: the flag for another way to sample.
     """
-    layers = DynamicCache(config=model.config).layers
+    layers = transformers.DynamicCache(config=model.config).layers
     if model._is_stateful or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
         fail(f"{flag}: {type(model).__name__} keeps a state that cannot drop finished responses; use {instead}")
     parameters = inspect.signature(type(model).forward).parameters
