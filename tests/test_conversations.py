@@ -72,6 +72,9 @@ CASES = {  # columns of the row, flags, turns of the model, expected text, stop 
     "the environment hangs": ({"mode": "hangs"}, {}, ["ab"], "ab", "error", math.nan, 0, 0),
     "too long a prompt": ({"mode": "long"}, {"max_prompt_length": 100}, [], "", "error", math.nan, 0, 0),
     "tools of TRL's form": ({}, COUNTER, [TWO, TWO], f"{TWO}2{TWO}", "done", 4, 2, 0),
+    "a method for the reward": (
+        {}, {"environment": f"{FILE}:Judged"}, [TWO, TWO], f"{TWO}2{TWO}", "done", 14, 2, 0
+    ),
     "a reward at the end alone": ({"late": True}, COUNTER, [TWO, TWO], f"{TWO}2{TWO}", "done", 4, 2, 0),
     "no reward so far": ({"late": True}, COUNTER | {"max_turns": 1}, [TWO], TWO, "max_turns", math.nan, 1, 0),
     "a step after calls": ({}, {"tools": "add", "max_turns": 2}, [ADD, "ab"], f"{ADD}3ab", "max_turns", 0.2, 1, 0),
@@ -95,7 +98,7 @@ def test_how_it_goes(name):
     columns, changes, said, text, stop_reason, reward, calls, errors = CASES[name]
     if "tools" in changes:
         changes = {**changes, "tools": (f"{FILE}:{changes['tools']}",)}
-    if "tools" in changes or changes is not CASES[name][1] or "Counter" in changes.get("environment", ""):
+    if "tools" in changes or changes is not CASES[name][1] or calls:
         changes = {**changes, "tool_call_pattern": PATTERN}
     tokenizer, conversations = make_tokenizer(), conversations_of(args_of(**changes))
     rows = [row_of(tokenizer, **columns), row_of(tokenizer, "other", **columns)]

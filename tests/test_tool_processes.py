@@ -214,6 +214,8 @@ def test_a_conversation_with_tools_and_an_environment(processes):
         ("'a' * (1 << 20)", "a" * 100_000 + "\n[cut, of 1048576 characters]"),
         ("1 / 0", "error: ZeroDivisionError: division by zero"),
         ("sys.exit(3)", "error: SystemExit: 3"),
+        ("'child' if os.fork() == 0 else time.sleep(0.5) or 'parent'", "parent"),
+        ("(_ for _ in ()).throw(type('Mute', (Exception,), {'__str__': None}))", "error: Mute: (its text"),
         ("os._exit(0)", "error: run ended its process"),
         ("os.closerange(3, 50)", "error: run ended its process"),
     ],
@@ -284,9 +286,9 @@ def test_random_numbers_are_the_rows(processes):
 
 def test_other_forms_of_environments(files):
     counter = ToolProcesses(*files((), "Counter"), 60.0)
-    add = lambda by: [("call", "add", {"by": by}), ("outcome",)]
-    found = converse(counter, ("outcome",), *add(2), *add(3), row={"start": 1, "x": 0})
-    assert found == ["", [0.0, False], "3", [3.0, False], "6", [3.0, True]]  # a reward is what has come to it
+    add = lambda by: [("call", "add", {"by": by}), ("done",)]
+    found = converse(counter, ("done",), *add(2), *add(3), ("reward",), row={"start": 1, "x": 0})
+    assert found == ["", False, "3", False, "6", True, 6.0]
     assert [schema["function"]["name"] for schema in counter.schemas] == ["add"] and not counter.has_step
 
     gym = ToolProcesses(*files((), "Gym"), 60.0)
@@ -381,8 +383,10 @@ def test_python_tool():
     programs = {
         "for i in range(2):\n    print(i)\nif __name__ == '__main__': print('{}')": "0\n1\n{}\n",
         "print(1)\n1 / 0": "1\nZeroDivisionError: division by zero\n",
-        "x = (": "SyntaxError: '(' was never closed (code.py, line 1)\n",
+        "x = (": "  File \"code.py\", line 1\n    x = (\n        ^\nSyntaxError: '(' was never closed\n",
         "print('a'); exit(1)": "a\n",
+        "import sys; print('a'); print('b', file=sys.stderr); print('c'); sys.exit('why')": "a\nb\nc\nwhy\n",
+        "class Mute(Exception): __str__ = None\nraise Mute": "Mute: <exception str() failed>\n",
     }
 
     async def call() -> int:

@@ -30,7 +30,7 @@ class Conversation:
     response: list[int] = field(default_factory=list)  # token ids of the turns, and of the observations between them
     values: dict[str, list] = field(default_factory=lambda: {"rollout_logprobs": [], "response_mask": []})  # per token
     turns: list[dict] = field(default_factory=list)  # the same as messages
-    rewards: list[float] = field(default_factory=list)  # of the environment, for each turn
+    rewards: list[float | None] = field(default_factory=list)  # of the environment; None where it gave none
     stop_reason: str = ""  # one of STOP_REASONS, once it has ended
     tool_calls: int = 0
     tool_errors: int = 0
@@ -50,7 +50,8 @@ class Conversation:
     @property
     def reward(self) -> float:
         """Return the sum of the environment's rewards; NaN if it gave none, or has failed."""
-        return sum(self.rewards) if self.rewards and not self.error else math.nan
+        given = [reward for reward in self.rewards if reward is not None]
+        return sum(given) if given and not self.error else math.nan
 
     @property
     def stopped(self) -> bool:
@@ -196,7 +197,7 @@ class Conversations:
         stopped = stopped or any(stop in text for stop in self.args.turn_stop)
         with failure_as_end(conversation, process):
             messages, reward, done = await self._answer(conversation, text, process)
-            conversation.rewards += [] if reward is None else [reward]
+            conversation.rewards.append(reward)
             observation = self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
             if done or (stopped and not messages):
                 conversation.stop_reason = "done"
@@ -207,6 +208,8 @@ class Conversations:
             else:
                 conversation.turns += messages
                 conversation.add(observation)
+            if conversation.stop_reason and self.args.environment and not self.processes.has_step:
+                conversation.rewards.append(await process.environment.ask("reward"))
 
     async def _answer(
         self, conversation: Conversation, text: str, process: ToolProcess
@@ -220,7 +223,7 @@ class Conversations:
         if not self.args.environment:
             return messages, None, False
         if not self.processes.has_step:
-            return messages, *await process.environment.ask("outcome")
+            return messages, None, await process.environment.ask("done")
         if calls:
             return messages, 0.0, False
         observation, reward, done = await process.environment.ask("step", conversation.turns[-1]["content"])

@@ -1,7 +1,7 @@
 """What a process of tools (--tools) or of an environment (--environment) does: it serves one conversation.
 
 Requests and answers are JSON objects on a pipe:
-    ["describe"] or ["reset", row] or ["step", text] or ["outcome"] or ["call", name, arguments]
+    ["describe"] or ["reset", row] or ["step", text] or ["done"] or ["reward"] or ["call", name, arguments]
     {"result": ...} or {"error": type and text of what was raised}
 
 The processes are forked from multiprocessing's fork server, which imports this module, and with it the users' files.
@@ -62,7 +62,7 @@ class Environment(Tools):
 
     def __init__(self, make: Callable):
         super().__init__()
-        self.instance, self.reward_so_far = make(), 0.0
+        self.instance = make()
         self.has_step = hasattr(self.instance, "step")
         if not hasattr(self.instance, "reset") or not (self.has_step or self.tools()):
             raise TypeError("requires a method reset, and a method step or tools")
@@ -70,13 +70,13 @@ class Environment(Tools):
     def tools(self) -> list[Callable]:
         """Return the functions that the model may call.
 
-        Those that the method `tools` returns; else, as in TRL's environment_factory, the public methods but `reset`, if
-        there is no `step`.
+        Those that the method `tools` returns; else, as in TRL's environment_factory, the public methods but `reset` and
+        `get_reward`, if there is no `step`. Static methods are helpers.
         """
         if hasattr(self.instance, "tools"):
             return list(self.instance.tools())
-        members = [] if self.has_step else inspect.getmembers(type(self.instance), inspect.isroutine)
-        return [getattr(self.instance, name) for name, _ in members if not name.startswith("_") and name != "reset"]
+        members = [] if self.has_step else inspect.getmembers(self.instance, inspect.ismethod)
+        return [x for name, x in members if not name.startswith("_") and name not in ("reset", "get_reward")]
 
     def reset(self, row: dict) -> str:
         """Return what the environment adds to the prompt. gymnasium's (observation, info) is read, too."""
@@ -96,16 +96,16 @@ class Environment(Tools):
             raise TypeError(f"{str(result)[:80]!r} is not (text or None, number, bool)")
         return as_observation(observation), float(reward), bool(done)
 
-    def outcome(self) -> tuple[float | None, bool]:
-        """Return (reward, done) of an environment without `step`, by its attributes of these names.
+    def done(self) -> bool:
+        """Return whether an environment without `step` ends the conversation, by its attribute of this name."""
+        return bool(getattr(self.instance, "done", False))
 
-        The reward is what came to the attribute since the last call; None as long as there is no such attribute.
-        """
-        reward, done = getattr(self.instance, "reward", None), bool(getattr(self.instance, "done", False))
-        if reward is None:
-            return None, done
-        before, self.reward_so_far = self.reward_so_far, float(reward)
-        return self.reward_so_far - before, done
+    def reward(self) -> float | None:
+        """Return the reward of an environment without `step`, by its method `get_reward` or else by its attribute."""
+        if hasattr(self.instance, "get_reward"):
+            return float(self.finish(self.instance.get_reward()))
+        reward = getattr(self.instance, "reward", None)
+        return None if reward is None else float(reward)
 
 
 def as_text(value) -> str:
@@ -138,7 +138,7 @@ def serve(connection: Connection, names: list[str], is_environment: bool, seed: 
     threading.Thread(target=end_with_trainer, daemon=True).start()
     os.dup2(2, 1)  # output of tools goes to stderr
     sys.stdout = sys.stderr
-    served = None
+    served, process = None, os.getpid()
     while True:
         try:
             method, *arguments = json.loads(connection.recv_bytes())
@@ -150,7 +150,9 @@ def serve(connection: Connection, names: list[str], is_environment: bool, seed: 
             answer = {"result": getattr(served, method)(*arguments)}
         except BaseException as error:  # SystemExit, too
             place = "" if method == "call" else place_of(error)  # what a tool raises is for the model
-            answer = {"error": as_text(f"{type(error).__name__}{place}: {error}")}
+            answer = {"error": as_text(f"{type(error).__name__}{place}: {text_of(error)}")}
+        if os.getpid() != process:  # a tool has forked, and both have returned
+            os._exit(0)
         # Half of a surrogate pair, which no tokenizer reads, becomes "?".
         connection.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
 
@@ -168,6 +170,14 @@ def end_with_trainer() -> None:
     """Wait for the end of the trainer; then kill this process and all that it has started."""
     multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception's text."""
+    try:
+        return str(error)
+    except Exception:  # users' own exceptions may fail at this, too
+        return "(its text cannot be read)"
 
 
 def place_of(error: BaseException) -> str:
