@@ -47,8 +47,7 @@ PAIRS = [{"prompt": f"{a}+3=", "chosen": str(a + 3), "rejected": f"{a}{'?' * (a 
 def files(tmp_path_factory):
     """What the values of flags that begin with @ stand for."""
     folder = tmp_path_factory.mktemp("random_runs")
-    # No LayerNorm: on a CPU, torch has none of float32 inputs and weights in half precision (--shard fsdp).
-    for kind in ("qwen2", "llama", "gemma2"):
+    for kind in ("qwen2", "llama", "gemma2", "gpt_neox"):
         helpers.tiny_model(folder / kind, kind)
     helpers.tiny_model(folder / "chat", chat=True)
     helpers.scalar_folder(str(folder / "qwen2"), folder / "scorer")
@@ -86,7 +85,7 @@ CALL = r"(?P<name>[a-m])(?P<arguments>.)?"  # which a random model does write: c
 
 COMMON = {
     "ranks": (2,), "seed": (0, 2**40), "save_every": (1,), "keep_checkpoints": (0, 3),
-    "log_samples": (0, 1), "eval_every": (0, 1, 2), "model": ("@llama", "@gemma2", "@chat"),
+    "log_samples": (0, 1), "eval_every": (0, 1, 2), "model": ("@llama", "@gemma2", "@gpt_neox", "@chat"),
     "stop_token": ("+", "<eos>"), "chat_template": ("none", "@template.jinja"), "system_prompt": ("Add:",),
     "precision": ("auto", "float64", "bf16", "fp16", "pure_bf16"), "attention": ("sdpa", "eager"),
     "gradient_checkpointing": (True,), "micro_batch_tokens": (1, 1000), "lora_rank": (1, 4),
