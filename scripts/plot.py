@@ -22,8 +22,7 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "curves.png"
         metrics: Names from metrics.jsonl to draw; default: the main ones that the runs have.
     """
     with utils.loading(f"--output {output}"):
-        if not plot_curves(list(map(os.path.normpath, runs)), output, metrics):
-            raise ValueError(f"there is nothing to draw in {' '.join(runs) or 'no run'}")
+        plot_curves(list(map(os.path.normpath, runs)), output, metrics)
     print(output)
 
 

@@ -34,8 +34,6 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html
         output: The page to write.
     """
     with utils.loading(f"--output {output}"):
-        if not runs:
-            raise ValueError("names no run folder")
         replace_file(output, page(list(dict.fromkeys(map(os.path.normpath, runs)))))
     print(output)
 
@@ -43,9 +41,11 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html
 def page(folders: list[str]) -> str:
     """Return the page of some run folders."""
     runs = [read_run(folder, name, len(folders)) for folder, name in zip(folders, run_names(folders))]
-    for number, members in enumerate(groups_of_seeds(runs)):
-        for run in members:
-            run.update(group=number, group_name=common_name([member["name"] for member in members]))
+    keys = [without_seed(run) for run in runs]
+    for run, key in zip(runs, keys):
+        names = [other["name"] for other, its_key in zip(runs, keys) if its_key == key]
+        shared = os.path.commonprefix(names).rstrip("-_./= ")
+        run.update(group=list(dict.fromkeys(keys)).index(key), group_name=shared or names[0])
     texts = {
         "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
         "style": "\n".join(map(read_part, STYLES)),
@@ -82,20 +82,10 @@ def read_run(folder: str, name: str, runs: int) -> dict:
     }
 
 
-def groups_of_seeds(runs: list[dict]) -> list[list[dict]]:
-    """Return together the runs whose flags differ by seed and names alone. A run without args is a group by itself."""
-    groups = {}
-    for number, run in enumerate(runs):
-        flags = {name: x for name, x in run["args"].items() if name not in NAMES}
-        key = json.dumps([run["script"], flags], sort_keys=True) if flags else number
-        groups.setdefault(key, []).append(run)
-    return list(groups.values())
-
-
-def common_name(names: list[str]) -> str:
-    """Return what names of runs begin with: "gsm8k" for gsm8k-seed1 and gsm8k-seed2."""
-    prefix = os.path.commonprefix(names)
-    return names[0] if len(names) == 1 else re.sub(r"([-_./ ]*(seed|s))?[-_./ =]*$", "", prefix) or names[0]
+def without_seed(run: dict) -> str:
+    """Return what the runs of a group share: script and flags, but for seed and names. A run without flags is alone."""
+    flags = {name: x for name, x in run["args"].items() if name not in NAMES}
+    return json.dumps([run["script"], flags], sort_keys=True) if flags else run["name"]
 
 
 def columns_of(rows: list[dict]) -> dict[str, list]:

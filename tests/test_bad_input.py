@@ -124,6 +124,7 @@ COMMANDS = {  # how the line begins
     "grpo --reward reward.py:score": "--reward reward.py:score: ",
     "grpo --reward imports.py:score": "--reward imports.py:score: ",
     "grpo --output_dir data.jsonl": "--output_dir data.jsonl",
+    "grpo --output_dir /proc": "--output_dir /proc: ",  # where nobody can write
 } | {f"grpo --model '{name}'": f"--model {name}: " for name in BROKEN}
 
 

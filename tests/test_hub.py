@@ -47,7 +47,7 @@ def test_a_run_pushes_its_final_model(base, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.rstrip().endswith("published: https://huggingface.co/me/my-model")
     card = (folder_of(values) / "final" / "README.md").read_text()
     assert "# my-model" in card and "python grpo.py --reward" in card and "--kl_coef 0.1" in card
-    assert "| held-out accuracy (sampled) |" in card and "base_model" not in card  # of a folder on this machine
+    assert "| held-out accuracy, sampled" in card and "base_model" not in card  # of a folder on this machine
     # A finished run is published by --resume; the model stays where the push fails, and the line says how to repeat it.
     Hub(monkeypatch, fails="upload")
     with pytest.raises(SystemExit) as end:
@@ -80,7 +80,10 @@ def test_the_card_of_models_on_the_hub(tmp_path):
     assert "secret" not in text and "'http://judge:9/x'" in text.replace("http://judge:9/x", "'http://judge:9/x'")
     command = "torchrun --nproc_per_node 2 grpo.py --model Qwen/Qwen2.5-0.5B --dataset openai/gsm8k:main@train"
     assert f"{command} --lora_rank 8 --reward math http://judge:9/x --no-non_stop_penalty\n" in text
-    assert "| held-out accuracy (sampled) | 0.5123 |" in text and "KL" not in text
+    assert "| held-out accuracy, sampled (what is trained) | 0.5123 |" in text and "KL" not in text
     assert (
         "for 7 steps" in text and "(https://wandb.ai/me/run)" in text and "python 3.11, torch 2.9; commit abc+" in text
     )
+    facts["args"]["dataset"] = "https://me:secret@host/a.jsonl?key=secret"
+    (tmp_path / "args.json").write_text(json.dumps({**facts, "versions": {}}))
+    assert "secret" not in str(hub.model_card(str(tmp_path), "me/model", None))

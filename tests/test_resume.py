@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -79,6 +80,21 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     with pytest.raises(SystemExit):
         resume.find_origin(args_of(tmp_path / "file" / "run"), "grpo.py")
     assert helpers.refusal(capsys.readouterr().err).startswith(f"error: --output_dir {tmp_path / 'file'}: ")
+
+
+def test_the_commit_of_the_code(tmp_path, monkeypatch):
+    """Files of runs and notes beside it do not change it."""
+    git = lambda words: subprocess.run(["git", "-C", tmp_path, *words.split()], check=True, capture_output=True)
+    monkeypatch.setattr(resume, "ROOT", str(tmp_path))
+    assert resume.git_commit() is None
+    (tmp_path / "code").write_text("1")
+    for words in ("init", "add code", "-c user.name=a -c user.email=a commit -m a", "tag v1"):
+        git(words)
+    (tmp_path / "notes").write_text("1")
+    head = resume.git_commit()
+    assert len(head) == 40
+    (tmp_path / "code").write_text("2")
+    assert resume.git_commit() == f"{head}+"
 
 
 def test_one_process_a_run(folder, capsys):

@@ -85,9 +85,9 @@ def test_what_a_run_leaves(base, tmp_path):
 
     samples = read_lines(folder / "samples.jsonl")
     assert [row["step"] for row in samples] == [1] * 8 + [2] * 8
-    prompts = {row["prompt"] for row in helpers.ROWS}
+    answers = {row["prompt"]: row["answer"] for row in helpers.ROWS}
     for row in samples:
-        assert row["prompt"] in prompts and row["stop_reason"] in ("stop", "length")
+        assert row["answer"] == answers[row["prompt"]] and row["stop_reason"] in ("stop", "length")
         assert math.isfinite(row["advantage"])
         assert row[base["reward"]] == pytest.approx(sum(map(ord, row["prompt"] + row["response"])) % 7 / 7)
     assert rows[2]["objective/scores"] == pytest.approx(sum(row[base["reward"]] for row in samples[8:]) / 8)
@@ -185,21 +185,21 @@ def test_a_run_that_is_killed_again_and_again(straight, tmp_path):
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 
-# Runs that are stopped several times, each time where the resumed one got to: the phase, where the signal comes, the
-# phase that is shown, and the step that is saved. `generate` is called twice in an evaluation (before the first step,
+# Runs that are stopped several times, each time where the resumed one got to: the phase, where the signal comes, and
+# the step that is saved. `generate` is called twice in an evaluation (before the first step,
 # after the second and the fourth) and once in a step, `torch.searchsorted` once a token, `forward_batch` twice a step.
 STOPS = {
     "between saves": [
-        ("first evaluation", "grpo.generate:1:SIGTERM", "evaluate", 0),
-        ("rollout", "torch.searchsorted:13:SIGINT", "rollout", 0),  # ten tokens in the first evaluation
-        ("update", "utils.Optimizer.step:2:SIGTERM", "training", 1),
-        ("evaluation", "grpo.generate:3:SIGINT", "evaluate", 2),
-        ("scoring", "sources.Rewards.score:3:SIGTERM", "rollout", 2),
-        ("log-probs", "grpo.forward_batch:1:SIGTERM", "logprobs", 3),
+        ("first evaluation", "grpo.generate:1:SIGTERM", 0),
+        ("rollout", "torch.searchsorted:13:SIGINT", 0),  # ten tokens in the first evaluation
+        ("update", "utils.Optimizer.step:2:SIGTERM", 1),
+        ("evaluation", "grpo.generate:3:SIGINT", 2),
+        ("scoring", "sources.Rewards.score:3:SIGTERM", 2),
+        ("log-probs", "grpo.forward_batch:1:SIGTERM", 3),
     ],
     "at saves": [
-        ("save", "checkpoints.save_checkpoint:1:SIGTERM", "save", 2),
-        ("last update", "utils.Optimizer.step:8:SIGTERM", "training", 4),
+        ("save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
+        ("last update", "utils.Optimizer.step:8:SIGTERM", 4),
     ],
 }
 
@@ -208,14 +208,10 @@ STOPS = {
 def test_signals(straight, tmp_path, name):
     """Exit code 75, a complete checkpoint of the newest step, and nothing of it to be seen in the run that went on."""
     values, after = {**straight, "output_dir": str(tmp_path), "save_every": 2 if name == "at saves" else 0}, []
-    for phase, where, shown, step in STOPS[name]:
+    for phase, where, step in STOPS[name]:
         done = run({**values, "resume": bool(after)}, code=75, place=where)
         assert goes_on_after(done) == after[-1:], phase
-        phases = re.findall(r"(evaluate|rollout|logprobs|training|save)(?=:)", done.err)
-        phases = [each for each, following in zip(phases, [*phases[1:], None]) if each != following]
-        if phase not in ("log-probs", "last update", "save"):  # these finish the step
-            assert phases[-2] == shown, (phase, phases)
-        assert shown in phases and "Traceback" not in done.err, phase
+        assert "Traceback" not in done.err, phase
         after.append(step)
         assert steps_of(values) == [f"step_{each}" for each in sorted(set(after))[-2:]], phase
         assert f"step {step} is saved" in done.out, phase
@@ -239,7 +235,7 @@ def two_ranks(base) -> dict:
 
 def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
     values, after = {**two_ranks, "output_dir": str(tmp_path), "save_every": 0}, []
-    for (_, where, _, step), rank in zip(STOPS["between saves"][1:4], (1, 1, 0)):
+    for (_, where, step), rank in zip(STOPS["between saves"][1:4], (1, 1, 0)):
         ranks = run_ranks({**values, "resume": bool(after)}, 2, (75, 75), {rank: where})
         assert goes_on_after(ranks[0]) == after[-1:]
         after.append(step)

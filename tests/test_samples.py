@@ -120,6 +120,7 @@ def test_refill_samples_other_prompts_until_the_step_is_full(collected):
         "val/sequence_lengths": 1.5, "val/num_stop_token_ids": groups, "val/missing_scores": 0,
         "reward/exact": statistics.fmean(scores), "reward_std/exact": statistics.stdev(scores),
         "reward_correct/exact": statistics.fmean(scores),
+        "reward/stopped": statistics.fmean(scores[::2]), "reward/cut_off": statistics.fmean(scores[1::2]),
     })  # fmt: skip
     assert got.sampled_tokens == groups * (2 + 3)
 

@@ -65,6 +65,7 @@ def base(tmp_path_factory) -> dict[str, dict]:
     held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
     of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6, "centre_coef": 0.01}
     return {
+        "grpo": {**common, **MOVING},
         "rloo": {**common, **MOVING, "advantage": "remax"},
         "ppo": {**common, **MOVING, **OF_PPO, "ptx_dataset": common["dataset"]},
         "reward_model": {**{name: common[name] for name in kept}, **SCHEDULE, **of_pairs},
@@ -253,7 +254,8 @@ def test_responses_without_a_score_are_left_out(base, neox, tell, tmp_path, monk
 # ---- gradients that are not finite ----------------------------------------------------------------------------------
 
 
-LOSSES = [("rloo", "clipped_loss"), ("ppo", "clipped_loss"), ("ppo", "value_loss"), ("reward_model", "preference_loss")]
+LOSSES = [("grpo", "policy_loss"), ("rloo", "clipped_loss"), ("ppo", "clipped_loss"), ("ppo", "value_loss")]
+LOSSES.append(("reward_model", "preference_loss"))
 
 
 @pytest.mark.parametrize("script, loss", LOSSES)
@@ -263,14 +265,15 @@ def test_a_gradient_that_is_not_finite_is_skipped(base, tmp_path, monkeypatch, s
     changes |= dict(critic_warmup_steps=0, ptx_coef=0.0, ptx_dataset="") if script == "ppo" else {}
     changes = dict(batch_size=12) if script == "reward_model" else changes
     values = variant(base, tmp_path, script, save_every=1, eval_every=0, **changes)
-    original, calls = getattr(SCRIPTS[script], loss), []
+    module, calls = __import__(script), []
+    original = getattr(module, loss)
 
     def infinite_at_first(*args):
         calls.append(1)
         result, factor = original(*args), math.inf if len(calls) == 1 else 1.0
         return (result[0] * factor, result[1]) if isinstance(result, tuple) else result * factor
 
-    monkeypatch.setattr(SCRIPTS[script], loss, infinite_at_first)
+    monkeypatch.setattr(module, loss, infinite_at_first)
     run_here(values, script)
     rows, begin = metrics_of(values), weights_of(values["model"])
     first, last = (folder_of(values) / "checkpoints" / name for name in ("step_1", "step_2"))

@@ -1,10 +1,12 @@
-"""--track: what wandb and libraries like it get."""
+"""What a run prints, and what wandb and libraries like it get by --track."""
 
 import math
+import re
 import sys
 import types
 
 import pytest
+from helpers import write_rows
 
 import grpo
 import utils
@@ -12,9 +14,13 @@ from plumbing.run import log
 from plumbing.run.resume import Origin
 
 
+def log_of(folder, track: str = "", steps: int = 4, step: int = 1) -> log.RunLog:
+    return log.RunLog(Origin(str(folder), run_id="7"), grpo.Args(track=track), utils.World(0, 1, None), steps, step)
+
+
 def logged(folder, name: str) -> log.RunLog:
     """Log a step of a run, with a sample."""
-    run = log.RunLog(Origin(str(folder), run_id="7"), grpo.Args(track=name), utils.World(0, 1, None), 4, 1)
+    run = log_of(folder, name)
     run.table(2, [{"prompt": "1+1=", "math": 1.0}])
     run.log({"step": 2, "objective/scores": 0.5, "perf/mfu": math.nan})
     run.close("the end")
@@ -64,3 +70,70 @@ def test_a_login_that_is_missing(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         log.check_track("wandb")
     assert end.value.code == 2 and "error: --track wandb: " in capsys.readouterr().err
+
+
+# ---- the console -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_bar_on_a_terminal_and_a_line_a_step_elsewhere(tmp_path, monkeypatch, capsys, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    run = log_of(tmp_path)
+    run.phase("rollout")
+    run.log({"step": 2, "objective/scores": 0.5, "time/step": 3.0})
+    out, err = capsys.readouterr()
+    assert ("rollout:" in err and "score=0.5" in err and "step 2" not in out) if terminal else not err
+    assert terminal or out.endswith("\nstep 2 of 4: score=0.5, seconds=3\n")
+
+
+def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
+    """Which accuracy is trained comes last; curves.png only where it was drawn."""
+    write_rows(tmp_path / "metrics.jsonl", [{"step": i, "eval/accuracy": i, "eval/greedy_accuracy": 1} for i in (0, 4)])
+    monkeypatch.setattr(log, "plot_curves", lambda *args: None)
+    log_of(tmp_path).close("the end")
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "the end",
+        "held-out accuracy, greedy: 1.000 at step 0, 1.000 at step 4",
+        "held-out accuracy, sampled (what is trained): 0.000 at step 0, 4.000 at step 4",
+    ]
+
+
+def test_lengths(tmp_path, capsys):
+    log_of(tmp_path).lengths(
+        {"prompts": [3] * 90 + [4] * 10 + [7], "held-out": [5], "long": [*range(1000)], "none": []}
+    )
+    first, second, third = capsys.readouterr().out.splitlines()[1:]
+    assert first == "prompts: 101 of 3 to 7 tokens |█▁  ▁| median 3"
+    assert second == "held-out: 1 of 5 to 5 tokens |█| median 5" and len(re.search(r"\|(.*)\|", third)[1]) == 32
+
+
+def test_no_control_code_of_a_sample_reaches_the_terminal(tmp_path, capsys):
+    log_of(tmp_path).table(1, [{"prompt": "a\nb", "response": "\x1b]52;c;cm0=\x07\x9b2J", "math": None}])
+    out = capsys.readouterr().out
+    assert "]52;c;cm0=" in out and not {*"\x1b\x07\x9b"} & {*out}
+
+
+ROW = {"val/zero_std_fraction": 0.5, "val/num_stop_token_ids": 3, "objective/scores": 1.0}
+ROW |= {"reward/stopped": 1.0, "reward/cut_off": 0.0}
+TROUBLES = {  # what a step's metrics are, and what the warning begins and ends with
+    "equal scores": (lambda i: {"val/zero_std_fraction": 1.0}, "all responses", "--temperature"),
+    "no stop": (lambda i: {"val/num_stop_token_ids": 0}, "no response stops", "--max_response_length"),
+    "falls": (lambda i: {"objective/scores": -float(i)}, "the score falls", "--learning_rate"),
+    "cut off": (lambda i: {"reward/cut_off": 1.5}, "cut-off responses", "--penalty_reward_value"),
+    "none": (lambda i: {"val/zero_std_fraction": math.nan, "reward/stopped": math.nan}, "", ""),
+}
+
+
+@pytest.mark.parametrize("name", TROUBLES)
+def test_ten_steps_in_trouble_are_warned_of_once(tmp_path, capsys, name):
+    """Not of nine, and not with a good one among them; the row before the first step does not count."""
+    changes, begin, end = TROUBLES[name]
+    run = log_of(tmp_path, steps=60, step=0)
+    run.log({"step": 0, "eval/accuracy": 0.5})
+    for step in range(1, 60):
+        run.log({**ROW, **(changes(step) if step not in (10, 30) else {}), "step": step})
+        if step == 18:
+            assert capsys.readouterr().err == ""
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(begin)
+    assert not lines or re.fullmatch(rf"warning: steps 1[01] to (19|20): {begin}.*{end}", lines[0]), lines

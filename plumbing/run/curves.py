@@ -5,8 +5,9 @@ import os
 
 from plumbing.run.files import read_log
 
-CURVES = {  # the metrics that a picture has, if a run has them
-    "eval/accuracy": "held-out accuracy (sampled)",
+CURVES = {  # the metrics that a picture has, if a run has them, and those of eval/ that its last lines have
+    "eval/greedy_accuracy": "held-out accuracy, greedy",
+    "eval/accuracy": "held-out accuracy, sampled (what is trained)",
     "eval/pair_accuracy": "held-out pairs ranked right",
     "train/loss": "loss",
     "eval/margin": "held-out margin (chosen - rejected)",
@@ -22,13 +23,15 @@ CURVES = {  # the metrics that a picture has, if a run has them
 
 def run_names(folders: list[str]) -> list[str]:
     """Return the name of each run folder: the part of its path that the others do not share."""
+    if not folders:
+        raise ValueError("names no run folder")
     paths = [os.path.abspath(folder) for folder in folders]
     shared = os.path.commonpath(paths) if len(set(paths)) > 1 else os.path.dirname(paths[0])
     return [os.path.relpath(path, shared) for path in paths]
 
 
-def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = ()) -> bool:
-    """Draw curves of run folders into a picture, and return whether there is anything to draw.
+def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = ()) -> None:
+    """Draw curves of run folders into a picture; raise ValueError if there is nothing to draw.
 
     Args:
         path: its ending names the format, such as .png, .svg or .pdf.
@@ -40,7 +43,7 @@ def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = ()) ->
     runs = dict(zip(run_names(folders), map(read_log, folders)))
     keys = [k for k in metrics or CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
     if not keys:
-        return False
+        raise ValueError(f"there is nothing to draw in {' '.join(folders)}")
     width = min(3, len(keys))
     height = math.ceil(len(keys) / width)
     figure = Figure((4.4 * width, 2.9 * height), layout="constrained")  # requires no display
@@ -56,8 +59,4 @@ def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = ()) ->
         axis.grid(color="#ecebe6")
     if len(runs) > 1:
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
-    # Whoever reads the picture meanwhile has the old one.
-    temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}")
-    figure.savefig(temporary, dpi=130)
-    os.replace(temporary, path)
-    return True
+    figure.savefig(path, dpi=130)

@@ -82,12 +82,14 @@ def accuracy_of_data_sets(batch: Batch, correct: torch.Tensor) -> dict[str, floa
 
 
 def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict[str, float]:
-    """Return lengths, stops and correctness of a batch, and mean and spread of each reward component.
+    """Return lengths, stops and correctness of a batch, mean and spread of each reward component, and the mean score
+    that responses of either end train with.
 
     Responses without a score, and those that a source does not score, are left out of the statistics of its scores.
     """
     components = batch.reward_components
     scored = {name: scores[scores.isfinite() & counted(batch, name)] for name, scores in components.items()}
+    ends = {} if batch.scores is None else {"stopped": batch.stopped, "cut_off": ~batch.stopped}
     missing = sum(scores.isnan() for scores in components.values()).count_nonzero()
     return {
         "objective/verifiable_correct_rate": correct.nanmean().item(),
@@ -97,6 +99,7 @@ def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict
         **{f"reward/{name}": scores.mean().item() for name, scores in scored.items()},
         **{f"reward_std/{name}": x.std().item() if len(x) > 1 else math.nan for name, x in scored.items()},
         **{f"reward_correct/{name}": (scored[name] >= 1).double().mean().item() for name in rewards.verifiers},
+        **{f"reward/{end}": batch.scores[chosen].nanmean().item() for end, chosen in ends.items() if chosen.any()},
         **conversation_metrics(batch),
     }
 
@@ -128,7 +131,8 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
         scores = {name: x[i].item() if is_scored_by(sample.row, name) else math.nan for name, x in components}
         if advantages is not None:
             scores["advantage"] = advantages[i].item()
-        row = {"prompt": sample.row["prompt"], "response": sample.text, **scores}
+        answer = sample.row.get("answer") and str(sample.row["answer"])[:1000]  # the tests of a program may be long
+        row = {"prompt": sample.row["prompt"], "response": sample.text, "answer": answer, **scores}
         row["stop_reason"] = "stop" if sample.stopped else "length"
         if sample.conversation is not None:
             row |= {"stop_reason": sample.conversation.stop_reason, "turns": sample.conversation.turns}

@@ -60,7 +60,7 @@ def model_card(folder: str, repository: str, tracked: str | None) -> ModelCard:
     """Return the card of a run's model; `tracked` is the address of the run in Weights & Biases, if it has one."""
     facts, last = read_args(folder), read_log(folder)[-1]
     args = facts["args"]
-    on_hub = {name: args[name] for name in ("model", "dataset") if not os.path.exists(args[name])}
+    on_hub = {name: without_secrets(args[name]) for name in ("model", "dataset") if not os.path.exists(args[name])}
     dataset = re.split("[:@]", on_hub.get("dataset", ""))[0]
     data = ModelCardData(
         base_model=on_hub.get("model"),
@@ -92,5 +92,4 @@ def command(facts: dict) -> str:
 
 def without_secrets(word: str) -> str:
     """Return a word of a command line, of an address without user, password and query, which may hold a key."""
-    word = re.sub(r"(?<=://)[^/?#]*@", "", word)
-    return re.sub(r"(?<=://)([^?#]*)[?#].*", r"\1", word)
+    return re.sub(r"(?<=://)(?:[^/?#]*@)?([^?#]*)(?:[?#].*)?", r"\1", word)

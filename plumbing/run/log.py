@@ -3,31 +3,27 @@
 import importlib
 import math
 import os
-import statistics
+from collections import deque
 from dataclasses import asdict
 
+import numpy as np
 from tqdm import tqdm
 
-from plumbing.run.curves import plot_curves
+from plumbing.run.curves import CURVES, plot_curves
 from plumbing.run.files import append, read_log
 from plumbing.run.ranks import begin_phase
 from plumbing.run.resume import Origin
 from utils import World, first_line, loading, progress_bars, warn
 
-PROJECT = "rl-on-language-models"  # of --track, unless the variable WANDB_PROJECT names another one
-
-PROGRESS = {  # the values in the progress bar, if a run has them
+PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
     "objective/scores": "score",
     "objective/kl": "kl",
     "train/loss": "loss",
     "eval/accuracy": "held-out",
     "eval/pair_accuracy": "held-out",
+    "time/step": "seconds",
 }
-SUMMARY = {  # the last lines of a run, if it has these metrics
-    "held-out accuracy, sampled": "eval/accuracy",
-    "held-out accuracy, greedy": "eval/greedy_accuracy",
-    "held-out pairs ranked right": "eval/pair_accuracy",
-}
+CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd")  # codes that a terminal obeys
 
 
 class RunLog:
@@ -42,8 +38,9 @@ class RunLog:
             origin: its folder exists.
             step: after which the run continues; 0 for a new one.
         """
-        self.folder, self.world, self.progress = origin.folder, world, None
+        self.folder, self.world = origin.folder, world
         self.values: dict[str, str] = {}  # in the progress bar
+        self.latest, self.warned = deque(maxlen=10), set()  # the metrics of the last ten steps; what was warned of
         self.library = self.url = None  # that of --track, and the address of the run there
         if args.track:
             world.on_main(lambda: self._track(origin, args))
@@ -51,8 +48,9 @@ class RunLog:
             print(f"run: {self.folder}" + (f" (goes on after step {step})" if origin.checkpoint else ""), flush=True)
             for name, (before, now) in origin.changes.items():
                 print(f"changed since: --{name} {before} -> {now}", flush=True)
-            self.progress = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
-            progress_bars.append(self.progress)
+        disable = None if world.main else True  # None: without a terminal
+        self.progress = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=disable)
+        progress_bars.append(self.progress)
         self.phase("start")
 
     def _track(self, origin: Origin, args) -> None:
@@ -62,7 +60,7 @@ class RunLog:
             # Weights & Biases continues the run of an id, trackio that of a name.
             options = {"id": origin.run_id, "dir": origin.folder} if args.track == "wandb" else {}
             run = library.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT), name=os.path.basename(origin.folder),
+                project=os.environ.get("WANDB_PROJECT", "rl-on-language-models"), name=os.path.basename(origin.folder),
                 config=asdict(args), resume="allow", **options,
             )  # fmt: skip
         self.library, self.url = library, getattr(run, "url", None)
@@ -71,14 +69,15 @@ class RunLog:
         """Print how many items of each name there are, and how long they are in tokens."""
         for name, lengths in data.items():
             if lengths and self.world.main:
-                line = f"{name}: {len(lengths):,} of {min(lengths)} to {max(lengths)} tokens"
-                tqdm.write(f"{line}, median {statistics.median(lengths):g}")
+                counts, _ = np.histogram(lengths, bins=min(32, max(lengths) - min(lengths) + 1))
+                bars = "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * count / counts.max())] for count in counts)
+                line = f"{name}: {len(lengths):,} of {min(lengths)} to {max(lengths)} tokens |{bars}|"
+                tqdm.write(f"{line} median {np.median(lengths):g}")
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
         begin_phase(name, self.world)
-        if self.progress is not None:
-            self.progress.set_description(name)
+        self.progress.set_description(name)
 
     def log(self, metrics: dict) -> None:
         """Append a row of metrics, with "step", to metrics.jsonl, and track it; null stands for what is not finite."""
@@ -91,6 +90,26 @@ class RunLog:
         self.values |= {PROGRESS[key]: f"{x:.3g}" for key, x in row.items() if key in PROGRESS and x is not None}
         self.progress.set_postfix(self.values)
         self.progress.update(row["step"] - self.progress.n)
+        if self.progress.disable:
+            print(f"step {row['step']} of {self.progress.total}: {self.progress.postfix}", flush=True)
+        if row["step"]:
+            self.latest.append(row)
+            self._warn_of_troubles()
+
+    def _warn_of_troubles(self) -> None:
+        """Warn, once a run, of what is amiss in ten steps in a row."""
+        column = lambda name: np.array([row.get(name) for row in self.latest], dtype=float)  # NaN for None
+        scores, stopped = column("objective/scores"), column("reward/stopped")
+        troubles = {
+            "all responses to a prompt score alike: try another --temperature": column("val/zero_std_fraction") == 1,
+            "no response stops: try a higher --max_response_length": column("val/num_stop_token_ids") == 0,
+            "the score falls at every step: try a lower --learning_rate": np.diff(scores) < 0,
+            "cut-off responses score best: try a lower --penalty_reward_value": column("reward/cut_off") > stopped,
+        }
+        for trouble, found in troubles.items():
+            if len(self.latest) == self.latest.maxlen and found.all() and trouble not in self.warned:
+                self.warned.add(trouble)
+                warn(f"steps {self.latest[0]['step']} to {self.latest[-1]['step']}: {trouble}")
 
     def samples(self, step: int, rows: list[dict], name: str = "samples.jsonl") -> None:
         """Append rows to samples.jsonl, or to held_out.jsonl, which has those of evaluations."""
@@ -105,14 +124,11 @@ class RunLog:
         import rich.table
         import rich.text
 
-        rows = [{name: x for name, x in row.items() if name != "length"} for row in rows]
-        for row in rows:
-            if "turns" in row:
-                row["response"] = "\n".join(f"{turn['role']}: {turn['content']}" for turn in row.pop("turns"))
+        rows = [{name: x for name, x in row.items() if name not in ("length", "turns")} for row in rows]
         title = f"held-out samples after step {step}"
         table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
         for row in rows:
-            cells = [f"{x:g}" if isinstance(x, float) else str(x) for x in finite(row).values()]
+            cells = [f"{x:g}" if isinstance(x, float) else str(x).translate(CONTROL) for x in finite(row).values()]
             # Both ends of a long text: the question ends a prompt, the answer a response.
             table.add_row(*(rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}") for c in cells))
         with tqdm.external_write_mode():
@@ -131,7 +147,7 @@ class RunLog:
             warn(f"{self.folder}/curves.png: {first_line(error)}")
 
     def close(self, message: str) -> None:
-        """End the progress bar and the tracking, print `message` and the accuracies, and draw curves.png."""
+        """End the progress bar and the tracking, print `message` and the held-out results, and draw curves.png."""
         begin_phase("end", self.world)
         if not self.world.main:
             return
@@ -139,12 +155,13 @@ class RunLog:
         print(message, flush=True)  # before the picture, as drawing it may be interrupted
         self.draw()
         rows = read_log(self.folder)
-        for name, key in SUMMARY.items():
+        for key, name in CURVES.items():
             values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
-            if values:
+            if values and key.startswith("eval/"):
                 ends = dict.fromkeys((min(values), max(values)))  # one step if there is only one
                 print(f"{name}: " + ", ".join(f"{values[step]:.3f} at step {step}" for step in ends))
-        print(f"curves: {os.path.join(self.folder, 'curves.png')}", flush=True)
+        if os.path.exists(path := os.path.join(self.folder, "curves.png")):
+            print(f"curves: {path}", flush=True)
         if self.library:
             self.library.finish()
 

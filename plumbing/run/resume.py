@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import uuid
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -41,6 +42,7 @@ def find_origin(args, script: str) -> Origin:
     name = args.run_name or "__".join([*parts, str(args.seed)])
     with loading(f"--output_dir {args.output_dir}"):
         os.makedirs(args.output_dir, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.output_dir).close()  # can it be written to?
     origin = Origin(os.path.join(args.output_dir, name))
     if not os.path.exists(origin.folder):
         return origin
@@ -58,8 +60,8 @@ def find_origin(args, script: str) -> Origin:
         warn(f"--resume {origin.folder}: was killed before its first checkpoint, so it begins again")
     before = {**facts.get("args", {}), "script": facts.get("script", script)}
     now = {**as_json(args), "script": os.path.relpath(script, ROOT)}
-    names = [name for name in now if name in before and name != "resume"]
-    origin.changes = {name: (before[name], now[name]) for name in names if before[name] != now[name]}
+    changed = [name for name in now if name != "resume" and before.get(name, now[name]) != now[name]]
+    origin.changes = {name: (before[name], now[name]) for name in changed}
     origin.run_id = facts.get("run_id", origin.run_id)
     return origin
 
@@ -118,8 +120,8 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Return the commit of this code, with "+" if files differ from it; None without git or outside a checkout."""
-    git = lambda *words: subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
-    if not shutil.which("git") or (head := git("rev-parse", "HEAD")).returncode:
+    """Return the commit of this code, with "+" if its files differ from it; None without git or outside a checkout."""
+    if not shutil.which("git"):
         return None
-    return head.stdout.strip() + ("+" if git("status", "--porcelain").stdout else "")
+    words = ["git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip() or None
