@@ -22,7 +22,8 @@ def make_run(folder, seed: int = 0, steps: int = 12, **args) -> str:
         rows.append(row | {"perf/peak_memory_gb": 1.5} | ({"eval/accuracy": step / 20} if step % 4 == 0 else {}))
         turns = [{"role": "assistant", "content": "29"}, {"role": "user", "content": "?"}]
         turns.append({"role": "assistant", "content": "5"})
-        first = {"prompt": f"{step}+1=", "response": "29?5", "math": 1.0, "advantage": 0.5, "stop_reason": "done"}
+        first = {"prompt": f"{step}+1=", "response": "29?5", "answer": f"{step + 1}", "math": 1.0}
+        first |= {"advantage": 0.5, "stop_reason": "done"}
         samples.append({"step": step, **first, "turns": turns, "length": 4})
         last = {"prompt": "</script><b>bold</b>", "response": f"wrong {step}", "math": 0.0, "advantage": -0.5}
         samples.append({"step": step, **last, "stop_reason": "length", "length": 40 + step})
@@ -85,8 +86,8 @@ def test_runs_that_differ_by_their_seed_share_a_group(tmp_path):
     folders.append(make_run(tmp_path / "other", 1, learning_rate=1e-4))
     report.main(tuple(folders), str(tmp_path / "a.html"))
     runs = data_of(tmp_path / "a.html")["runs"]
-    assert [run["group"] for run in runs] == [0, 0, 1] and runs[0]["group_name"] == "gsm8k"
-    assert report.common_name(["1", "2"]) == "1" and report.common_name(["a/s1", "a/s2"]) == "a"
+    assert [run["group"] for run in runs] == [0, 0, 1]
+    assert [run["group_name"] for run in runs] == ["gsm8k-seed", "gsm8k-seed", "other"]
 
 
 # ---- in a browser -----------------------------------------------------------------------------------------------
@@ -125,11 +126,12 @@ def test_clicks(chromium, three, width):
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"file://{three}")
     inner = lambda selector: page.inner_text(selector)
-    assert "3 runs" in inner("h1") and "a (2 seeds)" in inner("#legend")
+    assert "3 runs" in inner("h1") and "a-seed (2 seeds)" in inner("#legend")
     assert page.locator("#headline tbody tr").count() == 3
     # Curves: a band for two seeds; smoothed, with logarithms, a run hidden, a metric found.
     card = '[data-metric="objective/scores"]'
     page.locator(f"{card} canvas").wait_for()
+    assert "0.625 ± 0.0354" in inner(f"{card} .readout")
     ink = lambda: page.wait_for_timeout(200) or page.evaluate(f"document.querySelector('{card} canvas').toDataURL()")
     pictures = [ink()]
     for action in (
@@ -159,12 +161,15 @@ def test_clicks(chromium, three, width):
     page.select_option("#filter-run", "1")
     page.select_option("#filter-order", "oldest step")
     assert listed() == 12 and "step 0" in inner("#sample-list li >> nth=0")
-    turns = [page.locator(".turn").nth(i).inner_text().split() for i in range(3)]
+    turns = [page.locator(".columns .turn").nth(i).inner_text().split() for i in range(3)]
+    assert page.locator("#sample .turn >> nth=0").inner_text().split() == ["reference", "answer", "12"]
     assert turns == [["assistant", "29"], ["user", "?"], ["assistant", "5"]]
     # Two responses to a prompt, side by side.
     page.select_option("#filter-reason", "stop")
     page.select_option("#filter-order", "newest step")
-    page.click("#same-prompt button >> text=a-seed2 step 8")
+    assert inner("#same-prompt thead").split() == "run step math ended by response".split()
+    page.click("#same-prompt tr >> text=answer 8 >> nth=0")
+    assert page.locator("#same-prompt [aria-selected]").count() == 2
     assert [page.locator("#sample .card .text-block").nth(i).inner_text() for i in (0, 1)] == ["answer 0", "answer 8"]
     assert page.evaluate("document.documentElement.scrollWidth") <= width and not errors
     page.close()

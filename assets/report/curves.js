@@ -19,7 +19,7 @@ function points(run, key, weight, log) {
   return values;
 }
 
-/** Return the lines of a card: {number, seeds, values: Map of step to [mean, lowest, highest] over the seeds}. */
+/** Return the lines of a card: {number, seeds, values: Map of step to [mean, lowest, highest, text] over the seeds}. */
 function lines(key) {
   const shown = GROUPS.filter(([run]) => !HIDDEN.has(run.group));
   return shown.map((runs) => {
@@ -27,7 +27,9 @@ function lines(key) {
     const values = new Map();
     for (const step of [...new Set(curves.flatMap((curve) => [...curve.keys()]))].sort((a, b) => a - b)) {
       const seeds = curves.map((curve) => curve.get(step)).filter((y) => y !== undefined);
-      values.set(step, [mean(seeds), Math.min(...seeds), Math.max(...seeds)]);
+      const variance = (mean(seeds.map((y) => (y - mean(seeds)) ** 2)) * seeds.length) / (seeds.length - 1);
+      const spread = seeds.length > 1 ? ` ± ${format(Math.sqrt(variance))}` : "";
+      values.set(step, [mean(seeds), Math.min(...seeds), Math.max(...seeds), format(mean(seeds)) + spread]);
     }
     return { number: runs[0].group, seeds: runs.length, values };
   }).filter((line) => line.values.size);
@@ -57,11 +59,11 @@ function draw(card) {
   const axis = { stroke: color("--muted"), grid: { stroke: color("--line") }, ticks: { show: false }, values: numbers };
   const show = (step) => {
     const at = (line) => (step === null ? [...line.values.values()].at(-1) : line.values.get(step));
-    const parts = all.filter(at).flatMap((line) => [dot(line.number), format(at(line)[0])]);
+    const parts = all.filter(at).flatMap((line) => [dot(line.number), at(line)[3]]);
     card.readout.replaceChildren(step === null ? "last" : `step ${step}`, ...parts);
   };
   const options = {
-    width: card.place.clientWidth || 300, height: 196, series, bands, legend: { show: false },
+    width: card.place.clientWidth || 300, height: 196, padding: [8, 20, 0, 0], series, bands, legend: { show: false },
     scales: { x: { time: false }, y: { distr: $("log").checked ? 3 : 1 } },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 48 }],
     cursor: { sync: { key: "step" }, drag: { x: true, y: false } },

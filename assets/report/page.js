@@ -29,10 +29,11 @@ const dot = (number) => element("span", { class: "dot", style: `background: var(
 const known = (values) => (values || []).filter((x) => x !== null);
 const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
 
-/** Fill a table: a head of cells, and rows of elements. */
+/** Fill a table, and return it: a head of cells, and rows of elements. */
 function fillTable(table, head, rows) {
   const cells = head.map((cell) => element("th", {}, cell));
   table.replaceChildren(element("thead", {}, element("tr", {}, cells)), element("tbody", {}, rows));
+  return table;
 }
 
 function showHeader() {
@@ -56,8 +57,7 @@ function showHeadline() {
     const name = element("td", {}, dot(run.group), run.name);
     return element("tr", {}, name, cells.map((text) => element("td", {}, text)));
   });
-  const table = element("table");
-  fillTable(table, ["run", ...names.map((key) => DATA.titles[key]), "steps", "minutes", "tokens a second"], rows);
+  const table = fillTable(element("table"), ["run", ...names.map((key) => DATA.titles[key]), "steps", "minutes", "tokens a second"], rows);
   $("headline").append(element("div", { class: "wide" }, table));
 }
 

@@ -1,7 +1,7 @@
 // The browser of samples: a list that filters narrow, and a sample, or two responses to the same prompt side by side.
 "use strict";
 
-const NOT_SCORES = new Set("step prompt response stop_reason turns held_out length chosen_text rejected_text run id".split(" "));
+const NOT_SCORES = new Set("step prompt response answer stop_reason turns held_out length chosen_text rejected_text run id".split(" "));
 const SAMPLES = RUNS.flatMap((run, number) =>
   run.samples.map((row) => ({ ...row, run: number, response: row.response ?? row.chosen_text ?? "" })));
 SAMPLES.forEach((sample, i) => (sample.id = i));
@@ -58,7 +58,7 @@ function showList() {
     const text = element("div", { class: "text" }, sample.response.slice(0, 200) || "(empty)");
     return element("li", { "data-id": sample.id, onclick: () => open(sample) }, line, text);
   });
-  $("sample-list").replaceChildren(...(items.length ? items : [element("li", { class: "empty" }, "no sample")]));
+  $("sample-list").replaceChildren(...(items.length ? items : [element("li", { class: "label" }, "no sample")]));
   open(samples.includes(selected) ? selected : samples[0] ?? null, other);
 }
 
@@ -67,17 +67,22 @@ function open(sample, second = null) {
   for (const item of $("sample-list").children) item.setAttribute("aria-selected", Number(item.dataset.id) === sample?.id);
   $("sample").replaceChildren();
   if (!sample) return;
-  const others = SAMPLES.filter((one) => one !== sample && one.prompt === sample.prompt).slice(0, 40);
-  const buttons = others.map((one) => {
-    const name = `${RUNS.length > 1 ? RUNS[one.run].name : ""} step ${one.step}: ${format(scoreOf(one))}`;
+  const steps = (one) => Math.abs(one.step - sample.step); // between the two
+  const alike = SAMPLES.filter((one) => one.prompt === sample.prompt).sort((a, b) => steps(a) - steps(b) || a.id - b.id);
+  const scores = SCORES.filter((key) => alike.some((one) => key in one));
+  const rows = alike.slice(0, 40).map((one) => {
+    const facts = [one.step, ...scores.map((key) => format(one[key])), one.stop_reason ?? "", one.response.slice(0, 80)];
+    const cells = [RUNS[one.run].name, ...facts].map((fact) => element("td", {}, fact));
     const click = () => open(sample, one === other ? null : one);
-    return element("button", { "aria-pressed": one === other, "data-id": one.id, onclick: click }, name);
+    return element("tr", { "aria-selected": one === sample || one === other, onclick: click }, cells);
   });
+  const table = fillTable(element("table", { id: "same-prompt" }), ["run", "step", ...scores, "ended by", "response"], rows);
   $("sample").append(
     element("p", { class: "label" }, "prompt"), element("p", { class: "text-block prompt" }, marked(sample.prompt)),
+    element("div", {}, sample.answer == null ? null : labelled("reference answer", sample.answer)),
     element("div", { class: "columns" }, card(sample), other && card(other)),
-    element("p", { class: "label" }, others.length ? "other responses to this prompt, side by side" : ""),
-    element("div", { class: "tags", id: "same-prompt" }, buttons));
+    element("p", { class: "label" }, "responses to this prompt, nearest step first; click on one to compare"),
+    element("div", { class: "wide" }, table));
 }
 
 // ---- one sample ----
