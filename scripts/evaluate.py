@@ -186,7 +186,7 @@ def main(args: Args) -> None:
 
     # ---- sample and score ----
     begin, samples = time.perf_counter(), []
-    with tqdm(total=len(prompts), desc="prompts", dynamic_ncols=True, disable=not world.main) as bar:
+    with tqdm(total=len(prompts), desc="prompts", dynamic_ncols=True, disable=None if world.main else True) as bar:
         for first in range(0, len(prompts), PROMPTS_AT_ONCE):
             rows, key = prompts[first : first + PROMPTS_AT_ONCE], ("evaluate", args.seed, first)
             batch = grpo.rollout(sampler, rows, n if args.temperature else 0, key)

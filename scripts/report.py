@@ -43,9 +43,7 @@ def page(folders: list[str]) -> str:
     runs = [read_run(folder, name, len(folders)) for folder, name in zip(folders, run_names(folders))]
     keys = [without_seed(run) for run in runs]
     for run, key in zip(runs, keys):
-        names = [other["name"] for other, its_key in zip(runs, keys) if its_key == key]
-        shared = os.path.commonprefix(names).rstrip("-_./= ")
-        run.update(group=list(dict.fromkeys(keys)).index(key), group_name=shared or names[0])
+        run["group"] = list(dict.fromkeys(keys)).index(key)
     texts = {
         "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
         "style": "\n".join(map(read_part, STYLES)),

@@ -116,7 +116,7 @@ function showCurves() {
   $("metric-search").addEventListener("input", showCards);
   window.addEventListener("resize", redraw);
   const items = GROUPS.map(([run, ...others]) => {
-    const text = others.length ? `${run.group_name} (${others.length + 1} seeds)` : run.name;
+    const text = others.length ? `${run.name} (${others.length + 1} seeds)` : run.name;
     const toggle = (event) => {
       if (event.target.checked) HIDDEN.delete(run.group);
       else HIDDEN.add(run.group);

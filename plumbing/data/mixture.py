@@ -66,7 +66,7 @@ def load_prompts(
         where, encoded, problems = f"{flag} {part}", [], []
         prompt_column = prompts.find_column(where, "prompt", args.prompt_column, rows, required=True)
         answer_column = prompts.find_column(where, "answer", args.answer_column, rows)
-        for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False), 1):
+        for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False, disable=None), 1):
             at = f"{where} row {number}"
             for column in {"prompts", "responses"} & row.keys():
                 fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")

@@ -33,11 +33,7 @@ class RunLog:
     """
 
     def __init__(self, origin: Origin, args, world: World, total_steps: int, step: int):
-        """
-        Args:
-            origin: its folder exists.
-            step: after which the run continues; 0 for a new one.
-        """
+        """Open the logs in the folder of `origin`, which exists, of a run that has made `step` steps."""
         self.folder, self.world = origin.folder, world
         self.values: dict[str, str] = {}  # in the progress bar
         self.latest, self.warned = deque(maxlen=10), set()  # the metrics of the last ten steps; what was warned of
@@ -87,11 +83,13 @@ class RunLog:
         append(os.path.join(self.folder, "metrics.jsonl"), [row])
         if self.library:
             self.library.log({name: x for name, x in row.items() if x is not None}, step=row["step"])
-        self.values |= {PROGRESS[key]: f"{x:.3g}" for key, x in row.items() if key in PROGRESS and x is not None}
+        values = {PROGRESS[key]: f"{x:.3g}" for key, x in row.items() if key in PROGRESS and x is not None}
+        self.values |= values
         self.progress.set_postfix(self.values)
         self.progress.update(row["step"] - self.progress.n)
         if self.progress.disable:
-            print(f"step {row['step']} of {self.progress.total}: {self.progress.postfix}", flush=True)
+            line = ", ".join(map("=".join, values.items()))
+            print(f"step {row['step']} of {self.progress.total}: {line}", flush=True)
         if row["step"]:
             self.latest.append(row)
             self._warn_of_troubles()
