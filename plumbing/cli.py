@@ -28,6 +28,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Port = Annotated[int, Field(ge=0, lt=2**16)]
 Text = Annotated[str, Field(min_length=1)]
 Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
@@ -228,7 +229,7 @@ class ScoringArgs:
 
 @dataclass
 class RewardArgs(ScoringArgs):
-    reward_weights: tuple[FiniteFloat, ...] = ()
+    reward_weights: tuple[Weight, ...] = ()
     """Weight of each reward source in their sum; default: 1 each. A source of weight 0 is only measured."""
 
     RULES = {

@@ -63,7 +63,7 @@ RANGES = {  # flag: values outside of its range; below 0, NaN and infinity are i
     "rollout_batch_size": "0", "num_epochs": "0", "micro_batch_tokens": "0", "learning_rate": "0",
     "warmup_ratio": "1.5", "max_grad_norm": "0", "temperature": "0", "top_p": "0 1.5", "repetition_penalty": "0",
     "kl_horizon": "0", "eval_samples": "0", "timeout": "0 1e9", "clip_low": "-1 2", "clip_high": "-0.1",
-    "reward_weights": "inf", "overlong_buffer": "-1",
+    "reward_weights": "1e30", "overlong_buffer": "-1",
 }  # fmt: skip
 
 

@@ -68,6 +68,8 @@ def test_right_and_wrong(right, tests):
         ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**28)\n"
          "def f(n): return n and 1 + f(n - 1)\nthreading.Thread(target=lambda: print(f(10**5))).start()",
          {"inputs": [""], "outputs": ["100000"]}),
+        ("def sqrt(x): return math.sqrt(x) + pow(2, -1, 3) - len(deque([x, x]))",
+         {"fn_name": "sqrt", "inputs": [[4]], "outputs": [2]}),
         ("print(input())", {"inputs": ["ü" * 10**6], "outputs": ["ü" * 10**6]}),
     ],
 )  # fmt: skip
@@ -124,8 +126,11 @@ def test_values_are_compared(value, expected, same):
         ("a = 1", "a = 1"),
         ("<think>\n```python\na = 1\n```\n</think>\nI do not know.", "I do not know."),
         ("<think>hm</think> <answer>```python\na = 1\n```</answer> as\n```\na = 2\n```", "a = 1\n"),
-        ("```python\na = 1\n```\n```python\na = 2", "a = 1\n"),
-        ("```py\na = 1\n```\nor\n```\na = 2\n```", "a = 2\n"),
+        ("```python\na = 1\n```\n```python\na = 2", "a = 2"),
+        ("```py\na = 1\n```\nOutput:\n```\n1\n```", "a = 1\n"),
+        ("```\na = 1\n```\nor\n~~~\na = 2\n~~~", "a = 2\n"),
+        ("````python\na = 1\n```\nb = 2\n````\n", "a = 1\n```\nb = 2\n"),
+        ("```python\na = 1\n``` as asked", "a = 1\n"),
         ("```python\na = 1\n```\nprints\n```text\n1\n```", "a = 1\n"),
         ("```bash\nls\n```\nthen", "```bash\nls\n```\nthen"),
         ("1. So:\n   ```Python\n   if a:\n       b = '```'\n   ```\n", "if a:\n    b = '```'\n"),

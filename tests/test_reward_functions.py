@@ -69,6 +69,28 @@ def test_token_ids_that_are_not_there():
         score_by(trl_ids, CALL[0], CALL[1], [[], []], COLUMNS)
 
 
+def test_a_function_that_shortens_the_list_of_responses():
+    def pops(prompts, responses):
+        responses.pop(0)
+        return [len(response) for response in responses]
+
+    with pytest.raises(ValueError, match="returned 1 scores for 2 responses"):
+        score_by(pops, ["p", "p"], ["two", "2"], [[], []], {})
+
+
+@pytest.mark.parametrize("name", ["Counter", "counter.score", "counter"])
+def test_a_class_or_method_keeps_its_state(tmp_path, name):
+    path = tmp_path / "judge.py"
+    path.write_text(
+        "class Counter:\n    calls = 0\n"
+        "    def __call__(self, prompts, responses, **columns): return self.score(prompts, responses)\n"
+        "    def score(self, prompts, responses, **columns):\n        self.calls += 1\n"
+        "        return [self.calls] * len(responses)\n"
+        "counter = Counter()\n"
+    )
+    assert [score_by(load_function(f"{path}:{name}"), *CALL) for _ in range(2)] == [[1, 1], [2, 2]]
+
+
 @pytest.mark.parametrize("scores", [(1, None), [True, np.float32(2)], np.array([1.0, math.nan]), (x for x in (1, 2))])
 def test_numbers(scores):
     numbers = score_by(lambda prompts, responses: scores, *CALL)
@@ -95,5 +117,5 @@ def test_a_file_with_postponed_annotations_and_a_dataclass(tmp_path):
     )
     assert score_by(load_function(f"{path}:score"), *CALL) == [3, 3]
     assert score_by(load_function(f"{path}:calls"), *CALL) == [1, 1]
-    with pytest.raises(AttributeError, match="has no function 'grade'"):
+    with pytest.raises(AttributeError, match="has no attribute 'grade'"):
         load_function(f"{path}:grade")

@@ -145,7 +145,11 @@ def test_health_says_what_is_served(servers, folder):
 
 def test_rows_that_name_their_source(servers):
     """A column of the request says which one scores a row; case does not matter."""
-    rows = [["q"] * 3, ["1", "1", ""], ["1", "<think></think><answer>2</answer>", "<think></think><answer>3</answer>"]]
+    rows = [
+        ["q"] * 3,
+        ["1", "1", ""],
+        ["1", "<think>2</think><answer>2</answer>", "<think>3</think><answer>3</answer>"],
+    ]
     scores = servers["by row"].scores(*rows, columns={"verifier": ["Exact", ["format"], "format"]})
     assert scores == [2, 1, 1]
 

@@ -80,6 +80,16 @@ def test_functions_and_verifiers_together(file, make):
     assert rewards.verifiers == ("exact", *names)
 
 
+def test_a_source_without_some_scores_says_so_once(file, make, capfd):
+    """With the reason, in one line a source and without a traceback for each response."""
+    rewards = make("gsm8k", f"{file}:none")
+    for _ in range(2):
+        rewards.score([row("1"), row("x")], ["#### 1"] * 2, [[]] * 2)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2 and said[0].startswith("warning: --reward gsm8k: ") and "'x' is not a number" in said[0]
+    assert said[1].startswith(f"warning: --reward {file}:none: it returned None")
+
+
 def test_workers_import_no_torch(make):
     rewards = make("math", "gsm8k", "code")
     assert rewards.score([row("1")], ["1"], [[]]) == {"math": [1], "gsm8k": [0], "code": [1]}

@@ -97,15 +97,15 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def marked_number(response: str) -> Fraction | None:
-    """Return the last "#### number" of a response's `final_text`; None without one.
+    """Return the only number behind the last "####" with one in a response's `final_text`; None without it.
 
     A tag needs no "####": <answer>8</answer>.
     """
     text = final_text(response)
-    numbers = re.findall(r"####\s*([-+$]*[.,]?[0-9][-+0-9.,/:^]*)", text)
+    numbers = re.findall(r"####\s*([-+$]*[.,]?[0-9](?:[^\n#]*[0-9])?)", text)
     if not numbers and last_tagged(after_thought(response)) is not None:
         numbers = [text]
-    return plain_number(numbers[-1].rstrip(",")) if numbers else None
+    return plain_number(numbers[-1]) if numbers else None
 
 
 # ---- a vote among responses ------------------------------------------------------------------------------------------

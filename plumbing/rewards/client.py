@@ -66,7 +66,7 @@ class ServerSource:
         body |= {"response": texts, "columns": columns} if columns else {"response": texts}
         try:
             content = json.dumps(body, default=str)
-            answer = self.connections.request("POST", self.url, body=content, headers=self.headers)
+            answer = self.connections.request("POST", self.url, body=content, headers=self.headers, redirect=False)
             if not 200 <= answer.status < 300:
                 raise ValueError(f"HTTP status {answer.status}: {answer.data[:300].decode(errors='replace')}")
             content = answer.json()

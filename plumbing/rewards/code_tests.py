@@ -1,14 +1,14 @@
 """The tests of the reward `code`: what they look like, and whether the program of a response passes them.
 
-The program is the last ```python, ```py or bare ``` block of what counts of a response (`final_text` in
-plumbing/rewards/answers.py), or all of that without a block. The tests of a row are one of
+The program is the last ```python or ```py block of what counts of a response (`final_text` in
+plumbing/rewards/answers.py), without one the last bare ``` block, or all of it. The tests of a row are one of
   - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a list of texts, also
     as JSON: run after the program, in the same interpreter, with __name__ == "__main__". Not unittest's;
   - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program reads and has to print,
     each a text or a list of lines. Compared line by line, without spaces at the ends; a number that the expected output
     writes with a point may differ by 1e-6;
   - the same with "fn_name": lists of arguments, and the values that this function (or method of a class Solution) has
-    to return, compared as JSON. A value may be in a list of one, as in APPS.
+    to return, compared as JSON. A value may be in a list of one, as in APPS. LIBRARIES are imported, as on LeetCode.
 
 Expected outputs never enter a process that runs a program. Asserts do: exiting early or printing does not pass them,
 but a program that attacks them can. For programs that are trained hard against their tests, prefer outputs.
@@ -30,11 +30,14 @@ from plumbing.rewards.answers import final_text
 
 # Runs a program and its asserts, then prints a secret, the values of its calls as JSON, and the secret again.
 HARNESS = """
-import json, os, sys, types, typing
+import builtins, json, os, sys, types
 module = types.ModuleType("response")
 sys.modules["__main__"] = sys.modules["response"] = module
 names = vars(module)
-names.update({{name: getattr(typing, name) for name in typing.__all__}})  # problems with fn_name use List, Optional
+libraries = {{}}
+for library in {libraries}:
+    exec(f"import {{library}}\\nfrom {{library}} import *", libraries)
+vars(builtins).update(libraries | vars(builtins))  # where no function of theirs is taken for one of the program
 asserts = compile({asserts!r}, "tests.py", "exec")
 try:
     exec(compile({program!r}, "code.py", "exec"), names)
@@ -49,6 +52,7 @@ os.write(1, "{word}[{{}}]{word}".format(",".join(values)).encode())
 os._exit(0)
 """
 Text = Annotated[str | list[str], pydantic.AfterValidator(lambda x: "\n".join(x) if isinstance(x, list) else x)]
+LIBRARIES = "typing bisect collections functools heapq itertools math operator re string".split()
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 
 
@@ -101,7 +105,8 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
         results = sandbox.run(program, tests.inputs, seconds, server)
         return float(len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs)))
     word, calls = os.urandom(16).hex(), json.dumps(tests.inputs)
-    names = {"asserts": tests.asserts, "function": tests.fn_name, "calls": calls, "word": word}
+    libraries = LIBRARIES if tests.fn_name else ["typing"]
+    names = {"libraries": libraries, "asserts": tests.asserts, "function": tests.fn_name, "calls": calls, "word": word}
     results = sandbox.run(HARNESS.format(program=program, **names), [""], seconds, server)
     _, *report = results[0].stdout.split(word) if results else [""]
     if len(report) != 2:
@@ -113,13 +118,16 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
         return 0.0
 
 
+# (fence, language, block), to a line with the same fence or to the end.
+BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*(\w*).*\n((?s:.*?))(?:^[ \t]*\1|\Z)", re.MULTILINE)
+
+
 def code_of(response: str) -> str:
     """Return the last block of Python in the `final_text` of a response, else all of it."""
     text = final_text(response)
-    # [before, language, block, "", after, language, ...]: lines of ``` open and close a block in turn.
-    parts = re.split(r"^[ \t]*```[ \t]*(\w*).*\n?", text, flags=re.MULTILINE)
-    closed = zip(parts[1::4], parts[2::4], parts[3::4])
-    programs = [block for language, block, _ in closed if language.lower() in ("python", "python3", "py", "")]
+    blocks = BLOCK.findall(text)
+    tagged = [block for _, language, block in blocks if language.lower() in ("python", "python3", "py")]
+    programs = tagged or [block for _, language, block in blocks if not language]
     return textwrap.dedent(programs[-1]) if programs else text
 
 

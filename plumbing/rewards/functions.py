@@ -11,15 +11,18 @@ Columns are lists with an entry for each response. A function without **columns 
 Imports nothing of this project.
 """
 
+import functools
 import importlib.util
 import inspect
+import operator
 import os
 import sys
 from typing import Callable
 
 
+@functools.cache
 def load_function(name: str) -> Callable:
-    """Return the function of "path/to/file.py:function"."""
+    """Return the function of "path/to/file.py:function", or of an object in it, or an instance of a class."""
     path, _, function = name.rpartition(":")
     file = os.path.abspath(path)
     if file not in sys.modules:
@@ -27,9 +30,8 @@ def load_function(name: str) -> Callable:
         spec = importlib.util.spec_from_file_location(file, file)
         sys.modules[file] = importlib.util.module_from_spec(spec)  # where dataclasses look for its names
         spec.loader.exec_module(sys.modules[file])
-    if not callable(getattr(sys.modules[file], function, None)):
-        raise AttributeError(f"{path} has no function {function!r}")
-    return getattr(sys.modules[file], function)
+    found = operator.attrgetter(function)(sys.modules[file])
+    return found() if inspect.isclass(found) else found
 
 
 def score_by(function: Callable, prompts: list, responses: list[str], ids: list, columns: dict) -> list[float | None]:
@@ -40,7 +42,7 @@ def score_by(function: Callable, prompts: list, responses: list[str], ids: list,
     Raises:
         TypeError, ValueError: if it cannot be called so, or returns anything but a number or None for each response.
     """
-    parameters = list(inspect.signature(function).parameters)
+    parameters, count = list(inspect.signature(function).parameters), len(responses)  # a function may shorten the list
     if "solution_str" in parameters:
         rows = [{name: column[i] for name, column in columns.items()} for i in range(len(responses))]
         scores = [call(function, **verl_arguments(row, response)) for row, response in zip(rows, responses)]
@@ -53,8 +55,8 @@ def score_by(function: Callable, prompts: list, responses: list[str], ids: list,
     if isinstance(scores, (str, dict, set)):
         raise TypeError(f"returned a {type(scores).__name__}, not a list of numbers")
     scores = [None if score is None else float(score) for score in scores]
-    if len(scores) != len(responses):
-        raise ValueError(f"returned {len(scores)} scores for {len(responses)} responses")
+    if len(scores) != count:
+        raise ValueError(f"returned {len(scores)} scores for {count} responses")
     return scores
 
 

@@ -3,14 +3,17 @@ r"""The reward `math`: whether the final answer of a response equals the referen
 math-verify parses LaTeX and compares expressions. This file decides what it reads, and what it cannot know:
   1. It reads the last box; without one, what follows the last "answer is" or "answer:", or the only line, if that is a
      formula and nothing else; else what math-verify's search returns.
-  2. A reference in words (Yes, Friday, A, 12:30 PM) is compared as text.
-  3. A percent sign is dropped: 42\% is 42, not 0.42. A unit may be left out; another unit that sympy knows is wrong.
+  2. A reference in words (Yes, Friday, A, 12:30 PM) is compared as text, without case and spaces; xy is a product.
+  3. A percent sign is dropped: 42\% is 42, not 0.42. A unit may be left out; another known unit is wrong, and what
+     changes a number (3 dozen, 42\ldots) is not a unit.
   4. Numbers that differ by more than 1e-5 of their size are not equal; math-verify rounds to 6 decimals.
   5. (2, 1) is not \{1, 2\}, 42_3 is not 42_5, and an equation between numbers has to hold: 43 = 42 is not 42.
+  6. An inequality is solved if its variable stands alone: x > 3 is (3, \infty), but 2x > x + 3 is not.
 
 Comparing a formula can last forever: the caller kills the process of a check after LIMIT seconds.
 """
 
+import cmath
 import contextlib
 import functools
 import re
@@ -39,40 +42,41 @@ def reference_text(answer) -> str:
     return reference
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_response(response: str) -> Answer:
     """Return the final answer of a response, ("", []) without one."""
     text = final_text(response)
     box = last_box(text)
-    if box is not None:
-        return read_answer(announced(box))
-    if BOX.search(text):  # cut off inside a box
+    if box is None and BOX.search(text):  # cut off inside a box
         return "", []
-    stated = announced(text)
-    stated = "" if len(stated) > LONGEST or "\n" in stated else tidy(stated)
-    if re.search(r"\w", stated) and not WORD.search(re.sub(r"\\[A-Za-z]+", " ", split_unit(stated)[0])):
+    stated = announced(text if box is None else box)
+    if box is not None or is_formula(stated):
         return read_answer(stated)
-    return stated, parse(text[-SEARCHED:])
+    return tidy(stated[:LONGEST]), parse(re.sub(r"\\?%", "", text[-SEARCHED:]))
 
 
-ANNOUNCED = re.compile(r"(?i:answer)(?:[^.\n]{0,80}?\bis\b|\W{0,8}?[:=])[\s:*}]*|####\s*")
+ANNOUNCED = re.compile(r"(?i:answer)(?:\W{0,8}?[:=]|[^.\n]{0,80}?\bis\b)[\s:*}]*|####\s*")
 
 
 def announced(text: str) -> str:
-    """Return the rest of the sentence behind the last "answer is", "answer:" or "####" of a text, else the text."""
+    """Return what follows the last "answer is", "answer:" or "####" of a text, up to a reason; else the text."""
     start = max((match.end() for match in ANNOUNCED.finditer(text)), default=None)
-    return text.strip() if start is None else re.split(r"\n|\.(?=\s)", text[start:].strip(), maxsplit=1)[0]
+    end = r"\n|\.(?=\s)|,? (?:because|since)\b"
+    return text.strip() if start is None else re.split(end, text[start:].strip(), maxsplit=1)[0]
 
 
 @functools.lru_cache(maxsize=64)  # the responses of a group have the same reference
 def read_answer(text: str) -> Answer:
     """Return a text that is an answer and nothing else as it is compared."""
+    from sympy import Set, Union
+
     tidied = tidy(text)
     value, _ = split_unit(tidied)
-    is_text = len(tidied) > LONGEST or is_words(value)
-    return tidied, [] if is_text else parse(f"${value}$", only_formula=True)
+    if len(tidied) > LONGEST or is_words(value):
+        return tidied, []
+    parts = [parse(f"${part}$", only_formula=True) for part in value.split(" or ")]
+    if all(part and isinstance(part[0], Set) for part in parts):
+        return tidied, [Union(*(part[0] for part in parts))]
+    return tidied, parse(f"${value}$", only_formula=True)
 
 
 def parse(text: str, only_formula: bool = False) -> list:
@@ -84,20 +88,34 @@ def parse(text: str, only_formula: bool = False) -> list:
     rules = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
     options = {"extraction_config": [math_verify.LatexExtractionConfig(normalization_config=rules)]}
     # The library's time limits require signals.
-    return math_verify.parse(text, parsing_timeout=None, **(options if only_formula else {}))
+    found = math_verify.parse(text, parsing_timeout=None, **(options if only_formula else {}))
+    return [solutions(expression) for expression in found]
+
+
+def solutions(expression):
+    """Return an inequality, or chain of them, whose variable stands alone as the set of its solutions; else itself."""
+    from sympy import Eq
+
+    parts = relations(expression)
+    alone = [any(x.is_Symbol and y.is_number for x, y in (part.args, part.args[::-1])) for part in parts]
+    return expression.as_set() if parts and all(alone) and not any(type(part) is Eq for part in parts) else expression
 
 
 # ---- the text of an answer -------------------------------------------------------------------------------------------
 
-LARGE = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+LARGE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SYMBOLS = {
     "[−–]": "-", "×": r"\times", "·": r"\cdot", "÷": "/", "π": r"\pi", "√": r"\sqrt", "°": r"^\circ", "²": "^2",
     "³": "^3", "≤": r"\le", "≥": r"\ge", "≠": r"\ne", "∞": r"\infty", "∪": r"\cup", "∩": r"\cap",
+    "½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34", r"∅|\\varnothing": r"\emptyset", r"…|\.\.\.": r"\ldots",
+    r"\\lor\b": " or",
 }  # fmt: skip
 TIDY = [  # (pattern, replacement), in this order
     *[(symbol, latex.replace("\\", r"\\") + " ") for symbol, latex in SYMBOLS.items()],
+    (r"\\\$(.*?)\.?$", r"\1 dollars"),
     (r"\\?\$|[€£¥₹]|(?<!\\)\\[()\[\]]|\\!\s*", ""),  # signs of money and of formulas
-    (r"(?<!\\)\\[,;:> ]|\\q?quad\b|\\displaystyle\b|~|\s", " "),
+    (r"\\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z])", " "),
+    (r"\\(?:text)?color *\{\w+\}|(?<!\\)\\[,;:> ]|\\q?quad\b|~|\s", " "),
     (r"\\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it)|[mh]box)\s*\{([^{}]*)\}", r" \1 "),
     (r"^\\approx\b|(?<=\\circ) *[CF]\b", ""),  # about; of a temperature
     (r"\\?%|\bpercent\b", ""),
@@ -106,8 +124,10 @@ TIDY = [  # (pattern, replacement), in this order
     (r"  +", " "),
     (r"(?<=\d) (?=(?:\d{3} )*\d{3}(?!\d))", ""),  # 1 234 567
     (r"(?<![\w.}])(\d+) (\d+)/(\d+)(?!\w)", r"\1\\frac{\2}{\3}"),  # 1 1/2
-    (r"\\?sqrt ?\(([^()]*)\)", r"\\sqrt{\1}"),
+    (r"\\?sqrt ?(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}"),
+    (r"\^(-?\d+)", r"^{\1}"),
     (r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
+    (r"^ *(?:[+=]|(?:[oO]ption|[cC]hoice) (?=\(?[A-Z]\b))", ""),
 ]
 
 
@@ -115,12 +135,16 @@ def tidy(text: str) -> str:
     """Return an answer in plain LaTeX, without signs of formulas, money and percent, and without a final full stop."""
     for pattern, replacement in TIDY:
         text = re.sub(pattern, replacement, text)
-    return text.strip(" *").rstrip(" *.,;:\\").removeprefix("+").lstrip()
+    return text.strip(" *").rstrip(" *.,;:\\")
 
 
+NUMERAL = (  # behind a number, what changes it
+    r"and|or|not|plus|minus|times|squared|cubed|factorial|doubled|half|halves|thirds?|(?:dozen|score|pair)s?"
+    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|[a-z]+illion)ths?"
+)
 UNIT = re.compile(
     r"(?:(?<=[\d})])|(?<=\\pi))"  # behind a formula, one of
-    r"(?: (?!(?:and|or|not)\b)(?:[A-Za-z]{2,}\.?(?:[ /-][A-Za-z]+\.?)*|[mgshlL])"
+    rf"(?: (?!(?:{NUMERAL})\b)(?:[A-Za-z]{{2,}}\.?|[mgshlL])(?:[ /-][A-Za-z]+\.?)*"
     r"|(?:[mck]m|[km]g|ml|ft|mph|km/h|m/s|st|nd|rd|th)|(?!sin|cos|tan|log)[A-Za-z]{4,})"  # 12cm, not 2xy
     r"(?: ?\^ ?\{?\d\}?)?$"
 )
@@ -134,12 +158,21 @@ def split_unit(text: str) -> tuple[str, str]:
 
 
 WORD = re.compile(r"(?<![^\W_])(?!(?:and|or)\b)[^\W\d_]{2,}(?![^\W_])")
-OPERATOR = re.compile(r"[=+*^_<>|\\]|(?<![A-Za-z])-|-(?![A-Za-z])")
+PRODUCT = r"[a-df-hj-np-tv-z]{2,3}"  # xy and abc, but not no
+OPERATOR = re.compile(rf"[=+*^_<>|\\]|(?<![A-Za-z])-|-(?![A-Za-z])|^{PRODUCT}$")
 
 
 def is_words(text: str) -> bool:
     """Return whether an answer is words, such as Friday, (A) or 12:30 PM, and not a formula."""
-    return not OPERATOR.search(text) and bool(WORD.search(text) or re.fullmatch(r"\(?[^\W\d_]\)?", text))
+    return (
+        "dots" in text or not OPERATOR.search(text) and bool(WORD.search(text) or re.fullmatch(r"\(?[^\W\d_]\)?", text))
+    )
+
+
+def is_formula(text: str) -> bool:
+    """Return whether a line is a formula, perhaps with a unit, and nothing else."""
+    value, _ = split_unit(tidy(text[:LONGEST]))
+    return bool(re.search(r"\w", value)) and "\n" not in text and not WORD.search(re.sub(r"\\[A-Za-z]+", " ", value))
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -152,10 +185,14 @@ def equal(reference: Answer, stated: Answer) -> bool:
     (text, formula), (other_text, other_formula) = reference, stated
     if plain(text, words=not formula) == plain(other_text, words=not formula):
         return True
-    if not formula or not other_formula or differ_in_kind(text, other_text):
+    if not formula or not other_formula or any(x and y and x != y for x, y in zip(kind(text), kind(other_text))):
         return False
-    same = verify(formula, other_formula, allow_set_relation_comp=True, timeout_seconds=None)
-    return same and holds(other_formula[0]) and not far_apart(formula[0], other_formula[0])
+    sides, ratio = numbers(other_formula[0]), 1e-2 if "." in other_text else 1e-12  # a side may be rounded
+    if not all(cmath.isclose(side, sides[-1], rel_tol=ratio) for side in sides):
+        return False
+    if not all(cmath.isclose(*pair, rel_tol=1e-5) for pair in zip(numbers(formula[0])[-1:], sides[-1:])):
+        return False
+    return verify(formula, other_formula, timeout_seconds=None)
 
 
 def plain(text: str, words: bool) -> str:
@@ -164,38 +201,33 @@ def plain(text: str, words: bool) -> str:
     return re.sub(r"[{}()]|\.(?!\d)", "", text).casefold() if words else text
 
 
-def differ_in_kind(*texts: str) -> bool:
-    """Return whether two answers are in other units or bases, or one is a set and the other a tuple or interval."""
-    units = [known_unit(split_unit(text)[1]) for text in texts]
-    bases = [re.findall(r"\d\s*_\s*\{?(\d+)\}?$", text) for text in texts]
-    brackets = [re.findall(r"^(?:\\left)?\s*(?:(\\\{)|[(\[])", text) for text in texts]
-    return any(all(pair) and pair[0] != pair[1] for pair in (units, bases, brackets))
+UNITS = {"min": "minute", "sec": "second", "hr": "hour", "lb": "pound", "mph": "mile hour", "per": ""}
+UNITS |= {name: name for name in ("cent", "dollar", "euro", "gallon", "month", "ounce", "pint", "ton", "week")}
 
 
-def known_unit(unit: str) -> list:
-    """Return the parts of a unit, [kilometer, hour] for km/h, [] if one of them is not a unit of sympy's."""
+def kind(text: str) -> tuple[list, list, list]:
+    """Return the unit, the base and the opening bracket of an answer, [] for what it does not have or is not known."""
     from sympy.physics import units
 
-    parts = [part if part.isdigit() else getattr(units, part, None) for part in re.findall(r"[A-Za-z]+|\d", unit)]
-    return [] if None in parts else parts
+    words = [UNITS.get(word.removesuffix("s"), word) for word in re.findall(r"[A-Za-z]+|\d", split_unit(text)[1])]
+    unit = [getattr(units, word, word if word.isdigit() else UNITS.get(word)) for word in " ".join(words).split()]
+    base = re.findall(r"\d\s*_\s*\{?(\d+)\}?$", text)
+    bracket = re.findall(r"^(?:\\left)?\s*(?:(\\\{)|[(\[])", text)
+    return [] if None in unit else unit, base, bracket
 
 
-def holds(expression) -> bool:
-    """Return False for an equation between numbers that is wrong, such as 43 = 42; a rounded side may be 1% off."""
-    from sympy import Eq, Float
+def relations(expression) -> list:
+    """Return the equations and inequalities of a chain of them, or of one."""
+    from sympy import And
+    from sympy.core.relational import Relational
 
-    sides = [(part.lhs, part.rhs) for part in getattr(expression, "_unsorted_args", [expression]) if type(part) is Eq]
-    return not any(far_apart(*pair, ratio=1e-2 if any(x.has(Float) for x in pair) else 1e-15) for pair in sides)
+    parts = expression.args if isinstance(expression, And) else [expression]
+    return [part for part in parts if isinstance(part, Relational)]
 
 
-def far_apart(one, other, ratio: float = 1e-5) -> bool:
-    """Return whether both are numbers, perhaps as x = 5, that differ by more than a share of the larger."""
-    from sympy import Eq
-
-    one, other = (x.rhs if type(x) is Eq and x.lhs.is_Symbol else x for x in (one, other))
-    if one == other or not all(getattr(x, "is_number", False) for x in (one, other)):
-        return False
-    with contextlib.suppress(Exception):  # infinite, or more than it can evaluate
-        one, other = one.evalf(20), other.evalf(20)
-        return bool(abs(one - other) > ratio * max(abs(one), abs(other)))
-    return False
+def numbers(expression) -> list[complex]:
+    """Return a number, or those of an equation between numbers or with a variable, such as x = 6 * 7 = 42; else []."""
+    sides = [side for relation in relations(expression) for side in relation.args] or [expression]
+    with contextlib.suppress(Exception):  # of what is not a number, or too large
+        return [complex(side.doit()) for side in sides if not side.is_Symbol]
+    return []

@@ -107,7 +107,7 @@ class Rewards:
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         packages = [verifier_of(name).package for name in args.reward if kind_of(name) == "verifier"]
         verifiers, functions = Workers(max(1, min(4, cores)), packages), Workers(1)
-        self.workers, self.sources = [verifiers, functions], {}
+        self.workers, self.sources, self.warned = [verifiers, functions], {}, set()
         atexit.register(self.close)
         for name in args.reward:
             check_name(name)
@@ -170,6 +170,10 @@ class Rewards:
             chosen = ([column[i] for i in scored] for column in (rows, texts, responses))
             for i, score in zip(scored, source.score(*chosen, interrupted)):
                 scores[name][i] = score
+            reason = self.why_missing({name: torch.tensor(scores[name])})
+            if reason and name not in self.warned and not interrupted():
+                self.warned.add(name)
+                warn(f"--reward {reason}; such responses have no score (this is said once)")
         return scores
 
     def score_equal_responses_alike(self, samples: list) -> None:

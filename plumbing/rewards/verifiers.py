@@ -35,8 +35,8 @@ def exact(response: str, answer) -> float:
 
 
 def format(response: str, _=None) -> float:
-    """Return 1 for the form of DeepSeek-R1: <think> ... </think> <answer> ... </answer>, each tag once."""
-    has_form = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", response, re.DOTALL)
+    """Return 1 for the form of DeepSeek-R1: <think> ... </think> <answer> ... </answer>, each tag once, none empty."""
+    has_form = re.fullmatch(r"\s*<think>\s*\S.*?</think>\s*<answer>\s*\S.*?</answer>\s*", response, re.DOTALL)
     once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     return float(bool(has_form) and once)
 

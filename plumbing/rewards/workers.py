@@ -70,7 +70,8 @@ def attempt(limit: float, call: Callable, arguments: tuple) -> tuple:
     try:
         return call(*arguments), ""
     except BaseException as error:
-        traceback.print_exc()
+        if call is call_function:
+            traceback.print_exc()
         return None, f"{type(error).__name__}: {error}"[:1000]
     finally:
         if os.getpid() != process:  # a child that a function has forked, and that came back from it
