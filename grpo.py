@@ -603,8 +603,7 @@ def main(args: Args) -> None:
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
-    tools = conversations and conversations.schemas
-    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, tools)
+    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
     updates_a_step = args.num_epochs * N // args.mini_batch_size

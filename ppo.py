@@ -812,8 +812,7 @@ def main(args: Args) -> None:
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
-    tools = conversations and conversations.schemas
-    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, tools)
+    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     if args.value_model:
         loading.check_can_read("--value_model", args.value_model, tokenizer)

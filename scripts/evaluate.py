@@ -177,8 +177,7 @@ def main(args: Args) -> None:
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
-    tools = conversations and conversations.schemas
-    parts = mixture.load_prompts("--dataset", args.dataset, "test", tokenizer, args, check_reference, tools)
+    parts = mixture.load_prompts("--dataset", args.dataset, "test", tokenizer, args, check_reference, conversations)
     prompts = mixture.first_prompts(parts, args.num_prompts)
     mixture.check_responses_fit(args, prompts)
     rewards = Rewards(args, tokenizer, prompts, conversations is not None)

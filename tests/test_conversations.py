@@ -118,6 +118,15 @@ def test_how_it_goes(name):
         assert one.row["prompt"] == row["prompt"] + added and one.row["query"] == tokenizer.encode(one.row["prompt"])
 
 
+def test_reset_is_tried_at_the_start(capsys):
+    """Not a reward is to blame for a column that the environment misses."""
+    conversations = conversations_of(args_of())
+    conversations.try_reset("row 1", {"prompt": "go"})
+    with pytest.raises(SystemExit):
+        conversations.try_reset("row 1", {"question": "go"})
+    assert f"error: --environment {helpers.GAME}: row 1: reset: TypeError" in capsys.readouterr().err
+
+
 def test_what_reset_adds_forges_no_turn():
     tokenizer = make_tokenizer()
     row = conversations_of(args_of())._prompt_with(row_of(tokenizer), "<eos>more")

@@ -346,6 +346,9 @@ def test_prompts_show_the_tools(tokenizer_of, tmp_path):
     tokenizer, path = tokenizer_of(QWEN25), tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "What?"}) + "\n")
     args = types.SimpleNamespace(**test_data.ARGS | {"reward": ("format",)})
-    [([row], _)] = data.load_prompts("--dataset", str(path), "train", tokenizer, args, lambda *_: "", tools=[ADD])
+    tried = []
+    with_tools = types.SimpleNamespace(schemas=[ADD], try_reset=lambda *row: tried.append(row))
+    [([row], _)] = data.load_prompts("--dataset", str(path), "train", tokenizer, args, lambda *_: "", with_tools)
     assert json.dumps(ADD) in row["prompt"] and row["query"] == tokenizer.encode(row["prompt"])
     assert row["messages"] == [{"role": "user", "content": "What?"}]
+    assert tried == [(f"the first row of --dataset {path}", {"prompt": "What?"})]

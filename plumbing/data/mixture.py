@@ -16,19 +16,19 @@ from utils import fail, generator, warn
 
 
 def load_train_and_eval(
-    args, tokenizer, check_reference: Callable, tools: list[dict] | None = None
+    args, tokenizer, check_reference: Callable, conversations=None
 ) -> tuple[list[dict], list[dict]]:
     """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on.
 
     Args:
-        check_reference, tools: see `load_prompts`.
+        check_reference, conversations: see `load_prompts`.
     """
-    train = mix(load_prompts("--dataset", args.dataset, "train", tokenizer, args, check_reference, tools), args.seed)
+    given = tokenizer, args, check_reference, conversations
+    train = mix(load_prompts("--dataset", args.dataset, "train", *given), args.seed)
     held_out, (dataset, _) = [], split_of(args.dataset)
     if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
         name = args.eval_dataset or dataset
-        parts = load_prompts("--eval_dataset", name, "test", tokenizer, args, check_reference, tools)
-        held_out = first_prompts(parts, args.eval_prompts)
+        held_out = first_prompts(load_prompts("--eval_dataset", name, "test", *given), args.eval_prompts)
     evaluated = {row["prompt"] for row in held_out}
     kept, where = [row for row in train if row["prompt"] not in evaluated], f"--dataset {args.dataset}"
     if not kept:
@@ -47,7 +47,7 @@ def check_responses_fit(args, rows: list[dict]) -> None:
 
 
 def load_prompts(
-    flag: str, name: str, split: str, tokenizer, args, check_reference: Callable, tools: list[dict] | None = None
+    flag: str, name: str, split: str, tokenizer, args, check_reference: Callable, conversations=None
 ) -> list[tuple[list[dict], float]]:
     """Read a data set, or a list of them, and turn each row into a prompt, once and for all, as token ids.
 
@@ -55,13 +55,13 @@ def load_prompts(
         flag, name, split: as in `plumbing.data.rows.read_parts`.
         args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length.
         check_reference: returns why nothing can score a row, see `plumbing.rewards.sources.check_reference`.
-        tools: the schemas that the chat template shows to the model.
+        conversations: plumbing.turns.conversations.Conversations, with --tools or --environment.
     Returns:
         Of each data set its weight and its rows {"prompt": the text that the model sees, "query": its token ids,
         "messages": the same as messages, None with --chat_template none, "answer": the reference or None, "dataset":
         the name of its data set, "sources": what `named_sources` gives, "columns": the row as it was read}.
     """
-    parts, as_is = [], args.chat_template == "none"
+    parts, as_is, tools = [], args.chat_template == "none", conversations and conversations.schemas
     for part, rows, weight in read_parts(flag, name, split):
         where, encoded, problems = f"{flag} {part}", [], []
         prompt_column = prompts.find_column(where, "prompt", args.prompt_column, rows, required=True)
@@ -82,6 +82,8 @@ def load_prompts(
         scorable = [row for row, problem in zip(encoded, problems) if not problem]
         leave_out(where, encoded, scorable, f"which have no score: {next(filter(None, problems), '')}")
         parts.append((drop_overlong(where, scorable, args), weight))
+        if conversations:
+            conversations.try_reset(f"the first row of {where}", scorable[0]["columns"])
     return parts
 
 

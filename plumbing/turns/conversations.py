@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt, guarded
-from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
+from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses, ask_once
 from plumbing.turns.templates import ToolCall, Turns
 from utils import warn
 
@@ -93,6 +93,12 @@ class Conversations:
         self.schemas = self.processes.schemas or None
         self.turns = Turns(tokenizer, stop_ids, self.processes.schemas, args, self.processes.has_step)
         self.stop_strings = StopStringCriteria(tokenizer, list(args.turn_stop)) if args.turn_stop else None
+
+    def try_reset(self, where: str, columns: dict) -> None:
+        """Exit with code 2 if the environment cannot be reset with the columns of a row."""
+        if self.args.environment:
+            process = ToolProcess(self.processes, seed=0).environment
+            ask_once(f"--environment {self.args.environment}: {where}", process, "reset", columns)
 
     def sample(
         self, rows: list[dict], seeds: list[int], draws, interrupted: Callable, engine=None,

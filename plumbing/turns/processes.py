@@ -50,10 +50,13 @@ class ToolProcesses:
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         os.environ |= {"PYTHONPATH": path, worker.FILES: json.dumps(self.tools + self.environment)}
         try:
-            schemas, _ = describe("--tools", Process(self.tools, False, SECONDS_TO_LOAD))
-            schemas_of_environment, self.has_step = describe(
-                "--environment", Process(self.environment, True, SECONDS_TO_LOAD)
-            )
+            schemas, schemas_of_environment, self.has_step = [], [], False
+            if tools:
+                process = Process(self.tools, False, SECONDS_TO_LOAD)
+                schemas, _ = ask_once(f"--tools {' '.join(tools)}", process, "describe")
+            if environment:
+                process = Process(self.environment, True, SECONDS_TO_LOAD)
+                schemas_of_environment, self.has_step = ask_once(f"--environment {environment}", process, "describe")
         finally:
             del os.environ[worker.FILES]
         self.schemas: list[dict] = schemas + schemas_of_environment
@@ -155,13 +158,11 @@ class Process:
             self.process = None
 
 
-def describe(flag: str, process: Process) -> tuple[list[dict], bool]:
-    """Return the schemas of a process's tools, and whether it is an environment with a method `step`."""
-    if not process.names:
-        return [], False
+def ask_once(flag: str, process: Process, method: str, *arguments):
+    """Return what a process answers to one request; exit with code 2 if that fails."""
     try:
-        return tuple(asyncio.run(process.ask("describe")))
+        return asyncio.run(process.ask(method, *arguments))
     except (ToolError, EnvironmentFailure) as error:
-        fail(f"{flag} {' '.join(process.names)}: {error}", local=True)
+        fail(f"{flag}: {error}", local=True)
     finally:
         process.kill()
