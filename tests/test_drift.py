@@ -194,7 +194,7 @@ def test_shell_scripts_name_what_exists(path):
 def test_flags_in_docstrings_and_messages_exist(name):
     texts = [n.value for n in ast.walk(tree_of(name)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     named = {flag for text in texts for flag in unknown_flags(text)}
-    assert not named - {"porcelain", "worker_extension_cls"}  # git's, vLLM's
+    assert not named - {"abbrev", "always", "dirty", "exclude", "worker_extension_cls"}  # git's, vLLM's
     assert not missing_paths(ast.get_docstring(tree_of(name)) or "")
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tiny_models import CPU, random_model
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 import grpo
 import utils
@@ -336,6 +336,7 @@ def test_check_head_refuses_models_that_scale_their_logits(load, family, capsys)
 def test_stop_tokens(tmp_path, tiny_folder, tokenizer):
     assert loading.stop_token_ids(tokenizer, tiny_folder, "a") == tokenizer.encode("a")
     assert loading.stop_token_ids(tokenizer, tiny_folder, "eos") == [1]
+    AutoConfig.from_pretrained(tiny_folder).save_pretrained(tmp_path)
     GenerationConfig(eos_token_id=[0, 1, 7]).save_pretrained(tmp_path)
     assert loading.stop_token_ids(tokenizer, str(tmp_path), "eos") == [1, 0, 7]  # a text ends with the tokenizer's
     with pytest.raises(SystemExit):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from plumbing.rewards.functions import load_function, score_by
+from plumbing.rewards.functions import load_scorer, score_by
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
 COLUMNS = {"prompt": ["1+1=", MESSAGES], "answer": ["2", "2"], "level": [1, None]}
@@ -88,7 +88,7 @@ def test_a_class_or_method_keeps_its_state(tmp_path, name):
         "        return [self.calls] * len(responses)\n"
         "counter = Counter()\n"
     )
-    assert [score_by(load_function(f"{path}:{name}"), *CALL) for _ in range(2)] == [[1, 1], [2, 2]]
+    assert [score_by(load_scorer(f"{path}:{name}"), *CALL) for _ in range(2)] == [[1, 1], [2, 2]]
 
 
 @pytest.mark.parametrize("scores", [(1, None), [True, np.float32(2)], np.array([1.0, math.nan]), (x for x in (1, 2))])
@@ -115,7 +115,7 @@ def test_a_file_with_postponed_annotations_and_a_dataclass(tmp_path):
         "def score(prompts, responses):\n    limits.seen += 1\n    return [limits.most] * len(responses)\n"
         "def calls(prompts, responses):\n    return [limits.seen] * len(responses)\n"
     )
-    assert score_by(load_function(f"{path}:score"), *CALL) == [3, 3]
-    assert score_by(load_function(f"{path}:calls"), *CALL) == [1, 1]
+    assert score_by(load_scorer(f"{path}:score"), *CALL) == [3, 3]
+    assert score_by(load_scorer(f"{path}:calls"), *CALL) == [1, 1]
     with pytest.raises(AttributeError, match="has no attribute 'grade'"):
-        load_function(f"{path}:grade")
+        load_scorer(f"{path}:grade")

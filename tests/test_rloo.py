@@ -262,7 +262,14 @@ def test_remax_compares_with_the_greedy_response(base, tmp_path, monkeypatch):
 def test_the_ratio_of_a_sequence(base, tmp_path, monkeypatch):
     """After an update that is the same for both ratios, that of a sequence is the product of those of its tokens."""
     calls = record(monkeypatch, "clipped_loss")
-    values = {**base, "output_dir": str(tmp_path), "precision": "float64", "micro_batch_tokens": 1000, "kl_coef": 0}
+    values = {
+        **base,
+        "output_dir": str(tmp_path),
+        "precision": "float64",
+        "micro_batch_tokens": 1000,
+        "kl_coef": 0,
+        "ref_model": "",
+    }
     values |= dict(num_epochs=1, total_episodes=8, clip_high=0.3, dual_clip=1.5, eval_every=0)
     for ratio, how in (("token", dict(loss_aggregation="sequence_sum")), ("sequence", {})):
         run_here({**values, "run_name": ratio, "ratio": ratio, **how}, "rloo")

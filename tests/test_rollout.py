@@ -562,8 +562,9 @@ def bos_tokenizer(adds_bos: bool, chat_template: str | None = None):
     return tokenizer
 
 
-@pytest.mark.parametrize("system_prompt", ["", "Be brief."])
-@pytest.mark.parametrize("text", ["two and two", "<s>two and two"])
+@pytest.mark.parametrize(
+    "text, system_prompt", [("two and two", ""), ("two and two", "Be brief."), ("<s>two and two", "")]
+)
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_text_gets_the_beginning_token_at_most_once(adds_bos, text, system_prompt):
     """tests/test_data.py has prompts with a chat template."""

@@ -354,7 +354,7 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
 @pytest.mark.parametrize(
     ("tools", "environment", "line"),
     [
-        (["nothing"], "", "--tools .*tools.py:nothing: .*AttributeError: .*tools.py has no function 'nothing'"),
+        (["nothing"], "", "--tools .*tools.py:nothing: .*AttributeError: .*tools.py' has no attribute 'nothing'"),
         (["no_hint"], "", "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint"),
         (["add"], "Counter", "--tools, --environment: two of the tools .*"),
         ([], "OnlyReset", "--environment .*: .*TypeError: requires a method reset, and a method step or tools"),

@@ -20,9 +20,8 @@ import sys
 from typing import Callable
 
 
-@functools.cache
 def load_function(name: str) -> Callable:
-    """Return the function of "path/to/file.py:function", or of an object in it, or an instance of a class."""
+    """Return the function or class of "path/to/file.py:function", or the method of ":judge.score"."""
     path, _, function = name.rpartition(":")
     file = os.path.abspath(path)
     if file not in sys.modules:
@@ -30,8 +29,14 @@ def load_function(name: str) -> Callable:
         spec = importlib.util.spec_from_file_location(file, file)
         sys.modules[file] = importlib.util.module_from_spec(spec)  # where dataclasses look for its names
         spec.loader.exec_module(sys.modules[file])
-    found = operator.attrgetter(function)(sys.modules[file])
-    return found() if inspect.isclass(found) else found
+    return operator.attrgetter(function)(sys.modules[file])
+
+
+@functools.cache
+def load_scorer(name: str) -> Callable:
+    """Return a function as `load_function` does; of a class an instance, the same for all calls."""
+    function = load_function(name)
+    return function() if inspect.isclass(function) else function
 
 
 def score_by(function: Callable, prompts: list, responses: list[str], ids: list, columns: dict) -> list[float | None]:

@@ -20,7 +20,7 @@ from typing import Callable
 
 from pebble import ProcessPool
 
-from plumbing.rewards.functions import load_function, score_by
+from plumbing.rewards.functions import load_scorer, score_by
 from plumbing.rewards.verifiers import verifier_of
 
 POLL = 0.1  # seconds between two checks whether the run is interrupted
@@ -81,7 +81,7 @@ def attempt(limit: float, call: Callable, arguments: tuple) -> tuple:
 
 def call_function(name: str, *arguments) -> list[float | None]:
     """Return the scores of a user's function; without arguments, only import it."""
-    function = load_function(name)
+    function = load_scorer(name)
     return score_by(function, *arguments) if arguments else []
 
 

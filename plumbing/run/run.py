@@ -6,7 +6,7 @@ import sys
 from typing import Callable, Iterator, NoReturn
 
 import utils
-from plumbing.run import checkpoints, hub, resume
+from plumbing.run import checkpoints, resume
 from plumbing.run.log import RunLog, check_track
 from plumbing.run.ranks import Interrupt, begin_phase
 
@@ -29,6 +29,8 @@ class Run:
         if args.track:
             world.on_main(lambda: check_track(args.track))
         if args.push_to_hub:
+            from plumbing.run import hub
+
             self.repository = world.on_main(lambda: hub.open_repository(args.push_to_hub))
 
     def start(self, total_steps: int, tokenizer, models: dict, optimizers: dict[str, utils.Optimizer], engine=None):
@@ -90,6 +92,8 @@ class Run:
         checkpoints.save_final(self.folder, self.world, self.models[""], self.tokenizer, self.args.model)
         self.log.close(f"model: {os.path.join(self.folder, 'final')}")
         if self.args.push_to_hub and self.world.main:
+            from plumbing.run import hub
+
             print(f"published: {hub.push(self.folder, self.repository, self.log.url)}", flush=True)
 
     def _evaluate(self, step: int, evaluate: Callable | None) -> None:
