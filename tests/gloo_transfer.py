@@ -7,11 +7,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer import nccl_engine
 
 
 def group(info, rank: int) -> dist.ProcessGroupGloo:
-    store = dist.TCPStore(info.master_address, info.master_port, info.world_size, rank == 0, wait_for_workers=False)
+    # As vLLM's own group: it listens on the address in use, where TCPStore by itself takes all of the machine's.
+    store = StatelessProcessGroup.create(info.master_address, info.master_port, rank, info.world_size).store
     return dist.ProcessGroupGloo(store, rank, info.world_size, timedelta(minutes=10))
 
 

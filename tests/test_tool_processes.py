@@ -215,7 +215,7 @@ def test_a_conversation_with_tools_and_an_environment(processes):
         ("1 / 0", "error: ZeroDivisionError: division by zero"),
         ("sys.exit(3)", "error: SystemExit: 3"),
         ("'child' if os.fork() == 0 else time.sleep(0.5) or 'parent'", "parent"),
-        ("(_ for _ in ()).throw(type('Mute', (Exception,), {'__str__': None}))", "error: Mute: (its text"),
+        ("(_ for _ in ()).throw(type('Mute', (Exception,), {'__str__': None}))", "error: Mute: <exception str"),
         ("os._exit(0)", "error: run ended its process"),
         ("os.closerange(3, 50)", "error: run ended its process"),
     ],

@@ -14,7 +14,7 @@ from tiny_models import make_tokenizer
 from plumbing.data import mixture as data
 from plumbing.data import prompts
 from plumbing.turns.processes import EnvironmentFailure
-from plumbing.turns.templates import ToolCall, Turns, hermes_reader, pattern_reader
+from plumbing.turns.templates import ToolCall, Turns, hermes_calls, pattern_reader
 
 CHATML = """
 {%- for m in messages %}
@@ -142,7 +142,7 @@ def check_calls(calls: list, expected) -> None:
 @pytest.mark.parametrize("case", HERMES)
 def test_calls_of_hermes(case):
     text, expected = HERMES[case]
-    check_calls(hermes_reader("")(text), expected)
+    check_calls(hermes_calls("", text), expected)
 
 
 NAMED = r"```(?P<name>\w*)\n(?P<arguments>.*?)```"
@@ -317,13 +317,13 @@ RAISES = QWEN25.replace("{%- if m.role == 'tool' %}", "{%- if m.role == 'tool' %
 DROPS_ALL = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 CHANGES = "changes earlier turns, such as by dropping thoughts"
 REFUSED = {
-    "no template": (None, TOOLS, {}, "--tools: the chat template of --model: is missing"),
+    "no template": (None, TOOLS, {}, "--tools: the chat template of --model: does not show tools"),
     "no tools in the template": (CHATML, TOOLS, {}, "--tools: the chat template of --model: does not show tools"),
     "tools of an environment": (CHATML, TOOLS, ENVIRONMENT, "--environment: the chat template of --model: does not"),
     "another form": (TAGS, TOOLS, {}, "writes calls in another form than <tool_call>; --tool_call_pattern"),
     "another last turn": (ENDS_DIFFERENTLY, TOOLS, {}, CHANGES),
     "hidden results": (HIDES_RESULTS, TOOLS, {}, "does not show messages of tool after a turn"),
-    "another stop token": (QWEN25.replace("<|im_end|>", "<bos>"), TOOLS, {}, "ends turns by <bos>, which is not a"),
+    "another stop token": (QWEN25.replace("<|im_end|>", "<bos>"), TOOLS, {}, "which holds no --stop_token"),
     "no results": (RAISES, TOOLS, {}, "--tools: the chat template of --model: no tools"),
     "no expression": (QWEN25, TOOLS, {"tool_call_pattern": "("}, "--tool_call_pattern '(': missing )"),
     "no arguments": (QWEN25, TOOLS, {"tool_call_pattern": "<a>(.*)</a>"}, "requires a group (?P<arguments>"),

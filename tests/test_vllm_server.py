@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import threading
+import weakref
 from types import SimpleNamespace
 
 import forked_python
@@ -223,7 +224,7 @@ def test_a_response_that_another_client_aborts_is_an_error(monkeypatch):
 
     monkeypatch.setattr(Servers, "_request", answer)
     servers = Servers.__new__(Servers)
-    servers.urls, servers.slots = ["here"], (None, {})
+    servers.urls, servers.slots = ["here"], weakref.WeakKeyDictionary()
     with pytest.raises(RuntimeError, match="another client aborts"):
         asyncio.run(servers._sample("here", {}))
 

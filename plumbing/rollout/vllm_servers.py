@@ -64,7 +64,7 @@ class Servers(VllmSampling):
         self.urls = [url.rstrip("/") for url in args.rollout_servers]
         self.about = f"vLLM at {', '.join(self.urls)}"
         self.world, self.weights = world, Weights(compute_dtype or torch.float32)
-        self.slots: tuple = (None, {})  # event loop, and places for requests on each server
+        self.slots = weakref.WeakKeyDictionary()  # of an event loop, the places for requests on each server
         self.server_of = weakref.WeakKeyDictionary()  # address of the server of each task that samples
         first = world.rank % len(self.urls)  # a rank with few conversations would fill the first server only
         self.next_server = itertools.cycle(self.urls[first:] + self.urls[:first])
@@ -196,10 +196,8 @@ class Servers(VllmSampling):
 
     async def _sample(self, url: str, body: dict) -> Response:
         """Return a response's token ids and log-probabilities."""
-        loop = asyncio.get_running_loop()
-        if self.slots[0] is not loop:
-            self.slots = loop, {url: asyncio.Semaphore(SERVER_REQUESTS) for url in self.urls}
-        async with self.slots[1][url]:
+        slots = self.slots.setdefault(asyncio.get_running_loop(), {})
+        async with slots.setdefault(url, asyncio.Semaphore(SERVER_REQUESTS)):
             answer = await self._request(url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE)
         choice = answer["choices"][0]
         if choice["finish_reason"] == "abort":

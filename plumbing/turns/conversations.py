@@ -112,7 +112,23 @@ class Conversations:
                 tokens; None for greedy decoding.
             engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode loop, samples turns.
         """
-        return asyncio.run(self._sample(rows, seeds, draws, interrupted, engine, generate))
+        conversations = [Conversation(row) for row in rows]
+        pairs = [(one, ToolProcess(self.processes, seed)) for one, seed in zip(conversations, seeds)]
+        sample = self._sample_by_engine if engine else self._sample_by_decode_loop
+
+        async def sample_unless_interrupted() -> None:
+            task = asyncio.create_task(sample(pairs, draws, interrupted, engine or generate))
+            while not task.done() and not interrupted():
+                await asyncio.wait([task], timeout=0.1)
+            if task.done():
+                task.result()  # raises what ended it
+
+        try:
+            asyncio.run(sample_unless_interrupted())  # cancels the tasks that are left
+        finally:
+            for _, process in pairs:
+                process.kill()
+        return conversations if all(conversation.stop_reason for conversation in conversations) else None
 
     def leave_out_failed(self, samples: list) -> None:
         """Set the scores of responses whose environment has failed to NaN; warn of them."""
@@ -122,29 +138,6 @@ class Conversations:
         if failed:
             first = failed[0].conversation.error
             warn(f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}")
-
-    async def _sample(self, rows, seeds, draws, interrupted: Callable, engine, generate) -> list[Conversation] | None:
-        conversations = [Conversation(row) for row in rows]
-        processes = [ToolProcess(self.processes, seed) for seed in seeds]
-        pairs = list(zip(conversations, processes))
-
-        async def interruption() -> None:
-            while not interrupted():
-                await asyncio.sleep(0.1)
-
-        if engine:
-            sampling = self._sample_by_engine(pairs, draws, interrupted, engine)
-        else:
-            sampling = self._sample_by_decode_loop(pairs, draws, interrupted, generate)
-        task = asyncio.create_task(sampling)
-        try:
-            await asyncio.wait([task, asyncio.create_task(interruption())], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()  # raises what ended it
-        finally:  # asyncio.run cancels the tasks that are left
-            for process in processes:
-                process.kill()
-        return conversations if all(conversation.stop_reason for conversation in conversations) else None
 
     async def _sample_by_engine(self, pairs: list[tuple], draws, interrupted: Callable, engine) -> None:
         """Have the conversations by themselves: each turn is sampled as soon as the one before it is answered."""
@@ -187,8 +180,9 @@ class Conversations:
     async def _reset(self, conversation: Conversation, process: ToolProcess) -> None:
         """Begin a conversation: add to its prompt what the environment adds."""
         with failure_as_end(conversation, process):
-            if self.args.environment:
-                added = await process.environment.ask("reset", conversation.row["columns"])
+            columns = conversation.row["columns"]
+            added = await process.environment.ask("reset", columns) if self.args.environment else ""
+            if added:
                 conversation.row = self._prompt_with(conversation.row, added)
 
     async def _add_turn(
@@ -250,8 +244,6 @@ class Conversations:
 
     def _prompt_with(self, row: dict, added: str) -> dict:
         """Return a prompt with a text added to its last message."""
-        if not added:
-            return row
         as_is = row["messages"] is None or self.tokenizer.chat_template is None
         if as_is:
             prompt = row["prompt"] + guarded(added, self.tokenizer)

@@ -49,16 +49,13 @@ class ToolProcesses:
         forked.set_forkserver_preload([worker.__name__])
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         os.environ |= {"PYTHONPATH": path, worker.FILES: json.dumps(self.tools + self.environment)}
-        try:
-            schemas, schemas_of_environment, self.has_step = [], [], False
-            if tools:
-                process = Process(self.tools, False, SECONDS_TO_LOAD)
-                schemas, _ = ask_once(f"--tools {' '.join(tools)}", process, "describe")
-            if environment:
-                process = Process(self.environment, True, SECONDS_TO_LOAD)
-                schemas_of_environment, self.has_step = ask_once(f"--environment {environment}", process, "describe")
-        finally:
-            del os.environ[worker.FILES]
+        schemas, schemas_of_environment, self.has_step = [], [], False
+        if tools:
+            process = Process(self.tools, False, SECONDS_TO_LOAD)
+            schemas, _ = ask_once(f"--tools {' '.join(tools)}", process, "describe")
+        if environment:
+            process = Process(self.environment, True, SECONDS_TO_LOAD)
+            schemas_of_environment, self.has_step = ask_once(f"--environment {environment}", process, "describe")
         self.schemas: list[dict] = schemas + schemas_of_environment
         self.names = [schema["function"]["name"] for schema in self.schemas]
         self.environment_names = self.names[len(schemas) :]
@@ -138,8 +135,7 @@ class Process:
 
     def _start(self) -> None:
         connection, of_process = forked.Pipe()
-        arguments = (of_process, self.names, self.is_environment, self.seed)
-        process = forked.Process(target=worker.serve, args=arguments)
+        process = forked.Process(target=worker.serve, args=(of_process, self.names, self.is_environment, self.seed))
         main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:  # without its `__main__`, as a new process would import the script that runs here, and torch with it
             process.start()

@@ -8,6 +8,7 @@ A reader returns the calls in a turn in order: a ToolCall each, or a text for th
 cannot be read.
 """
 
+import functools
 import json
 import os
 import re
@@ -48,7 +49,7 @@ class Turns:
             args: --tools, --environment, --tool_call_pattern and --chat_template.
             has_step: whether the environment, if there is one, answers with messages.
         """
-        self.tokenizer, self.stop_ids, self.schemas = tokenizer, stop_ids, schemas
+        self.tokenizer, self.stop_ids, self.schemas = tokenizer, stop_ids, schemas or None
         self.has_template = tokenizer.chat_template is not None and args.chat_template != "none"
         self.calls = lambda text: []
         # The template of a base model may not know the role of results.
@@ -69,15 +70,14 @@ class Turns:
     def _template_reader(self) -> Callable[[str], list[ToolCall | str]]:
         """Return the reader of the calls that the chat template writes; raise ValueError if there is none."""
         other = "--tool_call_pattern reads calls of a form that the prompts themselves ask for"
-        if not self.has_template:
-            raise ValueError(f"is missing, so that it shows no tools; {other}")
-        if self._render([QUESTION]) == self.tokenizer.apply_chat_template([QUESTION], tokenize=False):
+        without = self.has_template and self.tokenizer.apply_chat_template([QUESTION], tokenize=False)
+        if not self.has_template or self._render([QUESTION]) == without:
             raise ValueError(f"does not show tools; {other}")
         prompt, call = self._render([QUESTION], prompt=True), ToolCall(self.schemas[0]["function"]["name"], {"x": "1"})
         if getattr(self.tokenizer, "response_template", None):
-            reader = response_template_reader(self.tokenizer, prompt, self.schemas)
+            reader = functools.partial(response_template_calls, self.tokenizer, prompt, self.schemas)
         else:
-            reader = hermes_reader(prompt)
+            reader = functools.partial(hermes_calls, prompt)
         tool_calls = [{"id": "call00000", "type": "function", "function": vars(call)}]
         text = self._render([QUESTION, {"role": "assistant", "content": "", "tool_calls": tool_calls}])
         if reader(text[len(os.path.commonprefix([text, prompt])) :]) != [call]:
@@ -95,16 +95,14 @@ class Turns:
         Raise ValueError if it ends turns by another token of the added vocabulary, which no turn would end with.
         """
         ids = self._encode(self._render([QUESTION, TURN]).rpartition(MARK)[2])
-        stops = [place for place, token in enumerate(ids) if token in self.stop_ids]
-        other = [token for token in ids if token in self.tokenizer.added_tokens_decoder]
-        if other and not stops:
-            raise ValueError(f"ends turns by {self.tokenizer.decode(other[:1])}, which is not a --stop_token")
-        return ids[: stops[0] + 1] if stops else []
+        length = next((length for length, token in enumerate(ids, 1) if token in self.stop_ids), 0)
+        if not length and any(token in self.tokenizer.added_tokens_decoder for token in ids):
+            raise ValueError(f"ends turns by {self.tokenizer.decode(ids)!r}, which holds no --stop_token")
+        return ids[:length]
 
     def _render(self, messages: list[dict], prompt: bool = False) -> str:
         """Return messages as text, with the generation prompt if asked for."""
-        tools = self.schemas or None
-        return self.tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=prompt)
+        return self.tokenizer.apply_chat_template(messages, self.schemas, tokenize=False, add_generation_prompt=prompt)
 
     def _between(self, messages: list[dict]) -> str:
         """Return the text between a turn and the next one: end of turn, messages, generation prompt.
@@ -166,40 +164,31 @@ def json_or_text(text: str):
         return text
 
 
-def hermes_reader(prompt: str) -> Callable[[str], list[ToolCall | str]]:
-    """Return a reader of <tool_call>{"name": ..., "arguments": {...}}</tool_call>, the form of Hermes and Qwen.
+def hermes_calls(prompt: str, text: str) -> list[ToolCall | str]:
+    """Return the calls <tool_call>{"name": ..., "arguments": {...}}</tool_call>, the form of Hermes and Qwen.
 
     Thoughts hold no calls.
 
     Args:
         prompt: any prompt, which may end with the beginning of a thought.
     """
-    opened = "<think>" if prompt.rstrip().endswith("<think>") else ""
-
-    def read(text: str) -> list[ToolCall | str]:
-        calls = []
-        for part in after_thought(opened + text).split("<tool_call>")[1:]:
-            body, closed, _ = part.partition("</tool_call>")
-            try:
-                calls.append(read_call(json.loads(body)) if closed else "<tool_call> is not closed by </tool_call>")
-            except (ValueError, RecursionError) as error:
-                calls.append(f"the call is not valid JSON ({first_line(error)})")
-        return calls
-
-    return read
-
-
-def response_template_reader(tokenizer, prompt: str, schemas: list[dict]) -> Callable[[str], list[ToolCall | str]]:
-    """Return a reader of the form that the tokenizer's response template describes."""
-
-    def read(text: str) -> list[ToolCall | str]:
+    opened, calls = "<think>" if prompt.rstrip().endswith("<think>") else "", []
+    for part in after_thought(opened + text).split("<tool_call>")[1:]:
+        body, closed, _ = part.partition("</tool_call>")
         try:
-            message = tokenizer.parse_response(text, prefix=prompt, tools=schemas)
-        except Exception as error:  # the template names the functions that read its parts; they may raise any error
-            return [f"the call cannot be read ({first_line(error)})"]
-        return [read_call(call.get("function")) for call in message.get("tool_calls") or []]
+            calls.append(read_call(json.loads(body)) if closed else "<tool_call> is not closed by </tool_call>")
+        except (ValueError, RecursionError) as error:
+            calls.append(f"the call is not valid JSON ({first_line(error)})")
+    return calls
 
-    return read
+
+def response_template_calls(tokenizer, prompt: str, schemas: list[dict], text: str) -> list[ToolCall | str]:
+    """Return the calls in the form that the tokenizer's response template describes."""
+    try:
+        message = tokenizer.parse_response(text, prefix=prompt, tools=schemas)
+    except Exception as error:  # the template names the functions that read its parts; they may raise any error
+        return [f"the call cannot be read ({first_line(error)})"]
+    return [read_call(call.get("function")) for call in message.get("tool_calls") or []]
 
 
 def pattern_reader(pattern: str, schemas: list[dict]) -> Callable[[str], list[ToolCall | str]]:

@@ -81,7 +81,7 @@ class Environment(Tools):
     def reset(self, row: dict) -> str:
         """Return what the environment adds to the prompt. gymnasium's (observation, info) is read, too."""
         result = self.finish(self.instance.reset(**accepted(self.instance.reset, row)))
-        return as_observation(result[0] if isinstance(result, tuple) else result)
+        return as_text(result[0] if isinstance(result, tuple) else result, only_text=True)
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Return the environment's answer to a turn of the model: (observation, reward, done).
@@ -94,7 +94,7 @@ class Environment(Tools):
         observation, reward, done = result
         if isinstance(done, float | str | dict | None):  # in another order
             raise TypeError(f"{str(result)[:80]!r} is not (text or None, number, bool)")
-        return as_observation(observation), float(reward), bool(done)
+        return as_text(observation, only_text=True), float(reward), bool(done)
 
     def done(self) -> bool:
         """Return whether an environment without `step` ends the conversation, by its attribute of this name."""
@@ -108,27 +108,25 @@ class Environment(Tools):
         return None if reward is None else float(reward)
 
 
-def as_text(value) -> str:
-    """Return a value as text of at most LONGEST_TEXT characters: "" for None, JSON for anything but text."""
+def as_text(value, only_text: bool = False) -> str:
+    """Return a value as text of at most LONGEST_TEXT characters: "" for None, JSON for anything but text.
+
+    With `only_text`, which an environment has to return, raise TypeError for anything but text or None.
+    """
     if not isinstance(value, str | None):
+        if only_text:
+            raise TypeError(f"{str(value)[:80]!r} is not a text or None")
         plain = lambda x: x.tolist() if hasattr(x, "tolist") else str(x)  # arrays and other objects
         value = json.dumps(value, ensure_ascii=False, default=plain)
     text = value or ""
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}\n[cut, of {len(text)} characters]"
 
 
-def as_observation(value) -> str:
-    """Return an environment's text; raise TypeError for anything but text or None."""
-    if not isinstance(value, str | None):
-        raise TypeError(f"{str(value)[:80]!r} is not a text or None")
-    return as_text(value)
-
-
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
 def serve(connection: Connection, names: list[str], is_environment: bool, seed: int) -> None:
-    """Answer the requests of one conversation.
+    """Answer the requests of one conversation; once the trainer is gone, end all that the tools have started.
 
     Args:
         names: functions that are tools, or a class that is an environment, each as path/to/file.py:name.
@@ -138,19 +136,26 @@ def serve(connection: Connection, names: list[str], is_environment: bool, seed: 
     threading.Thread(target=end_with_trainer, daemon=True).start()
     os.dup2(2, 1)  # output of tools goes to stderr
     sys.stdout = sys.stderr
+    try:
+        answer_requests(connection, names, is_environment, seed)
+    except (EOFError, ConnectionError):  # the trainer is gone
+        os.killpg(0, signal.SIGKILL)
+
+
+def answer_requests(connection: Connection, names: list[str], is_environment: bool, seed: int) -> None:
     served, process = None, os.getpid()
     while True:
-        try:
-            method, *arguments = json.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):  # the trainer is gone
-            return
+        method, *arguments = json.loads(connection.recv_bytes())
         try:
             if served is None:
                 served = load(names, is_environment, seed)
             answer = {"result": getattr(served, method)(*arguments)}
         except BaseException as error:  # SystemExit, too
-            place = "" if method == "call" else place_of(error)  # what a tool raises is for the model
-            answer = {"error": as_text(f"{type(error).__name__}{place}: {text_of(error)}")}
+            raised = traceback.TracebackException.from_exception(error)  # has a text even where str(error) raises
+            # load_function puts users' files into sys.modules by their paths. What a tool raises is for the model.
+            places = [f" ({frame.filename}:{frame.lineno})" for frame in raised.stack if frame.filename in sys.modules]
+            place = places[-1] if places and method != "call" else ""
+            answer = {"error": as_text(f"{type(error).__name__}{place}: {raised}")}
         if os.getpid() != process:  # a tool has forked, and both have returned
             os._exit(0)
         # Half of a surrogate pair, which no tokenizer reads, becomes "?".
@@ -170,22 +175,6 @@ def end_with_trainer() -> None:
     """Wait for the end of the trainer; then kill this process and all that it has started."""
     multiprocessing.parent_process().join()
     os.killpg(0, signal.SIGKILL)
-
-
-def text_of(error: BaseException) -> str:
-    """Return an exception's text."""
-    try:
-        return str(error)
-    except Exception:  # users' own exceptions may fail at this, too
-        return "(its text cannot be read)"
-
-
-def place_of(error: BaseException) -> str:
-    """Return the last line of a user's file that an exception's traceback passes through, as " (file:line)"."""
-    frames = traceback.extract_tb(error.__traceback__)
-    # load_function puts users' files into sys.modules by their paths.
-    places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if frame.filename in sys.modules]
-    return places[-1] if places else ""
 
 
 for name in json.loads(os.environ.get(FILES, "[]")):  # in the fork server: once, not in each process
