@@ -15,7 +15,6 @@ but a program that attacks them can. For programs that are trained hard against 
 """
 
 import ast
-import contextlib
 import functools
 import json
 import math
@@ -148,12 +147,9 @@ def same_value(value, expected) -> bool:
 
 
 def same_words(words: list[str], expected: list[str]) -> bool:
-    """Return whether words are the expected ones, or about the same numbers."""
-    return len(words) == len(expected) and all(map(same_word, words, expected))
-
-
-def same_word(word: str, expected: str) -> bool:
-    with contextlib.suppress(ValueError):  # of a word that is not a number
-        if "." in expected and math.isclose(float(word), float(expected), rel_tol=1e-6, abs_tol=1e-6):
-            return True
-    return word == expected
+    """Return whether words are the expected ones; a number that is expected with a point may differ by 1e-6."""
+    close = functools.partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
+    try:
+        return all(x == y or "." in y and close(float(x), float(y)) for x, y in zip(words, expected, strict=True))
+    except ValueError:  # more or fewer words, or one that is not a number
+        return False

@@ -71,7 +71,7 @@ def read_answer(text: str) -> Answer:
 
     tidied = tidy(text)
     value, _ = split_unit(tidied)
-    if len(tidied) > LONGEST or is_words(value):
+    if len(tidied) > LONGEST or is_words(value) or "dots" in value:
         return tidied, []
     parts = [parse(f"${part}$", only_formula=True) for part in value.split(" or ")]
     if all(part and isinstance(part[0], Set) for part in parts):
@@ -94,21 +94,22 @@ def parse(text: str, only_formula: bool = False) -> list:
 
 def solutions(expression):
     """Return an inequality, or chain of them, whose variable stands alone as the set of its solutions; else itself."""
-    from sympy import Eq
+    from sympy import And, Eq
+    from sympy.core.relational import Relational
 
-    parts = relations(expression)
-    alone = [any(x.is_Symbol and y.is_number for x, y in (part.args, part.args[::-1])) for part in parts]
-    return expression.as_set() if parts and all(alone) and not any(type(part) is Eq for part in parts) else expression
+    if not isinstance(expression, (And, Relational)) or expression.atoms(Eq):
+        return expression
+    sides = [part.args for part in expression.atoms(Relational)]
+    alone = all(x.is_Symbol and y.is_number or x.is_number and y.is_Symbol for x, y in sides)
+    return expression.as_set() if alone else expression
 
 
 # ---- the text of an answer -------------------------------------------------------------------------------------------
 
 LARGE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 SYMBOLS = {
-    "[−–]": "-", "×": r"\times", "·": r"\cdot", "÷": "/", "π": r"\pi", "√": r"\sqrt", "°": r"^\circ", "²": "^2",
-    "³": "^3", "≤": r"\le", "≥": r"\ge", "≠": r"\ne", "∞": r"\infty", "∪": r"\cup", "∩": r"\cap",
+    "[−–]": "-", "·": r"\cdot", "π": r"\pi", "√": r"\sqrt", "∞": r"\infty", "°": r"^\circ", "²": "^2", "³": "^3",
     "½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34", r"∅|\\varnothing": r"\emptyset", r"…|\.\.\.": r"\ldots",
-    r"\\lor\b": " or",
 }  # fmt: skip
 TIDY = [  # (pattern, replacement), in this order
     *[(symbol, latex.replace("\\", r"\\") + " ") for symbol, latex in SYMBOLS.items()],
@@ -119,7 +120,7 @@ TIDY = [  # (pattern, replacement), in this order
     (r"\\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it)|[mh]box)\s*\{([^{}]*)\}", r" \1 "),
     (r"^\\approx\b|(?<=\\circ) *[CF]\b", ""),  # about; of a temperature
     (r"\\?%|\bpercent\b", ""),
-    *[(rf"(?<=\d) *{word}\b", rf"\\times 10^{{{power}}} ") for word, power in LARGE.items()],
+    *[(rf"(?<=\d) *{word}s?\b", rf"\\times 10^{{{power}}} ") for word, power in LARGE.items()],
     (r"(?<![\w.])([\d.]+)[eE]([-+]?\d+)(?!\w)", r"\1\\times 10^{\2}"),  # 1.5e3
     (r"  +", " "),
     (r"(?<=\d) (?=(?:\d{3} )*\d{3}(?!\d))", ""),  # 1 234 567
@@ -127,6 +128,7 @@ TIDY = [  # (pattern, replacement), in this order
     (r"\\?sqrt ?(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}"),
     (r"\^(-?\d+)", r"^{\1}"),
     (r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
+    (r" ?\\lor\b", " or"),
     (r"^ *(?:[+=]|(?:[oO]ption|[cC]hoice) (?=\(?[A-Z]\b))", ""),
 ]
 
@@ -164,15 +166,14 @@ OPERATOR = re.compile(rf"[=+*^_<>|\\]|(?<![A-Za-z])-|-(?![A-Za-z])|^{PRODUCT}$")
 
 def is_words(text: str) -> bool:
     """Return whether an answer is words, such as Friday, (A) or 12:30 PM, and not a formula."""
-    return (
-        "dots" in text or not OPERATOR.search(text) and bool(WORD.search(text) or re.fullmatch(r"\(?[^\W\d_]\)?", text))
-    )
+    return not OPERATOR.search(text) and bool(WORD.search(text) or re.fullmatch(r"\(?[^\W\d_]\)?", text))
 
 
 def is_formula(text: str) -> bool:
     """Return whether a line is a formula, perhaps with a unit, and nothing else."""
     value, _ = split_unit(tidy(text[:LONGEST]))
-    return bool(re.search(r"\w", value)) and "\n" not in text and not WORD.search(re.sub(r"\\[A-Za-z]+", " ", value))
+    rest = re.sub(rf"\\[A-Za-z]+|(?<=\d) (?:{NUMERAL})\b", " ", value)
+    return bool(re.search(r"\w", value)) and "\n" not in text and not WORD.search(rest)
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -187,10 +188,9 @@ def equal(reference: Answer, stated: Answer) -> bool:
         return True
     if not formula or not other_formula or any(x and y and x != y for x, y in zip(kind(text), kind(other_text))):
         return False
-    sides, ratio = numbers(other_formula[0]), 1e-2 if "." in other_text else 1e-12  # a side may be rounded
-    if not all(cmath.isclose(side, sides[-1], rel_tol=ratio) for side in sides):
-        return False
-    if not all(cmath.isclose(*pair, rel_tol=1e-5) for pair in zip(numbers(formula[0])[-1:], sides[-1:])):
+    sides = numbers(other_formula[0])
+    ratio = 1e-2 if len(sides) > 1 and "." in other_text else 1e-5  # a side of an equation may be rounded
+    if not all(cmath.isclose(side, number, rel_tol=ratio) for number in numbers(formula[0]) for side in sides):
         return False
     return verify(formula, other_formula, timeout_seconds=None)
 
@@ -216,18 +216,12 @@ def kind(text: str) -> tuple[list, list, list]:
     return [] if None in unit else unit, base, bracket
 
 
-def relations(expression) -> list:
-    """Return the equations and inequalities of a chain of them, or of one."""
-    from sympy import And
-    from sympy.core.relational import Relational
-
-    parts = expression.args if isinstance(expression, And) else [expression]
-    return [part for part in parts if isinstance(part, Relational)]
-
-
 def numbers(expression) -> list[complex]:
     """Return a number, or those of an equation between numbers or with a variable, such as x = 6 * 7 = 42; else []."""
-    sides = [side for relation in relations(expression) for side in relation.args] or [expression]
+    from sympy import And, Eq
+
     with contextlib.suppress(Exception):  # of what is not a number, or too large
-        return [complex(side.doit()) for side in sides if not side.is_Symbol]
+        equations = expression.atoms(Eq) if isinstance(expression, (And, Eq)) else ()
+        sides = [side for equation in equations for side in equation.args] or [expression]
+        return [complex(side) for side in sides if not side.is_Symbol]
     return []
