@@ -290,7 +290,7 @@ def test_columns_with_dots(tokenizers, tmp_path, capsys):
     assert one(row, tmp_path, tokenizers[False, None], **names) == ("6*7?", 42)
     assert one(row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "out.a"})[1] == "exactly so called"
     line = refused(capsys, one, row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "in.text.b"})
-    assert "has no column 'in.text.b' with anything in it; name one with --answer_column" in line
+    assert "has nothing in in.text.b; name a column with --answer_column" in line
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path, capsys):
@@ -303,8 +303,9 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path
 
 
 USELESS = {  # source: references that no response can equal
-    "gsm8k": ["none"], "math": ["-", "x" * 501], "knights": ["Zoey is tall."], "exact": [["1", "2"]], "code": ["x = 1", "assert ("],
-    "ifeval": ["{'instruction_id': ['no:such'], 'kwargs': [None]}"], "reasoning_gym": ["5"],
+    "gsm8k": ["none"], "math": ["-", "x" * 501], "knights": ["Zoey is tall."], "exact": [["1", "2"]],
+    "code": ["x = 1", "assert ("], "reasoning_gym": ["5"],
+    "ifeval": ["{'instruction_id': ['no:such'], 'kwargs': [None]}"],
 }  # fmt: skip
 USEFUL = {
     "knights": "Zoey is a knave.", "code": "assert f(2) == 4",
@@ -479,9 +480,7 @@ def test_supervised_rows(tmp_path, tokenizers, capsys):
     "entry, field",
     [
         ({"prob": 0, "filepath": "a.jsonl"}, "prob"), ({"prob": float("nan"), "filepath": "a.jsonl"}, "prob"),
-        ({"prob": "1", "filepath": "a.jsonl"}, "prob"), ({"prob": 1, "filepath": 3}, "filepath"),
         ({"prob": 1, "filepath": ""}, "filepath"), ({"prob": 1, "filepath": "a.jsonl", "weight": 2}, "weight"),
-        ({"filepath": "a.jsonl"}, "prob"), ({"prob": True, "filepath": "a.jsonl"}, "prob"),
     ],
 )  # fmt: skip
 def test_bad_entries(entry, field, tmp_path, tokenizers, capsys):

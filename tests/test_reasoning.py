@@ -97,7 +97,6 @@ def test_knights_forms(form):
 @pytest.mark.parametrize(
     "response, score",
     [
-        ("<answer>Zoey is a knight</answer>\nCONCLUSION: " + TWO, 0),
         ("\\boxed{" + TWO + "} Conclusion: Zoey: knight", 1), (TWO + "\n\nI hope that this helps.", 0),
         ("Conclusion: Zoey is a knight.\n\nConclusion: " + TWO, 1),
         ("Conclusion: " + TWO + "\n\nConclusion: Zoey is a knight.", 0), ("<answer>" + TWO, 1), ("<think>" + TWO, 0),

@@ -110,23 +110,6 @@ def test_scores_by_a_plain_forward_of_each_side_alone(scalar, family):
     assert got.dtype == F64 and not got.requires_grad
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("family", HERE)
-def test_transformers_own_forward_agrees(scalar, tmp_path, family, side):
-    """As long as the padding token, which it looks for, stands nowhere in the text."""
-    scalar, pairs = scalar(family), random_pairs(low=1)
-    scalar.model.config.pad_token_id = 0
-    scalar.model.save_pretrained(tmp_path)
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=F64)
-    rows = [pair[which] for pair in pairs for which in ("chosen", "rejected")]
-    length = max(map(len, rows)) + 2
-    pad = lambda row, fill: [fill] * (length - len(row)) + row if side == "left" else row + [fill] * (length - len(row))
-    mask = torch.tensor([pad([1] * len(row), 0) for row in rows])
-    ids, places = torch.tensor([pad(row, 0) for row in rows]), (mask.cumsum(1) - 1).clamp(0)
-    got = theirs(ids, attention_mask=mask, position_ids=places).logits.detach().view(-1, 2)
-    torch.testing.assert_close(got, scores_of(scalar, pairs, 40), rtol=0, atol=EXACT.get(family, 1e-5))
-
-
 def test_a_new_head_has_the_papers_standard_deviation(tmp_path, monkeypatch):
     """1 / sqrt(hidden + 1), another one for each seed; transformers' own would be 0.02."""
 
@@ -249,15 +232,13 @@ ROW = {"prompt": "2+2=", **TEXTS}
 TALK = {"src": "2+2=", **SRC}
 BAD = {
     "equal": ROW | {"rejected": "4"}, "equal messages": {"chosen": [ASK, FOUR], "rejected": [ASK, FOUR]},
-    "absent": {"prompt": "2+2=", "chosen": "4"}, "no columns": {}, "None": ROW | {"chosen": None},
-    "empty": ROW | {"rejected": ""}, "blank": ROW | {"rejected": " \n"}, "number": ROW | {"chosen": 4},
-    "object": ROW | {"chosen": FOUR}, "no turns": ROW | {"chosen": []}, "turns of text": ROW | {"chosen": ["4"]},
+    "absent": {"prompt": "2+2=", "chosen": "4"}, "no columns": {}, "blank": ROW | {"rejected": " \n"},
+    "number": ROW | {"chosen": 4}, "no turns": ROW | {"chosen": []}, "turns of text": ROW | {"chosen": ["4"]},
     "ends with the user": {"chosen": [ASK, FOUR, ASK], "rejected": [ASK, FIVE]},
     "no content": {"chosen": [ASK, {"role": "assistant"}], "rejected": [ASK, FIVE]},
     "a turn without a role": {"chosen": [{"content": "2+2="}, FOUR], "rejected": [ASK, FIVE]},
     "prompt a number": ROW | {"prompt": 4}, "blank prompt": ROW | {"prompt": " "},
-    "sort equal": TALK | {"sort": [1, 1]}, "sort text": TALK | {"sort": ["1", "0"]}, "sort one": TALK | {"sort": 1},
-    "sort NaN": TALK | {"sort": [NAN, 1]}, "sort three": TALK | {"sort": [2, 1, 0]},
+    "sort equal": TALK | {"sort": [1, 1]}, "sort NaN": TALK | {"sort": [NAN, 1]}, "sort one": TALK | {"sort": 1},
     "three responses": TALK | {"response": ["4", "5", "6"]}, "response None": TALK | {"response": ["4", None]},
     "no src": SRC, "src None": TALK | {"src": [None]}, "src as long as tgt": TALK | {"tgt": ["4"]},
     "margin text": ROW | {"margin": "x"}, "margin NaN": ROW | {"margin": NAN},

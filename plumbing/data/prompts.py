@@ -73,11 +73,9 @@ def find_column(where: str, kind: str, named: str, rows: list[dict], required: b
         if any(is_filled(value_at(row, column)) for row in rows):
             return column
     if named or required:
-        missing = (
-            f"no column {named!r} with anything in it" if named else f"none of the columns {', '.join(COLUMNS[kind])}"
-        )
         columns = list(dict.fromkeys(name for row in rows[:1000] for name in row))
-        fail(f"{where}: has {missing}; name one with --{kind}_column, there are {', '.join(columns)}")
+        empty = named or " or ".join(COLUMNS[kind])
+        fail(f"{where}: has nothing in {empty}; name a column with --{kind}_column, there are {', '.join(columns)}")
     return None
 
 

@@ -8,7 +8,8 @@ math-verify parses LaTeX and compares expressions. This file decides what it rea
      changes a number (3 dozen, 42\ldots) is not a unit.
   4. Numbers that differ by more than 1e-5 of their size are not equal; math-verify rounds to 6 decimals.
   5. (2, 1) is not \{1, 2\}, 42_3 is not 42_5, and an equation between numbers has to hold: 43 = 42 is not 42.
-  6. An inequality is solved if its variable stands alone: x > 3 is (3, \infty), but 2x > x + 3 is not.
+  6. An inequality is solved if its variable stands alone: x > 3 is (3, \infty), but 2x > x + 3 is not. Several of
+     them with "or" between are compared as text.
 
 Comparing a formula can last forever: the caller kills the process of a check after LIMIT seconds.
 """
@@ -16,6 +17,7 @@ Comparing a formula can last forever: the caller kills the process of a check af
 import cmath
 import contextlib
 import functools
+import itertools
 import re
 
 from plumbing.rewards.answers import BOX, final_text, gold_answer, last_box
@@ -67,15 +69,10 @@ def announced(text: str) -> str:
 @functools.lru_cache(maxsize=64)  # the responses of a group have the same reference
 def read_answer(text: str) -> Answer:
     """Return a text that is an answer and nothing else as it is compared."""
-    from sympy import Set, Union
-
     tidied = tidy(text)
     value, _ = split_unit(tidied)
-    if len(tidied) > LONGEST or is_words(value) or "dots" in value:
+    if len(tidied) > LONGEST or is_words(value) or re.search(r"dots|(?:[<>≤≥]|\\[lg]eq?\b).* (?:or|and) ", value):
         return tidied, []
-    parts = [parse(f"${part}$", only_formula=True) for part in value.split(" or ")]
-    if all(part and isinstance(part[0], Set) for part in parts):
-        return tidied, [Union(*(part[0] for part in parts))]
     return tidied, parse(f"${value}$", only_formula=True)
 
 
@@ -141,7 +138,7 @@ def tidy(text: str) -> str:
 
 
 NUMERAL = (  # behind a number, what changes it
-    r"and|or|not|plus|minus|times|squared|cubed|factorial|doubled|half|halves|thirds?|(?:dozen|score|pair)s?"
+    r"and|or|not|is|plus|minus|times|squared|cubed|factorial|doubled|half|halves|thirds?|(?:dozen|score|pair)s?"
     r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|[a-z]+illion)ths?"
 )
 UNIT = re.compile(
@@ -188,9 +185,8 @@ def equal(reference: Answer, stated: Answer) -> bool:
         return True
     if not formula or not other_formula or any(x and y and x != y for x, y in zip(kind(text), kind(other_text))):
         return False
-    sides = numbers(other_formula[0])
-    ratio = 1e-2 if len(sides) > 1 and "." in other_text else 1e-5  # a side of an equation may be rounded
-    if not all(cmath.isclose(side, number, rel_tol=ratio) for number in numbers(formula[0]) for side in sides):
+    pairs = itertools.product(numbers(formula[0]), numbers(other_formula[0]))
+    if not all(cmath.isclose(number, other, rel_tol=1e-5) for number, other in pairs):
         return False
     return verify(formula, other_formula, timeout_seconds=None)
 
