@@ -32,8 +32,9 @@ def long(request) -> bool:
 
 SLOWEST = (  # files that take half a minute or so
     "test_vllm", "test_recipes", "test_vllm_server", "test_invariance", "test_run", "test_shard",
-    "test_scripts", "test_random_runs", "test_code", "test_kills",
-    "test_signals", "test_reward_server", "test_ppo", "test_samples", "test_drift",
+    "test_scripts", "test_conversations", "test_golden", "test_kills", "test_random_runs", "test_failing_ranks",
+    "test_code", "test_tool_processes", "test_signals", "test_ranks", "test_benchmark", "test_evaluate",
+    "test_reward_server", "test_ppo", "test_samples", "test_lora", "test_resume", "test_drift",
 )  # fmt: skip
 
 

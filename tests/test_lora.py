@@ -6,7 +6,7 @@ import os
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, run, run_here, run_ranks, weights_of
+from helpers import folder_of, metrics_of, run, run_here, weights_of
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -116,29 +116,15 @@ def test_merged_weights(tmp_path, kind):
 
 
 def test_reward_model(base, tmp_path):
-    """Adapters and the head train; shards change nothing, resuming is exact, and final/ is a plain reward model."""
+    """Adapters and the head train, and final/ is a plain reward model. (Shards: test_invariance.py.)"""
+    pairs = [{"prompt": x["prompt"], "chosen": x["answer"], "rejected": f"{x['answer']}?"} for x in helpers.ROWS * 2]
     values = dict(
-        model=base["model"], output_dir=str(tmp_path), dataset="arithmetic", precision="float64", lora_rank=3,
-        max_length=64, batch_size=8, num_epochs=1, eval_every=0, save_every=2, learning_rate=1e-2, run_name="one",
+        model=base["model"], output_dir=str(tmp_path), dataset=helpers.write_rows(tmp_path / "pairs.jsonl", pairs),
+        precision="float64", lora_rank=3, max_length=64, batch_size=8, eval_every=0, learning_rate=1e-2, run_name="one",
     )  # fmt: skip
-    pairs = [
-        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": str(int(row["answer"]) + 1)}
-        for row in helpers.ROWS * 2
-    ]
-    values["dataset"] = helpers.write_rows(tmp_path / "pairs.jsonl", pairs)
-    two = {**values, "run_name": "two", "shard": "fsdp"}
-    running = helpers.start(values, script="reward_model")
-    run_ranks(two, 2, (-9, -9), {r: "utils.Optimizer.step:3:SIGKILL" for r in (0, 1)}, script="reward_model")
-    run({**two, "resume": True, "shard": "none"}, script="reward_model")
-    assert running.wait().code == 0, running.err[-2000:]
-    for ours, theirs in zip(metrics_of(two), metrics_of(values), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
-    ours, theirs = (weights_of(folder_of(each) / "final") for each in (two, values))
-    start = weights_of(base["model"])
-    assert ours.keys() == theirs.keys() and "score.weight" in ours
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
-    moved = [name for name in start if name in ours and not torch.equal(start[name], ours[name])]
-    assert moved and all(name.endswith("weight") for name in moved)
+    run_here(values, "reward_model")
+    start, final = weights_of(base["model"]), weights_of(folder_of(values) / "final")
+    moved = [name for name in start if name in final and not torch.equal(start[name], final[name])]
+    assert "score.weight" in final and moved and all(name.endswith("weight") for name in moved)
     scalar, new_head = loading.load_scalar_model("", str(folder_of(values) / "final"), torch.float32, CPU)
     assert not new_head

@@ -1,4 +1,4 @@
-"""ppo.py: its equations, its critic, one step against plain loops, runs in any cut (resumed: tests/test_scripts.py)."""
+"""ppo.py: its equations, its critic, one step against plain loops, runs (in any cut: test_invariance.py)."""
 
 import contextlib
 import math
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run_here, run_ranks, same_weights, scalar_folder, weights_of
+from helpers import folder_of, metrics_of, read_lines, run_here, same_weights, scalar_folder, weights_of
 from test_equations import close, double
 from test_policy import ALL, EXACT, gradient_of, pairs_of, plain_logprobs, random_batch, relative
 from tiny_models import CPU
@@ -321,26 +321,6 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------
-
-VARIANTS = {  # tests/test_invariance.py has a run with a warm-up
-    "ptx": dict(ptx_coef=0.5, ptx_batch_size=3, temperature=0.7, kl_in="loss", kl_estimator="k3"),
-    "pf_ppo": dict(pf_ppo="pow", critic_num_epochs=3, critic_mini_batch_size=2, critic_gradient_checkpointing=True),
-}
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_ranks_and_micro_batches_change_nothing(base, name, tmp_path):
-    """All tokens in a micro-batch, and a token in each on two ranks: the same metrics and weights, with two epochs."""
-    values = {**base, "output_dir": str(tmp_path), "precision": "float64", "total_episodes": 16, "save_every": 1}
-    values |= VARIANTS[name] | ({"ptx_dataset": in_folder(base, "ptx.jsonl")} if name == "ptx" else {})
-    one, two = ({**values, "micro_batch_tokens": n, "run_name": str(n)} for n in (1000, 1))
-    started = helpers.start(one, script="ppo")
-    run_ranks(two, 2, (0, 0), script="ppo")
-    assert started.wait().code == 0, started.err[-2000:]
-    parts = ("checkpoints/step_2",)  # with the critic's folder
-    difference, where = helpers.largest_difference(two, one, parts)
-    assert difference < 1e-9, where
-    assert len({len(line["response"]) for line in read_lines(folder_of(one) / "samples.jsonl")}) > 2
 
 
 def test_critic_warm_up(base, tmp_path, monkeypatch):

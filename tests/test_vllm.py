@@ -243,15 +243,13 @@ def responses_of(values: dict) -> list[str]:
     return [row["response"] for row in read_lines(folder_of(values) / "samples.jsonl")]
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_two_ranks_sample_the_same(one, tmp_path, steps):
-    """Each rank's engine gets whole tensors after each update, also where a rollout has run during the update."""
-    values = variant(one[steps], tmp_path, run_name="two", shard="fsdp")
+def test_two_ranks_sample_the_same(one, tmp_path):
+    """Each rank's engine gets whole tensors after each update, though a rollout has run during the update."""
+    values = variant(one[1], tmp_path, run_name="two", shard="fsdp")
     run_ranks(values, 2, (0, 0))
-    assert responses_of(values) == responses_of(one[steps])
-    for a, b in zip(metrics_of(values)[1:], metrics_of(one[steps])[1:], strict=True):
-        assert a["rollout/staleness"] == steps * (a["step"] > 1) and a["rollout/sync_gb"] == b["rollout/sync_gb"]
-        assert steps or a["rollout/logprob_diff_max"] < 1e-4
+    assert responses_of(values) == responses_of(one[1])
+    for a, b in zip(metrics_of(values)[1:], metrics_of(one[1])[1:], strict=True):
+        assert a["rollout/staleness"] == (a["step"] > 1) and a["rollout/sync_gb"] == b["rollout/sync_gb"]
         for key in ("objective/scores", "loss/policy_avg", "objective/kl"):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5)
 

@@ -5,13 +5,10 @@ of a run in tests/test_resume.py.
 """
 
 import contextlib
-import http.server
-import json
 import os
 import re
 import signal
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -59,32 +56,6 @@ def marker(tmp_path) -> Path:
     return marker
 
 
-@contextlib.contextmanager
-def reward_server(marker: Path):
-    """A reward server of which answers are as slow as the marker says; its address."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            texts = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["response"]
-            while len(texts) > 2 and marker.exists():
-                Path(f"{marker}.reached").touch()
-                time.sleep(0.1)
-            body = json.dumps({"error_code": 0, "score": [len(text) % 5 / 5 for text in texts]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.wfile.write(body)
-
-        def log_message(self, *words):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
 def wait_for(path: Path, alive) -> None:
     while not path.exists():
         assert alive(), "ended before it waited"
@@ -102,7 +73,6 @@ CONVERSATION = {"reward": "environment", "max_response_length": 20}
 WAITS = {  # flags; whether all processes of the run get the signal, as from Slurm; the signal
     "reward function": ({"reward": "slow.py:score"}, True, "SIGTERM"),
     "evaluation": ({"reward": "slow.py:score", "eval_every": 1}, False, "SIGINT"),
-    "reward server": ({"reward": "http"}, False, "SIGTERM"),
     "environment": ({"environment": "slow.py:Game"} | CONVERSATION, True, "SIGTERM"),
 }
 
@@ -113,23 +83,20 @@ def test_a_run_that_waits(base, tmp_path, marker, name):
     changes, all_processes, how = WAITS[name]
     values = {**base, **changes, "output_dir": str(tmp_path)}
     values |= {key: str(tmp_path / x) for key, x in changes.items() if str(x).startswith("slow.py")}
-    with contextlib.ExitStack() as stack:
-        if changes.get("reward") == "http":
-            values["reward"] = stack.enter_context(reward_server(marker))
-        marker.touch()
-        running = helpers.start(values)
-        wait_for(Path(f"{marker}.reached"), running.process.is_alive)
-        marker.unlink()
-        begin = time.monotonic()
-        for process in [running.process.pid] + processes_of(running) * all_processes:
-            with contextlib.suppress(ProcessLookupError):  # ended by the one before
-                os.kill(process, signal.Signals[how])
-        assert running.wait(20).code == 75, running.err
-        assert time.monotonic() - begin < 10 and steps_of(values) == ["step_0"]
-        assert "Traceback" not in running.err and not running.errors, running.err
-        whole = {**values, "run_name": "whole"}
-        helpers.run(whole)
-        helpers.run({**values, "resume": True})
+    marker.touch()
+    running = helpers.start(values)
+    wait_for(Path(f"{marker}.reached"), running.process.is_alive)
+    marker.unlink()
+    begin = time.monotonic()
+    for process in [running.process.pid] + processes_of(running) * all_processes:
+        with contextlib.suppress(ProcessLookupError):  # ended by the one before
+            os.kill(process, signal.Signals[how])
+    assert running.wait(20).code == 75, running.err
+    assert time.monotonic() - begin < 10 and steps_of(values) == ["step_0"]
+    assert "Traceback" not in running.err and not running.errors, running.err
+    whole = {**values, "run_name": "whole"}
+    helpers.run(whole)
+    helpers.run({**values, "resume": True})
     assert_equal(values, whole)
 
 
