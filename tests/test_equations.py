@@ -202,12 +202,6 @@ def test_entropy_with_masked_tokens(dtype, tolerance):
     assert entropy_from_logprobs(bad.log_softmax(-1)).isnan().all()
 
 
-def test_entropy_by_hand():
-    entropy = lambda logits: entropy_from_logprobs(logits.log_softmax(-1))
-    close(entropy(torch.full((1, 9), 1e4, dtype=torch.float64)), [math.log(9)])
-    close(entropy(double([1000.0, 0.0, 0.0], [math.log(3), 0.0, -INF])), [0.0, math.log(4) - 0.75 * math.log(3)])
-
-
 # ---- policy losses ----------------------------------------------------------------------------------------------
 
 
@@ -404,12 +398,6 @@ def test_aggregate_by_loops_and_in_any_cut(how):
     close(whole, aggregate_by_hand(rows, how, tokens, 5, 10))
     for cut in ([[0, 1, 2], [3, 4]], [[2], [0], [4], [1], [3]], [[4, 0], [], [1, 3, 2]]):
         close(sum(aggregate(x[part], mask[part], how, tokens, 5, 10) for part in cut), whole)
-
-
-def test_aggregate_by_hand():
-    x = double([1.0, 2.0, 3.0], [10.0, NAN, NAN])
-    results = {how: aggregate(x, mask_of([3, 1], 3), how, 8, 2, 5).item() for how in HOWS}
-    assert results == {"token": 2.0, "step_token": 2.0, "sequence": 6.0, "sequence_sum": 8.0, "constant": 1.6}
 
 
 # ---- scores -----------------------------------------------------------------------------------------------------

@@ -334,22 +334,19 @@ def straight(base) -> dict:
 
 
 def test_ranks_and_micro_batches_change_nothing(base):
-    """Micro-batches of a pair or of all; two ranks, of which one has a pair less; four, of which one has none."""
+    """Of two ranks one has a pair less; of four one has none. (Other cuts: test_invariance.py.)"""
     base = {**base, "precision": "float64", "save_every": 3}
     one = {**base, "run_name": "one", "micro_batch_tokens": 10_000}
     run(one, script="reward_model")
-    others = {"cut": (1, 1), "two": (2, 50), "four": (4, 1)}
-    for name, (size, budget) in others.items():
-        values = {**base, "run_name": name, "micro_batch_tokens": budget}
-        run_ranks(values, size, (0,) * size, script="reward_model") if size > 1 else run(values, script="reward_model")
-        assert len(metrics_of(values)) == 4
-        for row, expected in zip(metrics_of(values), metrics_of(one), strict=True):
-            assert row == pytest.approx(expected, rel=1e-9, abs=1e-11)
-        ours, theirs = (weights_of(folder_of(each) / "checkpoints/step_3") for each in (values, one))
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    for size, budget in ((2, 50), (4, 1)):
+        values = {**base, "run_name": f"{size}", "micro_batch_tokens": budget}
+        run_ranks(values, size, (0,) * size, script="reward_model")
+        difference, where = helpers.largest_difference(values, one)
+        assert difference < 1e-9, where
         samples = [read_lines(folder_of(each) / "samples.jsonl") for each in (values, one)]
         assert all(ours == pytest.approx(theirs) for ours, theirs in zip(*samples, strict=True))
-    assert theirs["score.weight"].dtype == F64
+    weights = weights_of(folder_of(one) / "checkpoints/step_3")
+    assert len(metrics_of(one)) == 4 and weights["score.weight"].dtype == F64
 
 
 def test_a_step_by_plain_loops(base, straight):
