@@ -35,7 +35,6 @@ from pydantic import FiniteFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
 
 import utils
 from plumbing import cli
@@ -441,8 +440,7 @@ class Policy(nn.Module):
         """Apply the model's head: (..., H) -> (..., V), float32 or better."""
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        softcap = getattr(self.model.config, "final_logit_softcapping", None)  # Gemma 2 and 3
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+        return loading.adjusted_logits(logits, self.model.config.get_text_config())
 
 
 class Critic(nn.Module):
@@ -558,13 +556,13 @@ def generate(
     stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
-    cache, input_ids, positions = DynamicCache(config=model.config), sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
+    cache, input_ids, positions = None, sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
         outputs = model(
             input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
             logits_to_keep=1,
         )  # fmt: skip
-        scores = outputs.logits[:, -1].float()  # (n, V)
+        cache, scores = outputs.past_key_values, outputs.logits[:, -1].float()  # (n, V)
         for process in processors:
             scores = process(sequences[running, : width + t], scores)
         token_logprobs = scores.log_softmax(-1)
@@ -590,7 +588,7 @@ def generate(
             kept = ~finished
             running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
             finished = finished[kept]
-            cache.batch_select_indices(kept.nonzero()[:, 0])
+            cache.reorder_cache(kept.nonzero()[:, 0])  # also drops rows, those of recurrent states too
     responses = [row[:end] for row, end in zip(sequences[:, width : width + t + 1].tolist(), ends.tolist())]
     tables = {name: x.tolist() for name, x in values.items()}
     return responses, [
@@ -809,7 +807,7 @@ def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)

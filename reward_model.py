@@ -265,7 +265,7 @@ def main(args: Args) -> None:
     # ---- setting up ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = args.num_epochs * len(pairs) // args.batch_size

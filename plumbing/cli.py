@@ -152,6 +152,8 @@ class PretrainedArgs:
     chat_template: str = ""
     """File of a chat template (jinja) in place of the tokenizer's, as for a base model; none for prompts that hold a
     template already: texts that stay as they are, without --system_prompt. Default: the tokenizer's."""
+    chat_template_kwargs: str = "{}"
+    """JSON object of values that the chat template reads, such as {"enable_thinking": false}."""
     precision: Literal["auto", "float32", "float64", "bf16", "fp16", "pure_bf16"] = "auto"
     """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
     has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32

@@ -93,7 +93,7 @@ def load_sampler(args: Args, world: utils.World, tokenizer, stop_ids, rewards, c
         model = types.SimpleNamespace(device=world.device)  # the engine has the weights
     else:
         model = loading.load_model("--model", args.model, precision.param_dtype, world.device).requires_grad_(False)
-        loading.check_decodes(f"--model {args.model}", model, "--backend vllm")
+        loading.check_decodes(f"--model {args.model}", model, precision.compute_dtype, "--backend vllm")
     rewards.load_models(args, precision)
     interrupt = Interrupt(world)
     return Sampler(
@@ -174,7 +174,7 @@ def main(args: Args) -> None:
         os.makedirs(args.output_dir, exist_ok=True)
     n = args.samples or (8 if args.temperature else 1)
     world = utils.setup_processes()
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     parts = mixture.load_prompts("--dataset", args.dataset, "test", tokenizer, args, check_reference, conversations)

@@ -65,7 +65,7 @@ def main(args: Args, others: list[str]) -> None:
         "kv-cache-memory-bytes": int(args.kv_cache_gb * 1e9),
     }
     words = [f"--{name}={value}" for name, value in options.items() if value]
-    module = ["-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
+    module = ["-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", "--language-model-only"]
     path = os.pathsep.join(filter(None, [utils.ROOT, os.environ.get("PYTHONPATH")]))  # for plumbing/http.py
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
     # Signals and the exit code are vLLM's from here on.

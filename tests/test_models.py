@@ -84,6 +84,20 @@ def test_the_first_stop_token_is_that_of_the_chat_template(model_folder, tokeniz
     assert loading.stop_token_ids(tokenizer, folder, "eos") == expected
 
 
+def test_values_for_the_chat_template(tmp_path, capsys):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0]['content'] }}{% if not enable_thinking %}<think></think>{% endif %}")
+    ask = [{"role": "user", "content": "1"}]
+    for values, text in (("{}", "1<think></think>"), ('{"enable_thinking": true}', "1")):
+        tokenizer = loading.load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(template), values)
+        assert tokenizer.apply_chat_template(ask, tokenize=False) == text
+    for values, word in (("{", "JSON"), ("[1]", "object"), ('{"thinking": 1}', "does not read thinking")):
+        with pytest.raises(SystemExit) as end:
+            loading.load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(template), values)
+        line = capsys.readouterr().err
+        assert end.value.code == 2 and line.startswith("error: --chat_template_kwargs") and word in line
+
+
 # ---- vocabularies ----------------------------------------------------------------------------------------------------
 
 

@@ -11,14 +11,12 @@ import transformers
 from tiny_models import CPU, make_tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 import grpo
 import utils
 from grpo import Args, generate, rollout
 from plumbing.data import prompts
-from plumbing.models import loading
-from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler, pad_rows
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
@@ -89,7 +87,7 @@ class Fixed:
     def __call__(self, input_ids, **_):
         logits = next(self.logits)
         assert len(input_ids) == len(logits)
-        return SimpleNamespace(logits=logits[:, None])
+        return SimpleNamespace(logits=logits[:, None], past_key_values=None)
 
 
 def draw(logits, numbers):
@@ -231,35 +229,6 @@ def test_an_interruption_returns_early(load, calls):
         responses, values = generate(model, queries_of(), uniforms_of(12, 100), [999], args, interrupted)
     assert len(sizes) == calls + 1 and len(responses) == len(values) == 12  # it is asked after each token
     assert {len(response) for response in responses} == {len(sizes)}
-
-
-# ---- models that the loop can run -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models_that_the_decode_loop_runs(load, family):
-    loading.check_decodes("--model here", load(family))
-
-
-STATE = "keeps a state that cannot drop finished responses"
-REFUSED = {
-    "mamba": (dict(state_size=4), f"MambaForCausalLM {STATE}"),
-    # Not "stateful" by transformers' flag, but every other layer has linear attention.
-    "minimax": (dict(intermediate_size=16, num_key_value_heads=1, num_local_experts=2), f"MiniMaxForCausalLM {STATE}"),
-    "bloom": ({}, "BloomForCausalLM has no position_ids, which the decode loop requires"),
-    "openai-gpt": ({}, "OpenAIGPTLMHeadModel has no past_key_values, which the decode loop requires"),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_models_that_it_cannot_run_are_refused(kind, capsys, world):
-    changes, reason = REFUSED[kind]
-    shape = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, **changes)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape))
-    with pytest.raises(SystemExit) as end:
-        engines.rollout_engine(Args(model="there", rollout_backend="hf"), model, world, None)
-    assert end.value.code == 2
-    assert capsys.readouterr().err == f"error: --model there: {reason}; use --rollout_backend vllm\n"
 
 
 # ---- rollout ----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib.util
 
 import helpers
 import pytest
+import test_families
 import torch
 from engine_checks import alike, converse, greedy, largest_difference, logprobs_of, spoken
 from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, same_weights
@@ -13,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import utils
+from plumbing.models import loading
+from plumbing.models.lora import base_weights
 from plumbing.rollout import vllm_engine
 
 if importlib.util.find_spec("vllm") is None:
@@ -353,3 +356,41 @@ def test_evaluate(base, tmp_path):
         run({**values, "backend": backend, "run_name": backend}, script="evaluate")
     hf, vllm = (read_lines(tmp_path / backend / "samples.jsonl") for backend in ("hf", "vllm"))
     assert [row["response"] for row in hf] == [row["response"] for row in vllm]
+
+
+# ---- models that read images ------------------------------------------------------------------------------------
+
+TORCHVISION = """
+class Anything:
+    __getattr__ = __call__ = lambda self, *_, **__: self
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Anything()
+"""
+
+
+PIXTRAL = dict(model_type="pixtral")
+
+
+def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
+    """vLLM's CPU build does not import what reads images; the names of weights are the same with it."""
+    package = tmp_path / "torchvision"
+    for folder in (package, package / "transforms", package / "transforms" / "v2"):
+        folder.mkdir()
+        (folder / "__init__.py").write_text(TORCHVISION)
+    (package / "transforms" / "v2" / "functional.py").write_text(TORCHVISION)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the process in which vLLM inspects the class
+    text = dict(model_type="mistral", head_dim=32)  # as the CPU build requires
+    monkeypatch.setitem(test_families.FAMILIES, "mistral3", test_families.reads_images(PIXTRAL, **text))
+    folder = test_families.family_folder("mistral3", tmp_path / "model")
+    args = grpo.Args(model=folder, kv_cache_gb=0.02, max_prompt_length=20, max_response_length=20)
+    engine = vllm_engine.Engine(args, utils.World(0, 1, torch.device("cpu")), None)
+    model = loading.load_model("--model", folder, torch.float32, torch.device("cpu"))
+    engine.sync(model)
+    made = sample((engine, model, None, args), [[5, 6, 7], [8]], [1, 2])
+    assert largest_difference(model, [[5, 6, 7], [8]], *made) < 1e-4
+    monkeypatch.setattr(vllm_engine, "base_weights", lambda model: [x for x in base_weights(model) if "layers.1" not in x[0]])
+    engine.sync(model)
+    assert "weights were not loaded" in failure_of(engine)

@@ -1,16 +1,17 @@
 """Tokenizers, configurations, number formats, scalar heads; policy and reference from files or a checkpoint."""
 
 import functools
-import inspect
 import json
 import math
 import os
-from typing import Callable, NamedTuple
+import re
+from typing import Any, Callable, NamedTuple
 
 import torch
 import transformers
 from huggingface_hub import constants, get_session
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from pydantic import TypeAdapter
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from plumbing.models.lora import add_lora
 from utils import fail, first_line, loading, warn
@@ -57,15 +58,23 @@ def read_tokenizer(flag: str, name: str):
     return tokenizer
 
 
-def load_tokenizer(name: str, chat_template: str = ""):
+def load_tokenizer(name: str, chat_template: str = "", template_kwargs: str = "{}"):
     """Return the tokenizer of --model, with a pad token and, from a file, the template of --chat_template.
 
-    A template from a file replaces the tokenizer's, and is saved with the trained model.
+    A template from a file replaces the tokenizer's, and is saved with the trained model. The values of
+    --chat_template_kwargs, a JSON object, are given to the template wherever it is applied.
     """
     tokenizer = read_tokenizer("--model", name)
     if chat_template not in ("", "none"):
         with loading(f"--chat_template {chat_template}"), open(chat_template) as file:
             tokenizer.chat_template = file.read()
+    with loading(f"--chat_template_kwargs {template_kwargs}"):
+        values = TypeAdapter(dict[str, Any]).validate_json(template_kwargs)
+    template = "" if chat_template == "none" else str(tokenizer.chat_template)
+    if unread := [key for key in values if not re.search(rf"\b{re.escape(key)}\b", template)]:
+        fail(f"--chat_template_kwargs {template_kwargs}: the chat template of --model does not read {unread[0]}")
+    if values:
+        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
     if tokenizer.pad_token_id is None:  # any token will do: masks are made from lengths
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
@@ -150,21 +159,29 @@ def longest_sequence(args) -> int:
 
 
 def load_model(
-    flag: str, name: str, dtype: torch.dtype, device: torch.device, auto_class=transformers.AutoModelForCausalLM,
-    config=None, new_weights: tuple[str, ...] = (),
+    flag: str, name: str, dtype: torch.dtype, device: torch.device, auto_class=None, config=None,
+    new_weights: tuple[str, ...] = (),
 ) -> torch.nn.Module:  # fmt: skip
     """Return a pretrained model without dropout, in evaluation mode; exit with code 2 if its files lack weights.
 
-    The adapter of a folder of LoRA is merged into its base.
+    The adapter of a folder of LoRA is merged into its base. Of a model that reads images, the language model trains;
+    the rest is frozen, and loaded so that the weights have the names that the hub and vLLM know.
 
     Args:
         flag: names the model in messages. name: folder or hub name.
         device: on "meta" the model has no weights, and only the configuration is read.
+        auto_class: of transformers; None: a causal language model.
         new_weights: may be missing in the files; the caller sets them.
     """
     config = config or load_config(flag, name)
+    reads_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type) in (config.architectures or ())
+    if auto_class is None:
+        language, images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+        auto_class = images if reads_images else language
     if caps_scores(config):
         config._attn_implementation = "eager"
+    if dtype == torch.float64:
+        config._experts_implementation = "eager"  # torch's grouped product of matrices does not know float64
     if device.type == "meta":
         with device:
             model = auto_class.from_config(config, dtype=dtype).eval()
@@ -186,6 +203,10 @@ def load_model(
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):  # torch gives the pad token no gradient, and it may be a stop token
             module.padding_idx = None
+    if reads_images:
+        model.requires_grad_(False)
+        for part in (model.get_decoder(), model.get_output_embeddings()):
+            part.requires_grad_(True)
     return model.to(device)
 
 
@@ -266,33 +287,68 @@ def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
     if model.device.type == "meta":  # rank 0 has the weights
         return
     ids = torch.arange(min(32, model.config.get_text_config().vocab_size), device=model.device)[None]
-    ours = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    ours = head(body(model)(input_ids=ids, use_cache=False).last_hidden_state)
     theirs = model(input_ids=ids, use_cache=False).logits.to(ours.dtype)
     largest = theirs[theirs != -math.inf].abs().max().item()  # -inf masks a token; NaN is not equal to it
     if not math.isfinite(largest):
         fail(f"{flag}: its logits are not finite, so its weights or --precision are to blame")
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * largest):
-        fail(f"{flag}: {type(model).__name__} changes its logits in a way unknown to Policy.logits")
+        fail(f"{flag}: {type(model).__name__} changes its logits in a way unknown to `adjusted_logits`")
 
 
-def check_decodes(flag: str, model: torch.nn.Module, instead: str = "--rollout_backend vllm") -> None:
-    """Exit with code 2 if a model cannot read left-padded prompts, or its cache cannot drop finished rows.
+LOGIT_FACTORS = {  # entries of configurations -> power of the factor
+    "logit_scale": 1,  # Cohere
+    "lm_head_multiplier": 1,  # Falcon-H1
+    "logits_scaling": -1,  # Granite, MiniCPM
+    "logits_mup_width_multiplier": -1,  # Inkling
+}
+
+
+def adjusted_logits(logits: torch.Tensor, config) -> torch.Tensor:
+    """Return what a model makes of its head's output (..., V), by its configuration: scaled, or capped (Gemma)."""
+    for name, power in LOGIT_FACTORS.items():
+        factor = getattr(config, name, 1.0)
+        if factor not in (None, 1.0):
+            logits = logits * factor**power
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+@torch.no_grad()
+def check_decodes(flag: str, model: torch.nn.Module, compute_dtype: torch.dtype | None, instead: str) -> None:
+    """Exit with code 2 if left padding or a cache that drops finished rows changes what a model predicts.
 
     Args:
         flag: the flag that names the model, with its value. instead: the flag for another way to sample.
+        compute_dtype: of matrix products; None: that of the weights.
     """
-    layers = transformers.DynamicCache(config=model.config).layers
-    if model._is_stateful or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
-        fail(f"{flag}: {type(model).__name__} keeps a state that cannot drop finished responses; use {instead}")
-    parameters = inspect.signature(type(model).forward).parameters
-    missing = [name for name in ("position_ids", "past_key_values") if name not in parameters]
-    if missing:
-        fail(f"{flag}: {type(model).__name__} has no {missing[0]}, which the decode loop requires; use {instead}")
+    device = getattr(model, "compute_device", model.device)
+    ids = torch.arange(12, device=device).view(2, 6) % model.config.get_text_config().vocab_size
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0  # two prompts of 5 and 2 tokens; then the first one ends
+    positions = (mask.cumsum(1) - 1).clamp(0)
+    autocast = torch.autocast(device.type, compute_dtype or torch.bfloat16, enabled=compute_dtype is not None)
+    reason = f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
+    with loading(reason), autocast:
+        prompts = dict(input_ids=ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5])
+        cache = model(**prompts, use_cache=True).past_key_values
+        cache.reorder_cache(torch.tensor([1], device=device))
+        token = dict(input_ids=ids[1:, 5:], attention_mask=mask[1:], position_ids=positions[1:, 5:])
+        logits = model(**token, past_key_values=cache, use_cache=True).logits[0, -1].float()
+        expected = model(input_ids=ids[1:, 3:], use_cache=False).logits[0, -1].float()
+    difference = ((logits - expected).norm() / expected.norm()).item()
+    if not difference < torch.finfo(compute_dtype or model.dtype).eps ** 0.5:
+        fail(f"{reason}: its logits differ by {difference:.0e} of their size there")
+
+
+def body(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a language model without its head. (The prefix of Llama 4's classes names none of their parts.)"""
+    return getattr(model, "language_model", model).model if model.base_model is model else model.base_model
 
 
 def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return a language model's last hidden states at the set positions of a mask (N, L): (tokens, H), row by row."""
-    return model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
+    return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
 
 
 def load_policy_and_reference(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding):

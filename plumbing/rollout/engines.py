@@ -12,6 +12,7 @@ from typing import Callable
 import torch
 
 from plumbing.models.loading import check_decodes
+from plumbing.models.sharding import unsharded
 from plumbing.rollout.vllm_sampling import obstacle
 from utils import World, fail
 
@@ -28,7 +29,8 @@ def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: to
     if backend == "hf":
         if args.async_steps:
             fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
-        check_decodes(f"--model {args.model}", model)
+        with unsharded(model):
+            check_decodes(f"--model {args.model}", model, compute_dtype, "--rollout_backend vllm")
     elif reason:
         fail(f"--rollout_backend {backend}: {reason}")
     if backend == "vllm":

@@ -1,0 +1,199 @@
+"""Families of models: each trains for two steps, and is exact. With --long all of them, else a few that differ most.
+
+python tests/test_families.py     # writes docs/models.md, the table of all
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import helpers
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from tiny_models import CPU, make_tokenizer
+
+import grpo
+from plumbing.models import loading
+
+SHAPE = dict(
+    vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+    num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=1, pad_token_id=0,
+)  # fmt: skip
+EXPERTS = dict(
+    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1,
+    topk_group=1, n_shared_experts=1, shared_expert_intermediate_size=16, moe_num_experts=4, moe_k=2,
+)  # fmt: skip
+LATENT = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+    num_key_value_heads=4,
+)  # fmt: skip
+DELTA = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+MAMBA = dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1)
+GPT = dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)
+ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+IMAGES = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8, image_size=28,
+    patch_size=14, depth=1, num_heads=2, out_hidden_size=32, num_position_embeddings=4, vision_output_dim=16,
+    projector_input_dim=16, projector_output_dim=16, hidden_act="gelu",
+)  # fmt: skip
+
+
+def reads_images(vision: dict | None = None, **text) -> dict:
+    return dict(text_config={**SHAPE, **text}, vision_config={**IMAGES, **(vision or {})})
+
+
+FAMILIES = {  # model_type: what its configuration has beside SHAPE
+    "afmoe": EXPERTS, "apertus": {}, "arcee": {}, "bamba": dict(MAMBA, attn_layer_indices=[1]), "bitnet": {},
+    "bloom": dict(n_layer=2, n_head=4), "cohere": dict(logit_scale=0.25),
+    "cohere2": dict(logit_scale=0.25, sliding_window=4), "deepseek_v2": {**EXPERTS, **LATENT},
+    "deepseek_v3": {**EXPERTS, **LATENT}, "deepseek_v32": {**EXPERTS, **LATENT}, "diffllama": {}, "dots1": EXPERTS,
+    "ernie4_5": {}, "ernie4_5_moe": EXPERTS, "exaone4": dict(sliding_window=4),
+    "falcon_h1": dict(MAMBA, mamba_d_ssm=64, lm_head_multiplier=0.5), "flex_olmo": EXPERTS, "gemma": {},
+    "gemma2": dict(query_pre_attn_scalar=8, sliding_window=4, final_logit_softcapping=1.5),
+    "gemma3": reads_images(sliding_window=4), "gemma3_text": dict(sliding_window=4),
+    "gemma4": reads_images() | dict(audio_config=None), "gemma4_text": {}, "glm": {}, "glm4": {}, "glm4_moe": EXPERTS,
+    "glm_moe_dsa": {**EXPERTS, **LATENT}, "gpt2": GPT, "gpt_neox": {}, "gpt_oss": dict(EXPERTS, sliding_window=4),
+    "gptj": dict(GPT, rotary_dim=8), "granite": dict(logits_scaling=8.0),
+    "granitemoehybrid": {
+        **EXPERTS, **MAMBA, "logits_scaling": 8.0, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32,
+    },
+    "helium": {}, "hunyuan_v1_dense": {}, "hunyuan_v1_moe": EXPERTS,
+    "jamba": dict(
+        EXPERTS, mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1
+    ),
+    "lfm2": dict(layer_types=["conv", "full_attention"]),
+    "lfm2_moe": dict(EXPERTS, layer_types=["conv", "full_attention"]), "llama": {},
+    "llama4": reads_images(**EXPERTS, intermediate_size_mlp=48), "llama4_text": dict(EXPERTS, intermediate_size_mlp=48),
+    "minicpm3": dict(LATENT, dim_model_base=16), "minimax_m2": EXPERTS, "ministral3": {}, "mistral": dict(sliding_window=4),
+    "mistral3": reads_images(dict(model_type="pixtral"), model_type="mistral"), "mixtral": EXPERTS, "nanochat": {},
+    "nemotron": {},
+    "nemotron_h": dict(
+        EXPERTS, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=1, hybrid_override_pattern="M*"
+    ),
+    "olmo": {}, "olmo2": {}, "olmo3": dict(sliding_window=4), "olmo_hybrid": DELTA, "olmoe": EXPERTS,
+    "opt": dict(ffn_dim=48, word_embed_proj_dim=32), "phi": {}, "phi3": {}, "phimoe": EXPERTS, "qwen2": {},
+    "qwen2_moe": EXPERTS, "qwen3": {}, "qwen3_moe": EXPERTS,
+    "qwen3_vl": reads_images(dict(deepstack_visual_indexes=[0]), rope_parameters=ROTARY),
+    "qwen3_next": {**EXPERTS, **DELTA}, "qwen3_5": reads_images(**DELTA), "qwen3_5_moe_text": {**EXPERTS, **DELTA},
+    "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "vaultgemma": {}, "youtu": LATENT, "zaya": {},
+}  # fmt: skip
+FEW = ("cohere2", "deepseek_v3", "falcon_h1", "gemma3", "llama4_text", "qwen3_5")
+REFUSED = {  # by the decode loop; with vLLM they train
+    "mamba": dict(state_size=8), "minimax": dict(EXPERTS, layer_types=["linear_attention", "full_attention"]),
+    "recurrent_gemma": dict(lru_width=32, block_types=["recurrent", "attention"]), "openai-gpt": GPT,
+}  # fmt: skip
+
+
+def family_folder(family: str, folder) -> str:
+    """Save a random model of a family and its tokenizer (one token a character) in a folder."""
+    changes = (FAMILIES | REFUSED)[family]
+    shape = {} if "text_config" in changes else {key: x for key, x in SHAPE.items() if key not in changes}
+    config = transformers.AutoConfig.for_model(family, **shape, **changes)
+    with_images = "text_config" in changes
+    auto_class = transformers.AutoModelForImageTextToText if with_images else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = auto_class.from_config(config)
+    for parameter in model.parameters():  # far from uniform, so that a step changes something
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def largest_difference(family: str, folder) -> float:
+    """Train for two steps; return the largest difference between log-probabilities of rollout and training."""
+    values = helpers.workspace(folder) | dict(total_episodes=16, eval_every=0, save_every=0, run_name="run")
+    values["model"] = family_folder(family, folder / "family")
+    helpers.run_here(values)
+    rows = helpers.metrics_of(values)
+    assert len(rows) == 2 and all(row["loss/grad_norm"] > 0 for row in rows)
+    check_gradient(values["model"])
+    final = f"{values['output_dir']}/run/final"
+    assert names_of(values["model"]) == names_of(final)
+    loading.load_model("--model", final, torch.float32, CPU)  # exits if a weight is missing
+    return max(row["rollout/logprob_diff_max"] for row in rows)
+
+
+def names_of(folder: str) -> set[str]:
+    """Return the names of the weights in a folder."""
+    with safe_open(os.path.join(folder, "model.safetensors"), "pt") as file:
+        return set(file.keys())
+
+
+def check_gradient(folder: str) -> None:
+    """The gradient of a padded row's log-probabilities, to that of transformers' own logits of the row alone."""
+    ids, length, begin = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]]), 8, 3
+    mask, gradients = torch.zeros_like(ids, dtype=torch.bool), []
+    mask[0, begin:length] = True
+    for own in (True, False):
+        model = loading.load_model("--model", folder, torch.float64, CPU)
+        if own:
+            logprobs = grpo.Policy(model, grpo.Args())(ids, mask)["logprobs"]
+        else:
+            logits = model(input_ids=ids[:, :length], use_cache=False).logits[0, begin - 1 : -1]
+            logprobs = logits.log_softmax(-1).gather(-1, ids[0, begin:length, None])[:, 0]
+        logprobs.sum().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    largest = max(gradient.abs().max() for gradient in gradients[1].values())
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-6, atol=1e-6 * largest.item())
+
+
+def pytest_generate_tests(metafunc):
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", FAMILIES if metafunc.config.getoption("--long") else FEW)
+
+
+def test_a_family_trains_and_is_exact(family, tmp_path):
+    assert largest_difference(family, tmp_path) < 1e-5
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, capsys):
+    model = loading.load_model("--model", family_folder(kind, tmp_path), torch.float32, CPU)
+    with pytest.raises(SystemExit) as end:
+        loading.check_decodes("--model there", model, None, "--rollout_backend vllm")
+    line = (
+        f"error: --model there: {type(model).__name__} cannot sample by the decode loop; use --rollout_backend vllm: "
+    )
+    assert end.value.code == 2 and capsys.readouterr().err.startswith(line)
+
+
+PAGE = """# Families of models
+
+`python tests/test_families.py` made this table: each family trained for two steps of `grpo.py` from random weights of two layers, in
+float32 on a CPU. The figure is the largest difference between the log-probabilities of the decode loop and those of training. In float64
+the gradient of a padded row is that of transformers' own forward pass of the row alone, and `final/` has the weights under the names that
+were loaded. Of checkpoints with images (Gemma 3 and 4, Llama 4, Mistral 3, Qwen3-VL, Qwen3.5) the language model trains;
+what reads images is frozen. Recurrent layers never see padding before a token: prompts are masked there by transformers, and rows to
+train on are padded on the right.
+
+{table}
+
+The decode loop refuses, by name, families for which left padding or a cache that drops finished rows changes the next token or fails:
+{refused}. They train with `--rollout_backend vllm`. Others are checked as they are loaded: a head that
+changes its logits in an unknown way ends the run with exit code 2.
+"""
+
+
+def write_page() -> None:
+    cells = []
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            cells.append(f"{family} | {largest_difference(family, Path(folder)):.0e}")
+    cells += [" | "] * (-len(cells) % 4)
+    rows = [cells[i : i + 4] for i in range(0, len(cells), 4)]
+    table = ["| family | nats " * 4 + "|", "|---" * 8 + "|", *("| " + " | ".join(row) + " |" for row in rows)]
+    page = PAGE.format(table="\n".join(table), refused=", ".join(REFUSED))
+    (Path(__file__).parent.parent / "docs/models.md").write_text(page)
+
+
+if __name__ == "__main__":
+    write_page()
