@@ -91,7 +91,7 @@ def test_values_for_the_chat_template(tmp_path, capsys):
     for values, text in (("{}", "1<think></think>"), ('{"enable_thinking": true}', "1")):
         tokenizer = loading.load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(template), values)
         assert tokenizer.apply_chat_template(ask, tokenize=False) == text
-    for values, word in (("{", "JSON"), ("[1]", "object"), ('{"thinking": 1}', "does not read thinking")):
+    for values, word in (("{", "Expecting"), ("[1]", "dict"), ('{"thinking": 1}', "does not read thinking")):
         with pytest.raises(SystemExit) as end:
             loading.load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(template), values)
         line = capsys.readouterr().err

@@ -11,7 +11,7 @@ import transformers
 from tiny_models import CPU, make_tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 import grpo
 import utils
@@ -87,7 +87,7 @@ class Fixed:
     def __call__(self, input_ids, **_):
         logits = next(self.logits)
         assert len(input_ids) == len(logits)
-        return SimpleNamespace(logits=logits[:, None], past_key_values=None)
+        return SimpleNamespace(logits=logits[:, None], past_key_values=DynamicCache())
 
 
 def draw(logits, numbers):
