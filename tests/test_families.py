@@ -178,8 +178,8 @@ train on are padded on the right.
 {table}
 
 The decode loop refuses, by name, families for which left padding or a cache that drops finished rows changes the next token or fails:
-{refused}. They train with `--rollout_backend vllm`. Others are checked as they are loaded: a head that
-changes its logits in an unknown way ends the run with exit code 2.
+{refused}. The line names `--rollout_backend vllm`, the other way to
+sample. A head that changes its logits in an unknown way ends the run, too, with exit code 2.
 """
 
 
