@@ -102,7 +102,7 @@ COMMANDS = {  # how the line begins
     "grpo --dataset empty.jsonl": "--dataset empty.jsonl: has no rows",
     "grpo --dataset text.parquet": "--dataset text.parquet: ",
     "grpo --dataset 'other columns.jsonl'": "--dataset other columns.jsonl: ",
-    "grpo --prompt_column text": "--dataset data.jsonl: has no column 'text'",
+    "grpo --prompt_column text": "--dataset data.jsonl: has nothing in column 'text'",
     "grpo --dataset unanswered.jsonl": "--dataset unanswered.jsonl row 1: has no answer",
     "grpo --max_prompt_length 1": "--dataset data.jsonl: left out 13 of 13 rows",
     "ppo --ptx_coef 1 --ptx_dataset unanswered.jsonl": "--ptx_dataset unanswered.jsonl row 1: has no text to imitate",

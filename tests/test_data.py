@@ -290,7 +290,7 @@ def test_columns_with_dots(tokenizers, tmp_path, capsys):
     assert one(row, tmp_path, tokenizers[False, None], **names) == ("6*7?", 42)
     assert one(row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "out.a"})[1] == "exactly so called"
     line = refused(capsys, one, row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "in.text.b"})
-    assert "has nothing in in.text.b; name a column with --answer_column" in line
+    assert "has nothing in column 'in.text.b'; name a column with --answer_column" in line
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path, capsys):

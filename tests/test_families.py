@@ -60,7 +60,8 @@ FAMILIES = {  # model_type: what its configuration has beside SHAPE
     "glm_moe_dsa": {**EXPERTS, **LATENT}, "gpt2": GPT, "gpt_neox": {}, "gpt_oss": dict(EXPERTS, sliding_window=4),
     "gptj": dict(GPT, rotary_dim=8), "granite": dict(logits_scaling=8.0),
     "granitemoehybrid": {
-        **EXPERTS, **MAMBA, "logits_scaling": 8.0, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 32,
+        **EXPERTS, **MAMBA, "logits_scaling": 8.0, "layer_types": ["mamba", "attention"],
+        "shared_intermediate_size": 32,
     },
     "helium": {}, "hunyuan_v1_dense": {}, "hunyuan_v1_moe": EXPERTS,
     "jamba": dict(
@@ -69,7 +70,8 @@ FAMILIES = {  # model_type: what its configuration has beside SHAPE
     "lfm2": dict(layer_types=["conv", "full_attention"]),
     "lfm2_moe": dict(EXPERTS, layer_types=["conv", "full_attention"]), "llama": {},
     "llama4": reads_images(**EXPERTS, intermediate_size_mlp=48), "llama4_text": dict(EXPERTS, intermediate_size_mlp=48),
-    "minicpm3": dict(LATENT, dim_model_base=16), "minimax_m2": EXPERTS, "ministral3": {}, "mistral": dict(sliding_window=4),
+    "minicpm3": dict(LATENT, dim_model_base=16), "minimax_m2": EXPERTS, "ministral3": {},
+    "mistral": dict(sliding_window=4),
     "mistral3": reads_images(dict(model_type="pixtral"), model_type="mistral"), "mixtral": EXPERTS, "nanochat": {},
     "nemotron": {},
     "nemotron_h": dict(
@@ -168,18 +170,18 @@ def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, caps
 
 PAGE = """# Families of models
 
-`python tests/test_families.py` made this table: each family trained for two steps of `grpo.py` from random weights of two layers, in
-float32 on a CPU. The figure is the largest difference between the log-probabilities of the decode loop and those of training. In float64
-the gradient of a padded row is that of transformers' own forward pass of the row alone, and `final/` has the weights under the names that
-were loaded. Of checkpoints with images (Gemma 3 and 4, Llama 4, Mistral 3, Qwen3-VL, Qwen3.5) the language model trains;
-what reads images is frozen. Recurrent layers never see padding before a token: prompts are masked there by transformers, and rows to
-train on are padded on the right.
+`python tests/test_families.py` made this table: each family trained for two steps of `grpo.py` from random weights of
+two layers, in float32 on a CPU. The figure is the largest difference between the log-probabilities of the decode loop
+and those of training. In float64 the gradient of a padded row is that of transformers' own forward pass of the row
+alone, and `final/` has the weights under the names that were loaded. Of checkpoints with images (Gemma 3 and 4, Llama
+4, Mistral 3, Qwen3-VL, Qwen3.5) the language model trains; what reads images is frozen. Recurrent layers never see padding
+before a token: transformers masks it in prompts, and rows to train on are padded on the right.
 
 {table}
 
-The decode loop refuses, by name, families for which left padding or a cache that drops finished rows changes the next token or fails:
-{refused}. The line names `--rollout_backend vllm`, the other way to
-sample. A head that changes its logits in an unknown way ends the run, too, with exit code 2.
+The decode loop refuses, by name, families for which left padding or a cache that drops finished rows changes the next
+token or fails: {refused}. The line names `--rollout_backend vllm`, the other
+way to sample. A head that changes its logits in an unknown way ends the run, too, with exit code 2.
 """
 
 

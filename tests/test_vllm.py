@@ -391,6 +391,8 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     engine.sync(model)
     made = sample((engine, model, None, args), [[5, 6, 7], [8]], [1, 2])
     assert largest_difference(model, [[5, 6, 7], [8]], *made) < 1e-4
-    monkeypatch.setattr(vllm_engine, "base_weights", lambda model: [x for x in base_weights(model) if "layers.1" not in x[0]])
+    monkeypatch.setattr(
+        vllm_engine, "base_weights", lambda model: [x for x in base_weights(model) if "layers.1" not in x[0]]
+    )
     engine.sync(model)
     assert "weights were not loaded" in failure_of(engine)

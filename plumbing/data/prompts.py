@@ -74,7 +74,7 @@ def find_column(where: str, kind: str, named: str, rows: list[dict], required: b
             return column
     if named or required:
         columns = list(dict.fromkeys(name for row in rows[:1000] for name in row))
-        empty = named or " or ".join(COLUMNS[kind])
+        empty = f"column {named!r}" if named else " or ".join(COLUMNS[kind])
         fail(f"{where}: has nothing in {empty}; name a column with --{kind}_column, there are {', '.join(columns)}")
     return None
 

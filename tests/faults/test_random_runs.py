@@ -79,6 +79,7 @@ LEFT_OUT = {
     "track", "config", "push_to_hub",  # test_run.py, test_cli.py, test_hub.py
     "rollout_servers", "kv_cache_gb", "async_steps", "vllm_tensor_parallel",  # test_vllm.py, test_vllm_server.py
     "prompt_column", "answer_column",  # test_data.py
+    "chat_template_kwargs",  # test_models.py
 }  # fmt: skip
 
 CALL = r"(?P<name>[a-m])(?P<arguments>.)?"  # which a random model does write: calls of tools that do not exist

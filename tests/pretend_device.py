@@ -1,0 +1,145 @@
+"""A pretend accelerator: tensors of the device "pretend" hold CPU tensors, and an operation that mixes them with CPU
+tensors raises, as it does on CUDA. So a CPU finds the `.to(device)` that a GPU would miss.
+
+As on CUDA, tensors without dimensions may be on the CPU, indices into a pretend tensor, too, and copies cross devices.
+`WAITS` counts what makes a CPU wait for a GPU: reading a value, or copying to the CPU.
+"""
+
+import collections
+import contextlib
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("pretend")
+AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # without casts
+AUTOCAST.fallback(torch.library.fallthrough_kernel)
+torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied weights stay tied in module.to(DEVICE)
+
+DEVICE = torch.device("pretend", 0)
+WAITS = collections.Counter()
+aten = torch.ops.aten
+COPIES = {
+    aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten._copy_from_and_resize.default,
+}  # fmt: skip
+INDEXING = {  # of which indices may be on the CPU, but not values
+    aten.index.Tensor: (), aten._unsafe_index.Tensor: (), aten.index_put_.default: (2,),
+    aten.index_put.default: (2,), aten._index_put_impl_.default: (2,),
+}  # fmt: skip
+
+
+class Pretend(torch.Tensor):
+    @staticmethod
+    def __new__(cls, raw, requires_grad=False):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
+            layout=raw.layout, device=DEVICE, requires_grad=requires_grad,
+        )  # fmt: skip
+
+    def __init__(self, raw, requires_grad=False):
+        self.raw = raw
+
+    def __repr__(self):
+        return f"Pretend({self.raw!r})"
+
+    def __reduce_ex__(self, protocol):
+        return Pretend, (self.raw, self.requires_grad)
+
+    def __tensor_flatten__(self):
+        return ["raw"], None
+
+    def tolist(self):
+        WAITS["tolist"] += 1
+        return self.raw.tolist()
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        return compute(operation, args, kwargs or {})
+
+
+def is_pretend(x) -> bool:
+    return isinstance(x, Pretend)
+
+
+def compute(operation, args: tuple, kwargs: dict):
+    """Compute an operation on the CPU tensors that pretend ones hold; raise if it mixes devices."""
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    pretend = [x for x in tensors if is_pretend(x)]
+    plain = [x for x in tensors if not is_pretend(x) and x.dim() > 0]
+    if pretend and plain and operation not in COPIES:
+        values = [args[i] for i in INDEXING.get(operation, ()) if i < len(args)]
+        if operation not in INDEXING or not is_pretend(args[0]) or any(x is y for x in values for y in plain):
+            raise RuntimeError(f"{operation}: expected all tensors to be on the same device, but found pretend and cpu")
+    target = kwargs.get("device")
+    to_pretend = target is not None and torch.device(target).type == "pretend"
+    if pretend and (operation is aten._local_scalar_dense.default or target is not None and not to_pretend):
+        WAITS["item" if target is None else "cpu"] += 1
+    if target is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu"), "pin_memory": False} if to_pretend else kwargs
+    raw_args, raw_kwargs = tree_map_only(Pretend, lambda x: x.raw, (args, kwargs))
+    if "pin_memory" in raw_kwargs and "pin_memory" not in {x.name for x in operation._schema.arguments}:
+        del raw_kwargs["pin_memory"]
+    result = operation(*raw_args, **raw_kwargs)
+    if operation is aten.copy_.default:
+        return args[0]
+    if not (to_pretend or pretend and target is None):
+        return result
+    same = {id(x.raw): x for x in pretend if operation is not aten.detach.default}  # of operations in place
+    wrap = lambda x: x if is_pretend(x) else same[id(x)] if id(x) in same else Pretend(x)
+    return tree_map_only(torch.Tensor, wrap, result)
+
+
+class Operations(TorchDispatchMode):
+    """Sees what makes tensors, which has no tensor to dispatch on."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        return compute(operation, args, kwargs or {})
+
+
+class Functions(TorchFunctionMode):
+    """Makes tensors of numbers on the CPU first: torch reads the numbers in C++."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu") == DEVICE:
+            del kwargs["device"]
+            requires_grad = kwargs.pop("requires_grad", False)
+            return function(*args, **kwargs).to(DEVICE).requires_grad_(requires_grad)
+        if function in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and is_pretend(args[0]):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            index = tuple(torch.tensor(x) if isinstance(x, list) else x for x in index)
+            args = (args[0], index if isinstance(args[1], tuple) else index[0], *args[2:])
+        return function(*args, **kwargs)
+
+
+class Stream:
+    """Of a device that computes at once."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def synchronize(self):
+        pass
+
+    wait_stream = wait_event = record = wait = lambda self, *_: None
+
+
+class Backend(type(torch.pretend)):
+    """What torch asks a device's module for."""
+
+    Stream = Event = Stream
+    current_stream = lambda self, device=None: Stream()
+    stream = lambda self, stream=None: contextlib.nullcontext()
+    current_device = lambda self: 0
+    device_count = lambda self: 1
+    is_available = lambda self: True
+    synchronize = set_device = lambda self, device=None: None
+    get_amp_supported_dtype = lambda self: [torch.bfloat16, torch.float16, torch.float32]
+    get_rng_state = lambda self, device=None: torch.get_rng_state()
+    set_rng_state = lambda self, state, device=None: torch.set_rng_state(state)
+
+
+torch.pretend.__class__ = Backend

@@ -1,0 +1,109 @@
+"""Whole runs on a pretend accelerator, pretend_device.py: no operation mixes devices, and the numbers are the CPU's.
+
+python tests/test_pretend_device.py FOLDER    # what the tests start: torch has one such device a process
+"""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
+import pytest
+
+import grpo
+import utils
+
+SMALL = dict(
+    total_episodes=16, max_response_length=6, num_epochs=1, mini_batch_size=8, micro_batch_tokens=400, eval_every=0,
+    save_every=0, precision="float64",
+)  # fmt: skip
+RUNS = {  # (script, flags on top of helpers.workspace)
+    "grpo": ("grpo", dict(SMALL, filter_groups="refill", entropy_coef=0.01)),
+    "rloo": ("rloo", dict(SMALL, kl_in="loss", rollout_correction="truncate")),
+    "ppo": ("ppo", dict(SMALL, num_epochs=1, gradient_checkpointing=True, critic_gradient_checkpointing=True)),
+    "reward model": ("reward_model", dict(batch_size=4, eval_every=0, save_every=0, precision="float64")),
+    "LoRA, bf16": ("grpo", dict(SMALL, lora_rank=2, precision="bf16")),
+    "conversations": ("grpo", dict(SMALL, max_response_length=20, environment=helpers.GAME, reward="environment")),
+    "resume": ("grpo", dict(SMALL, save_every=1, resume=True)),
+}
+MISSING = "uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)"
+
+
+def train(script: str, flags: dict, folder: Path) -> list[dict]:
+    """Return the metrics of a run; one that resumes stops after half of its steps before that."""
+    folder.mkdir()
+    values = {**helpers.workspace(folder), "run_name": "run", **flags}
+    if script == "reward_model":
+        pairs = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "?"} for i in range(12)]
+        common = {name: values[name] for name in ("model", "system_prompt", "output_dir", "micro_batch_tokens")}
+        values = {**common, "dataset": helpers.write_rows(folder / "pairs.jsonl", pairs), "run_name": "run", **flags}
+    if values.pop("resume", False):
+        helpers.run_here(values, script)
+        values |= dict(total_episodes=2 * values["total_episodes"], resume=True)
+    helpers.run_here(values, script)
+    return json.loads(json.dumps(helpers.metrics_of(values)).replace(str(folder), ""))  # names of rewards are paths
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict:
+    """Of each run: metrics on the CPU, metrics on the pretend device, waits in an update; and the error of a fork."""
+    folder = tmp_path_factory.mktemp("pretend")
+    done = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_another_device(results, name):
+    expected, rows, _ = results[name]
+    assert len(rows) == len(expected) > 1
+    if "bf16" in name:  # autocast casts nothing on the pretend device
+        return
+    for row, cpu in zip(rows, expected):
+        assert row.keys() == cpu.keys()
+        for key, x in cpu.items():
+            close = x is None or isinstance(x, str) or math.isclose(row[key], x, rel_tol=1e-6, abs_tol=1e-6)
+            assert close or row[key] == x, (key, row[key], x)
+
+
+def test_updates_wait_for_the_device_once(results):
+    """To see whether the gradient is finite."""
+    assert results["grpo"][2] == results["rloo"][2] == {"item": 1}
+
+
+def test_a_tensor_that_is_left_on_the_cpu_is_found(results):
+    assert "expected all tensors to be on the same device" in results["fork"]
+
+
+def main(folder: Path) -> None:
+    import pretend_device as device  # before the first backward pass, which makes a queue for each device
+
+    results = {name: [train(*run, folder / f"{name} cpu")] for name, run in RUNS.items()}
+    step, waits = utils.Optimizer.step, []
+
+    def counted(optimizer):
+        begin = device.WAITS.copy()
+        step(optimizer)
+        waits.append(device.WAITS - begin)
+
+    utils.setup_processes = lambda: utils.World(0, 1, device.DEVICE)
+    utils.Optimizer.step = counted
+    with device.Functions(), device.Operations():
+        for name, run in RUNS.items():
+            waits.clear()
+            results[name] += [train(*run, folder / name), waits[0]]
+        source = Path(grpo.__file__).read_text()
+        assert MISSING in source
+        code = source.replace(MISSING, MISSING.replace(".to(device)", ""))
+        exec(compile(code, grpo.__file__, "exec"), vars(grpo))
+        try:
+            train(*RUNS["grpo"], folder / "fork")
+        except RuntimeError as error:
+            results["fork"] = str(error)
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
