@@ -174,8 +174,8 @@ PAGE = """# Families of models
 two layers, in float32 on a CPU. The figure is the largest difference between the log-probabilities of the decode loop
 and those of training. In float64 the gradient of a padded row is that of transformers' own forward pass of the row
 alone, and `final/` has the weights under the names that were loaded. Of checkpoints with images (Gemma 3 and 4, Llama
-4, Mistral 3, Qwen3-VL, Qwen3.5) the language model trains; what reads images is frozen. Recurrent layers never see padding
-before a token: transformers masks it in prompts, and rows to train on are padded on the right.
+4, Mistral 3, Qwen3-VL, Qwen3.5) the language model trains; what reads images is frozen. Recurrent layers never see
+padding before a token: transformers masks it in prompts, and rows to train on are padded on the right.
 
 {table}
 
@@ -186,15 +186,15 @@ way to sample. A head that changes its logits in an unknown way ends the run, to
 
 
 def write_page() -> None:
-    cells = []
+    by_difference = {}
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
-            cells.append(f"{family} | {largest_difference(family, Path(folder)):.0e}")
-    cells += [" | "] * (-len(cells) % 4)
-    rows = [cells[i : i + 4] for i in range(0, len(cells), 4)]
-    table = ["| family | nats " * 4 + "|", "|---" * 8 + "|", *("| " + " | ".join(row) + " |" for row in rows)]
-    page = PAGE.format(table="\n".join(table), refused=", ".join(REFUSED))
-    (Path(__file__).parent.parent / "docs/models.md").write_text(page)
+            by_difference.setdefault(f"{largest_difference(family, Path(folder)):.0e}", []).append(family)
+    rows = [
+        f"| {nats} | {', '.join(names)} |" for nats, names in sorted(by_difference.items(), key=lambda x: float(x[0]))
+    ]
+    table = "\n".join(["| nats | families |", "|---|---|", *rows])
+    (Path(__file__).parent.parent / "docs/models.md").write_text(PAGE.format(table=table, refused=", ".join(REFUSED)))
 
 
 if __name__ == "__main__":
