@@ -2,7 +2,8 @@
 tensors raises, as it does on CUDA. So a CPU finds the `.to(device)` that a GPU would miss.
 
 As on CUDA, tensors without dimensions may be on the CPU, indices into a pretend tensor, too, and copies cross devices.
-`WAITS` counts what makes a CPU wait for a GPU: reading a value, or copying to the CPU.
+`WAITS` counts what makes a CPU wait for a GPU: reading a value, copying to the CPU, indexing by a boolean mask, whose
+result has as many entries as are set.
 """
 
 import collections
@@ -77,6 +78,9 @@ def compute(operation, args: tuple, kwargs: dict):
     to_pretend = target is not None and torch.device(target).type == "pretend"
     if pretend and (operation is aten._local_scalar_dense.default or target is not None and not to_pretend):
         WAITS["item" if target is None else "cpu"] += 1
+    masks = [x for x in pretend if x.dtype == torch.bool and x is not args[0]]
+    if operation in INDEXING and masks or operation in (aten.nonzero.default, aten.masked_select.default):
+        WAITS["mask"] += 1
     if target is not None:
         kwargs = {**kwargs, "device": torch.device("cpu"), "pin_memory": False} if to_pretend else kwargs
     raw_args, raw_kwargs = tree_map_only(Pretend, lambda x: x.raw, (args, kwargs))

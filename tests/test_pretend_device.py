@@ -68,9 +68,10 @@ def test_a_run_on_another_device(results, name):
             assert close or row[key] == x, (key, row[key], x)
 
 
-def test_updates_wait_for_the_device_once(results):
-    """To see whether the gradient is finite."""
-    assert results["grpo"][2] == results["rloo"][2] == {"item": 1}
+def test_how_often_an_update_waits_for_the_device(results):
+    """Read: the tokens of the update, whether the gradient is finite, and what transformers asks of positions. Masks,
+    in a micro-batch: hidden states, labels, and the gradient of the hidden states."""
+    assert results["grpo"][2] == results["rloo"][2] == {"item": 3, "mask": 3}
 
 
 def test_a_tensor_that_is_left_on_the_cpu_is_found(results):
@@ -81,15 +82,17 @@ def main(folder: Path) -> None:
     import pretend_device as device  # before the first backward pass, which makes a queue for each device
 
     results = {name: [train(*run, folder / f"{name} cpu")] for name, run in RUNS.items()}
-    step, waits = utils.Optimizer.step, []
+    begin, waits = utils.Clock.begin, []
 
-    def counted(optimizer):
-        begin = device.WAITS.copy()
-        step(optimizer)
-        waits.append(device.WAITS - begin)
+    def counted(clock, phase: str):
+        if clock.phase == "training":
+            waits[-1] = device.WAITS - waits[-1]
+        if phase == "training":
+            waits.append(device.WAITS.copy())
+        begin(clock, phase)
 
     utils.setup_processes = lambda: utils.World(0, 1, device.DEVICE)
-    utils.Optimizer.step = counted
+    utils.Clock.begin = counted
     with device.Functions(), device.Operations():
         for name, run in RUNS.items():
             waits.clear()

@@ -134,12 +134,15 @@ class Batch:
         return [len(x.row["query"]) + len(x.response) for x in self.samples]
 
     def collate(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
-        """Return some of the responses behind their queries, as `collate` lays them out."""
-        rows = [(self.samples[i].row["query"], self.samples[i].response) for i in chosen]
-        input_ids, mask = collate(rows, self.response_mask.device)
-        for row, i in zip(mask, chosen):
-            row[row.clone()] = self.response_mask[i, : len(self.samples[i].response)]
-        return input_ids, mask
+        """Return some of the responses behind their queries, as `collate` lays them out; observations are not set."""
+        samples = [self.samples[i] for i in chosen]
+        input_ids, mask = collate([(x.row["query"], x.response) for x in samples], torch.device("cpu"))
+        for row, x in zip(mask, samples):
+            if "response_mask" in x.values:
+                begin = len(x.row["query"])
+                row[begin : begin + len(x.response)] = torch.tensor(x.values["response_mask"], dtype=torch.bool)
+        device = self.response_mask.device  # at the end: a GPU would wait for each row
+        return input_ids.to(device), mask.to(device)
 
     def micro_batches(
         self, chosen: list[int], token_budget: int, world: utils.World
