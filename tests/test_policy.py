@@ -91,7 +91,8 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
 def test_collate_and_pad_rows():
     batch = batch_of([([5, 1], [1, 0]), ([7], [9, 8, 1]), ([1, 1, 1], [2])])
     assert batch.lengths == [4, 4, 4]
-    batch.tokens["response_mask"][1, 1] = False  # an observation: it stands in the response, and is not trained on
+    batch.samples[1].values["response_mask"] = [1, 0, 1]  # an observation stands in the response, and does not train
+    batch.tokens["response_mask"][1, 1] = False
     ids, mask = batch.collate([2, 0, 1])
     assert ids.tolist() == [[1, 1, 1, 2], [5, 1, 1, 0], [7, 9, 8, 1]]
     assert mask.int().tolist() == [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 0, 1]]
