@@ -588,7 +588,7 @@ def generate(
             kept = ~finished
             running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
             finished = finished[kept]
-            cache.reorder_cache(kept.nonzero()[:, 0])  # also drops rows, those of recurrent states too
+            cache.reorder_cache(kept.nonzero()[:, 0])  # batch_select_indices leaves recurrent states out
     responses = [row[:end] for row, end in zip(sequences[:, width : width + t + 1].tolist(), ends.tolist())]
     tables = {name: x.tolist() for name, x in values.items()}
     return responses, [

@@ -141,6 +141,7 @@ def check_gradient(folder: str) -> None:
             logits = model(input_ids=ids[:, :length], use_cache=False).logits[0, begin - 1 : -1]
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, begin:length, None])[:, 0]
         logprobs.sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     largest = max(gradient.abs().max() for gradient in gradients[1].values())
@@ -155,6 +156,16 @@ def pytest_generate_tests(metafunc):
 
 def test_a_family_trains_and_is_exact(family, tmp_path):
     assert largest_difference(family, tmp_path) < 1e-5
+
+
+@pytest.mark.parametrize("script, changes", [("ppo", {}), ("grpo", {"lora_rank": 2})])
+def test_what_reads_images_stays_as_it_is(tmp_path, script, changes):
+    values = helpers.workspace(tmp_path) | dict(total_episodes=8, eval_every=0, run_name="run", **changes)
+    values["model"] = family_folder("gemma3", tmp_path / "family")
+    helpers.run_here(values, script)
+    before, after = (helpers.weights_of(x) for x in (values["model"], helpers.folder_of(values) / "final"))
+    changed = [name for name, weight in after.items() if not torch.equal(weight, before[name])]
+    assert changed and all(name.startswith("language_model.") for name in changed)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -173,10 +173,10 @@ def load_model(
         new_weights: may be missing in the files; the caller sets them.
     """
     config = config or load_config(flag, name)
-    reads_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type) in (config.architectures or ())
     if auto_class is None:
         language, images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-        auto_class = images if reads_images else language
+        with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+        auto_class = images if with_images in (config.architectures or ()) else language
     if caps_scores(config):
         config._attn_implementation = "eager"
     if dtype == torch.float64:
@@ -202,10 +202,11 @@ def load_model(
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):  # torch gives the pad token no gradient, and it may be a stop token
             module.padding_idx = None
-    if reads_images:
+    if config.get_text_config() is not config:  # a language model is a part of it
         model.requires_grad_(False)
-        for part in (model.get_decoder(), model.get_output_embeddings()):
-            part.requires_grad_(True)
+        for part in (model.get_decoder(), model.get_output_embeddings() or getattr(model, "score", None)):
+            if part is not None:  # a missing score is reported by `load_scalar_model`
+                part.requires_grad_(True)
     return model.to(device)
 
 
