@@ -79,12 +79,12 @@ FAMILIES = {  # model_type: what its configuration has beside SHAPE
     ),
     "olmo": {}, "olmo2": {}, "olmo3": dict(sliding_window=4), "olmo_hybrid": DELTA, "olmoe": EXPERTS,
     "opt": dict(ffn_dim=48, word_embed_proj_dim=32), "phi": {}, "phi3": {}, "phimoe": EXPERTS, "qwen2": {},
-    "qwen2_moe": EXPERTS, "qwen3": {}, "qwen3_moe": EXPERTS,
+    "qwen2_moe": dict(EXPERTS, output_router_logits=True), "qwen3": {}, "qwen3_moe": EXPERTS,
     "qwen3_vl": reads_images(dict(deepstack_visual_indexes=[0]), rope_parameters=ROTARY),
     "qwen3_next": {**EXPERTS, **DELTA}, "qwen3_5": reads_images(**DELTA), "qwen3_5_moe_text": {**EXPERTS, **DELTA},
     "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "vaultgemma": {}, "youtu": LATENT, "zaya": {},
 }  # fmt: skip
-FEW = ("cohere2", "deepseek_v3", "falcon_h1", "gemma3", "llama4_text", "qwen3_5")
+FEW = ("cohere2", "deepseek_v3", "falcon_h1", "gemma3", "llama4_text", "qwen2_moe", "qwen3_5")
 REFUSED = {  # by the decode loop; with vLLM they train
     "mamba": dict(state_size=8), "minimax": dict(EXPERTS, layer_types=["linear_attention", "full_attention"]),
     "recurrent_gemma": dict(lru_width=32, block_types=["recurrent", "attention"]), "openai-gpt": GPT,
@@ -102,7 +102,8 @@ def family_folder(family: str, folder) -> str:
     model = auto_class.from_config(config)
     for parameter in model.parameters():  # far from uniform, so that a step changes something
         parameter.data += 0.05 * torch.randn_like(parameter)
-    model.generation_config = transformers.GenerationConfig(eos_token_id=1, pad_token_id=0)
+    stops = list(range(1, 60))  # responses of all lengths, so that the loop drops rows
+    model.generation_config = transformers.GenerationConfig(eos_token_id=stops, pad_token_id=0)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return str(folder)
@@ -166,6 +167,22 @@ def test_what_reads_images_stays_as_it_is(tmp_path, script, changes):
     before, after = (helpers.weights_of(x) for x in (values["model"], helpers.folder_of(values) / "final"))
     changed = [name for name, weight in after.items() if not torch.equal(weight, before[name])]
     assert changed and all(name.startswith("language_model.") for name in changed)
+    if "lora_rank" in changes:
+        with safe_open(helpers.folder_of(values) / "final/adapter/adapter_model.safetensors", "pt") as file:
+            assert all(".language_model." in name for name in file.keys())
+
+
+def test_padding_that_changes_a_prediction_and_an_unknown_head_are_refused(tmp_path, capsys, monkeypatch):
+    model = loading.load_model("--model", family_folder("granite", tmp_path), torch.float32, CPU)
+    forward, head = model.forward, grpo.Policy(model, grpo.Args()).logits
+    model.forward = lambda attention_mask=None, **inputs: forward(**inputs)
+    with pytest.raises(SystemExit):
+        loading.check_decodes("--model there", model, None, "--rollout_backend vllm")
+    assert "its logits differ by" in capsys.readouterr().err
+    monkeypatch.setattr(loading, "LOGIT_FACTORS", {})
+    with pytest.raises(SystemExit):
+        loading.check_head("--model there", model, head)
+    assert "changes its logits in a way unknown" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", REFUSED)

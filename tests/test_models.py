@@ -1,4 +1,4 @@
-"""Models that need more than the usual: capped attention scores, mixtures of experts; vocabularies; --attention."""
+"""Models that need more than the usual: capped attention scores; vocabularies; --attention."""
 
 import copy
 import time
@@ -114,19 +114,6 @@ def test_the_last_token_of_a_vocabulary(model_folder, capsys):
     with pytest.raises(SystemExit):
         loading.check_fits(model_folder(), [[1], [32, 2]], "--dataset here")
     assert "has 32 tokens, and its tokenizer writes token 32" in capsys.readouterr().err
-
-
-# ---- mixtures of experts ---------------------------------------------------------------------------------------------
-
-
-def test_a_mixture_of_experts_trains_without_its_balance_loss(tmp_path):
-    """Also one whose configuration asks for it, which in transformers fails in a step of decoding."""
-    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, decoder_sparse_step=1)
-    experts |= dict(shared_expert_intermediate_size=8, output_router_logits=True)
-    values = {**helpers.workspace(tmp_path), "total_episodes": 8, "save_every": 0, "run_name": "experts"}
-    values["model"] = helpers.tiny_model(tmp_path / "model", "qwen2_moe", **experts)
-    helpers.run_here(values)
-    assert helpers.finite_or_null(helpers.metrics_of(values))
 
 
 # ---- --attention -----------------------------------------------------------------------------------------------------

@@ -266,19 +266,6 @@ def test_a_model_with_dropout_in_its_config_trains_without(load, family):
     assert not torch.equal(first, with_dropout(*inputs)["logprobs"])
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "granite", "cohere"])
-def test_check_head_refuses_models_that_scale_their_logits_in_an_unknown_way(load, family, capsys, monkeypatch):
-    model = load(family)
-    check = lambda: loading.check_head("--model there", model, policy_of(model).logits)
-    check()
-    if family in ("granite", "cohere"):
-        monkeypatch.setattr(loading, "LOGIT_FACTORS", {})
-        with pytest.raises(SystemExit) as end:
-            check()
-        line = capsys.readouterr().err
-        assert end.value.code == 2 and line.startswith("error: --model there: ") and line.count("\n") == 1
-
-
 def test_stop_tokens(tmp_path, tiny_folder, tokenizer):
     assert loading.stop_token_ids(tokenizer, tiny_folder, "a") == tokenizer.encode("a")
     assert loading.stop_token_ids(tokenizer, tiny_folder, "eos") == [1]

@@ -351,6 +351,14 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
     wait_until(lambda: not any(map(is_running, found)))
 
 
+def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
+    """As where the process reads that the trainer is gone before its thread does."""
+    tools = ToolProcess(processes, 1).tools
+    started = int(asyncio.run(tools.ask("call", "run", {"code": "subprocess.Popen(['sleep', '99']).pid"})))
+    tools.connection.close()
+    wait_until(lambda: not is_running(started))
+
+
 @pytest.mark.parametrize(
     ("tools", "environment", "line"),
     [

@@ -33,8 +33,6 @@ FAMILIES = {  # each does something that the others do not
         vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=128, bos_token_id=None, eos_token_id=1,
         pad_token_id=0, resid_pdrop=0.2, embd_pdrop=0.2, attn_pdrop=0.2,
     ),
-    "granite": dict(SMALL, **KV, logits_scaling=8.0),
-    "cohere": dict(SMALL, **KV, logit_scale=0.0625),
 }  # fmt: skip
 
 
