@@ -335,28 +335,27 @@ DAEMON = "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\nos.fork()\nti
 
 
 def test_no_process_survives(caller):
-    before = processes_that("sandbox_program")
     assert caller.run(DAEMON if caller.private else DAEMON.replace("os.setsid()\n", ""))[0] == 0
     caller.run("import os\nwhile True: os.fork()" if caller.private else "1", seconds=2.0)
-    wait_for(lambda: processes_that("sandbox_program") <= before)
+    wait_for(lambda: not programs_of(caller))
 
 
 def test_the_end_of_the_caller_is_the_end_of_its_programs(caller, tmp_path):
     other = Caller(tmp_path, None if caller.private else without_namespaces)
-    before = processes_that("sandbox_program")
     other.send("import time; time.sleep(60)", seconds=100.0)
-    wait_for(lambda: processes_that("sandbox_program") > before)
+    wait_for(lambda: programs_of(other))
     os.kill(other.process.pid, signal.SIGKILL)
     other.process.wait()
-    wait_for(lambda: processes_that("sandbox_program") <= before)
+    wait_for(lambda: not programs_of(other))
 
 
-def processes_that(run: str) -> set[str]:
+def programs_of(caller) -> set[str]:
+    """Return the processes whose command line names the caller's folder: others run programs at the same time."""
     found = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{process}/cmdline") as line:
-                found |= {process} if run in line.read() else set()
+                found |= {process} if str(caller.temporary) in line.read() else set()
         except OSError:
             pass
     return found

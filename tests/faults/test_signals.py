@@ -136,7 +136,7 @@ PHASES = [  # where torchrun gets which signal, and the step that is saved then;
 def test_torchrun(base, tmp_path, long, place, how, step):
     """Two ranks are gone, with their last step saved, within its 30 seconds of grace; then they go on."""
     if not long and place != PHASES[0][0]:
-        pytest.skip("takes --long")
+        pytest.skip("runs with --long")
     values = {**base, "output_dir": str(tmp_path), "shard": "fsdp", "eval_every": 1}
     marker, script, log = (tmp_path / name for name in ("marker", "sending.py", "log"))
     torchrun = tmp_path / "process of torchrun"
