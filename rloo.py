@@ -46,7 +46,7 @@ from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import Rewards, check_reference, reward_weights
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_batch, forward_tokens, logits_processors
+from plumbing.rollout.batch import Batch, Experience, Sampler, forward_batch, forward_tokens, logits_processors
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
@@ -402,10 +402,18 @@ def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Bat
     Returns:
         The Batch, the same on every rank; None if the run is interrupted.
     """
-    world, rewards, conversations = sampler.world, sampler.rewards, sampler.conversations
+    world, args, rewards, conversations = sampler.world, sampler.args, sampler.rewards, sampler.conversations
     rows = [row for row in rows for _ in range(samples or 1)]
     local = world.shard(list(range(len(rows))))  # the responses of this rank
-    responses = sample_responses(sampler, rows, local, samples == 0, key)
+    # Each response of all ranks has a row of random numbers, whichever rank samples it: uniform numbers for the tokens
+    # of the decode loop, or seeds for the turns of an engine.
+    rng = utils.generator(*key)
+    tool_seeds = rng.integers(2**62, size=len(rows))[local].tolist() if conversations else []
+    if sampler.engine is None:
+        draws = rng.random((len(rows), args.max_response_length))[local]
+    else:
+        draws = rng.integers(2**62, size=(len(rows), args.max_turns if conversations else 1))[local]
+    responses = sampler.sample(generate, [rows[i] for i in local], draws if samples else None, tool_seeds)
     if world.any(sampler.interrupted() or responses is None):
         return None
     texts = [sampler.tokenizer.decode(x.response, skip_special_tokens=True) for x in responses]
@@ -424,38 +432,6 @@ def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Bat
     if not batch.tokens["rollout_logprobs"].isfinite().all():
         utils.fail("--model or --learning_rate: log-probabilities are not finite; bad weights, or too large an update")
     return batch
-
-
-def sample_responses(
-    sampler: Sampler, rows: list[dict], local: list[int], greedy: bool, key: tuple
-) -> list[Sample] | None:
-    """Sample the responses of this rank, `rows[i]` for i in `local`; None if the run is interrupted.
-
-    Each response of all ranks has a row of random numbers, whichever rank samples it: uniform numbers for the tokens of
-    the decode loop, or seeds for the turns of an engine.
-    """
-    args, engine, conversations, rng = sampler.args, sampler.engine, sampler.conversations, utils.generator(*key)
-    tool_seeds = rng.integers(2**62, size=len(rows))[local].tolist() if conversations else []
-    if engine is None:
-        draws = rng.random((len(rows), args.max_response_length))[local]
-    else:
-        draws = rng.integers(2**62, size=(len(rows), args.max_turns if conversations else 1))[local]
-    draws, rows = None if greedy else draws, [rows[i] for i in local]
-    with sampler.decoding():
-        decode = functools.partial(sampler.in_batches, generate)
-        if conversations:
-            ended = conversations.sample(rows, tool_seeds, draws, sampler.interrupted, engine, decode)
-            return ended and [Sample(x.row, x.response, x.values, x.stopped, x) for x in ended]
-        queries = [row["query"] for row in rows]
-        if engine is None:
-            sampled = decode(queries, None if greedy else torch.from_numpy(draws))
-        else:
-            seeds = None if greedy else draws[:, 0].tolist()
-            sampled = engine.generate(queries, seeds, sampler.stop_ids, args, sampler.interrupted)
-    return sampled and [
-        Sample(row, response, values, stopped=response[-1] in sampler.stop_ids)
-        for row, response, values in zip(rows, *sampled)
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------

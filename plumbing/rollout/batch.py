@@ -5,6 +5,7 @@ from then on padded and sliced with the rest, by name. To carry a further one, a
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass
 from typing import Callable, Iterator, NamedTuple
 
@@ -70,6 +71,30 @@ class Sampler(NamedTuple):
         else:
             with unsharded(self.model), self.autocast():
                 yield
+
+    def sample(self, generate: Callable, rows: list[dict], draws, tool_seeds: list[int]) -> list[Sample] | None:
+        """Sample a response to each row, by the engine or by the script's decode loop; None if interrupted.
+
+        Args:
+            generate: the decode loop. rows: prompts of this rank, one for each response.
+            draws: random numbers, a line for each row: seeds of its turns for an engine, or else uniform numbers of its
+                tokens; None for greedy decoding. tool_seeds: of the random numbers of tools, one a row.
+        """
+        decode = functools.partial(self.in_batches, generate)
+        with self.decoding():
+            if self.conversations:
+                ended = self.conversations.sample(rows, tool_seeds, draws, self.interrupted, self.engine, decode)
+                return ended and [Sample(x.row, x.response, x.values, x.stopped, x) for x in ended]
+            queries = [row["query"] for row in rows]
+            if self.engine is None:
+                sampled = decode(queries, None if draws is None else torch.from_numpy(draws))
+            else:
+                seeds = None if draws is None else draws[:, 0].tolist()
+                sampled = self.engine.generate(queries, seeds, self.stop_ids, self.args, self.interrupted)
+        return sampled and [
+            Sample(row, response, values, stopped=response[-1] in self.stop_ids)
+            for row, response, values in zip(rows, *sampled)
+        ]
 
     def in_batches(
         self, generate: Callable, queries: list[list[int]], uniforms: Tensor | None, lengths: list[int] | None = None,
