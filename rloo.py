@@ -143,8 +143,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
 
     d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d clamped at -20, for the
     exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its gradient is 0 for d < -2.6, where the policy has
-    run away furthest.) As a loss, the gradient of k1 has zero mean, the gradient of k3 is not that of the reverse KL
-    (on policy it is that of the forward KL), and the gradient of k2 is right on policy. DeepSeekMath has k3.
+    run away furthest.) As a loss on policy, the gradient of k1 has zero mean, that of k2 is the gradient of the reverse
+    KL, and that of k3, which DeepSeekMath has, is the gradient of the forward KL.
     Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
@@ -492,7 +492,7 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
         "objective/scores": batch.scores.nanmean().item(),
         "val/zero_std_fraction": 1 - groups / len(has_signal) if size > 1 else math.nan,
         "val/sampled_prompts": len(has_signal),
-        **evaluation.batch_metrics(batch, correct_responses(batch, rewards), rewards),
+        **evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards),
     }
     unscored, sampled_tokens = evaluation.unscored(batch, rewards, args), sum(batch.lengths)
     if args.filter_groups != "none":
@@ -564,19 +564,6 @@ def equal_scores(grouped: Tensor) -> Tensor:
     return highest <= lowest
 
 
-def correct_responses(batch: Batch, rewards: Rewards) -> Tensor:
-    """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response stopped, else 0.
-
-    NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong response.
-    """
-    correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
-    for name in reversed(rewards.verifiers):
-        scores = batch.reward_components[name]
-        right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
-        correct = torch.where(evaluation.counted(batch, name), right, correct)
-    return correct
-
-
 def policy_metrics(
     total: dict[str, float], updates: int, responses: int, args: Args, mean_score: float, kl_coef: float
 ) -> dict[str, float]:
@@ -637,7 +624,7 @@ def main(args: Args) -> None:
         policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
         precision.autocast,
     )  # fmt: skip
-    evaluate = functools.partial(evaluation.evaluate, rollout, correct_responses, sampler, eval_prompts)
+    evaluate = functools.partial(evaluation.evaluate, rollout, sampler, eval_prompts)
     saved_models = loading.models_to_save(args, policy, reference, run.checkpoint)
     run.start(total_steps, tokenizer, saved_models, {"": optimizer}, engine)
     run.check_rows(prompts, token_lengths(prompts, eval_prompts))

@@ -7,7 +7,7 @@
 Write results.json and samples.jsonl (every response) to OUTPUT_DIR/RUN_NAME. With n = --samples responses to each of P
 prompts, every number is a mean over prompts, and "se" its standard error, the standard deviation over prompts / sqrt(P)
 (arXiv:2411.00640, section 2.2):
-1. avg@n: the share of the n responses that are correct, by the rule of training (`grpo.py: correct_responses`): the
+1. avg@n: the share of the n responses that are correct, by the rule of training (`evaluation.correct_responses`): the
    first source of --reward that is not a model gave 1 or more, and the response stopped by itself. Responses without a
    score are left out, and counted.
 2. pass@k, for k = 1, 2, 4, ...: the probability that k of the n responses, drawn without replacement, include a correct
@@ -103,7 +103,7 @@ def load_sampler(args: Args, world: utils.World, tokenizer, stop_ids, rewards, c
 
 def sample_table(batch: Batch, rewards: Rewards, n: int) -> pandas.DataFrame:
     """Return a row for each of the n responses to each prompt."""
-    correct, rows = grpo.correct_responses(batch, rewards).tolist(), []
+    correct, rows = evaluation.correct_responses(batch, rewards).tolist(), []
     for i, sample in enumerate(batch.samples):
         row, conversation = sample.row, sample.conversation
         verifier = next((name for name in rewards.verifiers if is_scored_by(row, name)), None)

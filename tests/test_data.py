@@ -13,7 +13,6 @@ import types
 import helpers
 import pyarrow.parquet
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -23,7 +22,6 @@ from plumbing.data import prompts
 from plumbing.data.rows import read_rows
 from plumbing.models import loading as models
 from plumbing.rewards.sources import check_reference
-from plumbing.run import evaluation
 
 ARGS = dict(
     prompt_column="", answer_column="", system_prompt="", max_prompt_length=512, reward=("math",), eval_every=20,
@@ -489,10 +487,3 @@ def test_bad_entries(entry, field, tmp_path, tokenizers, capsys):
     assert refused(capsys, prompts_of, path, tokenizers[False, None]).startswith(
         f"error: --dataset {path} entry 2: {field}: "
     )
-
-
-def test_accuracy_of_each_data_set():
-    batch = lambda names: types.SimpleNamespace(samples=[types.SimpleNamespace(row={"dataset": x}) for x in names])
-    accuracy = evaluation.accuracy_of_data_sets(batch("aabab"), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0]))
-    assert accuracy == {"eval/accuracy/a": pytest.approx(2 / 3), "eval/accuracy/b": 1.0}
-    assert evaluation.accuracy_of_data_sets(batch("aa"), torch.tensor([1.0, 0.0])) == {}

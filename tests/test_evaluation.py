@@ -15,34 +15,35 @@ CPU, NAN = torch.device("cpu"), math.nan
 REWARDS = SimpleNamespace(verifiers=("exact", "f.py:f"))
 
 
-def batch_of(scores: list[float], stopped: list[bool] | None = None) -> Batch:
-    """Responses of one token to the prompt "p", scored by the verifier `exact` and by a function."""
-    row = {"prompt": "p", "query": [1]}
+def batch_of(scores: list[float], stopped: list[bool] | None = None, names: str = "") -> Batch:
+    """Responses of one token to the prompt "p", of data sets by one letter, scored by `exact` and by a function."""
+    rows = [{"prompt": "p", "query": [1], "dataset": name} for name in names or "a" * len(scores)]
     samples = [
         Sample(row, [7], {"rollout_logprobs": [0.0]}, stop, text="7", scores={"exact": score, "f.py:f": 1.0})
-        for score, stop in zip(scores, stopped or [True] * len(scores))
+        for row, score, stop in zip(rows, scores, stopped or [True] * len(scores))
     ]
     return Batch.from_samples(samples, CPU)
 
 
-def evaluated(greedy: list[float], sampled: list[float]) -> dict:
+def evaluated(greedy: list[float], sampled: list[float], names: str = "") -> dict:
     """Metrics of an evaluation of as many prompts as there are greedy scores."""
-    rollout = lambda sampler, rows, samples, key: batch_of(sampled if samples else greedy)
+    rollout = lambda sampler, rows, samples, key: batch_of(sampled, None, names) if samples else batch_of(greedy)
     args = grpo.Args(eval_samples=len(sampled) // len(greedy))
     sampler = SimpleNamespace(rewards=REWARDS, args=args)
-    return evaluation.evaluate(rollout, grpo.correct_responses, sampler, [{}] * len(greedy))[0]
+    return evaluation.evaluate(rollout, sampler, [{}] * len(greedy))[0]
 
 
 def test_all_scores_are_there(capsys):
     metrics = evaluated([1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
     expected = {"eval/greedy_accuracy": 0.5, "eval/accuracy": 5 / 8, "eval/pass@2": (0.5 + 1) / 2, "eval/pass@4": 1.0}
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
-    assert metrics["eval/missing_scores"] == 0 and capsys.readouterr().err == ""
+    assert metrics["eval/missing_scores"] == 0 and capsys.readouterr().err == "" and "eval/accuracy/a" not in metrics
 
 
 def test_some_scores_are_missing(capsys):
     """Means are over the others; pass@k over the prompts that have k scored responses."""
-    metrics = evaluated([NAN, 0.0], [1.0, 0.0, NAN, NAN, 1.0, 0.0, 0.0, 0.0])
+    metrics = evaluated([NAN, 0.0], [1.0, 0.0, NAN, NAN, 1.0, 0.0, 0.0, 0.0], "aaaabbbb")
+    assert metrics["eval/accuracy/a"] == 0.5 and metrics["eval/accuracy/b"] == 0.25
     assert metrics["eval/greedy_accuracy"] == 0.0 and metrics["eval/accuracy"] == pytest.approx(2 / 6)
     assert metrics["eval/pass@2"] == pytest.approx((1 + 0.5) / 2) and metrics["eval/pass@4"] == 1.0
     assert metrics["eval/missing_scores"] == 2
@@ -60,7 +61,7 @@ def test_no_score_is_there(capsys):
 
 def metrics_of(*batch) -> dict:
     batch = batch_of(*batch)
-    return evaluation.batch_metrics(batch, grpo.correct_responses(batch, REWARDS), REWARDS)
+    return evaluation.batch_metrics(batch, evaluation.correct_responses(batch, REWARDS), REWARDS)
 
 
 def test_means_of_a_step_leave_out_what_has_no_score():

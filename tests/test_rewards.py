@@ -12,7 +12,6 @@ import pytest
 from conftest import ROOT
 from tiny_models import CPU, make_tokenizer
 
-import grpo
 from plumbing.data.prompts import named_sources
 from plumbing.rewards.sources import Rewards, needs_answer
 from plumbing.rewards.workers import finite_or_nan
@@ -205,7 +204,7 @@ def test_metrics_of_rows_that_name_their_sources():
     batch = batch_of(
         rows, math=[1.0, 0.0, 0.0, 1.0, 0.0], code=[0.0, 0.0, 1.0, nan, 0.0], model=[0.0, 0.0, 0.0, 0.0, -3.0]
     )  # fmt: skip
-    correct = grpo.correct_responses(batch, rewards)
+    correct = evaluation.correct_responses(batch, rewards)
     assert correct.tolist() == pytest.approx([1, 0, 1, 1, nan], nan_ok=True)
     metrics = evaluation.batch_metrics(batch, correct, rewards)
     assert metrics["objective/verifiable_correct_rate"] == 0.75 and metrics["val/missing_scores"] == 1

@@ -17,6 +17,19 @@ def counted(batch: Batch, name: str) -> torch.Tensor:
     return torch.tensor([is_scored_by(x.row, name) for x in batch.samples], device=batch.stopped.device)
 
 
+def correct_responses(batch: Batch, rewards: Rewards) -> torch.Tensor:
+    """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response stopped, else 0.
+
+    NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong response.
+    """
+    correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
+    for name in reversed(rewards.verifiers):
+        scores = batch.reward_components[name]
+        right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
+        correct = torch.where(counted(batch, name), right, correct)
+    return correct
+
+
 def unscored(batch: Batch, rewards: Rewards, args) -> str:
     """Return the first reward source that has a weight and gave no response a score, and why; "" if there is none."""
     for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
@@ -26,14 +39,11 @@ def unscored(batch: Batch, rewards: Rewards, args) -> str:
     return ""
 
 
-def evaluate(
-    rollout: Callable, correct_responses: Callable, sampler: Sampler, rows: list[dict]
-) -> tuple[dict, list[dict]] | None:
+def evaluate(rollout: Callable, sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | None:
     """Measure greedy and sampled accuracy, with the same random numbers at every call; warn of missing scores.
 
     Args:
-        rollout, correct_responses: of a script.
-        rows: held-out prompts.
+        rollout: of a script. rows: held-out prompts.
     Returns:
         Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no score), and samples
         as `sample_rows` gives them, one a prompt; None if interrupted.
@@ -57,7 +67,10 @@ def evaluate(
         for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
             passed = [pass_at_k(scored, right, n) for scored, right in counts if scored >= n]
             metrics[f"eval/pass@{n}"] = sum(passed) / len(passed) if passed else math.nan
-        metrics |= accuracy_of_data_sets(batch, correct)
+        names = [sample.row.get("dataset") for sample in batch.samples]
+        for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
+            of_name = torch.tensor([each == name for each in names])
+            metrics[f"eval/accuracy/{name}"] = correct[of_name].nanmean().item()
     for name, value in batch_metrics(batch, correct, rewards).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
@@ -67,18 +80,6 @@ def evaluate(
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Return the unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def accuracy_of_data_sets(batch: Batch, correct: torch.Tensor) -> dict[str, float]:
-    """Return the accuracy on each data set, {"eval/accuracy/NAME": share of its samples}; {} if there is but one.
-
-    Args:
-        correct: (N,), as `correct_responses` gives it.
-    """
-    names = [sample.row.get("dataset") for sample in batch.samples]
-    rows_of = lambda name: torch.tensor([each == name for each in names])
-    different = dict.fromkeys(names) if len(set(names)) > 1 else ()
-    return {f"eval/accuracy/{name}": correct[rows_of(name)].nanmean().item() for name in different}
 
 
 def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict[str, float]:
