@@ -99,8 +99,9 @@ class Args(
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None = None
     """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
     of sequence sums, or sum / (sequences * max_response_length); default: the variant's."""
-    advantage_scale: Literal["group", "batch", "none"] | None = None
-    """Divide advantages by the deviation of the group's scores, the step's, or by nothing; default: the variant's."""
+    advantage_scale: Literal["group", "batch", "none", "gdpo"] | None = None
+    """Divide advantages by the deviation of the group's scores, the step's, or by nothing; gdpo normalizes each reward
+    in its group, and their weighted sum over the step (arXiv:2601.05242); default: the variant's."""
     clip_low: Share | None = None
     """The ratio is clipped below at 1 - this; default: the variant's."""
     clip_high: NonNegativeFloat | None = None
@@ -116,6 +117,8 @@ class Args(
     """Add the KL to the loss, or subtract it from the score."""
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of the KL per token."""
+    kl_weighting: Literal["none", "ratio"] = "none"
+    """Weight a token's KL in the loss by the ratio, which makes its gradient unbiased, also off policy."""
 
     non_stop_penalty: bool = True
     """Penalise a response without a stop token by --penalty_reward_value."""
@@ -131,6 +134,12 @@ class Args(
 
     RULES = {
         "--group_size must be 2 or more: advantages are relative to a group": lambda a: a.group_size >= 2,
+        "--advantage_scale gdpo requires --kl_in loss: it normalizes rewards, and would --kl_coef, too": lambda a: (
+            a.advantage_scale != "gdpo" or a.kl_in == "loss"
+        ),
+        "--kl_weighting ratio requires --kl_in loss, a --kl_coef above 0 and another --kl_estimator than abs": (
+            lambda a: a.kl_weighting == "none" or a.kl_in == "loss" and a.kl_coef > 0 and a.kl_estimator != "abs"
+        ),
         "--dual_clip requires a --loss that clips the ratio": lambda a: (
             not a.dual_clip or VARIANTS[a.loss].token_loss in ("ppo", "gspo")
         ),
@@ -170,6 +179,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.square() / 2
     d = d.clamp(min=-20)  # not in the exponent alone: the gradient of the other d would then push d further down
     return torch.exp(-d) + d - 1
+
+
+def kl_ratio(logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
+    """Return pi / pi_old of each token, which times `kl_estimate` has the gradient of the reverse KL, any shape.
+
+    With a gradient for k1 and k3, whose mean is the KL; without for k2, whose gradient is right on policy.
+    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7.
+    """
+    ratio = torch.exp((logprobs - old_logprobs).clamp(-20, 20))
+    return ratio.detach() if estimator == "k2" else ratio
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
@@ -457,6 +476,19 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
+def decoupled_scores(batch: Batch, args: Args) -> Tensor:
+    """Return the weighted sum of the rewards, each normalized in its group (GDPO, arXiv:2601.05242, eq. 4, 5 and 7).
+
+    Penalties act on the score of each source that scores the row. (N,); NaN for a response that is left out.
+    """
+    left_out, normalized = batch.scores.isnan(), {}
+    for name, scores in batch.reward_components.items():
+        scores = final_scores(scores, batch.response_lengths, batch.stopped, args)
+        scores = scores.where(evaluation.counted(batch, name), 0.0).masked_fill(left_out, math.nan)
+        normalized[name] = group_advantages(scores, args.group_size, "group")
+    return weighted_sum(normalized, args).masked_fill(left_out, math.nan)
+
+
 def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int) -> Experience | None:
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
@@ -478,7 +510,8 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
         batch = Batch.from_samples(samples, latest.stopped.device)
         scores = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(scores, batch.response_lengths, batch.stopped, args)
-        has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
+        outcomes = decoupled_scores(batch, args) if args.advantage_scale == "gdpo" else batch.scores
+        has_signal = ~equal_scores(outcomes.view(-1, size))  # (prompts,)
         groups = int(has_signal.sum())
         if groups >= wanted or evaluation.unscored(latest, rewards, args):
             break
@@ -508,6 +541,7 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
     Args:
         scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is no score.
         scale: divide by the "group"'s or the "batch"'s unbiased standard deviation + 1e-6, or by nothing ("none").
+            "gdpo" is "batch" of `decoupled_scores` (eq. 6 of GDPO), whose mean in each group is 0.
     Returns:
         (N,): (R - mean) / (std + eps); exactly 0 in a group whose scores are all equal, and for a missing score, which
         does not count in its group either.
@@ -518,7 +552,7 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
     if scale == "group":
         variance = centred.square().sum(1, keepdim=True) / (scored.sum(1, keepdim=True) - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + 1e-6)
-    elif scale == "batch" and scored.sum() > 1:
+    elif scale in ("batch", "gdpo") and scored.sum() > 1:
         centred = centred / (scores[scores.isfinite()].std() + 1e-6)
     return centred.masked_fill(equal_scores(grouped)[:, None], 0.0).view(-1)
 
@@ -633,7 +667,7 @@ def main(args: Args) -> None:
             batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(precision.loss_dtype)
 
         # ---- 3. advantages ----
-        outcomes = scores  # R, (N,)
+        outcomes = decoupled_scores(batch, args) if scale == "gdpo" else scores  # R, (N,)
         if kl_in == "reward":
             outcomes = outcomes - kl_coef * masked_sum(batch.tokens["kl"], mask, 1)
         advantages = group_advantages(outcomes, args.group_size, scale).to(precision.loss_dtype)  # (N,)
@@ -673,8 +707,10 @@ def main(args: Args) -> None:
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
                     if kl_in == "loss":
-                        token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
-                        loss = loss + kl_coef * reduce_loss(token_kl, m)
+                        kl_losses = token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
+                        if args.kl_weighting == "ratio":
+                            kl_losses = weights * kl_ratio(logprobs, old_logprobs, args.kl_estimator) * token_kl
+                        loss = loss + kl_coef * reduce_loss(kl_losses, m)
                     # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     optimizer.backward(loss * world.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))

@@ -386,6 +386,6 @@ class PolicyArgs(OptimizerArgs):
     WARNINGS = {
         "--clip_high: above 10 a clip hardly ever acts": lambda a: (a.clip_high or 0) <= 10,
         "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3": lambda a: (
-            not a.kl_coef or a.kl_in != "loss" or a.kl_estimator != "k1"
+            not a.kl_coef or (a.kl_in, a.kl_estimator, getattr(a, "kl_weighting", "none")) != ("loss", "k1", "none")
         ),
     }

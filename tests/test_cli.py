@@ -97,6 +97,10 @@ RULES = {
     "ppo --min_learning_rate 1": "--min_learning_rate must be at most --learning_rate",
     "reward_model --min_learning_rate 1": "--min_learning_rate must be at most --learning_rate",
     "grpo --dual_clip 3 --loss cispo": "--dual_clip requires a --loss that clips the ratio (dual_clip 3.0, l",
+    "grpo --advantage_scale gdpo --kl_in reward": "--advantage_scale gdpo requires --kl_in loss",
+    "grpo --kl_weighting ratio --kl_in reward": "--kl_weighting ratio requires --kl_in loss, a --kl_coef above 0",
+    "grpo --kl_weighting ratio --kl_coef 0": "--kl_weighting ratio requires --kl_in loss, a --kl_coef above 0",
+    "grpo --kl_weighting ratio --kl_estimator abs": "and another --kl_estimator than abs",
     "rloo --dual_clip 1": "--dual_clip must be above 1, or 0 for none",
     "grpo --ref_refresh_every 2 --kl_coef 0": "--ref_refresh_every requires a reference",
     "ppo --ref_refresh_every 2 --lora_rank 4": "--ref_refresh_every requires a reference",
@@ -147,6 +151,7 @@ WARNINGS = {
     "ppo --repetition_penalty 1.1": "warning: --top_p, ",
     "grpo --kl_estimator k1 --kl_in reward": "",
     "grpo --kl_estimator k1 --kl_coef 0": "",
+    "grpo --kl_estimator k1 --kl_weighting ratio": "",
 } | {script: "" for script in SCRIPTS if script != "vllm_server"}  # of the defaults
 
 

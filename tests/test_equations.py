@@ -21,16 +21,19 @@ from grpo import (
     adapt_kl_coef,
     aggregate,
     correction_weights,
+    decoupled_scores,
     entropy_from_logprobs,
     equal_scores,
     group_advantages,
     kl_estimate,
+    kl_ratio,
     masked_mean,
     masked_sum,
     policy_loss,
     weighted_sum,
 )
 from plumbing.data.mixture import take_prompts
+from plumbing.rollout.batch import Batch, Sample
 from plumbing.run.evaluation import pass_at_k
 
 NAN, INF = math.nan, math.inf
@@ -125,6 +128,41 @@ def test_equal_scores_by_loops():
     assert equal_scores(double(*groups)).tolist() == expected
 
 
+def gdpo_by_hand(sources: list[list[float]], weights: tuple, group_size: int) -> list[float]:
+    """As the paper has it, with the mean over the batch, of which a response is left out that lacks any score."""
+    scored = [all(math.isfinite(x) for x, w in zip(scores, weights) if w) for scores in zip(*sources)]
+    sources = [[x if y else NAN for x, y in zip(scores, scored)] for scores in sources]
+    parts = [advantages_by_hand(scores, group_size, "group") for scores in sources]
+    sums = [sum(w * x for x, w in zip(column, weights)) for column in zip(*parts)]
+    kept = [x for x, y in zip(sums, scored) if y]
+    mean, spread = statistics.fmean(kept), statistics.stdev(kept) + 1e-6
+    return [(x - mean) / spread if y else 0.0 for x, y in zip(sums, scored)]
+
+
+@pytest.mark.parametrize("weights", [(1.0, -0.5, 0.0), (0.0, 2.0, 1.0), (1.0, 1.0, 1.0), (1.0, 0.0, 0.0)])
+def test_gdpo_by_loops(weights):
+    """Missing scores, penalties, and a group that the last two sources do not score, where they are 0."""
+    a, b = [1, 0, 0, 1, 1, NAN, 0, 0, 0, 1, 0, 1], [0.5, 0.1, 0.1, 9, 2, 3, 4, NAN, 0, 0, 0, 0]
+    sources, lengths = [a, b, [0.25] * 7 + [0.5] + [0] * 4], [1, 5, 9, 10, 8, 2, 9, 3, 10, 7, 9, 10]
+    args = grpo.Args(reward=("a", "b", "c"), reward_weights=weights, group_size=4, max_response_length=10)
+    args.overlong_buffer, args.penalty_reward_value = 4, -1.0
+    samples = [
+        Sample({"sources": ["a"] if i > 7 else None}, [1] * n, {}, n < 10, scores=dict(zip(args.reward, scores)))
+        for i, (n, *scores) in enumerate(zip(lengths, *sources))
+    ]
+    batch = Batch.from_samples(samples, CPU)
+    sums = weighted_sum(batch.reward_components, args)
+    batch.scores = grpo.final_scores(sums, batch.response_lengths, batch.stopped, args)
+    final = lambda x, n: (x if n < 10 else -1.0) - max(0, n - 6) / 4
+    penalized = [[final(*pair) for pair in zip(scores, lengths)] for scores in sources]
+    penalized[1:] = [scores[:8] + [0.0] * 4 for scores in penalized[1:]]
+    advantages = group_advantages(decoupled_scores(batch, args), 4, "gdpo")
+    close(advantages, gdpo_by_hand(penalized, weights, 4))
+    if weights == (1.0, 0.0, 0.0):  # one reward: GRPO's advantages, at another scale
+        plain = group_advantages(batch.scores, 4, "group")
+        close(advantages, plain / (plain[batch.scores.isfinite()].std() + 1e-6))
+
+
 # ---- KL and entropy ---------------------------------------------------------------------------------------------
 
 
@@ -166,13 +204,19 @@ def test_expectations_and_gradients_of_the_kl_estimators():
     def gradient(x):
         return torch.autograd.grad(x, logits, retain_graph=True)[0]
 
-    for estimator in ("k1", "k3"):  # unbiased
-        close((p.exp() * kl_estimate(p, q, estimator)).sum().detach(), exact(p, q).detach())
     of = {e: gradient((p.exp().detach() * kl_estimate(p, q, e)).sum()) for e in ("k1", "k2", "k3")}
     close(of["k1"], torch.zeros(5))
     close(of["k2"], gradient(exact(p, q)))
     close(of["k3"], gradient(exact(q, p)))
     assert not torch.allclose(of["k3"], of["k2"], rtol=0.05)
+    # Times the ratio all have the gradient of the reverse KL, also from samples of another policy, or weighted by rho.
+    moved, sampler = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)
+    policies = [(p.detach(), p.detach()), (moved, moved), (moved, sampler)]
+    for estimator, (old, sampled) in itertools.product(of, policies):
+        weights = sampled.exp() * (old - sampled).exp()
+        mean = (weights * kl_ratio(p, old, estimator) * kl_estimate(p, q, estimator)).sum()
+        close(gradient(mean), gradient(exact(p, q)))
+        assert estimator == "k2" or mean.item() == pytest.approx(exact(p, q).item(), rel=1e-12)
 
 
 def test_adapt_kl_coef():

@@ -39,11 +39,11 @@ STAYS = dict(ref_refresh_every=0)  # the reference of LoRA
 # Script, flags on top of those of `exact_runs`, cuts in float64 and in float32; those after a space with --long only.
 TRAINED = {
     "grpo": ("grpo", dict(loss="grpo", kl_estimator="k3"), "g ejo", "m q"),
-    "dr_grpo": ("grpo", dict(loss="dr_grpo", kl_estimator="k1"), "n dgr", " d"),
+    "dr_grpo": ("grpo", dict(loss="dr_grpo", kl_estimator="k1", kl_weighting="ratio"), "n dgr", " d"),
     "dapo": ("grpo", dict(loss="dapo", kl_estimator="k2"), "d lnr", " eh"),
     "bnpo": ("grpo", dict(loss="bnpo", kl_estimator="abs", kl_in="reward"), "n fi", " m"),
     "gspo": ("grpo", dict(loss="gspo", kl_estimator="k2"), "m fhjr", " oi"),
-    "cispo": ("grpo", dict(loss="cispo", loss_aggregation="sequence_sum"), "o ceg", " fg"),
+    "cispo": ("grpo", dict(loss="cispo", loss_aggregation="sequence_sum", advantage_scale="gdpo"), "o ceg", " fg"),
     "sapo": ("grpo", dict(loss="sapo", advantage_scale="batch"), "e knq", "d r"),
     "reinforce": ("grpo", dict(loss="reinforce", **ONCE), "n aeilq", " em"),
     "rloo": ("rloo", dict(advantage="rloo", ratio="sequence"), "d mq", " j"),
@@ -173,6 +173,8 @@ def test_all_is_covered():
         ("grpo", "loss", {}),
         ("grpo", "loss_aggregation", {}),
         ("grpo", "kl_estimator", {"kl_in": "loss"}),
+        ("grpo", "kl_weighting", {"kl_in": "loss"}),
+        ("grpo", "advantage_scale", {}),
         ("rloo", "advantage", {"loss_aggregation": "token"}),
     ],
 )

@@ -25,6 +25,7 @@ from helpers import (
     steps_of,
     weights_of,
 )
+from test_equations import close, gdpo_by_hand
 
 import grpo
 from plumbing.run import checkpoints
@@ -254,11 +255,22 @@ def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
     assert checkpoints.checkpoint_folders(str(folder_of(values)))[-1].endswith("step_11")
 
 
+def test_k2_and_k3_times_the_ratio_have_the_same_gradient(base, tmp_path):
+    """Off policy, too: a mini-batch of a step is trained on by a policy that has moved."""
+    values = variant(base, tmp_path, kl_weighting="ratio", kl_coef=1.0, precision="float64", total_episodes=16)
+    values["ref_model"] = helpers.tiny_model(tmp_path / "other", initializer_range=0.1)
+    finals = []
+    for estimator in ("k2", "k3"):
+        run_here(values | {"kl_estimator": estimator, "run_name": estimator})
+        finals.append(weights_of(folder_of(values | {"run_name": estimator}) / "final"))
+    assert all((finals[0][name] - x).abs().max() < 1e-6 for name, x in finals[1].items())
+
+
 # ---- rewards that fail -----------------------------------------------------------------------------------------------
 
 FAILING = """
 def good(prompts, responses, **columns): return [float(len(r) % 3) for r in responses]
-def bad(responses, value): return [value if i % 4 == 0 else float(len(r) % 3) for i, r in enumerate(responses)]
+def bad(responses, value): return [value if i % 4 == 0 else float(len(r) % 4) for i, r in enumerate(responses)]
 def some_none(prompts, responses, **columns): return bad(responses, None)
 def some_infinite(prompts, responses, **columns): return bad(responses, float("inf"))
 def all_nan(prompts, responses, **columns): return [float("nan")] * len(responses)
@@ -272,9 +284,10 @@ def failing(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["some_none", "some_infinite"])
-def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name):
+@pytest.mark.parametrize("name, scale", [("some_none", "group"), ("some_infinite", "group"), ("some_none", "gdpo")])
+def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name, scale):
     values = variant(base, tmp_path, reward=(f"{failing}:good", f"{failing}:{name}"), total_episodes=8)
+    values |= {"advantage_scale": scale, "reward_weights": (1.0, 0.5)}
     run_here(values)
     row = metrics_of(values)[1]
     assert row["val/missing_scores"] == 2  # responses 0 and 4 of 8
@@ -282,8 +295,11 @@ def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name):
     second = f"{failing}:{name}"
     assert [sample[second] is None for sample in samples] == [i % 4 == 0 for i in range(8)]
     assert all(sample["advantage"] == 0 for sample in samples if sample[second] is None)
-    totals = [sample[f"{failing}:good"] + sample[second] for sample in samples if sample[second] is not None]
+    totals = [sample[f"{failing}:good"] + sample[second] / 2 for sample in samples if sample[second] is not None]
     assert row["objective/scores"] == pytest.approx(sum(totals) / 6)
+    if scale == "gdpo":
+        scores = [[math.nan if x[name] is None else x[name] for x in samples] for name in values["reward"]]
+        close([sample["advantage"] for sample in samples], gdpo_by_hand(scores, (1.0, 0.5), 4), 1e-5)
     assert finite_or_null([row])
 
 

@@ -32,8 +32,9 @@ class Rollout:
         self.calls.append(([row["i"] for row in rows], count, key))
         if len(self.calls) == self.end:
             return None
+        scores = lambda score: dict(zip(sampler.args.reward, (score, -2 * score)))
         samples = [
-            Sample(row, [7] * (n + 1), {"rollout_logprobs": [-0.5] * (n + 1)}, n + 1 < count, scores={"exact": score})
+            Sample(row, [7] * (n + 1), {"rollout_logprobs": [-0.5] * (n + 1)}, n + 1 < count, scores=scores(score))
             for row in rows
             for n, score in enumerate(self.table[row["i"] % len(self.table)])
         ]
@@ -90,6 +91,9 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     assert len(calls) == 1 and 0 < len(expected) < 4 and groups_of(got) == expected and got.position == 4
     assert got.batch.scores.tolist() == [s for i in expected for s in table[i % 4]]
     assert got.sampled_tokens == 4 * (2 + 3) and got.metrics["val/sampled_prompts"] == 4
+    two = dict(reward=("exact", "f.py:f"), reward_weights=(2.0, 1.0), filter_groups="drop")  # whose sum is always 0
+    assert groups_of(collected(table, advantage_scale="gdpo", **two)[0]) == expected
+    assert collected(table, **two)[0].metrics["val/zero_std_fraction"] == 1
     present = [s for i in order[:4] for s in table[i % 4] if not math.isnan(s)]
     assert got.metrics["objective/scores"] == pytest.approx(sum(present) / len(present))
 
@@ -279,6 +283,11 @@ def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monke
     assert abs(policy[1]) > 1e-9 and policy[3] == pytest.approx(3 * policy[1], rel=1e-6)
     assert others[1] > 1e-3 and others[3] == pytest.approx(others[1], rel=1e-6)
     assert rows[3]["rollout/correction_mean"] == pytest.approx(3)
+    if script == "grpo":  # --kl_weighting ratio is for samples of the engine, too
+        run = {**run, "kl_weighting": "ratio", "run_name": "ratio"}
+        run_here(run)
+        (row,) = metrics_of(run)
+        assert row["objective/loss"] - row["loss/policy_avg"] == pytest.approx(3 * others[1], rel=1e-6)
 
 
 def test_the_schedule_goes_by_steps(base, tmp_path):

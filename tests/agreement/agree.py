@@ -120,7 +120,7 @@ STEPS = {
 # other choice made, that is compared, too.
 EPS = "it adds 1e-4 to the standard deviation; here it is 1e-6, as in verl, so that scores close together count"
 CLAMP = "it clamps the value of k3 at 10, where the gradient becomes 0 exactly for tokens that ran away furthest"
-RATIO = "it weighs the KL by the ratio (use_bias_correction_kl, arXiv:2512.02556); here it is DeepSeekMath's"
+RATIO = "it weighs the KL by the ratio (use_bias_correction_kl, arXiv:2512.02556), as here `--kl_weighting ratio` does"
 DELIBERATE = {
     "trl": {"advantages: group": EPS, "advantages: batch": EPS, "KL: k3 by TRL's default, gradient": RATIO},
     "verl": {

@@ -116,7 +116,9 @@ RL = {
     "loss_aggregation": ("token", "step_token", "sequence", "sequence_sum", "constant"),
 }  # fmt: skip
 DRAWN = {
-    "grpo": COMMON | RL | {"loss": tuple(grpo.VARIANTS), "advantage_scale": ("group", "batch", "none")},
+    "grpo": COMMON | RL | {
+        "loss": tuple(grpo.VARIANTS), "advantage_scale": ("group", "batch", "none", "gdpo"), "kl_weighting": ("ratio",),
+    },
     "ppo": COMMON | RL | {
         "critic_learning_rate": (1e-6, 3e-2), "critic_lr_schedule": ("constant", "cosine"),
         "critic_warmup_ratio": (0.5,), "critic_weight_decay": (0.1,), "gamma": (0.0, 0.9), "gae_lambda": (0.0, 0.5),
