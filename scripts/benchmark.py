@@ -1,7 +1,6 @@
-"""Measure speed and memory. Each sub-command prints tables; docs/benchmarks.md has each figure with its command:
+"""Measure speed and memory, and print tables. The first thing to run on a GPU:
 
-    python scripts/benchmark.py training --output results/training.md      # the first thing to run on a GPU
-    trl-venv/bin/python scripts/benchmark.py trl --output results/trl.md   # with requirements.txt and trl==1.16.0
+    python scripts/benchmark.py training --output results/training.md
 
 Runs that are compared take turns, each in a process of its own with one thread. Seconds are medians over the processes
 of the median step, the first two left out.
@@ -14,7 +13,6 @@ import shlex
 import sys
 import tempfile
 import time
-import zlib
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,8 +28,6 @@ from torch.nn.functional import cross_entropy
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
-from plumbing.data.rows import read_rows
-from plumbing.rewards import verifiers
 from plumbing.run.files import read_log
 
 TINY, GPU = os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
@@ -40,7 +36,6 @@ SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabula
     "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B
     "39m": (512, 8, 8, 2, 1536, 32_000),
     "13m": (320, 8, 5, 5, 1280, 512),  # most parameters in the blocks
-    "long tail": (64, 2, 4, 2, 256, 64),
 }
 # Of all runs: the demo's task without a system turn, KL, evaluation and checkpoints.
 RUN = {
@@ -65,63 +60,6 @@ def run_grpo(folder: str, flags: dict, more: list[str]) -> list[dict]:
     steps, ended = read_log(os.path.join(folder, RUN["run_name"])), 0.0
     for step in steps:
         step["time/whole"], ended = step["time/from_scratch"] - ended, step["time/from_scratch"]
-    return steps
-
-
-def checksum_parity(prompts: list[str], responses: list[str], **columns) -> list[float]:
-    return [float(zlib.crc32(response.encode()) % 2) for response in responses]
-
-
-def run_trl(folder: str, flags: dict, micro_batch: int) -> list[dict]:
-    """Train the same by TRL, in micro-batches of so many responses."""
-    import trl
-    from datasets import Dataset
-
-    steps, now, flags = [], time.perf_counter, RUN | flags
-
-    class Timed(trl.GRPOTrainer):
-        def _generate_and_score_completions(self, inputs):
-            start = now()
-            out = super()._generate_and_score_completions(inputs)
-            self.rollout_end, self.tokens = now(), out["completion_mask"].sum(1).double().mean().item()
-            self.rollout = self.rollout_end - start
-            return out
-
-    class Clock(transformers.TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            self.last = now()
-
-        def on_step_end(self, *args, **kwargs):
-            end, metrics = now(), {"time/rollout": trainer.rollout, "val/sequence_lengths": trainer.tokens}
-            steps.append({"time/whole": end - self.last, "time/training": end - trainer.rollout_end, **metrics})
-            self.last = end
-
-    config = trl.GRPOConfig(
-        output_dir=folder, seed=flags["seed"], use_cpu=True, bf16=False, gradient_checkpointing=False,
-        # one rollout, one update
-        per_device_train_batch_size=micro_batch, num_generations=8, num_iterations=1,
-        gradient_accumulation_steps=flags["mini_batch_size"] // micro_batch,
-        max_steps=flags["total_episodes"] // flags["mini_batch_size"],
-        max_completion_length=flags["max_response_length"],
-        # the loss
-        loss_type="grpo", beta=0.0, epsilon=0.2, scale_rewards="group", temperature=1.0, top_p=1.0, top_k=0,
-        # the optimizer
-        learning_rate=flags["learning_rate"], lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0,
-        max_grad_norm=1.0,
-        # what is not the work
-        save_strategy="no", eval_strategy="no", logging_strategy="no", report_to="none", log_completions=False,
-        disable_tqdm=True,
-    )  # fmt: skip
-    reward = lambda completions, prompts, **columns: checksum_parity(prompts, completions)
-    if flags["reward"] == "gsm8k":
-        reward = lambda completions, answer, **columns: list(map(verifiers.gsm8k, completions, answer))
-    trainer = Timed(
-        model=transformers.AutoModelForCausalLM.from_pretrained(flags["model"], dtype=torch.float32),
-        processing_class=transformers.AutoTokenizer.from_pretrained(flags["model"], padding_side="left"),
-        train_dataset=Dataset.from_list(read_rows("--dataset", flags["dataset"], "train")), reward_funcs=reward,
-        args=config, callbacks=[Clock()],
-    )  # fmt: skip
-    trainer.train()
     return steps
 
 
@@ -178,21 +116,15 @@ def measure(function: Callable, *args) -> dict[str, float]:
 
 
 def random_model(shape: str, folder: str) -> str:
-    """Save a random Qwen2 with the tokenizer of assets/tiny; return the folder.
-
-    Every token of "long tail" is as likely as any other, so that a response stops after each with probability 1/64.
-    """
+    """Save a random Qwen2 with the tokenizer of assets/tiny; return the folder."""
     hidden, layers, heads, key_heads, inner, vocabulary = SHAPES[shape]
     config = transformers.Qwen2Config(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=key_heads, max_position_embeddings=8192, bos_token_id=None,
-        eos_token_id=1, pad_token_id=0, tie_word_embeddings=shape != "long tail",
+        eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    if shape == "long tail":
-        model.lm_head.weight.data.zero_()
-    model.save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
 
@@ -240,38 +172,7 @@ def run_table(title: str, results: dict[str, pandas.DataFrame], *ratios_of: str)
     return rows
 
 
-# ---- the commands: each returns its title, lines about it, and tables ------------------------------------------------
-
-DEMO = {
-    "model": TINY, "learning_rate": 3e-4, "rollout_batch_size": 32, "mini_batch_size": 256, "max_response_length": 48,
-    "total_episodes": 12 * 256,
-}  # fmt: skip
-TAIL = {
-    **DEMO, "model": "long tail", "reward": "scripts/benchmark.py:checksum_parity", "learning_rate": 1e-9,
-    "max_response_length": 256, "total_episodes": 6 * 256,
-}  # fmt: skip
-CASES = {  # what it is, flags of grpo.py, TRL's micro-batch in responses
-    "short": ("the demo without KL: 32 prompts x 8 responses of up to 48 tokens; the strict #### reward", DEMO, 128),
-    "long tail": (
-        "a model that stops after each token with probability 1/64: 32 x 8 responses of up to 256 tokens; the reward "
-        "is the parity of a checksum, so that groups have advantages; the learning rate is negligible", TAIL, 64,
-    ),
-}  # fmt: skip
-
-
-def trl(rounds: int) -> tuple[str, list[str], list]:
-    """Time grpo.py and TRL's GRPOTrainer side by side on the CPU.
-
-    The same model, prompts, loss, optimizer, reward and float32 arithmetic. What is not the work (evaluation,
-    checkpoints, trackers) is off in both. TRL has the fastest of the micro-batch sizes that were tried by hand.
-    """
-    tables = []
-    for case, (_, flags, micro_batch) in CASES.items():
-        results = compare(flags, {"TRL": (run_trl, micro_batch), "grpo.py": (run_grpo, [])}, rounds)
-        tables.append(run_table(case, results, "time/whole"))
-    about = [f"{case}: {text}" for case, (text, *_) in CASES.items()]
-    return "grpo.py and TRL's GRPOTrainer on a CPU", about, tables
-
+# ---- the command -----------------------------------------------------------------------------------------------------
 
 SEQUENCES, LENGTH = 16, 1024 if GPU else 128  # of the micro-batch of an update
 VARIANTS = ("shard fsdp", "gradient_checkpointing", "lora_rank 16")
@@ -279,8 +180,14 @@ VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_atten
 VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
 
 
-def training(rounds: int) -> tuple[str, list[str], list]:
-    """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights, beside transformers alone."""
+def main(command: tyro.conf.Positional[Literal["training"]], rounds: int = 3, output: str = "") -> None:
+    """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights, beside transformers alone.
+
+    Args:
+        command: what to measure.
+        rounds: processes of each kind, in turns.
+        output: Markdown file to write.
+    """
     flags = {
         "rollout_batch_size": SEQUENCES // 8, "mini_batch_size": SEQUENCES, "min_response_length": LENGTH,
         "max_response_length": LENGTH, "micro_batch_tokens": SEQUENCES * (LENGTH + 16), "num_epochs": 2,
@@ -288,31 +195,17 @@ def training(rounds: int) -> tuple[str, list[str], list]:
     }  # fmt: skip
     kinds = {"grpo.py": (run_grpo, []), "transformers": (run_transformers, [])}
     kinds |= {f"--{flag}": (run_grpo, f"--{flag}".split()) for flag in VARIANTS}
-    tables = []
+    device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
+    lines = [
+        "# A step of grpo.py, and of transformers alone", "",
+        f"`python scripts/benchmark.py {shlex.join(sys.argv[1:])}`", "",
+        f"- {time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}",
+        f"- {rounds} processes of each",
+        f"- a step: {SEQUENCES} responses of {LENGTH} tokens, one pass for log-probs, two updates of one micro-batch",
+    ]  # fmt: skip
     for shape in ("0.5b", "1.5b") if GPU else ("39m", "13m"):
         results = compare({**flags, "model": shape}, kinds, rounds)
-        tables.append(run_table(shape, results, "time/rollout", "time/logprobs", "time/training"))
-    about = f"a step: {SEQUENCES} responses of {LENGTH} tokens, one pass for log-probs, two updates of one micro-batch"
-    return "A step of grpo.py, and of transformers alone", [about], tables
-
-
-COMMANDS = {"trl": trl, "training": training}
-
-
-def main(command: tyro.conf.Positional[Literal[tuple(COMMANDS)]], rounds: int = 3, output: str = "") -> None:
-    """Measure, and print the tables as Markdown.
-
-    Args:
-        command: what to measure.
-        rounds: processes of each kind, in turns.
-        output: Markdown file to write.
-    """
-    title, about, tables = COMMANDS[command](rounds)
-    device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
-    about = [f"{time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}", f"{rounds} processes of each", *about]
-    lines = [f"# {title}", "", f"`python scripts/benchmark.py {shlex.join(sys.argv[1:])}`", ""]
-    lines += [f"- {line}" for line in about]
-    for header, *rows in tables:
+        header, *rows = run_table(shape, results, "time/rollout", "time/logprobs", "time/training")
         lines += ["", *(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))]
     print(*lines, sep="\n")
     if output:
