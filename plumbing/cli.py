@@ -214,7 +214,7 @@ class DataArgs(PromptArgs):
 class ScoringArgs:
     reward: Annotated[tuple[str, ...], Field(min_length=1)] = ("math",)
     """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs Python
-    against the row's tests), knights, ifeval, reasoning_gym, environment (the sum of what --environment gives),
+    against the row's tests), ifeval, reasoning_gym, environment (the sum of what --environment gives),
     path/to/file.py:function, a reward model's folder or hub name, or a reward server's http:// address. A response
     counts as correct if the first source that is not a model gives it 1 or more."""
     timeout: Seconds = 30.0

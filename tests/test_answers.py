@@ -37,12 +37,10 @@ FORMS = [  # the thought never counts, whatever it holds
 ]
 THOUGHTS = ["hm", "\\boxed{{{wrong}}}", "<answer>{wrong}</answer>", "#### {wrong}", "The answer is {wrong}."]
 NO_ANSWERS = ["<think>{thought}</think>", "<think>{thought}", "<think>hm</think> so <think>{thought}"]
-TWO = "Zoey is a knave, and Oliver is a knight."
 SOURCES = {  # reward: (the reference, a right answer, a wrong one)
     "math": ("42", "42", "41"),
     "exact": ("42", "42", "41"),
     "gsm8k": ("6 * 7\n#### 42", "#### 42", "#### 41"),
-    "knights": (TWO, TWO, "Zoey is a knight, and Oliver is a knave."),
     "reasoning_gym": (["task", 1, 1, 0], "42", "41"),
 }
 
@@ -300,7 +298,6 @@ def test_a_list_of_one_is_its_element(answer):
         ("math", "$$", "is not an answer"), ("math", "####", "is not an answer"),
         ("gsm8k", "12 or 13", "is not a number"),
         ("math", "word " * 101, "is not an answer"),
-        ("knights", "Zoey", 'has no "NAME is a knight"'),
     ],
 )  # fmt: skip
 def test_references_of_no_use_are_refused(reward, answer, reason):

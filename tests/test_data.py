@@ -98,7 +98,7 @@ RECOGNISED = {
             "quiz": "Zoey says ...", "names": ["Zoey"], "solution": [True], "solution_text": "Zoey is a knight.",
             "solution_text_format": "(1) Zoey is a knight",
         },
-        "Zoey says ...", "Zoey is a knight.", "knights",
+        "Zoey says ...", "Zoey is a knight.", "exact",
     ),
     "src and tgt": ({"src": ["6*7?"], "tgt": ["42"]}, "6*7?", "42", "math"),
     "src and tgt as text": ({"src": "6*7?", "tgt": "42"}, "6*7?", "42", "math"),
@@ -301,13 +301,12 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path
 
 
 USELESS = {  # source: references that no response can equal
-    "gsm8k": ["none"], "math": ["-", "x" * 501], "knights": ["Zoey is tall."], "exact": [["1", "2"]],
+    "gsm8k": ["none"], "math": ["-", "x" * 501], "exact": [["1", "2"]],
     "code": ["x = 1", "assert ("], "reasoning_gym": ["5"],
     "ifeval": ["{'instruction_id': ['no:such'], 'kwargs': [None]}"],
 }  # fmt: skip
 USEFUL = {
-    "knights": "Zoey is a knave.", "code": "assert f(2) == 4",
-    "ifeval": "{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}",
+    "code": "assert f(2) == 4", "ifeval": "{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The rewards `reasoning_gym`, `knights` and `ifeval`: tables of responses and what no response can gain by."""
+"""The rewards `reasoning_gym` and `ifeval`: tables of responses and what no response can gain by."""
 
 import importlib.util
 import json
@@ -55,75 +55,6 @@ def test_an_answer_that_the_scorer_cannot_read_is_wrong(monkeypatch):
     monkeypatch.setattr(verifier, "reasoning_gym_dataset", lambda *source: Broken({0: {"answer": "1"}}))
     with pytest.raises(ZeroDivisionError):
         verifier.reasoning_gym("1", ["any", 1, 1, 0])
-
-
-# ---- knights and knaves ----------------------------------------------------------------------------------------------
-
-TWO = "Zoey is a knave, and Oliver is a knight."
-RIGHT = [
-    TWO, "Oliver is a knight, and Zoey is a knave.", "(1) Zoey is a knave\n(2) Oliver is a knight", TWO.upper(),
-    "Zoey: knave, Oliver: knight", "Zoey is a knave. So Zoey is a knave. Oliver is a knight.",
-    "| Zoey | knave |\n| Oliver | knight |", "- **Zoey** is a **knave**\n- _Oliver_ is a _knight_",
-    "{'Zoey': 'knave', 'Oliver': 'knight'}", "Zoey is the knave and Oliver is the knight",
-    "Zoey (knave), Oliver (knight)", "\\text{Zoey is a knave, and Oliver is a knight}",
-    "\\text{Zoey} = \\text{knave}, \\quad \\text{Oliver} = \\text{knight}",
-    "$\\text{Zoey}$ is a $\\mathbf{knave}$, $\\text{Oliver}$ is a $\\mathbf{knight}$",
-]  # fmt: skip
-WRONG = [
-    "", "knight", "Zoey", "Zoey is a knave", "Zoey is a knight, and Oliver is a knave.",
-    TWO + " Zoey is a knight.", "Zoey is a knight. " + TWO, TWO + " Or the other way.\nZoey: knight",
-    "Zoey is a knave or a knight, and Oliver is a knight.", "Zoey is a knave/knight, Oliver is a knight/knave",
-    "Zoey is not a knight, and Oliver is not a knave.", "Zoey isn't a knight, Oliver isn't a knave",
-    TWO + " Bob is a knight.", "Zoe is a knave, and Oliver is a knight.", "Zoeys is a knave, and Oliver is a knight.",
-    "Zoey and Oliver are knights.", "Zoey is a knavel, and Oliver is a knightly man.", "knave: Zoey, knight: Oliver",
-]  # fmt: skip
-
-
-FORMS = [
-    "{}", "<answer>{}</answer>", "So:\n\n{}", "<think>Zoey is a knight?</think>\n{}",
-    "If Zoey is a knight, so is Oliver.\nCONCLUSION:\n{}", "### Conclusion\n\n{}",
-    "Zoey is a knight.\n<answer>{}</answer>\nZoey is a knight.", "Zoey is a knight.\n\\boxed{{{}}}\nZoey is a knight.",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_knights_forms(form):
-    for text in RIGHT:
-        assert verifier.knights(form.format(text), TWO) == 1, text
-    for text in WRONG:
-        assert verifier.knights(form.format(text), TWO) == 0, text
-
-
-@pytest.mark.parametrize(
-    "response, score",
-    [
-        ("\\boxed{" + TWO + "} Conclusion: Zoey: knight", 1), (TWO + "\n\nI hope that this helps.", 0),
-        ("Conclusion: Zoey is a knight.\n\nConclusion: " + TWO, 1),
-        ("Conclusion: " + TWO + "\n\nConclusion: Zoey is a knight.", 0), ("<answer>" + TWO, 1), ("<think>" + TWO, 0),
-        ("Zoey is a knight.\n" + TWO, 0), ("Suppose that Zoey is a knight.\n\n" + TWO, 1), (TWO + "</think>", 0),
-        ("<answer>Zoey is a knave</answer><answer>Oliver is a knight</answer>", 0), ("Conclusion: </think>" + TWO, 1),
-    ],
-)  # fmt: skip
-def test_knights_what_counts_of_a_response(response, score):
-    assert verifier.knights(response, TWO) == score
-
-
-@pytest.mark.parametrize("answer", [None, "", "Zoey", [True, False], "(True, False)", "Zoey is a spy."])
-def test_a_reference_without_roles_has_no_score(answer):
-    with pytest.raises(ValueError, match="NAME is a knight"):
-        verifier.knights(TWO, answer)
-
-
-@pytest.mark.parametrize(
-    "response, score",
-    [
-        ("{}", 1), ("Mary-Ann is a knave, Zoë is a knight, Ann is a knight", 1), ("{} Anna is a knave.", 0),
-        ("Mary-Ann is a knave, Zoë is a knight", 0), ("Ann is a knight, Mary-Ann is a knight, Zoë is a knight", 0),
-    ],
-)  # fmt: skip
-def test_names_within_other_names(response, score):
-    truth = "Ann is a knight, Mary-Ann is a knave, and Zoë is a knight."
-    assert verifier.knights(response.format(truth), truth) == score
 
 
 # ---- ifeval ---------------------------------------------------------------------------------------------------------

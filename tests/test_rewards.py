@@ -184,9 +184,9 @@ def test_an_answer_is_needed_where_a_source_reads_it():
 
 def test_only_the_named_sources_count(make):
     rows = [row("1", ["exact"]), row("#### 1", ["gsm8k"]), row("1"), row("1", ["exact", "format"])]
-    rewards = make("exact", "gsm8k", "format", "knights", rows=rows[:2])
+    rewards = make("exact", "gsm8k", "format", rows=rows[:2])
     scores = rewards.score(rows[:2] + rows[3:], ["1", "#### 1", "1"], [[], [], []])
-    assert scores == {"exact": [1, 0, 1], "gsm8k": [0, 1, 0], "format": [0, 0, 0], "knights": [0, 0, 0]}
+    assert scores == {"exact": [1, 0, 1], "gsm8k": [0, 1, 0], "format": [0, 0, 0]}
 
 
 def batch_of(rows: list[dict], **components) -> Batch:

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Callable, NamedTuple
 
-from plumbing.rewards.answers import after_thought, final_answer, gold_answer, marked_number, plain_number, stated_text
+from plumbing.rewards.answers import gold_answer, marked_number, plain_number, stated_text
 from plumbing.rewards.code_tests import code, read_tests
 from plumbing.rewards.math_verifier import LIMIT, math, reference_text
 
@@ -39,39 +39,6 @@ def format(response: str, _=None) -> float:
     has_form = re.fullmatch(r"\s*<think>\s*\S.*?</think>\s*<answer>\s*\S.*?</answer>\s*", response, re.DOTALL)
     once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     return float(bool(has_form) and once)
-
-
-# ---- puzzles ---------------------------------------------------------------------------------------------------------
-
-
-def knights(response: str, answer) -> float:
-    """Return 1 if the response calls each person of the reference, and nobody else, the right knight or knave.
-
-    Reference: "Zoey is a knave, and Oliver is a knight." (the column solution_text of K-and-K/knights-and-knaves).
-    Of the response, the `final_answer` counts; else what follows the last "conclusion"; else the last paragraph. Each
-    "knight" or "knave" there has to be part of a statement such as "Zoey is a knave", "Zoey: knave" or "Zoey = knave".
-    So a second role for a person, a choice ("a knave or a knight") and another person give 0.
-
-    """
-    known, text = reference_roles(answer), final_answer(response)
-    if text is None:
-        *others, text = re.split("conclusion", after_thought(response), flags=re.IGNORECASE)
-        text = text if others else re.split(r"\n\s*\n", text)[-1]
-    text = re.sub(r"\\[a-z]+|_", " ", text.lower())  # LaTeX commands; an underscore would count as part of a word
-    gap = r"[^\w.,;!?\n]+"
-    people = "|".join(re.escape(name) for name in sorted(known, key=len, reverse=True))
-    person = rf"(?<!\w)(?<!\w['’-])({people})(?!['’-]?\w)"  # a complete name: not the Ann of Mary-Ann
-    statements = re.findall(rf"{person}{gap}(?:is{gap})?(?:an?{gap}|the{gap})?(knight|knave)\b", text)
-    roles = re.findall(r"knight|knave", text)
-    return float(len(statements) == len(roles) and set(statements) == set(known.items()))
-
-
-def reference_roles(answer) -> dict[str, str]:
-    """Return {name: "knight" or "knave"} of a reference; raise ValueError if it names nobody."""
-    known = dict(re.findall(r"([^\W\d_][\w'’-]*) is an? (knight|knave)\b", str(answer).lower()))
-    if not known:
-        raise ValueError(f'the reference {answer!r} has no "NAME is a knight" or "NAME is a knave"')
-    return known
 
 
 def reasoning_gym(response: str, source) -> float:
@@ -161,7 +128,6 @@ VERIFIERS = {
     "gsm8k": Verifier(gsm8k, "answer", read=reference_number),
     "exact": Verifier(exact, "answer", read=gold_answer),
     "code": Verifier(code, "answer", read=read_tests),
-    "knights": Verifier(knights, "answer", read=reference_roles),
     "format": Verifier(format, ""),
     "ifeval": Verifier(ifeval, "answer", "if_verifiable", read=checkers),
     "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning_gym", read=tuple),

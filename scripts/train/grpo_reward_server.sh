@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 port=${PORT:-8731}
-python scripts/reward_server.py --reward knights --port "$port" &
+python scripts/reward_server.py --reward scripts/train/knights.py:score --port "$port" &
 server=$!
 trap 'kill "$server" 2>/dev/null || true' EXIT
 until curl --silent --fail --output /dev/null "http://127.0.0.1:$port/health"; do
