@@ -21,12 +21,10 @@ from grpo import (
     adapt_kl_coef,
     aggregate,
     correction_weights,
-    decoupled_scores,
     entropy_from_logprobs,
     equal_scores,
     group_advantages,
     kl_estimate,
-    kl_ratio,
     masked_mean,
     masked_sum,
     policy_loss,
@@ -156,7 +154,7 @@ def test_gdpo_by_loops(weights):
     final = lambda x, n: (x if n < 10 else -1.0) - max(0, n - 6) / 4
     penalized = [[final(*pair) for pair in zip(scores, lengths)] for scores in sources]
     penalized[1:] = [scores[:8] + [0.0] * 4 for scores in penalized[1:]]
-    advantages = group_advantages(decoupled_scores(batch, args), 4, "gdpo")
+    advantages = group_advantages(grpo.decoupled_scores(batch, args), 4, "gdpo")
     close(advantages, gdpo_by_hand(penalized, weights, 4))
     if weights == (1.0, 0.0, 0.0):  # one reward: GRPO's advantages, at another scale
         plain = group_advantages(batch.scores, 4, "group")
@@ -208,13 +206,12 @@ def test_expectations_and_gradients_of_the_kl_estimators():
     close(of["k1"], torch.zeros(5))
     close(of["k2"], gradient(exact(p, q)))
     close(of["k3"], gradient(exact(q, p)))
-    assert not torch.allclose(of["k3"], of["k2"], rtol=0.05)
     # Times the ratio all have the gradient of the reverse KL, also from samples of another policy, or weighted by rho.
     moved, sampler = torch.randn(2, 5, dtype=torch.float64).log_softmax(-1)
     policies = [(p.detach(), p.detach()), (moved, moved), (moved, sampler)]
     for estimator, (old, sampled) in itertools.product(of, policies):
         weights = sampled.exp() * (old - sampled).exp()
-        mean = (weights * kl_ratio(p, old, estimator) * kl_estimate(p, q, estimator)).sum()
+        mean = (weights * grpo.kl_ratio(p, old, estimator) * kl_estimate(p, q, estimator)).sum()
         close(gradient(mean), gradient(exact(p, q)))
         assert estimator == "k2" or mean.item() == pytest.approx(exact(p, q).item(), rel=1e-12)
 

@@ -93,7 +93,6 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     assert got.sampled_tokens == 4 * (2 + 3) and got.metrics["val/sampled_prompts"] == 4
     two = dict(reward=("exact", "f.py:f"), reward_weights=(2.0, 1.0), filter_groups="drop")  # whose sum is always 0
     assert groups_of(collected(table, advantage_scale="gdpo", **two)[0]) == expected
-    assert collected(table, **two)[0].metrics["val/zero_std_fraction"] == 1
     present = [s for i in order[:4] for s in table[i % 4] if not math.isnan(s)]
     assert got.metrics["objective/scores"] == pytest.approx(sum(present) / len(present))
 
