@@ -65,25 +65,19 @@ def test_no_token(base, tmp_path, monkeypatch, capsys):
     assert not folder_of(variant(base, tmp_path)).exists()
 
 
-def test_the_card_of_models_on_the_hub(tmp_path):
-    """Metadata that the hub reads; flags without defaults and without what a server's address may hide."""
-    defaults = {"model": "a/b", "reward": ["math"], "resume": False, "lora_rank": 0, "non_stop_penalty": True}
-    args = {"model": "Qwen/Qwen2.5-0.5B", "dataset": "openai/gsm8k:main@train", "resume": True, "lora_rank": 8}
+def test_the_card(tmp_path, monkeypatch):
+    """Flags without defaults and without what a server's address may hide, the last numbers, and the run's address."""
+    defaults = {"model": "a/b", "dataset": "x", "reward": ["math"], "lora_rank": 8, "non_stop_penalty": True}
+    args = {"model": "Qwen/Qwen2.5-0.5B", "dataset": "https://me:secret@host/a.jsonl?key=secret", "lora_rank": 8}
     args |= {"reward": ["math", "http://me:secret@judge:9/x?key=secret"], "non_stop_penalty": False}
-    facts = {"args": args, "defaults": {**args, **defaults}, "script": "grpo.py", "ranks": 2, "git_commit": "abc+"}
-    facts["defaults"]["dataset"] = "x"
-    (tmp_path / "args.json").write_text(json.dumps({**facts, "versions": {"python": "3.11", "torch": "2.9"}}))
     helpers.write_rows(tmp_path / "metrics.jsonl", [{"step": 7, "eval/accuracy": 0.51234, "objective/kl": None}])
-    card = hub.model_card(str(tmp_path), "me/model", "https://wandb.ai/me/run")
-    assert card.data.base_model == "Qwen/Qwen2.5-0.5B" and card.data.datasets == ["openai/gsm8k"]
-    text = str(card)
-    assert "secret" not in text and "'http://judge:9/x'" in text.replace("http://judge:9/x", "'http://judge:9/x'")
-    command = "torchrun --nproc_per_node 2 grpo.py --model Qwen/Qwen2.5-0.5B --dataset openai/gsm8k:main@train"
-    assert f"{command} --lora_rank 8 --reward math http://judge:9/x --no-non_stop_penalty\n" in text
+    (tmp_path / "args.json").write_text(json.dumps({"args": args, "defaults": defaults, "script": "grpo.py"}))
+    (tmp_path / "final").mkdir()
+    Hub(monkeypatch)
+    hub.push(str(tmp_path), "me/model", "https://wandb.ai/me/run")
+    text = (tmp_path / "final" / "README.md").read_text()
+    assert "secret" not in text and "base_model: Qwen/Qwen2.5-0.5B\n" in text
+    assert "`Qwen/Qwen2.5-0.5B` after 7 steps on `https://host/a.jsonl`. [The run](https://wandb.ai/me/run)." in text
+    command = "python grpo.py --model Qwen/Qwen2.5-0.5B --dataset https://host/a.jsonl"
+    assert f"{command} --reward math http://judge:9/x --no-non_stop_penalty\n" in text
     assert "| held-out accuracy, sampled (what is trained) | 0.5123 |" in text and "KL" not in text
-    assert (
-        "for 7 steps" in text and "(https://wandb.ai/me/run)" in text and "python 3.11, torch 2.9; commit abc+" in text
-    )
-    facts["args"]["dataset"] = "https://me:secret@host/a.jsonl?key=secret"
-    (tmp_path / "args.json").write_text(json.dumps({**facts, "versions": {}}))
-    assert "secret" not in str(hub.model_card(str(tmp_path), "me/model", None))

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 
@@ -17,10 +16,7 @@ CARD = """---
 
 # {{ title }}
 
-`{{ base }}`, trained by `{{ script }}` on `{{ dataset }}` for {{ step }} steps.
-{%- if tracked %} [The run in Weights & Biases]({{ tracked }}).{% endif %}
-
-![curves](curves.png)
+`{{ base }}` after {{ step }} steps on `{{ dataset }}`.{% if tracked %} [The run]({{ tracked }}).{% endif %}
 
 | after the last step | |
 |---|---|
@@ -28,13 +24,9 @@ CARD = """---
 | {{ name }} | {{ "%.4g" % value }} |
 {%- endfor %}
 
-The command, without the flags at their defaults:
-
 ```bash
 {{ command }}
 ```
-
-{{ versions }}; commit {{ commit }}.
 """
 
 
@@ -46,48 +38,29 @@ def open_repository(name: str) -> str:
 
 def push(folder: str, repository: str, tracked: str | None) -> str:
     """Push a run's final model with its card, and return the address of both. For rank 0 alone."""
-    final = os.path.join(folder, "final")
-    if os.path.exists(os.path.join(folder, "curves.png")):
-        shutil.copy(os.path.join(folder, "curves.png"), final)
-    model_card(folder, repository, tracked).save(os.path.join(final, "README.md"))
+    facts, last, final = read_args(folder), read_log(folder)[-1], os.path.join(folder, "final")
+    args = facts["args"]
+    card = ModelCard.from_template(
+        ModelCardData(base_model=None if os.path.exists(args["model"]) else args["model"]), template_str=CARD,
+        title=repository.rpartition("/")[2], base=args["model"], dataset=without_secrets(args["dataset"]),
+        step=last["step"], numbers={title: last[key] for key, title in CURVES.items() if last.get(key) is not None},
+        tracked=tracked, command=command(facts),
+    )  # fmt: skip
+    card.save(os.path.join(final, "README.md"))
     with loading(f"--push_to_hub {repository}: {final} is saved, but not pushed; --resume pushes it"):
         # Weights that the repository had before would be loaded in place of the new ones if their files differ in name.
         HfApi().upload_folder(repo_id=repository, folder_path=final, delete_patterns="*.safetensors*")
     return f"{constants.ENDPOINT}/{repository}"
 
 
-def model_card(folder: str, repository: str, tracked: str | None) -> ModelCard:
-    """Return the card of a run's model; `tracked` is the address of the run in Weights & Biases, if it has one."""
-    facts, last = read_args(folder), read_log(folder)[-1]
-    args = facts["args"]
-    on_hub = {name: without_secrets(args[name]) for name in ("model", "dataset") if not os.path.exists(args[name])}
-    dataset = re.split("[:@]", on_hub.get("dataset", ""))[0]
-    data = ModelCardData(
-        base_model=on_hub.get("model"),
-        datasets=[dataset] if dataset.count("/") == 1 else None,
-        library_name="transformers",
-        tags=[facts["script"].removesuffix(".py"), "reinforcement-learning"],
-    )
-    return ModelCard.from_template(
-        data, template_str=CARD, base=on_hub.get("model") or os.path.basename(args["model"]),
-        dataset=on_hub.get("dataset") or os.path.basename(args["dataset"]),
-        title=repository.rpartition("/")[2], script=facts["script"], step=last["step"], tracked=tracked,
-        numbers={title: last[key] for key, title in CURVES.items() if last.get(key) is not None},
-        command=command(facts), versions=", ".join(map(" ".join, facts["versions"].items())),
-        commit=facts["git_commit"],
-    )  # fmt: skip
-
-
 def command(facts: dict) -> str:
-    """Return the command line of a run without the flags at their defaults, and without secrets in addresses."""
-    ranks, words = facts["ranks"], []
+    """Return the command line of a run, without the flags at their defaults."""
+    words = ["python", facts["script"]]
     for name, value in facts["args"].items():
         if value != facts["defaults"][name] and name not in ("run_name", "output_dir", "resume", "push_to_hub"):
             values = [] if isinstance(value, bool) else map(str, value if isinstance(value, list) else [value])
             words += [f"--no-{name}" if value is False else f"--{name}", *map(without_secrets, values)]
-    return shlex.join(
-        [*(["python"] if ranks == 1 else ["torchrun", "--nproc_per_node", str(ranks)]), facts["script"], *words]
-    )
+    return shlex.join(words)
 
 
 def without_secrets(word: str) -> str:
