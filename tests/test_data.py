@@ -303,7 +303,10 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path
 USELESS = {  # source: references that no response can equal
     "gsm8k": ["none"], "math": ["-", "x" * 501], "exact": [["1", "2"]],
     "code": ["x = 1", "assert ("], "reasoning_gym": ["5"],
-    "ifeval": ["{'instruction_id': ['no:such'], 'kwargs': [None]}"],
+    "ifeval": [
+        "{'instruction_id': ['no:such'], 'kwargs': [None]}", '{"func_name": "verify_letter_frequency", "N": 2}',
+        '{"func_name": "validate_word_constraint", "N": 9, "quantifier": "around"}',
+    ],
 }  # fmt: skip
 USEFUL = {
     "code": "assert f(2) == 4", "ifeval": "{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}",

@@ -107,6 +107,21 @@ def test_the_share_that_is_followed(response, score):
     assert verifier.ifeval(response, BOTH) == score
 
 
+@pytest.mark.parametrize(
+    "answer, response, score",
+    [
+        ({"func_name": "validate_no_commas"}, "one, two", 0),
+        ({"func_name": "validate_word_constraint", "quantifier": "at most"}, "one two three", 1),
+        ({"func_name": "validate_word_constraint", "quantifier": "at most"}, "one two three four", 0),
+        ({"func_name": "validate_paragraphs", "i": 2, "first_word": "Dogs"}, "a\n\nDogs b\n\nc", 1),
+        ({"func_name": "verify_keywords", "keyword_list": ["two", "six"]}, "one two", 0),
+    ],
+)  # fmt: skip
+def test_constraints_of_tulu_3(answer, response, score):
+    pytest.importorskip("if_verifiable")
+    assert verifier.ifeval(response, json.dumps({"N": 3, "quantifier": None, "language": None, **answer})) == score
+
+
 def test_languages_and_unknown_constraints():
     """A constraint that the package does not have gives no score: the response is not to blame."""
     pytest.importorskip("if_verifiable")

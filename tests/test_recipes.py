@@ -30,7 +30,7 @@ RECIPES = sorted(str(path.relative_to(ROOT / "scripts")) for path in ROOT.glob("
 SERVED = ("train/grpo_async_6_plus_2.sh", "train/grpo_async_two_nodes.sh")  # by scripts/vllm_server.py
 RUN = (SERVED[1], "train/grpo_reward_server.sh", "train/ppo_llama3.1_8b_2nodes.sh")
 WORDS = {  # what a recipe is called with; several: on several nodes
-    "train/ppo_llama3.1_8b_2nodes.sh": [["0", "127.0.0.1"], ["1", "127.0.0.1"]],
+    **{recipe: [["0", "127.0.0.1"], ["1", "127.0.0.1"]] for recipe in RECIPES if recipe.endswith("_2nodes.sh")},
     "train/grpo_async_two_nodes.sh": [["serve", "127.0.0.1"], ["train", "127.0.0.1"]],
 }
 SLURM = dict(SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]")

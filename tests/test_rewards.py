@@ -14,6 +14,7 @@ from tiny_models import CPU, make_tokenizer
 
 from plumbing.data.prompts import named_sources
 from plumbing.rewards.sources import Rewards, needs_answer
+from plumbing.rewards.verifiers import math as math_verifier
 from plumbing.rewards.workers import finite_or_nan
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
@@ -169,9 +170,11 @@ def test_named_sources(columns, expected):
     assert named_sources("rows.jsonl row 1", columns, types.SimpleNamespace(reward=MIX)) == expected
 
 
-def test_sources_that_cannot_be_named():
+def test_sources_of_rows_of_open_instruct():
     row = {"dataset": "gsm8k", "ground_truth": "1"}  # open-instruct's column is no choice among one
     assert named_sources("row", row, types.SimpleNamespace(reward=("math",))) is None
+    assert named_sources("row", row, types.SimpleNamespace(reward=("ifeval", "math"))) == ["math"]
+    assert math_verifier("There were 15. 21 - 15 = 6. So the answer is 6.", "6") == 1  # as those rows' exemplars end
     with pytest.raises(SystemExit):
         named_sources("--dataset rows.jsonl row 3", {"verifier": "code"}, types.SimpleNamespace(reward=MIX))
 

@@ -107,7 +107,8 @@ def named_sources(where: str, row: dict, args) -> list[str] | None:
     """Return the sources of --reward that a row of a data set names; None if all of them score it.
 
     A row names them in its column `verifier` or, as in open-instruct's data sets, in `dataset`, if it has a
-    `ground_truth` and there is a choice. Names are compared without case: open-instruct writes MATH.
+    `ground_truth` and there is a choice. Names are compared without case: open-instruct writes MATH. Its gsm8k, the
+    last number of a response, is `math` where --reward has no gsm8k.
     """
     is_choice = "ground_truth" in row and len(args.reward) > 1
     column = "verifier" if "verifier" in row or not is_choice else "dataset"
@@ -115,6 +116,8 @@ def named_sources(where: str, row: dict, args) -> list[str] | None:
     if not is_filled(value):
         return None
     known = {alias.lower(): name for name in args.reward for alias in (name, name.partition(":http")[0])}
+    if "math" in known:
+        known.setdefault("gsm8k", "math")
     names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
     for name in names:
         if name not in known:
