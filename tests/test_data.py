@@ -173,17 +173,6 @@ def test_both_readings_of_src_and_tgt(src, tgt):
     assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(src) - 1) + ["user"]
 
 
-@pytest.mark.parametrize(
-    "row", [
-        {"src": ["a"], "tgt": ["b", "c"]}, {"src": ["a", "b"], "tgt": []}, {"src": ["a", ""], "tgt": ["b"]},
-        {"src": [1], "tgt": ["b"]}, {"src": {"a": 1}, "tgt": []}, {"src": None}, {"src": ["a"], "tgt": [None]},
-    ],
-)  # fmt: skip
-def test_bad_src_and_tgt(row, tokenizers, tmp_path, capsys):
-    line = refused(capsys, load, [{"src": "a", "tgt": "b"}, row], tmp_path, tokenizers[False, None])
-    assert line.startswith(f"error: --dataset {tmp_path / 'rows.jsonl'} row 2: ")
-
-
 # ---- the chat template, exactly once ------------------------------------------------------------------------------
 
 DIALOGUE = [
