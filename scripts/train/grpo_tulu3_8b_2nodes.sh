@@ -2,7 +2,7 @@
 # GRPO of Llama-3.1-8B (Tulu 3 after DPO) on the mixture of Tulu 3's last stage (GSM8K, MATH and prompts with IFEval's
 # constraints), on two nodes of eight 80 GB GPUs. `math` scores the rows named gsm8k and MATH, ifeval those of that name
 # (pip install if-verifiable==0.1.2); held out: GSM8K's test rows in the same form. Learning rate, KL, lengths and sizes
-# of groups and batches as in open-instruct's grpo_8b.sh for Tulu 3.1.
+# of groups and batches as in open-instruct's script for Tulu 3.1.
 # Numbers: open-instruct reports none beside that script; this has not been run here.
 #   bash scripts/train/grpo_tulu3_8b_2nodes.sh 0 HOST        on the first node, HOST its address
 #   bash scripts/train/grpo_tulu3_8b_2nodes.sh 1 HOST        on the second; both need the same --output_dir
