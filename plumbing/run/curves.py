@@ -1,4 +1,4 @@
-"""The main metrics of a run and their titles, and curves.png, the picture of them."""
+"""The picture of run folders: a curve of each main metric, a line a run."""
 
 import math
 import os
@@ -30,24 +30,33 @@ def run_names(folders: list[str]) -> list[str]:
     return [os.path.relpath(path, shared) for path in paths]
 
 
-def plot_curves(folder: str, path: str) -> None:
-    """Draw the CURVES that a run has, if it has one, into a picture."""
+def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = ()) -> None:
+    """Draw curves of run folders into a picture; raise ValueError if there is nothing to draw.
+
+    Args:
+        path: its ending names the format, such as .png, .svg or .pdf.
+        metrics: what to draw, as in metrics.jsonl; default: the CURVES that the runs have.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    rows = read_log(folder)
-    curves = {key: {row["step"]: row[key] for row in rows if row.get(key) is not None} for key in CURVES}
-    curves = {key: values for key, values in curves.items() if values}
-    if not curves:
-        return
-    width = min(3, len(curves))
-    height = math.ceil(len(curves) / width)
+    runs = dict(zip(run_names(folders), map(read_log, folders)))
+    keys = [k for k in metrics or CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
+    if not keys:
+        raise ValueError(f"there is nothing to draw in {' '.join(folders)}")
+    width = min(3, len(keys))
+    height = math.ceil(len(keys) / width)
     figure = Figure((4.4 * width, 2.9 * height), layout="constrained")  # requires no display
-    for place, (key, values) in enumerate(curves.items(), 1):
+    for place, key in enumerate(keys, 1):
         axis = figure.add_subplot(height, width, place)
-        axis.plot(values.keys(), values.values(), marker="o" if len(values) < 20 else None, markersize=3)
-        axis.set_title(CURVES[key], loc="left", fontsize=10)
+        for number, (name, rows) in enumerate(runs.items()):
+            values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+            marker = "o" if len(values) < 20 else None
+            axis.plot(values.keys(), values.values(), f"C{number % 10}", marker=marker, markersize=3, label=name)
+        axis.set_title(CURVES.get(key, key), loc="left", fontsize=10)
         axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#ecebe6")
+    if len(runs) > 1:
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
     figure.savefig(path, dpi=130)

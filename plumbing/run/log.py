@@ -140,7 +140,7 @@ class RunLog:
         if not self.world.main:
             return
         try:
-            plot_curves(self.folder, os.path.join(self.folder, "curves.png"))
+            plot_curves([self.folder], os.path.join(self.folder, "curves.png"))
         except Exception as error:
             warn(f"{self.folder}/curves.png: {first_line(error)}")
 
