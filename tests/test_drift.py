@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
-import itertools
 import re
 import shutil
 import subprocess
@@ -16,20 +15,9 @@ import pytest
 from helpers import ROOT
 from test_docs import missing_paths, unknown_flags
 
+sync_shared = importlib.import_module("sync_shared")
 PLUMBING = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("plumbing/**/*.py"))
-SCRIPTS = ("grpo.py", "rloo.py", "ppo.py", "reward_model.py")
-MAY_DIFFER = {  # what has one name and may differ, and why
-    "Args": "each algorithm has its own flags; fields are compared one by one",
-    "main": "the algorithm itself",
-    "collect": "rloo.py adds ReMax's greedy responses, ppo.py the statistics of the scores",
-    "final_scores": "ppo.py normalizes and clips scores",
-    "Policy": "ppo.py's supervised rows have a temperature of 1",
-    "policy_metrics": "ppo.py has no correction weights",
-    "Args.clip_low": "its default depends on grpo's --loss",
-    "Args.clip_high": "its default depends on grpo's --loss",
-    "Args.loss_aggregation": "its default depends on grpo's --loss and on rloo's --ratio",
-    "Args.num_epochs": "passes over a rollout, in reward_model.py over the data set",
-}
+SCRIPTS = sync_shared.SCRIPTS
 SHELL = sorted(ROOT.glob("scripts/**/*.sh"))  # for README.md and docs/ see test_docs.py
 
 
@@ -42,61 +30,118 @@ def args_of(name: str) -> type:
     return importlib.import_module(name.removesuffix(".py")).Args
 
 
-# ---- what the scripts share ------------------------------------------------------------------------------------------
+# ---- scripts/sync_shared.py ------------------------------------------------------------------------------------------
+
+FIRST = '''"""One."""
+import functools
 
 
-def parts(source: str) -> dict[str, list[str]]:
-    """Return what a script may share, {name: syntax}: a function, a class, or type and docstring of a field of Args."""
-    nodes = {node.name: [node] for node in ast.parse(source).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    body = nodes["Args"][0].body
-    for field, text in zip(body, body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            nodes[f"Args.{field.target.id}"] = [field.annotation, text]
-    return {name: list(map(ast.dump, several)) for name, several in nodes.items()}
-
-
-def differences(source: str, target: str) -> set[str]:
-    """Return the names of the parts that two scripts have both, but not equal. Layout and comments do not count."""
-    ours, theirs = parts(source), parts(target)
-    return {name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
-
-
-SCRIPT = '''
 class Args:
     seed: int = 1
     """Seed."""
     size: int = 2
-    """Size of it."""
+    """Größe of it."""; PAIR = 3
 
 
+# Why this is so.
 @functools.cache
 def mean(x, args):
     """The mean."""
-    return sum(x) / len(x)
+    return sum(x) / len(x) * args.size / args.seed  # here
+
+
+class Batch:
+    rows: list
+
+
+def main(args):
+    return mean(1)
 '''
-DRIFTS = {  # what is changed in a script, and what is reported
-    ("len(x)", "(len(x) + 1)"): {"mean"},
-    ('"""The mean."""', '"""Mean."""'): {"mean"},
-    ("@functools.cache\n", ""): {"mean"},
-    ("Size of it.", "Sizes."): {"Args", "Args.size"},
-    ("size: int", "size: float"): {"Args", "Args.size"},
-    ("size: int = 2", "size: int = 5"): {"Args"},
-    ("    return", "\n    # a comment\n    return"): set(),
+SECOND = '''"""Two."""
+import functools
+
+
+class Args:
+    seed: int = 7
+    """Seed."""
+    size: int = 5
+    """Größe of it."""
+    other: float = 0.1
+    """Other."""
+
+
+class Batch:
+    rows: list  # layout and comments are free
+
+
+
+# ---- a banner ----
+@functools.cache
+def mean(x, args):
+    """The mean."""
+    return sum(x) / len(x) * args.size / args.seed
+
+
+def main(args):
+    return 2
+'''
+DRIFTS = {  # what is changed in the second script -> what is reported
+    ("sum(x) / len(x)", "sum(x) / (len(x) + 1)"): "mean",
+    ('"""The mean."""', '"""The äverage."""'): "mean",
+    ("@functools.cache\n", ""): "mean",
+    ("rows: list ", "rows: tuple "): "Batch",
+    ("Größe of it.", "Größen of\n    them."): "Args.size",
+    ("size: int", "size: Literal[\n        1, 2\n    ]"): "Args.size",
 }
 
 
-def test_drift_is_found():
-    for (old, new), found in DRIFTS.items():
-        assert differences(SCRIPT, SCRIPT.replace(old, new)) == found, new
+def sync(folder, second: str, *line, first: str = FIRST, file: str = "ppo.py") -> tuple[int, str]:
+    """Run the command on a folder with two scripts; return its exit code and the second script after it."""
+    (folder / "grpo.py").write_text(first)
+    (folder / file).write_text(second)
+    try:
+        code = sync_shared.main([str(folder / "grpo.py"), str(folder / file), *line])
+    except SystemExit as end:
+        code = end.code
+    return code, (folder / file).read_text()
 
 
-def test_scripts_share_the_same_code():
-    """Each of them with each: two may share what a third does not have. An entry of MAY_DIFFER that nothing needs would
-    hide a drift to come."""
-    sources = {name: (ROOT / name).read_text() for name in SCRIPTS}
-    pairs = itertools.combinations(SCRIPTS, 2)
-    found = {name: pair for pair in pairs for name in differences(*map(sources.get, pair))}
-    assert found.keys() == MAY_DIFFER.keys(), found
+@pytest.mark.parametrize("drift", DRIFTS, ids=lambda drift: drift[1].split("\n")[0].strip() or "no decorator")
+def test_drift_is_reported_and_mended(tmp_path, drift, capsys):
+    """The default of a flag, comments and all that is not shared stay as they are."""
+    drifted, what = SECOND.replace(*drift), DRIFTS[drift]
+    assert sync(tmp_path, drifted, "--check") == (1, drifted)
+    assert capsys.readouterr().out == f"ppo.py: {what} differs from grpo.py\n"
+    code, mended = sync(tmp_path, drifted)
+    assert code == 0 and capsys.readouterr().out == f"ppo.py: {what} copied from grpo.py\n"
+    assert ast.dump(ast.parse(mended)) == ast.dump(ast.parse(SECOND)) != ast.dump(ast.parse(drifted))
+    assert "# ---- a banner ----\n" in mended and "size: int = 5" in mended
+    assert sync(tmp_path, mended, "--check") == (0, mended) == sync(tmp_path, mended)
+
+
+def test_some_parts_of_a_fork(tmp_path, capsys):
+    """--only names what is copied of what differs, else a fork would be lost."""
+    drifted = SECOND.replace("len(x)", "2").replace("rows: list", "rows: set")
+    code, fork = sync(tmp_path, drifted, "--only", "mean", file="fork.py")
+    assert code == 0 and ast.dump(ast.parse(fork)) == ast.dump(ast.parse(SECOND.replace("rows: list", "rows: set")))
+    assert sync(tmp_path, drifted, file="fork.py") == (2, drifted)
+    assert "name with --only what to copy of Batch mean" in capsys.readouterr().err
+
+
+# ---- the scripts that exist ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_share_the_same_code(name, capsys):
+    """Whichever script is compared with: two may share what a third does not have."""
+    assert sync_shared.main([str(ROOT / name), "--check"]) == 0, capsys.readouterr().out
+
+
+def test_what_may_differ_does(monkeypatch):
+    """An entry of the list that nothing needs would hide a drift to come."""
+    sources, allowed = [(ROOT / name).read_bytes() for name in SCRIPTS], {*sync_shared.MAY_DIFFER}
+    monkeypatch.setattr(sync_shared, "MAY_DIFFER", {})
+    assert {name for one in sources for other in sources for name in sync_shared.differences(one, other)} == allowed
 
 
 def names_read(*trees: ast.Module) -> set[str]:
