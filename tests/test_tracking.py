@@ -99,12 +99,9 @@ def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
 
 
 def test_lengths(tmp_path, capsys):
-    log_of(tmp_path).lengths(
-        {"prompts": [3] * 90 + [4] * 10 + [7], "held-out": [5], "long": [*range(1000)], "none": []}
-    )
-    first, second, third = capsys.readouterr().out.splitlines()[1:]
-    assert first == "prompts: 101 of 3 to 7 tokens |█▁  ▁| median 3"
-    assert second == "held-out: 1 of 5 to 5 tokens |█| median 5" and len(re.search(r"\|(.*)\|", third)[1]) == 32
+    log_of(tmp_path).lengths({"prompts": [3] * 90 + [4] * 10 + [7], "held-out": [5], "none": []})
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert first == "prompts: 101 of 3 to 7 tokens, median 3" and second == "held-out: 1 of 5 to 5 tokens, median 5"
 
 
 def test_no_control_code_of_a_sample_reaches_the_terminal(tmp_path, capsys):

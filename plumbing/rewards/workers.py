@@ -88,17 +88,21 @@ def call_function(name: str, *arguments) -> list[float | None]:
 # ---- in the trainer --------------------------------------------------------------------------------------------------
 
 
-class WorkerProcess(SpawnProcess):
-    """A new process that does not import the script which runs here, and torch with it, as multiprocessing's would."""
+@contextlib.contextmanager
+def without_main():
+    """Hide the script that runs here from a process that starts within, which would import it, and torch with it."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
+
+class WorkerProcess(SpawnProcess):
     @staticmethod
+    @without_main()
     def _Popen(process):
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            return SpawnProcess._Popen(process)
-        finally:
-            sys.modules["__main__"] = main
+        return SpawnProcess._Popen(process)
 
 
 class Context(SpawnContext):

@@ -65,10 +65,8 @@ class RunLog:
         """Print how many items of each name there are, and how long they are in tokens."""
         for name, lengths in data.items():
             if lengths and self.world.main:
-                counts, _ = np.histogram(lengths, bins=min(32, max(lengths) - min(lengths) + 1))
-                bars = "".join(" ▁▂▃▄▅▆▇█"[math.ceil(8 * count / counts.max())] for count in counts)
-                line = f"{name}: {len(lengths):,} of {min(lengths)} to {max(lengths)} tokens |{bars}|"
-                tqdm.write(f"{line} median {np.median(lengths):g}")
+                span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
+                tqdm.write(f"{name}: {len(lengths):,} of {span}")
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""

@@ -11,9 +11,8 @@ import multiprocessing
 import os
 import resource
 import signal
-import sys
-import types
 
+from plumbing.rewards.workers import without_main
 from plumbing.turns import worker
 from utils import ROOT, fail
 
@@ -136,12 +135,8 @@ class Process:
     def _start(self) -> None:
         connection, of_process = forked.Pipe()
         process = forked.Process(target=worker.serve, args=(of_process, self.names, self.is_environment, self.seed))
-        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
-        try:  # without its `__main__`, as a new process would import the script that runs here, and torch with it
+        with of_process, without_main():
             process.start()
-        finally:
-            sys.modules["__main__"] = main
-            of_process.close()
         self.process, self.connection = process, connection
 
     def kill(self) -> None:
