@@ -273,6 +273,12 @@ class RolloutArgs(SamplingArgs):
     """Neighbouring ranks that share one vLLM engine."""
 
     RULES = {
+        "--mini_batch_size must divide --rollout_batch_size x --group_size": lambda a: (
+            a.rollout_batch_size * getattr(a, "group_size", 1) % a.mini_batch_size == 0
+        ),
+        "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
+            a.total_episodes >= a.rollout_batch_size * getattr(a, "group_size", 1)
+        ),
         "--rollout_backend server and --rollout_servers require each other": lambda a: (
             (a.rollout_backend == "server") == bool(a.rollout_servers)
         ),
@@ -359,12 +365,6 @@ class PolicyArgs(OptimizerArgs):
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
 
     RULES = {
-        "--mini_batch_size must divide --rollout_batch_size x --group_size": lambda a: (
-            a.rollout_batch_size * a.group_size % a.mini_batch_size == 0
-        ),
-        "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
-            a.total_episodes >= a.rollout_batch_size * a.group_size
-        ),
         "--overlong_buffer must be at most --max_response_length": lambda a: a.overlong_buffer <= a.max_response_length,
         "--filter_groups requires a --group_size of 2 or more": lambda a: a.filter_groups == "none" or a.group_size > 1,
         "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,

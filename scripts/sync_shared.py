@@ -14,13 +14,13 @@ import ast
 import sys
 from pathlib import Path
 
-SCRIPTS = ("grpo.py", "rloo.py", "ppo.py", "reward_model.py")
+SCRIPTS = ("grpo.py", "rloo.py", "ppo.py", "reward_model.py", "distill.py")
 MAY_DIFFER = {  # what has one name and may differ, and why
     "Args": "each algorithm has its own flags; fields are compared one by one",
     "main": "the algorithm itself",
-    "collect": "rloo.py adds ReMax's greedy responses, ppo.py the statistics of the scores",
+    "collect": "rloo.py adds ReMax's greedy responses, ppo.py the statistics of the scores, distill.py the data set's",
     "final_scores": "ppo.py normalizes and clips scores",
-    "Policy": "ppo.py's supervised rows have a temperature of 1",
+    "Policy": "ppo.py's supervised rows have a temperature of 1, distill.py's student has a teacher",
     "policy_metrics": "ppo.py has no correction weights",
     "Args.clip_low": "its default depends on grpo's --loss",
     "Args.clip_high": "its default depends on grpo's --loss",

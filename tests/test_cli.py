@@ -12,6 +12,7 @@ import pytest
 import reward_server
 from pydantic import ValidationError
 
+import distill
 import grpo
 import ppo
 import reward_model
@@ -19,7 +20,7 @@ import rloo
 from plumbing import cli
 
 SCRIPTS = {"grpo": grpo, "rloo": rloo, "ppo": ppo, "reward_model": reward_model, "evaluate": evaluate}
-SCRIPTS["reward_server"] = reward_server
+SCRIPTS |= {"distill": distill, "reward_server": reward_server}
 
 
 def parse(line: str):

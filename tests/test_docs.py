@@ -147,7 +147,7 @@ def test_every_folder_stands_on_the_front_page():
 def test_the_reading_map_has_every_equation():
     """Every function in the section of equations of an algorithm."""
     named = {dotted for _, dotted in REFERENCE.findall(MAP.read_text())}
-    for name in ("grpo.py", "rloo.py", "ppo.py", "reward_model.py"):
+    for name in ("grpo.py", "rloo.py", "ppo.py", "reward_model.py", "distill.py"):
         section = re.search(r"\n# The equations.*?\n# -+\n(.*?)\n# -+\n", (ROOT / name).read_text(), re.DOTALL)[1]
         functions = set(re.findall(r"^def (\w+)", section, re.MULTILINE))
         assert functions and functions <= named, name
@@ -155,11 +155,13 @@ def test_the_reading_map_has_every_equation():
 
 def test_every_metric_has_a_formula():
     """Every name that stands in the code as it is; of those that are put together there, as reward/SOURCE is, none."""
-    metric = r"(?:objective|loss|policy|val|rollout|eval|time|perf|train)/\w*[a-z]"
+    metric = r"(?:objective|loss|policy|teacher|val|rollout|eval|time|perf|train)/\w*[a-z]"
     named = set(re.findall(rf"`({metric})`", (ROOT / "docs" / "metrics.md").read_text()))
     named |= {name.replace("eval/", "train/") for name in named}
     found = set()
-    scripts = [ROOT / f"{name}.py" for name in ("grpo", "rloo", "ppo", "reward_model", "utils")]  # not what a fork adds
+    scripts = [
+        ROOT / f"{name}.py" for name in ("grpo", "rloo", "ppo", "reward_model", "distill", "utils")
+    ]  # not what a fork adds
     for path in (*scripts, *ROOT.glob("plumbing/**/*.py")):
         found |= set(re.findall(rf'"({metric})"', path.read_text()))
     assert len(found) > 30

@@ -24,6 +24,7 @@ RUNS = {  # (script, flags on top of helpers.workspace)
     "rloo": ("rloo", dict(SMALL, kl_in="loss", rollout_correction="truncate")),
     "ppo": ("ppo", dict(SMALL, num_epochs=1, gradient_checkpointing=True, critic_gradient_checkpointing=True)),
     "reward model": ("reward_model", dict(batch_size=4, eval_every=0, save_every=0, precision="float64")),
+    "distill": ("distill", dict(SMALL, divergence="jsd", on_policy_share=0.5, gradient_checkpointing=True)),
     "LoRA, bf16": ("grpo", dict(SMALL, lora_rank=2, precision="bf16")),
     "conversations": ("grpo", dict(SMALL, max_response_length=20, environment=helpers.GAME, reward="environment")),
     "resume": ("grpo", dict(SMALL, save_every=1, resume=True)),
@@ -39,6 +40,9 @@ def train(script: str, flags: dict, folder: Path) -> list[dict]:
         pairs = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "?"} for i in range(12)]
         common = {name: values[name] for name in ("model", "system_prompt", "output_dir", "micro_batch_tokens")}
         values = {**common, "dataset": helpers.write_rows(folder / "pairs.jsonl", pairs), "run_name": "run", **flags}
+    if script == "distill":
+        others = {name: x for name, x in values.items() if name not in ("group_size", "non_stop_penalty", "kl_coef")}
+        values = {**others, "rollout_batch_size": 8, "teacher": helpers.tiny_model(folder / "teacher", hidden_size=48)}
     if values.pop("resume", False):
         helpers.run_here(values, script)
         values |= dict(total_episodes=2 * values["total_episodes"], resume=True)

@@ -1,5 +1,6 @@
 """The data sets of a run: their prompts, mixtures of several, and the order in which a run reads them."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -16,15 +17,15 @@ from utils import fail, generator, warn
 
 
 def load_train_and_eval(
-    args, tokenizer, check_reference: Callable, conversations=None
+    args, tokenizer, check_reference: Callable, conversations=None, stop_ids: list[int] | None = None
 ) -> tuple[list[dict], list[dict]]:
     """Return the prompts to train on, and those to evaluate on ([] for none), which are never trained on.
 
     Args:
-        check_reference, conversations: see `load_prompts`.
+        check_reference, conversations: see `load_prompts`. stop_ids: see there, for the prompts to train on.
     """
     given = tokenizer, args, check_reference, conversations
-    train = mix(load_prompts("--dataset", args.dataset, "train", *given), args.seed)
+    train = mix(load_prompts("--dataset", args.dataset, "train", *given, stop_ids), args.seed)
     held_out, (dataset, _) = [], split_of(args.dataset)
     if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
         name = args.eval_dataset or dataset
@@ -47,8 +48,9 @@ def check_responses_fit(args, rows: list[dict]) -> None:
 
 
 def load_prompts(
-    flag: str, name: str, split: str, tokenizer, args, check_reference: Callable, conversations=None
-) -> list[tuple[list[dict], float]]:
+    flag: str, name: str, split: str, tokenizer, args, check_reference: Callable, conversations=None,
+    stop_ids: list[int] | None = None,
+) -> list[tuple[list[dict], float]]:  # fmt: skip
     """Read a data set, or a list of them, and turn each row into a prompt, once and for all, as token ids.
 
     Args:
@@ -56,10 +58,12 @@ def load_prompts(
         args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length.
         check_reference: returns why nothing can score a row, see `plumbing.rewards.sources.check_reference`.
         conversations: plumbing.turns.conversations.Conversations, with --tools or --environment.
+        stop_ids: of rows to learn from, which no source scores: each turn of the assistant is a row of its own.
     Returns:
         Of each data set its weight and its rows {"prompt": the text that the model sees, "query": its token ids,
         "messages": the same as messages, None with --chat_template none, "answer": the reference or None, "dataset":
-        the name of its data set, "sources": what `named_sources` gives, "columns": the row as it was read}.
+        the name of its data set, "sources": what `named_sources` gives, "columns": the row as it was read; with
+        `stop_ids` "response": the token ids to imitate, where the row has such a text}.
     """
     parts, as_is, tools = [], args.chat_template == "none", conversations and conversations.schemas
     for part, rows, weight in read_parts(flag, name, split):
@@ -70,13 +74,16 @@ def load_prompts(
             at = f"{where} row {number}"
             for column in {"prompts", "responses"} & row.keys():
                 fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")
-            prompt, answer = prompts.prompt_and_answer(at, row, prompt_column, answer_column)
-            sources = prompts.named_sources(at, row, args)
-            text, query = prompts.encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
-            messages = None if as_is else prompts.as_messages(at, prompt, args.system_prompt)
-            seen = {"prompt": text, "query": query, "messages": messages, "answer": answer}
-            encoded.append({**seen, "dataset": part, "sources": sources, "columns": row})
-            problems.append(check_reference(at, encoded[-1], args))
+            for turn in prompts.rows_of_turns(row, prompt_column) if stop_ids else [row]:
+                prompt, answer = prompts.prompt_and_answer(at, turn, prompt_column, answer_column)
+                sources = [] if stop_ids else prompts.named_sources(at, row, args)
+                text, query = prompts.encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
+                messages = None if as_is else prompts.as_messages(at, prompt, args.system_prompt)
+                seen = {"prompt": text, "query": query, "messages": messages, "answer": answer}
+                encoded.append({**seen, "dataset": part, "sources": sources, "columns": row})
+                problems.append(check_reference(at, encoded[-1], args))
+                if stop_ids and (response := prompts.response_to_imitate(at, turn, prompt_column)):
+                    encoded[-1]["response"] = prompts.encode_response(at, response, tokenizer, stop_ids)
         if tokenizer.chat_template and not as_is and any(map(prompts.holds_template, encoded)):
             warn(f"{where}: its prompts hold a chat template, and get another one; --chat_template none leaves them")
         scorable = [row for row, problem in zip(encoded, problems) if not problem]
@@ -92,36 +99,29 @@ def drop_overlong(where: str, rows: list[dict], args) -> list[dict]:
     limits = {"query": args.max_prompt_length, "response": args.max_response_length}
     kept = [row for row in rows if all(len(row.get(key, ())) <= limit for key, limit in limits.items())]
     flags = f"--max_prompt_length {args.max_prompt_length}"
-    if "response" in rows[0]:
+    if any("response" in row for row in rows):
         flags += f" or --max_response_length {args.max_response_length}"
     return leave_out(where, rows, kept, f"which have more tokens than {flags}")
 
 
 def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
-    """Return the rows of --ptx_dataset: {"query": token ids of the prompt, "response": those of the text to imitate}.
-
-    The text is the last turn of messages, if the assistant's, or else stands in the answer column. A stop token is
-    added to it.
-    """
-    parts, as_is = [], args.chat_template == "none"
-    for name, rows, weight in read_parts("--ptx_dataset", args.ptx_dataset, "train"):
-        where, encoded = f"--ptx_dataset {name}", []
-        for number, row in enumerate(rows, 1):
-            at = f"{where} row {number}"
-            prompt_column, answer_column = (prompts.find_column(at, kind, "", [row]) for kind in ("prompt", "answer"))
-            if prompts.is_turn_of_assistant(prompts.value_at(row, prompt_column)):
-                answer_column = None
-            prompt, text = prompts.prompt_and_answer(at, row, prompt_column, answer_column)
-            if not isinstance(text, str) or not text.strip():
-                known = ", ".join(prompts.COLUMNS["answer"])
-                fail(f"{at}: has no text to imitate in {known} or in a last turn of the assistant")
-            _, query = prompts.encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is)
-            encoded.append({"query": query, "response": prompts.encode_response(at, text, tokenizer, stop_ids)})
-        parts.append((drop_overlong(where, encoded, args), weight))
+    """Return the rows of --ptx_dataset with responses, see `load_prompts`; exit with code 2 if one has none."""
+    args = dataclasses.replace(args, prompt_column="", answer_column="")  # they are of --dataset
+    flag, no_reference = "--ptx_dataset", lambda where, row, args: ""
+    parts = load_prompts(flag, args.ptx_dataset, "train", tokenizer, args, no_reference, stop_ids=stop_ids)
+    check_responses(flag, [row for rows, _ in parts for row in rows])
     supervised = mix(parts, args.seed)
     sequences = [row["query"] + row["response"] for row in supervised]
     check_fits(args.model, sequences, f"--ptx_dataset {args.ptx_dataset}")
     return supervised
+
+
+def check_responses(flag: str, rows: list[dict]) -> None:
+    """Exit with code 2 if a row has no response to imitate."""
+    for row in rows:
+        if "response" not in row:
+            known = ", ".join(prompts.COLUMNS["response"])
+            fail(f"{flag} {row['dataset']}: has no {known} or last turn of the assistant for {row['prompt']!r:.60}")
 
 
 def token_lengths(train: list[dict], held_out: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:

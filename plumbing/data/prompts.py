@@ -15,6 +15,7 @@ from utils import fail, loading
 COLUMNS = {
     "prompt": "prompt question messages problem quiz src".split(),
     "answer": "answer ground_truth reward_model.ground_truth solution_text solution tgt completion".split(),
+    "response": "response completion solution tgt answer".split(),  # to imitate: the solution rather than its result
 }
 
 
@@ -101,6 +102,26 @@ def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_c
     if is_turn_of_assistant(answer):  # TRL's completions are messages, too
         answer = check(where, answer, MESSAGES, "turn")[-1].text
     return prompt, answer
+
+
+def rows_of_turns(row: dict, prompt_column: str) -> list[dict]:
+    """Return a row for each turn of the assistant, cut after it, if the messages of a row end with such a turn."""
+    turns, answers = value_at(row, prompt_column), row.get("tgt")
+    if prompt_column == "src" and isinstance(turns, list) and isinstance(answers, list) and len(turns) == len(answers):
+        return [{**row, "src": turns[:i], "tgt": answers[:i]} for i in range(1, len(turns) + 1)]
+    if not is_turn_of_assistant(turns):
+        return [row]
+    ends = [i for i in range(1, len(turns) + 1) if is_turn_of_assistant(turns[:i])]
+    return [{**row, prompt_column: turns[:end]} for end in ends]
+
+
+def response_to_imitate(where: str, row: dict, prompt_column: str) -> str | None:
+    """Return the text of a row's last turn, if the assistant's, or else of its response column; None if it has none."""
+    _, text = prompt_and_answer(where, row, prompt_column, None)
+    if text is None:
+        column = find_column(where, "response", "", [row])
+        _, text = prompt_and_answer(where, row, prompt_column, column)
+    return text if isinstance(text, str) and text.strip() else None
 
 
 def named_sources(where: str, row: dict, args) -> list[str] | None:

@@ -22,7 +22,7 @@ def arithmetic_rows(split: str, size: int) -> list[dict]:
     """Return `size` random problems of 3-digit addition, the same on every machine.
 
     A tenth of all problems, chosen by a hash of the problem, is held out: "test" draws from that tenth only and
-    "train" never does. A row is {"prompt": "737+361=", "answer": "1098"}.
+    "train" never does. A row is {"prompt": "737+361=", "answer": "1098", "solution": what `worked_addition` gives}.
     """
     numbers = random.Random(f"arithmetic {split}")
     rows = []
@@ -31,7 +31,8 @@ def arithmetic_rows(split: str, size: int) -> list[dict]:
         prompt = f"{first}+{second}="
         held_out = zlib.crc32(prompt.encode()) % 10 == 0
         if held_out == (split == "test"):
-            rows.append({"prompt": prompt, "answer": str(first + second)})
+            solution = worked_addition(prompt, 0.0, random.Random(0))
+            rows.append({"prompt": prompt, "answer": str(first + second), "solution": solution})
     return rows
 
 

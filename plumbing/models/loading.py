@@ -352,14 +352,13 @@ def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, mask: to
     return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
 
 
-def load_policy_and_reference(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding):
-    """Load the policy of --model, or of a checkpoint, and the reference of the KL penalty.
+def load_policy(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding) -> tuple:
+    """Load the policy of --model, or of a checkpoint.
 
     Args:
         make_policy: wraps a causal language model in the script's Policy. checkpoint: folder, or None.
     Returns:
-        The policy; what trains it, the policy itself or its DDP wrapper; and the reference, frozen: None without
-        --kl_coef, with LoRA the policy itself, which is used without its adapter.
+        The policy, and what trains it: the policy itself or its DDP wrapper.
     """
     name = args.model if args.lora_rank else checkpoint or args.model
     model = load_model("--model", name, precision.param_dtype, sharding.load_device)
@@ -369,20 +368,35 @@ def load_policy_and_reference(args, make_policy: Callable, checkpoint: str | Non
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = make_policy(model)
     check_head(f"--model {args.model}", model, policy.logits)
-    wrapped = sharding.wrap(policy)
+    return policy, sharding.wrap(policy)
+
+
+def load_frozen(flag: str, name: str, make_policy: Callable, dtype: torch.dtype, sharding) -> torch.nn.Module:
+    """Load a model that does not train, such as the reference of the KL penalty; see `load_policy`."""
+    model = load_model(flag, name, dtype, sharding.load_device).requires_grad_(False)
+    policy = make_policy(model)
+    check_head(f"{flag} {name}", model, policy.logits)
+    return sharding.shard(policy)
+
+
+def load_policy_and_reference(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding):
+    """Load the policy, see `load_policy`, and the reference of the KL penalty.
+
+    Returns:
+        The policy; what trains it; and the reference, frozen: None without --kl_coef, with LoRA the policy itself,
+        which is used without its adapter.
+    """
+    policy, wrapped = load_policy(args, make_policy, checkpoint, precision, sharding)
     if not args.kl_coef:
         return policy, wrapped, None
     if args.lora_rank and not args.ref_model:
         return policy, wrapped, policy
     flag, name = "--ref_model" if args.ref_model else "--model", args.ref_model or args.model
     name = refreshed_reference(checkpoint) or name
-    model = load_model(flag, name, precision.param_dtype, sharding.load_device).requires_grad_(False)
-    reference = make_policy(model)
-    check_head(f"{flag} {name}", model, reference.logits)
-    theirs, ours = (each.get_output_embeddings().weight.shape[0] for each in (model, policy.model))
+    theirs, ours = (load_config(*each).get_text_config().vocab_size for each in ((flag, name), ("--model", args.model)))
     if theirs != ours:
         fail(f"{flag} {name}: its vocabulary has {theirs} tokens, that of --model {ours}")
-    return policy, wrapped, sharding.shard(reference)
+    return policy, wrapped, load_frozen(flag, name, make_policy, precision.param_dtype, sharding)
 
 
 def refreshed_reference(checkpoint: str | None) -> str | None:

@@ -14,6 +14,7 @@ CURVES = {  # the metrics that a picture has, if a run has them, and those of ev
     "train/pair_accuracy": "training pairs ranked right",
     "objective/scores": "mean score",
     "objective/kl": "KL to the reference (sum over tokens)",
+    "objective/divergence": "divergence from the teacher per token (nats)",
     "policy/entropy_avg": "entropy per token (nats)",
     "val/explained_variance": "explained variance of the values",
     "val/sequence_lengths": "response length (tokens)",

@@ -1,5 +1,5 @@
-"""Compare the equations and whole steps of grpo.py, rloo.py and ppo.py with TRL's and verl's own code, on the same
-random inputs, in float64; docs/agreement.md has a table.
+"""Compare the equations and whole steps of grpo.py, rloo.py and ppo.py, and the divergences of distill.py, with TRL's
+and verl's own code, on the same random inputs, in float64; docs/agreement.md has a table.
 
     python tests/agreement/agree.py --trl_python trl-venv/bin/python --verl_python verl-venv/bin/python
 
@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+import distill
 import grpo
 import ppo
 import rloo
@@ -283,6 +284,13 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
         weights = grpo.correction_weights(x["old_logprobs"], x["rollout_logprobs"], mask, kind, cap)
         quantities[f"rollout correction: {kind}"] = weights * mask
     quantities["entropies of logits"] = grpo.entropy_from_logprobs((x["logits"] / TEMPERATURE).log_softmax(-1))
+    for beta in (0.0, 0.25, 0.5, 0.75, 1.0):
+        leaf = x["logits"].clone().requires_grad_()
+        student, teacher = ((logits / TEMPERATURE).log_softmax(-1) for logits in (leaf, x["logits"].flip(-1)))
+        kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
+        loss = distill.masked_sum(distill.divergence(student, teacher, kind, beta), mask) / mask.sum()
+        quantities[f"distillation: beta {beta}"] = loss.detach()
+        (quantities[f"distillation: beta {beta}, gradient"],) = torch.autograd.grad(loss, leaf)
     return quantities
 
 

@@ -16,6 +16,7 @@ import transformers
 import trl
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
+from trl.experimental.gkd import GKDTrainer
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
 FOLDER = sys.argv[1]
@@ -116,6 +117,11 @@ def main() -> None:
         weights = rollout(make_trainer(fields, logprobs=X["logprobs"]))["importance_sampling_ratio"]
         quantities[f"rollout correction: {mode.removeprefix('token_')}"] = weights * MASK
     quantities["entropies of logits"] = entropy_from_logits(X["logits"] / SETTINGS["temperature"])
+    for beta in (0.0, 0.25, 0.5, 0.75, 1.0):
+        leaf, labels = X["logits"].clone().requires_grad_(), torch.where(MASK, 0, -100)
+        loss = GKDTrainer.generalized_jsd_loss(leaf, X["logits"].flip(-1), labels, beta, SETTINGS["temperature"])
+        quantities[f"distillation: beta {beta}"] = loss.detach()
+        (quantities[f"distillation: beta {beta}, gradient"],) = torch.autograd.grad(loss, leaf)
 
     for step, fields in SETTINGS["trl"].items():
         rloo = SETTINGS["scripts"][step] == "rloo"

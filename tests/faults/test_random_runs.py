@@ -1,6 +1,6 @@
 """Whole runs with flags drawn at random: what is not refused trains, and resumes bit for bit.
 
-Every flag of the four scripts is in DRAWN or in LEFT_OUT. A draw takes some of DRAWN at random values, until the rules
+Every flag of the scripts is in DRAWN or in LEFT_OUT. A draw takes some of DRAWN at random values, until the rules
 of the flags let it pass. A run may still refuse its files, in one line. One that trains goes on once more from the
 checkpoint before its last one, and has to end the same bit for bit.
 
@@ -20,13 +20,15 @@ import helpers
 import pytest
 from helpers import folder_of, metrics_of, read_lines
 
+import distill
 import grpo
 import ppo
 import reward_model
 import rloo
 from plumbing import cli
 
-SCRIPTS = {"grpo": grpo.Args, "ppo": ppo.Args, "rloo": rloo.Args, "reward_model": reward_model.Args}
+SCRIPTS = {"grpo": grpo.Args, "ppo": ppo.Args, "rloo": rloo.Args}
+SCRIPTS |= {"reward_model": reward_model.Args, "distill": distill.Args}
 
 # ---- the files of all runs -------------------------------------------------------------------------------------------
 
@@ -49,6 +51,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("random_runs")
     for kind in ("qwen2", "llama", "gemma2", "gpt_neox"):
         helpers.tiny_model(folder / kind, kind)
+    helpers.tiny_model(folder / "qwen2_other", hidden_size=48)
     helpers.tiny_model(folder / "chat", chat=True)
     helpers.scalar_folder(str(folder / "qwen2"), folder / "scorer")
     helpers.scalar_folder(str(folder / "qwen2"), folder / "other_vocabulary", tokens=("ab", "12"))
@@ -132,6 +135,10 @@ DRAWN = {
         "advantage": ("rloo", "reinforce++", "reinforce++-baseline", "remax", "opo"), "ratio": ("sequence",),
         "gamma": (0.0, 0.9),
     },
+    "distill": {name: x for name, x in (COMMON | RL).items() if name in vars(distill.Args())} | {
+        "teacher": ("", "@llama"), "on_policy_share": (0.0, 0.4, 1.0), "estimator": ("sampled",),
+        "divergence": ("reverse_kl", "forward_kl", "jsd"), "jsd_beta": (0.1, 0.5), "teacher_temperature": (0.5, 2.0),
+    },
     "reward_model": COMMON | {
         "dataset": ("@margins.jsonl",), "eval_dataset": ("@other_pairs.jsonl",), "eval_pairs": (0, 1),
         "max_length": (1000,), "num_epochs": (1, 2), "batch_size": (12, 13), "centre_coef": (0.1,),
@@ -158,10 +165,14 @@ def resolved(value, files: dict):
 
 def command(script: str, changes: dict, files: dict, folder: Path) -> tuple[dict, int]:
     """Return the flags of a run, and its ranks."""
-    values = BASE | (BASE_RL if script != "reward_model" else {"dataset": "@pairs.jsonl", "batch_size": 9}) | changes
+    values = BASE | (BASE_RL if script != "reward_model" else {"dataset": "@pairs.jsonl", "batch_size": 9})
+    if script == "distill":
+        values = {name: x for name, x in values.items() if name in vars(distill.Args()) or name == "ranks"}
+        values |= {"teacher": "@qwen2_other", "rollout_batch_size": 8}
+    values |= changes
     ranks = values.pop("ranks")
     if script != "reward_model":
-        values["total_episodes"] = 3 * values["rollout_batch_size"] * values["group_size"]
+        values["total_episodes"] = 3 * values["rollout_batch_size"] * values.get("group_size", 1)
     values = {name: resolved(value, files) for name, value in values.items()}
     return values | {"output_dir": str(folder), "run_name": "run"}, ranks
 
@@ -181,7 +192,7 @@ def passes(script: str, changes: dict, files: dict) -> bool:
 def draw(choose: random.Random, files: dict) -> tuple[str, dict]:
     """Draw a script, and the flags of a run that differ from BASE."""
     while True:
-        script = choose.choices(list(SCRIPTS), (3, 3, 3, 1))[0]
+        script = choose.choices(list(SCRIPTS), (3, 3, 3, 1, 2))[0]
         names = choose.sample(sorted(DRAWN[script]), choose.randint(2, 10))
         changes = {name: choose.choice(DRAWN[script][name]) for name in names}
         if passes(script, changes, files):

@@ -1,0 +1,503 @@
+"""Distillation from a teacher, on and off policy, and supervised fine-tuning, in one file.
+
+A student p learns from a teacher q, of which all log-probabilities are known. For each prompt take a response of the
+student (with probability lambda), or that of the data set, and minimise the mean over response tokens of
+
+    reverse_kl   KL(p || q) = sum over the vocabulary of p * (log p - log q)
+    forward_kl   KL(q || p)
+    jsd          beta * KL(q || m) + (1 - beta) * KL(p || m)          m = beta * q + (1 - beta) * p
+
+Source: generalised knowledge distillation (GKD), arXiv:2306.13649, eq. 1 and algorithm 1. Without a teacher the loss is
+-log p of the data set's responses: supervised fine-tuning.
+
+Deliberate choices:
+1. No gradient flows through the sampling: a token's loss is the divergence of the two next-token distributions.
+2. The sum over the vocabulary is exact, in chunks of tokens that are computed again in the backward pass. `--estimator
+   sampled` is a policy gradient of the reverse KL instead, by the log-probabilities of the sampled tokens alone.
+3. One temperature samples and divides the student's logits; the teacher's is the same unless it has its own.
+4. The gradient is that of the global batch: sums are divided by counts over all ranks and micro-batches.
+5. Each turn of the assistant in a row of messages is a row of its own. The turns before it are its prompt.
+6. Nothing trains on --reward: it scores held-out responses.
+
+    bash scripts/demo.sh distill                                                      # tiny models on a CPU, minutes
+    python distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B                 # one GPU, GSM8K
+    torchrun --nproc_per_node 8 distill.py --on_policy_share 0 --dataset rows.jsonl   # supervised fine-tuning
+"""
+
+import functools
+import math
+import os
+from typing import Callable, Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import utils
+from plumbing import cli
+from plumbing.cli import PositiveFloat, PositiveInt, PositiveShare, Share
+from plumbing.data.mixture import check_responses, load_train_and_eval, take_prompts, token_lengths
+from plumbing.models import loading
+from plumbing.models.sharding import Sharding, gather_head, gradient_sync, model_device
+from plumbing.rewards.sources import Rewards, check_reference
+from plumbing.rollout import engines
+from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_tokens, logits_processors
+from plumbing.run import evaluation
+from plumbing.run.ranks import record
+from plumbing.run.run import Run
+
+CHUNK_TOKENS = 512  # response tokens whose logits are held at once
+
+
+@dataclass
+class Args(
+    cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.ScoringArgs, cli.RolloutArgs, cli.ConversationArgs, cli.OptimizerArgs
+):  # fmt: skip
+    total_episodes: PositiveInt = 30_000
+    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
+    rollout_batch_size: PositiveInt = 128
+    """Prompts a step, over all ranks."""
+    mini_batch_size: PositiveInt = 128
+    """Responses an optimizer update, over all ranks."""
+    num_epochs: PositiveInt = 1
+    """Passes over one rollout."""
+    max_response_length: PositiveInt = 1024
+    """Maximum number of tokens of a response."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; it divides the logits in every log-probability."""
+    learning_rate: PositiveFloat = 1e-5
+    """Peak learning rate of AdamW."""
+
+    teacher: str = ""
+    """Model to learn from: a causal language model's folder or hub name, with the vocabulary of --model; "" for none,
+    which is supervised fine-tuning on the data set's responses."""
+    on_policy_share: Share | None = None
+    """Probability lambda with which a prompt is answered by the student; else by the response of its row: the last turn
+    of the assistant, or the column response, completion, solution, tgt or answer. Default: 1 with a --teacher."""
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """Divergence from the teacher that is minimised."""
+    jsd_beta: PositiveShare | None = None
+    """Weight beta of the teacher in the mixture of jsd; default: 0.5."""
+    estimator: Literal["exact", "sampled"] = "exact"
+    """Sum over the vocabulary, or the policy gradient of the reverse KL from the sampled tokens alone."""
+    teacher_temperature: PositiveFloat | None = None
+    """Divides the logits of the teacher; default: --temperature."""
+    reward_weights = ()  # not a flag: nothing trains on scores
+
+    RULES = {
+        "--on_policy_share above 0 requires a --teacher": lambda a: a.teacher or not a.on_policy_share,
+        "--teacher must be another model than --model": lambda a: (
+            os.path.realpath(a.teacher) != os.path.realpath(a.model)
+        ),
+        "--divergence, --jsd_beta, --estimator and --teacher_temperature require a --teacher": lambda a: (
+            a.teacher
+            or (a.divergence, a.jsd_beta, a.estimator, a.teacher_temperature) == ("reverse_kl", None, "exact", None)
+        ),
+        "--jsd_beta requires --divergence jsd, and must be below 1": lambda a: (
+            a.jsd_beta is None or a.divergence == "jsd" and a.jsd_beta < 1
+        ),
+        "--estimator sampled requires --divergence reverse_kl and --on_policy_share 1": lambda a: (
+            a.estimator == "exact" or a.divergence == "reverse_kl" and a.on_policy_share in (None, 1)
+        ),
+        "--tools and --environment require a --teacher and --on_policy_share 1": lambda a: (
+            a.teacher and a.on_policy_share in (None, 1) or not (a.tools or a.environment)
+        ),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# The equations: tensors in, tensors out. N sequences, T response positions, V vocabulary.
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Return the sum of x where mask is set; what stands elsewhere, NaN included, does not leak."""
+    return torch.where(mask, x, 0.0).sum(dim)
+
+
+def divergence(logprobs: Tensor, teacher_logprobs: Tensor, kind: str, beta: float) -> Tensor:
+    """Return the divergence of student p and teacher q from their log-probabilities (..., V), in nats: (...).
+
+    Args:
+        kind: "reverse_kl": KL(p || q); "forward_kl": KL(q || p); "jsd": beta * KL(q || m) + (1 - beta) * KL(p || m)
+            with m = beta * q + (1 - beta) * p (arXiv:2306.13649, eq. 1), for 0 < beta < 1.
+    """
+    p, q = (x.clamp(min=-1e30) for x in (logprobs, teacher_logprobs))  # a masked token: 0 * -inf would be NaN
+    kl = lambda a, b: (a.exp() * (a - b)).sum(-1)
+    if kind == "reverse_kl":
+        return kl(p, q)
+    if kind == "forward_kl":
+        return kl(q, p)
+    m = torch.logaddexp(q + math.log(beta), p + math.log1p(-beta))
+    return beta * kl(q, m) + (1 - beta) * kl(p, m)
+
+
+def sampled_reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
+    """Return a loss (N, T) whose expected gradient is that of the reverse KL, from the sampled tokens (N, T) alone.
+
+    r * (log p - log q), where only the ratio r = p / p_rollout has a gradient: a policy gradient with the advantage
+    -(log p - log q) of the token, and with weights for what the student has learned since it sampled.
+    """
+    ratio = (logprobs - rollout_logprobs).clamp(-20, 20).exp()
+    return ratio * (logprobs - teacher_logprobs).detach()
+
+
+def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
+    """Return the entropy H = -sum(p * log p) in nats over the vocabulary: log p (..., V) -> (...).
+
+    A masked token (-inf) adds 0; without the clamp it would add 0 * -inf, which is NaN.
+    """
+    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Student and teacher: statistics of the response tokens, without ever holding logits of all of them
+# ----------------------------------------------------------------------------------------------------------------
+
+
+class Policy(nn.Module):
+    """A causal language model whose forward gives statistics of response tokens instead of logits: the student.
+
+    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
+    """
+
+    def __init__(self, model: nn.Module, temperature: float, divergence: Callable | None = None):
+        super().__init__()
+        self.model, self.temperature, self.divergence = model, temperature, divergence
+
+    def forward(self, input_ids: Tensor, response_mask: Tensor, teacher: Callable | None = None) -> dict[str, Tensor]:
+        """Return statistics of the response tokens.
+
+        Args:
+            input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
+            response_mask: (N, L) bool, set on response tokens.
+            teacher: what the Teacher's forward returned; None for no teacher.
+        Returns:
+            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs" of the tokens and
+            "entropies"; with a teacher also "divergences", "teacher_logprobs", "teacher_entropies" and "same_top", 1
+            where both have the same most likely token. Log-probabilities and divergences have a gradient.
+        """
+        predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
+        hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
+        labels = nn.functional.pad(input_ids[:, 1:], (0, 1))[predicts]  # (tokens,)
+        statistics = self.statistics
+        if torch.is_grad_enabled() and len(labels) > CHUNK_TOKENS:
+            statistics = functools.partial(checkpoint, statistics, use_reentrant=False, preserve_rng_state=False)
+        parts = [slice(start, start + CHUNK_TOKENS) for start in range(0, max(1, len(labels)), CHUNK_TOKENS)]
+        chunks = [statistics(hidden[x], labels[x], teacher and functools.partial(teacher, x)) for x in parts]
+        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+
+    def statistics(self, hidden: Tensor, labels: Tensor, teacher: Callable | None) -> dict[str, Tensor]:
+        """Return statistics of a chunk of tokens, from (chunk, H) and (chunk,); see `forward`."""
+        logprobs = self.logprobs(hidden)  # (chunk, V)
+        outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
+        if teacher is not None:
+            with torch.no_grad():
+                theirs = teacher()
+            size = min(logprobs.shape[-1], theirs.shape[-1])  # the models of a family may be padded to different ones
+            outputs["divergences"] = self.divergence(logprobs[:, :size], theirs[:, :size])
+            outputs["teacher_logprobs"] = theirs.gather(-1, labels[:, None])[:, 0]
+            outputs["teacher_entropies"] = entropy_from_logprobs(theirs)
+            outputs["same_top"] = (logprobs.argmax(-1) == theirs.argmax(-1)).to(logprobs.dtype)
+        with torch.no_grad():  # at the end: recomputation stops after what has a gradient
+            outputs["entropies"] = entropy_from_logprobs(logprobs)
+        return outputs
+
+    def logprobs(self, hidden: Tensor) -> Tensor:
+        """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
+        return (self.logits(hidden) / self.temperature).log_softmax(-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the model's head: (..., H) -> (..., V), float32 or better."""
+        logits = self.model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return loading.adjusted_logits(logits, self.model.config.get_text_config())
+
+
+class Teacher(Policy):
+    """A frozen model whose forward gives a function from a slice of the response tokens to log-probabilities (n, V)."""
+
+    def forward(self, input_ids: Tensor, response_mask: Tensor) -> Callable[[slice], Tensor]:
+        predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))
+        hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
+        return lambda part: self.logprobs(hidden[part])
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# Rollout: the decode loop, and what makes its responses a batch
+# ----------------------------------------------------------------------------------------------------------------
+
+
+@torch.compiler.set_stance("force_eager")  # its shapes change at every token
+@torch.no_grad()
+def generate(
+    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
+    lengths: list[int] | None = None, stop_strings: Callable | None = None,
+) -> tuple[list[list[int]], list[dict[str, list[float]]]]:  # fmt: skip
+    """Sample one response a query: a pass over the left-padded prompts, then one token at a time over the cache.
+
+    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever half of the
+    rows have ended, they are dropped: the long tail of responses runs in a small batch.
+
+    Args:
+        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
+        interrupted: called at every token; once it is true, the responses so far are returned.
+        lengths: most tokens of each response; None: --max_response_length.
+        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
+    Returns:
+        Responses, token ids up to and including the first stop token; for each the per-token values by name.
+    """
+    device, width = model_device(model), max(map(len, queries))
+    lengths = lengths or [args.max_response_length] * len(queries)
+    length, ends = max(lengths), torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
+    # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
+    rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
+    sequences = torch.tensor(rows, device=device)  # (N, width + T)
+    mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
+    values = {"rollout_logprobs": torch.zeros(len(queries), length, device=device)}  # (N, T) each, see `Batch.tokens`
+    processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
+    stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
+    running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
+    finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
+    cache, input_ids, positions = None, sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
+    for t in range(length):
+        outputs = model(
+            input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        cache, scores = outputs.past_key_values, outputs.logits[:, -1].float()  # (n, V)
+        for process in processors:
+            scores = process(sequences[running, : width + t], scores)
+        token_logprobs = scores.log_softmax(-1)
+        if uniforms is None:
+            tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
+        else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
+            cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
+            tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
+            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` fails once it has all responses
+        sequences[running, width + t] = tokens[:, 0]
+        values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
+        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
+        if stop_strings is not None:
+            ended |= stop_strings(sequences[running, width : width + t + 1], None)
+        ends[running[ended & ~finished]] = t + 1
+        finished |= ended
+        count = int(finished.sum())
+        if count == len(running) or interrupted():
+            break
+        input_ids, positions = tokens, positions[:, -1:] + 1
+        mask = nn.functional.pad(mask, (0, 1), value=1)
+        if 2 * count >= len(running):
+            kept = ~finished
+            running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
+            finished = finished[kept]
+            cache.reorder_cache(kept.nonzero()[:, 0])  # batch_select_indices leaves recurrent states out
+    responses = [row[:end] for row, end in zip(sequences[:, width : width + t + 1].tolist(), ends.tolist())]
+    tables = {name: x.tolist() for name, x in values.items()}
+    return responses, [
+        {name: table[i][: len(response)] for name, table in tables.items()} for i, response in enumerate(responses)
+    ]
+
+
+def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Batch | None:
+    """Sample and score responses to some prompts, spread over the ranks.
+
+    Args:
+        rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
+        key: names the random numbers, see `utils.generator`.
+    Returns:
+        The Batch, the same on every rank; None if the run is interrupted.
+    """
+    world, args, rewards, conversations = sampler.world, sampler.args, sampler.rewards, sampler.conversations
+    rows = [row for row in rows for _ in range(samples or 1)]
+    local = world.shard(list(range(len(rows))))  # the responses of this rank
+    # Each response of all ranks has a row of random numbers, whichever rank samples it: uniform numbers for the tokens
+    # of the decode loop, or seeds for the turns of an engine.
+    rng = utils.generator(*key)
+    tool_seeds = rng.integers(2**62, size=len(rows))[local].tolist() if conversations else []
+    if sampler.engine is None:
+        draws = rng.random((len(rows), args.max_response_length))[local]
+    else:
+        draws = rng.integers(2**62, size=(len(rows), args.max_turns if conversations else 1))[local]
+    responses = sampler.sample(generate, [rows[i] for i in local], draws if samples else None, tool_seeds)
+    if world.any(sampler.interrupted() or responses is None):
+        return None
+    texts = [sampler.tokenizer.decode(x.response, skip_special_tokens=True) for x in responses]
+    token_ids = [x.response for x in responses]
+    scored_rows = [x.row if x.conversation is None else x.conversation.scored_row() for x in responses]
+    scores = rewards.score(scored_rows, texts, token_ids, sampler.interrupted)  # {source: a score a response}
+    if world.any(sampler.interrupted()):  # then some may be missing
+        return None
+    for i, response in enumerate(responses):
+        response.text, response.scores = texts[i], {source: column[i] for source, column in scores.items()}
+    responses = world.unshard(responses, len(rows))
+    rewards.score_equal_responses_alike(responses)
+    if conversations:
+        conversations.leave_out_failed(responses)
+    batch = Batch.from_samples(responses, model_device(sampler.model))
+    if not batch.tokens["rollout_logprobs"].isfinite().all():
+        utils.fail("--model or --learning_rate: log-probabilities are not finite; bad weights, or too large an update")
+    return batch
+
+
+def correct_responses(batch: Batch, rewards: Rewards) -> Tensor:
+    """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response stopped, else 0.
+
+    NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong response.
+    """
+    correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
+    for name in reversed(rewards.verifiers):
+        scores = batch.reward_components[name]
+        right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
+        correct = torch.where(evaluation.counted(batch, name), right, correct)
+    return correct
+
+
+def collect(
+    sampler: Sampler, prompts: list[dict], on_policy_share: float, step: int, position: int, policy_step: int
+) -> Experience | None:
+    """Gather a response to each prompt of a step: the student's with probability `on_policy_share`, else the row's.
+
+    Args:
+        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the student has trained.
+    Returns:
+        The Experience; None if the run is interrupted.
+    """
+    args, rewards, samples = sampler.args, sampler.rewards, []
+    rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed)
+    shares = utils.generator("on policy", args.seed, step).random(len(rows))
+    asked = [row for row, share in zip(rows, shares) if share < on_policy_share]
+    if asked:
+        sampled = rollout(sampler, asked, 1, ("rollout", args.seed, step))
+        if sampled is None:
+            return None
+        samples = sampled.samples
+    for row in (row for row, share in zip(rows, shares) if share >= on_policy_share):
+        logprobs = {"rollout_logprobs": [math.nan] * len(row["response"])}  # nobody sampled them
+        text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
+        scores = dict.fromkeys(rewards.sources, 0.0)
+        samples.append(Sample(row, row["response"], logprobs, stopped=True, text=text, scores=scores))
+    batch = Batch.from_samples(samples, model_device(sampler.model))
+    metrics = evaluation.batch_metrics(batch, correct_responses(batch, rewards), rewards)
+    metrics["val/on_policy_share"] = len(asked) / len(rows)
+    return Experience(batch, metrics, sum(batch.lengths), position + len(rows), policy_step, "")
+
+
+@record
+def main(args: Args) -> None:
+    # ---- setting up: processes, data, rewards ----
+    world = utils.setup_processes()
+    run = Run(args, __file__, world)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
+    stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
+    if args.teacher:
+        loading.check_can_read("--teacher", args.teacher, tokenizer)
+    conversations = engines.load_conversations(args, tokenizer, stop_ids)
+    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations, stop_ids)
+    on_policy_share = float(args.teacher != "") if args.on_policy_share is None else args.on_policy_share
+    if on_policy_share < 1:
+        check_responses("--dataset", prompts)
+    rewards = Rewards(args, tokenizer, eval_prompts, conversations is not None)
+    updates_a_step = args.num_epochs * args.rollout_batch_size // args.mini_batch_size
+    total_steps = args.total_episodes // args.rollout_batch_size
+
+    # ---- setting up: models, optimizer, rollout ----
+    precision = loading.precision(args.precision, world.device)
+    sharding = Sharding(args, world, precision)
+    temperature = args.temperature if args.teacher else 1.0  # supervised: of the model itself, whatever samples
+    measure = functools.partial(divergence, kind=args.divergence, beta=args.jsd_beta or 0.5)
+    if args.estimator == "sampled":  # it is for the log alone
+        measure = torch.no_grad()(measure)
+    make_policy = functools.partial(Policy, temperature=temperature, divergence=measure)
+    policy, wrapped = loading.load_policy(args, make_policy, run.checkpoint, precision, sharding)
+    teacher, dtype = None, precision.compute_dtype or precision.param_dtype
+    if args.teacher:
+        make_teacher = functools.partial(Teacher, temperature=args.teacher_temperature or temperature)
+        teacher = loading.load_frozen("--teacher", args.teacher, make_teacher, dtype, sharding)
+    rewards.load_models(args, precision, sharding)
+    optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
+    rollout_world = world.rollout_world(args.vllm_tensor_parallel)
+    engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype)
+    sampler = Sampler(
+        policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
+        precision.autocast,
+    )  # fmt: skip
+    evaluate = functools.partial(evaluation.evaluate, rollout, correct_responses, sampler, eval_prompts)
+    run.start(total_steps, tokenizer, {"": policy.model}, {"": optimizer}, engine)
+    run.check_rows(prompts, token_lengths(prompts, eval_prompts))
+    prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts, on_policy_share), run.interrupt)
+    sampler.sync()
+
+    for step in run.steps(evaluate if eval_prompts else None):
+        # ---- 1. rollout ----
+        run.phase("rollout")
+        experience = prefetch.take(step, run.state.get("position", 0), step - 1)
+        if experience is None:
+            run.leave()
+        if args.async_steps and step < total_steps:  # samples while this step trains, with the weights from before
+            prefetch.start(step + 1, experience.position, step - 1)
+        batch, mask = experience.batch, experience.batch.response_mask  # (N, T)
+        sampler.sleep()
+
+        # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
+        run.phase("training")
+        policy.model.train()  # for gradient checkpointing; there is no dropout
+        sums = utils.Sums(world)
+        responses = list(range(len(batch.samples)))
+        updates = utils.mini_batches(responses, args.mini_batch_size, args.num_epochs, (args.seed, step))
+        for number, (_, mini) in enumerate(updates):
+            token_count = mask[mini].sum().item()
+            for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+                m, teacher_logprobs = t["response_mask"], None  # (n, T), as all of t and out
+                with gradient_sync(wrapped, last):
+                    with precision.autocast():
+                        if teacher is not None:
+                            with torch.no_grad():
+                                teacher_logprobs = teacher(*inputs)
+                            gather_head(teacher)
+                        out = forward_tokens(wrapped, inputs, m, teacher=teacher_logprobs)
+                    token_losses = -out["logprobs"] if teacher is None else out["divergences"]
+                    if args.estimator == "sampled":
+                        token_losses = sampled_reverse_kl(
+                            out["logprobs"], out["teacher_logprobs"], t["rollout_logprobs"]
+                        )
+                    loss = masked_sum(token_losses, m) / token_count
+                    # DDP and FSDP average over ranks, and the sum was divided by the tokens of all ranks.
+                    optimizer.backward(loss * world.size)
+                sums.add(loss=loss, tokens=m.sum(), **{name: masked_sum(x, m) for name, x in out.items()})
+                if number == 0:  # by the weights of the start of the step, as where old log-probs are computed
+                    sampled = m & t["rollout_logprobs"].isfinite()
+                    evaluation.add_mismatch(sums, out["logprobs"].detach(), t["rollout_logprobs"], sampled)
+            optimizer.step()
+        policy.model.eval()
+
+        # ---- 3. sync: the prefetched rollout, the engine ----
+        run.phase("sync")
+        prefetch.wait()
+        sampler.sync()
+        total = sums.totals()
+
+        # ---- 4. metrics ----
+        means = {name: x / total["tokens"] for name, x in total.items()}
+        metrics = {
+            "epoch": experience.position / len(prompts),
+            "train/loss": total["loss"] / len(updates),
+            "policy/entropy_avg": means["entropies"],
+            **experience.metrics,
+            **optimizer.metrics(),
+            **sampler.metrics(),
+        }
+        if teacher is not None:
+            metrics["objective/divergence"] = means["divergences"]
+            metrics["teacher/entropy_avg"] = means["teacher_entropies"]
+            metrics["teacher/same_top_token"] = means["same_top"]
+        if on_policy_share:
+            metrics |= evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step)
+        samples = evaluation.sample_rows(batch, args.log_samples)
+        run.finish_step(metrics, samples, experience.sampled_tokens, position=experience.position)
+    run.finish()
+
+
+if __name__ == "__main__":
+    main(cli.parse(Args))

@@ -1,0 +1,241 @@
+"""distill.py: divergences, the statistics of chunks, whole updates and rows against brute force; bad input.
+
+tests/agreement/ compares the divergences with TRL's GKD, tests/test_invariance.py the cuts of a batch.
+"""
+
+import math
+from types import SimpleNamespace
+
+import helpers
+import pytest
+import torch
+import transformers
+from helpers import folder_of, metrics_of, read_lines, refusal, run_here, tiny_model, write_rows
+
+import distill
+from plumbing.data import mixture
+from plumbing.models import loading
+
+VOCABULARY, KINDS = 7, {"reverse_kl": 0.5, "forward_kl": 0.5, "jsd": 0.3}
+
+
+def pair(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits that need a gradient, and a teacher's log-probs (..., V), float64."""
+    torch.manual_seed(0)
+    logits, teacher = torch.randn(2, *shape, VOCABULARY, dtype=torch.float64)
+    return logits.requires_grad_(), (2 * teacher).log_softmax(-1)
+
+
+# ---- the equations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divergence_and_its_gradient(kind):
+    """The gradients for the logits are worked out by hand: q's part in the mixture adds nothing to that of jsd."""
+    logits, q = pair(4)
+    p, beta = logits.log_softmax(-1), KINDS[kind]
+    value = distill.divergence(p, q, kind, beta)
+    (gradient,) = torch.autograd.grad(value.sum(), logits)
+    p = p.detach()
+    m = (beta * q.exp() + (1 - beta) * p.exp()).log()
+    kl = lambda a, b: sum(a[:, i].exp() * (a[:, i] - b[:, i]) for i in range(VOCABULARY))
+    toward = lambda b: p.exp() * (p - b - kl(p, b)[:, None])  # of KL(p || b), where b is given
+    values = {"reverse_kl": kl(p, q), "forward_kl": kl(q, p), "jsd": beta * kl(q, m) + (1 - beta) * kl(p, m)}
+    gradients = {"reverse_kl": toward(q), "forward_kl": p.exp() - q.exp(), "jsd": (1 - beta) * toward(m)}
+    torch.testing.assert_close(value, values[kind], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, gradients[kind], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_that_both_mask_adds_nothing(kind):
+    logits, q = pair(2)
+    masked = torch.cat([logits, torch.full((2, 1), -math.inf)], -1).log_softmax(-1)
+    value = distill.divergence(masked, torch.cat([q, torch.full((2, 1), -math.inf)], -1), kind, 0.3)
+    torch.testing.assert_close(value, distill.divergence(logits.log_softmax(-1), q, kind, 0.3))
+    (gradient,) = torch.autograd.grad(value.sum(), logits)
+    assert gradient.isfinite().all()
+
+
+def test_sampled_tokens_give_the_gradient_of_the_reverse_kl():
+    """Its expectation over the tokens that another policy sampled."""
+    logits, q = pair()
+    sampler = torch.randn(VOCABULARY, dtype=torch.float64).log_softmax(-1)
+    p = logits.log_softmax(-1)
+    (expected,) = torch.autograd.grad(distill.divergence(p, q, "reverse_kl", 0.5), logits, retain_graph=True)
+    mean = (sampler.exp() * distill.sampled_reverse_kl(p, q, sampler)).sum()
+    (gradient,) = torch.autograd.grad(mean, logits)
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(mean, distill.divergence(p, q, "reverse_kl", 0.5))
+
+
+# ---- the statistics of chunks ----------------------------------------------------------------------------------------
+
+
+def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
+    """Values and gradients; the teacher is another family with a few more rows of its vocabulary."""
+    name = tiny_model(tmp_path / "student")
+    rows = transformers.AutoConfig.from_pretrained(name).vocab_size
+    other = tiny_model(tmp_path / "teacher", "llama", vocab_size=rows + 5)
+    load = lambda flag, name: loading.load_model(flag, name, torch.float64, torch.device("cpu"))
+    student, teacher = load("--model", name), load("--teacher", other)
+    ids = torch.tensor([[7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 0, 0]])
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1], [0, 1, 1, 1, 0, 0]]).bool()
+    results = []
+    for size in (2, 100):
+        monkeypatch.setattr(distill, "CHUNK_TOKENS", size)
+        policy = distill.Policy(student, 0.5, lambda p, q: distill.divergence(p, q, "jsd", 0.3))
+        with torch.no_grad():
+            teacher_logprobs = distill.Teacher(teacher, 2.0)(ids, mask)
+        out = policy(ids, mask, teacher_logprobs)
+        student.zero_grad()
+        (out["divergences"].sum() + out["logprobs"].sum()).backward()
+        results.append((out, student.model.layers[0].mlp.up_proj.weight.grad.clone()))
+    full = [
+        (model(input_ids=ids).logits[:, :-1] / t).log_softmax(-1)[mask[:, 1:]]
+        for model, t in ((student, 0.5), (teacher, 2.0))
+    ]
+    ours, theirs = full
+    student.zero_grad()
+    tokens = ids[:, 1:][mask[:, 1:], None]
+    expected = {
+        "logprobs": ours.gather(1, tokens)[:, 0], "teacher_logprobs": theirs.gather(1, tokens)[:, 0],
+        "divergences": distill.divergence(ours, theirs[:, :rows], "jsd", 0.3),
+        "entropies": -(ours.exp() * ours).sum(1), "teacher_entropies": -(theirs.exp() * theirs).sum(1),
+        "same_top": (ours.argmax(1) == theirs.argmax(1)).double(),
+    }  # fmt: skip
+    (expected["divergences"].sum() + expected["logprobs"].sum()).backward()
+    for out, gradient in results:
+        assert out.keys() == expected.keys()
+        for name, x in expected.items():
+            torch.testing.assert_close(out[name], x, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(gradient, student.model.layers[0].mlp.up_proj.weight.grad, rtol=1e-9, atol=1e-11)
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+TURNS = [("user", "1+1="), ("assistant", "2"), ("user", "and 3?"), ("assistant", "5")]
+MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
+LEARNED = {  # a row, and the prompts and responses that are made of it
+    "conversation": ({"messages": MESSAGES}, [("[user]1+1=>", "2"), ("[user]1+1=[assistant]2[user]and 3?>", "5")]),
+    "reference": ({"messages": MESSAGES, "answer": "7"}, [(None, "2"), (None, "5")]),
+    "PaddleNLP's": ({"src": ["1+1=", "and 3?"], "tgt": ["2", "5"]}, [("[user]1+1=>", "2"), (None, "5")]),
+    "completion": ({"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}, [(None, "5")]),
+    "solution": ({"problem": "1+1=", "answer": "2", "solution": "it is 2"}, [("[user]1+1=>", "it is 2")]),
+    "response": ({"question": "1+1=", "response": "so 2", "answer": "2"}, [("[user]1+1=>", "so 2")]),
+    "none": ({"prompt": "1+1="}, [("[user]1+1=>", None)]),
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_is_learned_from_a_row(tmp_path, name):
+    row, expected = LEARNED[name]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model(tmp_path / "model", chat=True))
+    args = distill.Args(system_prompt="", max_response_length=50)
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    [(rows, _)] = mixture.load_prompts("--dataset", path, "train", tokenizer, args, lambda *_: "", None, [1])
+    assert len(rows) == len(expected) and all(row["sources"] == [] for row in rows)
+    for row, (prompt, response) in zip(rows, expected):
+        assert prompt in (None, row["prompt"]) and tokenizer.decode(row["query"]) == row["prompt"]
+        ids = row.get("response")
+        assert ids is None if response is None else tokenizer.decode(ids) == f"{response}<eos>"
+
+
+# ---- whole updates ---------------------------------------------------------------------------------------------------
+
+
+def flags(folder, **changes) -> dict:
+    values = {**helpers.workspace(folder), "precision": "float64", "run_name": "run", "num_epochs": 1}
+    for name in ("group_size", "non_stop_penalty", "kl_coef"):
+        del values[name]
+    return {**values, "rollout_batch_size": 4, "total_episodes": 8, "eval_every": 0, "save_every": 0, **changes}
+
+
+def test_supervised_updates_are_those_of_cross_entropy(tmp_path):
+    """Loss and gradient norm of the first update, of rows of messages: each turn of the assistant, and nothing else."""
+    model = tiny_model(tmp_path / "chat", chat=True)
+    rows = [{"messages": [{**turn, "content": f"{i}{turn['content']}"} for turn in MESSAGES]} for i in range(2)]
+    values = flags(tmp_path, model=model, dataset=write_rows(tmp_path / "rows.jsonl", rows), temperature=0.7)
+    run_here(values, "distill")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    total, count = 0.0, 0
+    for row in rows:
+        for end in (2, 4):
+            *before, turn = row["messages"][:end]
+            query = tokenizer.encode(tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True))
+            response = tokenizer.encode(turn["content"]) + [tokenizer.eos_token_id]
+            logprobs = policy(torch.tensor([query + response])).logits[0].log_softmax(-1)
+            total = total - sum(logprobs[len(query) - 1 + i, token] for i, token in enumerate(response))
+            count += len(response)
+    (total / count).backward()
+    norm = torch.stack([p.grad.norm() for p in policy.parameters()]).norm()
+    first = metrics_of(values)[0]
+    assert first["train/loss"] == pytest.approx((total / count).item(), rel=1e-9)
+    assert first["loss/grad_norm"] == pytest.approx(norm.item(), rel=1e-9)
+    assert first["val/on_policy_share"] == 0 and "objective/divergence" not in first
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_who_answers_a_prompt(tmp_path, share):
+    teacher = tiny_model(tmp_path / "teacher", "llama", hidden_size=48)
+    values = flags(tmp_path, teacher=teacher, on_policy_share=share, total_episodes=80, rollout_batch_size=20, mini_batch_size=20)
+    run_here(values, "distill")
+    answers = {row["prompt"]: row["answer"] for row in helpers.ROWS}
+    rows, metrics = read_lines(folder_of(values) / "samples.jsonl"), metrics_of(values)
+    copied = sum(row["response"] == answers[row["prompt"]] for row in rows) / len(rows)
+    assert 1 - copied == share if share in (0, 1) else 0.2 < copied < 0.8
+    assert all(abs(row["val/on_policy_share"] - share) < (0.3 if share == 0.5 else 1e-12) for row in metrics)
+    assert all(row["objective/divergence"] == pytest.approx(row["train/loss"]) for row in metrics)
+    assert all(0 <= row["teacher/same_top_token"] <= 1 and row["teacher/entropy_avg"] > 0 for row in metrics)
+    if share:
+        assert all(row["rollout/logprob_diff_max"] < 1e-4 for row in metrics)
+
+
+def test_a_student_becomes_its_teacher(tmp_path):
+    """And the sampled form of the reverse KL learns as well."""
+    teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
+    common = dict(teacher=teacher, rollout_batch_size=16, mini_batch_size=16, total_episodes=480, learning_rate=2e-2)
+    cases = (dict(divergence="forward_kl"), 0.7), (dict(), 0.7), (dict(estimator="sampled"), 0.95)
+    for number, (changes, bound) in enumerate(cases):
+        values = flags(tmp_path, run_name=f"run {number}", **common, **changes)
+        run_here(values, "distill")
+        divergences = [row["objective/divergence"] for row in metrics_of(values)]
+        assert divergences[-1] < bound * divergences[0], (changes, divergences)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+REFUSED = {  # flags -> what the line names
+    "--teacher model": "--teacher must be another model",
+    "--teacher other_vocabulary": "--teacher other_vocabulary",
+    "--teacher nowhere/at/all": "--teacher nowhere/at/all",
+    "--dataset unanswered.jsonl": "--dataset unanswered.jsonl",
+    "--on_policy_share 0.5": "--on_policy_share",
+    "--divergence jsd": "--divergence",
+    "--teacher_temperature 2": "--teacher_temperature",
+    "--teacher teacher --jsd_beta 0.3": "--jsd_beta",
+    "--teacher teacher --divergence jsd --jsd_beta 1": "--jsd_beta",
+    "--teacher teacher --estimator sampled --divergence jsd": "--estimator",
+    "--teacher teacher --estimator sampled --on_policy_share 0.5": "--estimator",
+    "--teacher teacher --on_policy_share 0 --environment a.py:A": "--tools and --environment",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refused")
+    values = flags(folder)
+    tiny_model(folder / "teacher", "llama")
+    helpers.scalar_folder(values["model"], folder / "other_vocabulary", tokens=("ab", "12"))
+    write_rows(folder / "unanswered.jsonl", [{"prompt": "1+1="}] * 9)
+    return SimpleNamespace(folder=folder, values={**values, "model": "model"})
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused(files, line, monkeypatch, capsys):
+    monkeypatch.chdir(files.folder)
+    words = helpers.words(files.values) + line.split()
+    with pytest.raises(SystemExit) as end:
+        run_here(words, "distill")
+    assert end.value.code == 2 and REFUSED[line] in refusal(capsys.readouterr().err)
+    assert not [*files.folder.glob("runs/*")]
