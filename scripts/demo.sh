@@ -2,6 +2,7 @@
 # Trains a bundled tiny model on a CPU, in a few minutes; installs what is missing first.
 #   bash scripts/demo.sh                     3-digit addition by GRPO
 #   bash scripts/demo.sh ppo                 or rloo, or reward_model
+#   bash scripts/demo.sh distill             trains a teacher on worked solutions, and then its student
 #   bash scripts/demo.sh environment         a game of several turns by GRPO; or environment-ppo, environment-rloo
 #   bash scripts/demo.sh grpo --seed 2       with other flags; they override the ones below
 set -euo pipefail
@@ -13,18 +14,18 @@ algorithm=${demo#environment-}
 
 # What the three that sample share; the rest is each one's own, or the task's.
 sampling=(--system_prompt "" --max_prompt_length 16 --total_episodes 30720 --micro_batch_tokens 4096
-    --learning_rate 3e-4 --warmup_ratio 0.04 --kl_coef 0.001
-    --eval_every 20 --eval_prompts 256 --eval_samples 4 --save_every 60)
+    --learning_rate 3e-4 --warmup_ratio 0.04 --eval_every 20 --eval_prompts 256 --eval_samples 4 --save_every 60)
 case "$algorithm" in
-grpo | rloo) own=("${sampling[@]}" --rollout_batch_size 32 --group_size 8 --mini_batch_size 256) ;;
-ppo) own=("${sampling[@]}" --rollout_batch_size 256 --mini_batch_size 128 --critic_learning_rate 1e-3) ;;
+grpo | rloo) own=("${sampling[@]}" --kl_coef 0.001 --rollout_batch_size 32 --group_size 8 --mini_batch_size 256) ;;
+ppo) own=("${sampling[@]}" --kl_coef 0.001 --rollout_batch_size 256 --mini_batch_size 128 --critic_learning_rate 1e-3) ;;
+distill) own=("${sampling[@]}" --rollout_batch_size 128 --learning_rate 1e-3 --total_episodes 5120 --eval_every 10) ;;
 reward_model)
     own=(--max_length 64 --batch_size 64 --num_epochs 3 --micro_batch_tokens 4096 --learning_rate 1e-3
         --centre_coef 0.001 --eval_every 100 --eval_pairs 500 --save_every 500)
     ;;
 esac
 case "$demo" in
-grpo | rloo | ppo) task=(--model assets/tiny --dataset arithmetic --reward gsm8k --max_response_length 48) ;;
+grpo | rloo | ppo | distill) task=(--model assets/tiny --dataset arithmetic --reward gsm8k --max_response_length 48) ;;
 reward_model) task=(--model assets/tiny --dataset arithmetic) ;;
 environment | environment-grpo | environment-rloo | environment-ppo)
     task=(--model assets/guess --dataset assets/guess/train.jsonl --eval_dataset assets/guess/test.jsonl
@@ -33,13 +34,17 @@ environment | environment-grpo | environment-rloo | environment-ppo)
         --total_episodes 15360 --mini_batch_size 128 --learning_rate 6e-4 --lr_schedule linear)
     ;;
 *)
-    echo "error: no demo called '$demo'; there are grpo, rloo, ppo, reward_model, environment, environment-rloo" \
-        "and environment-ppo" >&2
+    echo "error: no demo called '$demo'; there are grpo, rloo, ppo, distill, reward_model, environment," \
+        "environment-rloo and environment-ppo" >&2
     exit 2
     ;;
 esac
 
 bash scripts/setup.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two are faster on idle cores, and ten times slower on busy ones
-exec .venv/bin/python "$algorithm.py" \
-    --run_name "demo-$demo-$(date +%Y%m%d-%H%M%S)" --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" "$@"
+name=demo-$demo-$(date +%Y%m%d-%H%M%S)
+if [ "$demo" = distill ]; then # the teacher: the same model after supervised fine-tuning on worked solutions
+    .venv/bin/python distill.py --run_name "$name-teacher" --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" --eval_every 40
+    task+=(--teacher "runs/$name-teacher/final")
+fi
+exec .venv/bin/python "$algorithm.py" --run_name "$name" --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" "$@"
