@@ -341,19 +341,6 @@ def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Bat
     return batch
 
 
-def correct_responses(batch: Batch, rewards: Rewards) -> Tensor:
-    """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response stopped, else 0.
-
-    NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong response.
-    """
-    correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
-    for name in reversed(rewards.verifiers):
-        scores = batch.reward_components[name]
-        right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
-        correct = torch.where(evaluation.counted(batch, name), right, correct)
-    return correct
-
-
 def collect(
     sampler: Sampler, prompts: list[dict], on_policy_share: float, step: int, position: int, policy_step: int
 ) -> Experience | None:
@@ -379,7 +366,7 @@ def collect(
         scores = dict.fromkeys(rewards.sources, 0.0)
         samples.append(Sample(row, row["response"], logprobs, stopped=True, text=text, scores=scores))
     batch = Batch.from_samples(samples, model_device(sampler.model))
-    metrics = evaluation.batch_metrics(batch, correct_responses(batch, rewards), rewards)
+    metrics = evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards)
     metrics["val/on_policy_share"] = len(asked) / len(rows)
     return Experience(batch, metrics, sum(batch.lengths), position + len(rows), policy_step, "")
 
@@ -423,7 +410,7 @@ def main(args: Args) -> None:
         policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
         precision.autocast,
     )  # fmt: skip
-    evaluate = functools.partial(evaluation.evaluate, rollout, correct_responses, sampler, eval_prompts)
+    evaluate = functools.partial(evaluation.evaluate, rollout, sampler, eval_prompts)
     run.start(total_steps, tokenizer, {"": policy.model}, {"": optimizer}, engine)
     run.check_rows(prompts, token_lengths(prompts, eval_prompts))
     prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts, on_policy_share), run.interrupt)

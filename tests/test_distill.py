@@ -178,7 +178,9 @@ def test_supervised_updates_are_those_of_cross_entropy(tmp_path):
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_who_answers_a_prompt(tmp_path, share):
     teacher = tiny_model(tmp_path / "teacher", "llama", hidden_size=48)
-    values = flags(tmp_path, teacher=teacher, on_policy_share=share, total_episodes=80, rollout_batch_size=20, mini_batch_size=20)
+    values = flags(
+        tmp_path, teacher=teacher, on_policy_share=share, total_episodes=80, rollout_batch_size=20, mini_batch_size=20
+    )
     run_here(values, "distill")
     answers = {row["prompt"]: row["answer"] for row in helpers.ROWS}
     rows, metrics = read_lines(folder_of(values) / "samples.jsonl"), metrics_of(values)

@@ -39,7 +39,8 @@ CASES = {
         "teacher": str(ROOT / "assets/guess"),
         "divergence": "jsd",
         "on_policy_share": 0.5,
-        "num_epochs": 2, "rollout_batch_size": 32,
+        "num_epochs": 2,
+        "rollout_batch_size": 32,
     },
     "reward_model": {"dataset": "pairs.jsonl", "max_length": 48, "batch_size": 12, "learning_rate": 1e-3},
 }
