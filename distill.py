@@ -12,8 +12,8 @@ Source: generalised knowledge distillation (GKD), arXiv:2306.13649, eq. 1 and al
 
 Deliberate choices:
 1. No gradient flows through the sampling: a token's loss is the divergence of the two next-token distributions.
-2. The sum over the vocabulary is exact, in chunks of tokens that are computed again in the backward pass. `--estimator
-   sampled` is a policy gradient of the reverse KL instead, by the log-probabilities of the sampled tokens alone.
+2. The sum over the vocabulary is exact, in chunks of tokens, each of which is computed with its gradient, once.
+   `--estimator sampled` is a policy gradient of the reverse KL instead, by the log-probabilities of sampled tokens.
 3. One temperature samples and divides the student's logits; the teacher's is the same unless it has its own.
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and micro-batches.
 5. Each turn of the assistant in a row of messages is a row of its own. The turns before it are its prompt.
@@ -32,7 +32,7 @@ from typing import Callable, Literal
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.special import entr
 
 import utils
 from plumbing import cli
@@ -47,7 +47,7 @@ from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
 
-CHUNK_TOKENS = 512  # response tokens whose logits are held at once
+CHUNK_TOKENS = 256  # response tokens whose logits are held at once
 
 
 @dataclass
@@ -143,66 +143,89 @@ def sampled_reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor, rollout_logpr
     return ratio * (logprobs - teacher_logprobs).detach()
 
 
-def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
-    """Return the entropy H = -sum(p * log p) in nats over the vocabulary: log p (..., V) -> (...).
-
-    A masked token (-inf) adds 0; without the clamp it would add 0 * -inf, which is NaN.
-    """
-    return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
-
-
 # ----------------------------------------------------------------------------------------------------------------
 # Student and teacher: statistics of the response tokens, without ever holding logits of all of them
 # ----------------------------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward gives statistics of response tokens instead of logits: the student.
+    """A causal language model whose forward gives losses and statistics of response tokens instead of logits.
 
     All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
     """
 
-    def __init__(self, model: nn.Module, temperature: float, divergence: Callable | None = None):
+    def __init__(self, model: nn.Module, args: Args, temperature: float):
         super().__init__()
-        self.model, self.temperature, self.divergence = model, temperature, divergence
+        self.model, self.args, self.temperature = model, args, temperature
 
-    def forward(self, input_ids: Tensor, response_mask: Tensor, teacher: Callable | None = None) -> dict[str, Tensor]:
-        """Return statistics of the response tokens.
+    def forward(
+        self,
+        input_ids: Tensor,
+        response_mask: Tensor,
+        teacher: Callable | None = None,
+        rollout_logprobs: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Return losses and statistics of the response tokens.
+
+        The gradient of a chunk is computed with it, so that its logits need not be kept or computed again.
 
         Args:
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
             response_mask: (N, L) bool, set on response tokens.
             teacher: what the Teacher's forward returned; None for no teacher.
+            rollout_logprobs: (tokens,), for --estimator sampled.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs" of the tokens and
-            "entropies"; with a teacher also "divergences", "teacher_logprobs", "teacher_entropies" and "same_top", 1
-            where both have the same most likely token. Log-probabilities and divergences have a gradient.
+            Values (tokens,), the set entries of the mask row by row, float32 or better, as `statistics` has them; only
+            "losses" has a gradient, which is right if all tokens have the same weight.
         """
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
         hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
         labels = nn.functional.pad(input_ids[:, 1:], (0, 1))[predicts]  # (tokens,)
-        statistics = self.statistics
-        if torch.is_grad_enabled() and len(labels) > CHUNK_TOKENS:
-            statistics = functools.partial(checkpoint, statistics, use_reentrant=False, preserve_rng_state=False)
-        parts = [slice(start, start + CHUNK_TOKENS) for start in range(0, max(1, len(labels)), CHUNK_TOKENS)]
-        chunks = [statistics(hidden[x], labels[x], teacher and functools.partial(teacher, x)) for x in parts]
-        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-
-    def statistics(self, hidden: Tensor, labels: Tensor, teacher: Callable | None) -> dict[str, Tensor]:
-        """Return statistics of a chunk of tokens, from (chunk, H) and (chunk,); see `forward`."""
-        logprobs = self.logprobs(hidden)  # (chunk, V)
-        outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        if teacher is not None:
+        if rollout_logprobs is None:
+            rollout_logprobs = torch.zeros_like(hidden[:, 0])
+        train, head = torch.is_grad_enabled(), self.model.get_output_embeddings()
+        weights = [weight for weight in head.parameters() if weight.requires_grad]
+        chunks, of_hidden, of_weights = [], [], [torch.zeros_like(weight) for weight in weights]
+        for start in range(0, max(1, len(labels)), CHUNK_TOKENS):
+            part = slice(start, start + CHUNK_TOKENS)
             with torch.no_grad():
-                theirs = teacher()
-            size = min(logprobs.shape[-1], theirs.shape[-1])  # the models of a family may be padded to different ones
-            outputs["divergences"] = self.divergence(logprobs[:, :size], theirs[:, :size])
-            outputs["teacher_logprobs"] = theirs.gather(-1, labels[:, None])[:, 0]
-            outputs["teacher_entropies"] = entropy_from_logprobs(theirs)
-            outputs["same_top"] = (logprobs.argmax(-1) == theirs.argmax(-1)).to(logprobs.dtype)
-        with torch.no_grad():  # at the end: recomputation stops after what has a gradient
-            outputs["entropies"] = entropy_from_logprobs(logprobs)
-        return outputs
+                theirs = teacher and teacher(part)
+            inputs = hidden[part].detach().requires_grad_(train)
+            values = self.statistics(inputs, labels[part], theirs, rollout_logprobs[part])
+            if train:
+                gradient, *gradients = torch.autograd.grad(values["losses"].sum(), [inputs, *weights])
+                of_hidden.append(gradient)
+                of_weights = [total.add_(x) for total, x in zip(of_weights, gradients)]
+            chunks.append({name: x.detach() for name, x in values.items()})
+        values = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        if train:
+            gradients = [torch.cat(of_hidden), *of_weights]
+            values["losses"] = KnownGradient.apply(values["losses"], gradients, hidden, *weights)
+        return values
+
+    def statistics(
+        self, hidden: Tensor, labels: Tensor, theirs: Tensor | None, rollout_logprobs: Tensor
+    ) -> dict[str, Tensor]:
+        """Return values (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and "entropies"; with a
+        teacher also "divergences", "teacher_entropies", and "same_top", 1 where both have the same most likely token.
+
+        Args:
+            hidden: (chunk, H). labels, rollout_logprobs: (chunk,). theirs: the teacher's log-probabilities (chunk, V).
+        """
+        ours, at = self.logprobs(hidden), labels[:, None]  # (chunk, V), (chunk, 1)
+        logprobs = ours.gather(-1, at)[:, 0]
+        values = {"logprobs": logprobs, "losses": -logprobs, "entropies": entr(ours.detach().exp()).sum(-1)}
+        if theirs is None:
+            return values
+        size = min(ours.shape[-1], theirs.shape[-1])  # the models of a family may be padded to different ones
+        of_pair = functools.partial(divergence, kind=self.args.divergence, beta=self.args.jsd_beta or 0.5)
+        if self.args.estimator == "exact":
+            values["losses"] = values["divergences"] = of_pair(ours[:, :size], theirs[:, :size])
+        else:
+            values["losses"] = sampled_reverse_kl(logprobs, theirs.gather(-1, at)[:, 0], rollout_logprobs)
+            values["divergences"] = of_pair(ours.detach()[:, :size], theirs[:, :size])
+        values["same_top"] = (ours.argmax(-1) == theirs.argmax(-1)).to(ours.dtype)
+        return values | {"teacher_entropies": entr(theirs.exp()).sum(-1)}
 
     def logprobs(self, hidden: Tensor) -> Tensor:
         """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
@@ -213,6 +236,20 @@ class Policy(nn.Module):
         logits = self.model.get_output_embeddings()(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return loading.adjusted_logits(logits, self.model.config.get_text_config())
+
+
+class KnownGradient(torch.autograd.Function):
+    """Values (tokens,) whose gradient is known: that of their sum for each input, if all have the same weight."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, weights: Tensor) -> tuple:
+        weight = weights.sum() / max(1, len(weights))  # of each token
+        return None, None, *(weight * gradient for gradient in ctx.gradients)
 
 
 class Teacher(Policy):
@@ -393,14 +430,11 @@ def main(args: Args) -> None:
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
     temperature = args.temperature if args.teacher else 1.0  # supervised: of the model itself, whatever samples
-    measure = functools.partial(divergence, kind=args.divergence, beta=args.jsd_beta or 0.5)
-    if args.estimator == "sampled":  # it is for the log alone
-        measure = torch.no_grad()(measure)
-    make_policy = functools.partial(Policy, temperature=temperature, divergence=measure)
+    make_policy = functools.partial(Policy, args=args, temperature=temperature)
     policy, wrapped = loading.load_policy(args, make_policy, run.checkpoint, precision, sharding)
     teacher, dtype = None, precision.compute_dtype or precision.param_dtype
     if args.teacher:
-        make_teacher = functools.partial(Teacher, temperature=args.teacher_temperature or temperature)
+        make_teacher = functools.partial(Teacher, args=args, temperature=args.teacher_temperature or temperature)
         teacher = loading.load_frozen("--teacher", args.teacher, make_teacher, dtype, sharding)
     rewards.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
@@ -443,19 +477,15 @@ def main(args: Args) -> None:
                             with torch.no_grad():
                                 teacher_logprobs = teacher(*inputs)
                             gather_head(teacher)
-                        out = forward_tokens(wrapped, inputs, m, teacher=teacher_logprobs)
-                    token_losses = -out["logprobs"] if teacher is None else out["divergences"]
-                    if args.estimator == "sampled":
-                        token_losses = sampled_reverse_kl(
-                            out["logprobs"], out["teacher_logprobs"], t["rollout_logprobs"]
-                        )
-                    loss = masked_sum(token_losses, m) / token_count
+                        flat = t["rollout_logprobs"][m]
+                        out = forward_tokens(wrapped, inputs, m, teacher=teacher_logprobs, rollout_logprobs=flat)
+                    loss = masked_sum(out["losses"], m) / token_count
                     # DDP and FSDP average over ranks, and the sum was divided by the tokens of all ranks.
                     optimizer.backward(loss * world.size)
                 sums.add(loss=loss, tokens=m.sum(), **{name: masked_sum(x, m) for name, x in out.items()})
                 if number == 0:  # by the weights of the start of the step, as where old log-probs are computed
                     sampled = m & t["rollout_logprobs"].isfinite()
-                    evaluation.add_mismatch(sums, out["logprobs"].detach(), t["rollout_logprobs"], sampled)
+                    evaluation.add_mismatch(sums, out["logprobs"], t["rollout_logprobs"], sampled)
             optimizer.step()
         policy.model.eval()
 

@@ -80,16 +80,16 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
     student, teacher = load("--model", name), load("--teacher", other)
     ids = torch.tensor([[7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 0, 0]])
     mask = torch.tensor([[0, 0, 1, 1, 0, 1], [0, 1, 1, 1, 0, 0]]).bool()
-    results = []
+    results, args = [], distill.Args(teacher=other, divergence="jsd", jsd_beta=0.3)
     for size in (2, 100):
         monkeypatch.setattr(distill, "CHUNK_TOKENS", size)
-        policy = distill.Policy(student, 0.5, lambda p, q: distill.divergence(p, q, "jsd", 0.3))
+        policy = distill.Policy(student, args, 0.5)
         with torch.no_grad():
-            teacher_logprobs = distill.Teacher(teacher, 2.0)(ids, mask)
+            teacher_logprobs = distill.Teacher(teacher, args, 2.0)(ids, mask)
         out = policy(ids, mask, teacher_logprobs)
         student.zero_grad()
-        (out["divergences"].sum() + out["logprobs"].sum()).backward()
-        results.append((out, student.model.layers[0].mlp.up_proj.weight.grad.clone()))
+        (3 * out["losses"].sum()).backward()
+        results.append((out, [weight.grad.clone() for weight in student.parameters()]))
     full = [
         (model(input_ids=ids).logits[:, :-1] / t).log_softmax(-1)[mask[:, 1:]]
         for model, t in ((student, 0.5), (teacher, 2.0))
@@ -98,17 +98,18 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
     student.zero_grad()
     tokens = ids[:, 1:][mask[:, 1:], None]
     expected = {
-        "logprobs": ours.gather(1, tokens)[:, 0], "teacher_logprobs": theirs.gather(1, tokens)[:, 0],
+        "logprobs": ours.gather(1, tokens)[:, 0], "losses": distill.divergence(ours, theirs[:, :rows], "jsd", 0.3),
         "divergences": distill.divergence(ours, theirs[:, :rows], "jsd", 0.3),
         "entropies": -(ours.exp() * ours).sum(1), "teacher_entropies": -(theirs.exp() * theirs).sum(1),
         "same_top": (ours.argmax(1) == theirs.argmax(1)).double(),
     }  # fmt: skip
-    (expected["divergences"].sum() + expected["logprobs"].sum()).backward()
-    for out, gradient in results:
+    (3 * expected["losses"].sum()).backward()
+    for out, gradients in results:
         assert out.keys() == expected.keys()
         for name, x in expected.items():
             torch.testing.assert_close(out[name], x, rtol=1e-9, atol=1e-11)
-        torch.testing.assert_close(gradient, student.model.layers[0].mlp.up_proj.weight.grad, rtol=1e-9, atol=1e-11)
+        for gradient, weight in zip(gradients, student.parameters()):
+            torch.testing.assert_close(gradient, weight.grad, rtol=1e-9, atol=1e-11)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
