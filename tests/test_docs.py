@@ -65,7 +65,7 @@ def missing_paths(text: str) -> set[str]:
     code = " ".join(re.findall(r"```.*?```|`[^`]*`", text, re.DOTALL))
     in_a_folder = r"(?:plumbing|scripts|tests|docs|results|assets)/(?:[\w.-]+/?)*"
     named = re.findall(rf"(?<![\w/.:~*${{-])(?:{in_a_folder}|[\w-]+\.(?:py|sh|md))(?![\w/*])", code)
-    made = {"my_reward.py", "my_method.py", "scripts/train/my_method.sh", "ppo_8b.sh"}
+    made = {"my_reward.py", "judge.py", "my_method.py", "scripts/train/my_method.sh", "ppo_8b.sh"}
     made |= set(re.findall(r"^# (\w+\.py)\b", text, re.MULTILINE))  # files that the page itself shows
     short = {path.name for folder in ("plumbing", "scripts") for path in ROOT.glob(f"{folder}/**/*")}  # in tables
     return {x for x in named if x not in made and not (ROOT / x).exists() and x not in short}

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import urllib3
+from helpers import ROOT
 from tiny_models import make_tokenizer
 
 from plumbing.rewards.sources import Rewards
@@ -27,7 +28,7 @@ class Told(BaseHTTPRequestHandler):
 
     def do_POST(self):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        first, server = question["src"][0], self.server
+        first, server = question.get("src", [""])[0], self.server
         with server.lock:
             server.asked.append(question)
             server.counts[first] += 1
@@ -234,3 +235,24 @@ def test_an_interrupted_run_does_not_wait(serve):
     )
     end.set()
     assert math.isnan(scores[server.url][0]) and time.monotonic() - begin < 10
+
+
+def test_the_judge_of_the_docs(serve, tmp_path, monkeypatch):
+    """A response that gets no grade has no score; the others keep theirs."""
+    pages = (ROOT / "docs" / "data_and_rewards.md").read_text()
+    (tmp_path / "judge.py").write_text(re.search(r"```python\n(# judge\.py.*?)```", pages, re.DOTALL)[1])
+    said = {"good": "Fine.\nGrade: 9", "bad": "Grade: 10? No.\nGrade: 0", "odd": "Grade: 11", "mute": "I cannot."}
+
+    def behave(question, count):
+        prompt, answer = question["messages"][0]["content"].partition("Question: ")[2].split("\n\nAnswer: ")
+        text = said.get(answer) if (prompt, question["model"]) == ("1+1=", "a judge") else None
+        return (200, {"choices": [{"message": {"content": text}}]}, {}) if text else (500, {}, {})
+
+    for name, value in {"JUDGE_URL": serve(behave).url, "JUDGE_MODEL": "a judge"}.items():
+        monkeypatch.setenv(name, value)
+    source, texts = f"{tmp_path}/judge.py:score", [*said, "what the server fails at"]
+    rewards = Rewards(types.SimpleNamespace(reward=(source,), timeout=30.0), None)
+    rows = [{"prompt": "1+1=", "answer": None, "columns": {}, "messages": None}] * len(texts)
+    scores = rewards.score(rows, texts, [[1]] * len(texts))[source]
+    rewards.close()
+    assert scores[:2] == [0.9, 0.0] and all(map(math.isnan, scores[2:]))
