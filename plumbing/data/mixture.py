@@ -1,9 +1,9 @@
 """The data sets of a run: their prompts, mixtures of several, and the order in which a run reads them."""
 
-import dataclasses
 import functools
 import math
 import os
+from types import SimpleNamespace
 from typing import Callable
 
 from tqdm import tqdm
@@ -106,7 +106,7 @@ def drop_overlong(where: str, rows: list[dict], args) -> list[dict]:
 
 def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     """Return the rows of --ptx_dataset with responses, see `load_prompts`; exit with code 2 if one has none."""
-    args = dataclasses.replace(args, prompt_column="", answer_column="")  # they are of --dataset
+    args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})  # they are of --dataset
     flag, no_reference = "--ptx_dataset", lambda where, row, args: ""
     parts = load_prompts(flag, args.ptx_dataset, "train", tokenizer, args, no_reference, stop_ids=stop_ids)
     check_responses(flag, [row for rows, _ in parts for row in rows])
