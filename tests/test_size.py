@@ -48,14 +48,21 @@ def table() -> dict[str, tuple[int, int]]:
         "plumbing/, files": (len(plumbing), 41),
         "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
         "web files of the report, lines": (lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))), 500),
-        "tests/, lines": (lines("tests/**/*.py"), 14_715),
+        "tests/, lines": (lines("tests/**/*.py"), 14_740),
         "docs/, lines": (lines("docs/*.md"), 1_000),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 90),
         "our modules that import grpo loads": (modules(), 30),
         "files of one step": (len(files_of_a_step()), 9),
     }  # fmt: skip
-    for name, limit in {"grpo": 760, "rloo": 800, "ppo": 1000, "reward_model": 350, "distill": 525, "utils": 460}.items():
+    for name, limit in {
+        "grpo": 760,
+        "rloo": 800,
+        "ppo": 1000,
+        "reward_model": 350,
+        "distill": 525,
+        "utils": 460,
+    }.items():
         rows[f"{name}.py, lines"] = (lines(f"{name}.py"), limit)
     return rows
 
