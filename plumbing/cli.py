@@ -89,14 +89,16 @@ def from_file(cls: type, path: str):
     """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json of a run."""
     with loading(f"--config {path}"), open(path) as file:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
-        values = values.get("args", values)
-        for name in values.keys() - cls.__dataclass_fields__.keys():
-            fail(f"--config {path}: there is no flag {name!r}")
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-            fail(f"--config {path}: {'; '.join(problems)}")
+    values = values.get("args", values) if isinstance(values, dict) else values
+    if not isinstance(values, dict):
+        fail(f"--config {path}: must hold flags and their values, {{flag: value}}")
+    for name in values.keys() - cls.__dataclass_fields__.keys():
+        fail(f"--config {path}: there is no flag {name!r}")
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        fail(f"--config {path}: {'; '.join(problems)}")
 
 
 def check(args) -> None:

@@ -1,12 +1,12 @@
 """Serve a model with vLLM to runs on other GPUs or machines, which push their weights into it after each step.
 
     export VLLM_API_KEY=...                             # of your choice, the same for the server and the run
-    python scripts/vllm_server.py --model Qwen/Qwen2.5-7B --port 8000 --tensor_parallel_size 2 --host 10.0.0.2
+    python scripts/vllm_server.py --model Qwen/Qwen2.5-7B --port 8000 --tensor_parallel 2 --host 10.0.0.2
     python grpo.py --model Qwen/Qwen2.5-7B --rollout_backend server --rollout_servers http://10.0.0.2:8000
 
 This process becomes vLLM's OpenAI-compatible server with what a run needs: log-probabilities of the distribution that
-is sampled, requests and responses of token ids, and weight transfer by NCCL. All flags are those of `vllm serve`, with
---dtype bfloat16 as the default. GET /health answers once the model is loaded.
+is sampled, requests and responses of token ids, and weight transfer by NCCL. What follows `--` goes to vLLM as it is:
+`-- --max-num-seqs 512`. GET /health answers once the model is loaded.
 
 Whoever gets an answer from this server can run code on its machine: vLLM's /collective_rpc calls functions by name, and
 its weight transfer connects to the address that it is told. vLLM's own --api-key leaves both open. So with a key in
@@ -15,46 +15,64 @@ key and the weights travel unencrypted, and the connections of the weights requi
 private network, such as the cluster's. On a loopback without a key, every user of the machine gets in.
 """
 
-import argparse
 import os
 import sys
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
+from plumbing import cli
+from plumbing.cli import NonNegativeFloat, Port
 from plumbing.http import require_key
 
 
-def main(line: list[str]) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
-    model = (
-        "folder or hub name of the model that the run trains, or of one of the same shapes: its weights are replaced"
-    )
-    parser.add_argument("--model", required=True, help=model)
-    host = "address to listen on; one that other machines reach requires a key in the variable VLLM_API_KEY"
-    parser.add_argument("--host", default="127.0.0.1", help=host)
-    args, others = parser.parse_known_args(line)
+@dataclass
+class Args:
+    model: str
+    """Folder or hub name of the model that the run trains, or of one of the same shapes: the run sends all weights."""
+    host: str = "127.0.0.1"
+    """Address to listen on; one that other machines reach requires a key in the variable VLLM_API_KEY."""
+    port: Port = 8000
+    """Port to listen on."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that share the model."""
+    precision: Literal["bf16", "fp16", "float32"] = "bf16"
+    """Number format to compute in, best the same as the run's."""
+    max_length: NonNegativeInt = 0
+    """Maximum number of tokens of prompt and response together; 0 for as many as the model has positions."""
+    kv_cache_gb: NonNegativeFloat = 0.0
+    """GB of key-value cache on each device; 0 for what --gpu-memory-utilization (0.9) of a GPU leaves."""
+
+
+def main(args: Args, others: list[str]) -> None:
     with utils.loading(f"--host {args.host}"):
         require_key(args.host, "VLLM_API_KEY")
-    words = [
-        "--dtype=bfloat16",
-        *others,
-        f"--model={args.model}",
-        f"--host={args.host}",
-        "--generation-config=vllm",  # the model's own defaults would change the distribution
-        "--logprobs-mode=processed_logprobs",  # after the temperature
-        '--weight-transfer-config={"backend": "nccl"}',
-        "--middleware=plumbing.http.CheckKey",
-        "--uvicorn-log-level=warning",  # no line for each request
-        "--enable-scale-out",
-        "--language-model-only",
-    ]
+    options = {
+        "model": args.model,
+        "host": args.host,
+        "port": args.port,
+        "tensor-parallel-size": args.tensor_parallel,
+        "dtype": {"bf16": "bfloat16", "fp16": "float16", "float32": "float32"}[args.precision],
+        "generation-config": "vllm",  # the model's own defaults would change the distribution
+        "logprobs-mode": "processed_logprobs",  # after the temperature
+        "weight-transfer-config": '{"backend": "nccl"}',
+        "middleware": "plumbing.http.CheckKey",
+        "uvicorn-log-level": "warning",  # no line for each request
+        "max-model-len": args.max_length,
+        "kv-cache-memory-bytes": int(args.kv_cache_gb * 1e9),
+    }
+    words = [f"--{name}={value}" for name, value in options.items() if value]
+    module = ["-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", "--language-model-only"]
     path = os.pathsep.join(filter(None, [utils.ROOT, os.environ.get("PYTHONPATH")]))  # for plumbing/http.py
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
     # Signals and the exit code are vLLM's from here on.
-    os.execve(sys.executable, command, {**os.environ, **switches})
+    os.execve(sys.executable, [sys.executable, *module, *words, *others], {**os.environ, **switches})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    main(cli.parse(Args, words[:end]), words[end + 1 :])

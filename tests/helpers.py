@@ -259,7 +259,7 @@ def _server() -> multiprocessing.context.ForkServerContext:
 
 
 # What vLLM's CPU build needs; on GPUs, scripts/vllm_server.py needs nothing of this.
-SERVER_ON_CPU = ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "65536"]
+SERVER_ON_CPU = ["--", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "65536"]
 VLLM_ON_CPU = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 

@@ -13,9 +13,9 @@ from helpers import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAP = ROOT / "docs" / "reading_map.md"
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `grpo.py: group_advantages`
-# of torchrun, tyro, hf upload, pytest, vllm serve
+# of torchrun, tyro, hf upload, pytest
 FOREIGN = {"nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts"}
-FOREIGN |= {"shutdown_timeout", "help", "delete", "long", "no", "tensor_parallel_size", "max_model_len"}
+FOREIGN |= {"shutdown_timeout", "help", "delete", "long", "no"}
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
 

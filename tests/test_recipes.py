@@ -106,8 +106,7 @@ def start(small: Path, recipe: str, folder: Path, words=(), run=True, steps=2, *
         --max_prompt_length 256 --max_response_length 6 --eval_prompts 2 --eval_samples 1 --kv_cache_gb 0.05"""
     if not HAS_VLLM and recipe not in SERVED:
         rl += " --rollout_backend hf --async_steps 0"
-    served = f"""--model {small}/model --tensor_parallel_size 1 --kv_cache_memory_bytes 50000000 --max_model_len 300
-        --dtype float32"""
+    served = f"--model {small}/model --tensor_parallel 1 --kv_cache_gb 0.05 --max_length 300 --precision float32"
     flags = {
         "grpo.py": rl, "ppo.py": f"{rl} --value_model {small}/reward_model",
         "vllm_server.py": " ".join([served, *helpers.SERVER_ON_CPU]),

@@ -68,7 +68,7 @@ def running(tmp_path_factory):
         for number in range(2):
             port = free_port()
             command = [python, ROOT / "scripts/vllm_server.py", "--model", model, "--port", str(port)]
-            command += ["--dtype", "float32", "--kv_cache_memory_bytes", "20000000", "--max_model_len", "250"]
+            command += ["--precision", "float32", "--kv_cache_gb", "0.02", "--max_length", "250"]
             with open(folder / f"log{number}", "w") as log:
                 process = subprocess.Popen([*command, *helpers.SERVER_ON_CPU], stderr=log, env=environment)
             started[f"http://127.0.0.1:{port}"] = process
@@ -256,8 +256,8 @@ def test_transient_errors_are_asked_again(monkeypatch):
 def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the server starts"))
-    line = ["--model", "model", "--dtype", "float32", "--host", "0.0.0.0"]
-    assert "VLLM_API_KEY" in error_of(capsys, lambda: vllm_server.main(line))
+    args = vllm_server.Args(model="model", host="0.0.0.0")
+    assert "VLLM_API_KEY" in error_of(capsys, lambda: vllm_server.main(args, []))
 
 
 def test_a_server_that_is_killed_is_a_failure(engine, running, monkeypatch):

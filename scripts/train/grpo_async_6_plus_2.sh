@@ -5,8 +5,8 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 model=Qwen/Qwen2.5-7B port=${PORT:-8000}
-CUDA_VISIBLE_DEVICES=6,7 python scripts/vllm_server.py --model "$model" --port "$port" --tensor_parallel_size 2 \
-    --max_model_len 4096 &
+CUDA_VISIBLE_DEVICES=6,7 python scripts/vllm_server.py --model "$model" --port "$port" --tensor_parallel 2 \
+    --max_length 4096 &
 server=$!
 trap 'kill "$server" 2>/dev/null || true' EXIT
 until curl --silent --fail --output /dev/null "http://127.0.0.1:$port/health"; do

@@ -16,7 +16,7 @@ serve)
     trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
     for ((number = 0; number < ${SERVERS:-4}; number++)); do
         CUDA_VISIBLE_DEVICES=$((2 * number)),$((2 * number + 1)) python scripts/vllm_server.py --model "$model" \
-            --host "$host" --port $((port + number)) --tensor_parallel_size 2 --max_model_len 4096 "$@" &
+            --host "$host" --port $((port + number)) --tensor_parallel 2 --max_length 4096 "$@" &
     done
     wait
     ;;
