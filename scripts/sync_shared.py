@@ -51,12 +51,11 @@ def differences(source: bytes, target: bytes) -> list[str]:
 
 def span(source: bytes, node: ast.AST) -> slice:
     """Return where a node stands in its file, its decorators included."""
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
+    lines = source.splitlines(keepends=True)
+    start = lambda number: sum(map(len, lines[: number - 1]))
     decorators = getattr(node, "decorator_list", [])
-    begin = starts[decorators[0].lineno - 1] if decorators else starts[node.lineno - 1] + node.col_offset
-    return slice(begin, starts[node.end_lineno - 1] + node.end_col_offset)
+    begin = start(decorators[0].lineno) if decorators else start(node.lineno) + node.col_offset
+    return slice(begin, start(node.end_lineno) + node.end_col_offset)
 
 
 def copy(source: bytes, target: bytes, names: list[str]) -> bytes:

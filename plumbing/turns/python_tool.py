@@ -9,12 +9,9 @@ from plumbing.rewards import sandbox
 SECONDS = 10.0  # of wall clock for a program
 # The sandbox returns what a program prints to stdout, so stderr and exceptions go there, for the model to read.
 PROGRAM = """
-import sys, traceback
-sys.stderr = sys.stdout
-try:
-    exec(compile({code!r}, "code.py", "exec"), {{"__name__": "__main__"}})
-except Exception as error:
-    print(*traceback.format_exception_only(error), sep="", end="")
+import sys
+sys.stderr, sys.tracebacklimit = sys.stdout, 0  # of an exception, type and text only
+exec(compile({code!r}, "code.py", "exec"), {{"__name__": "__main__"}})
 """
 
 
