@@ -50,8 +50,11 @@ def score_by(function: Callable, prompts: list, responses: list[str], ids: list,
     parameters, count = list(inspect.signature(function).parameters), len(responses)  # a function may shorten the list
     if "solution_str" in parameters:
         rows = [{name: column[i] for name, column in columns.items()} for i in range(len(responses))]
-        scores = [call(function, **verl_arguments(row, response)) for row, response in zip(rows, responses)]
-        scores = [score["score"] if isinstance(score, dict) else score for score in scores]
+        scores = []
+        for row, response in zip(rows, responses):
+            named = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info") or {}}
+            score = call(function, solution_str=response, ground_truth=row["answer"], **named)
+            scores.append(score["score"] if isinstance(score, dict) else score)
     elif "completions" in parameters or "completion_ids" in parameters:
         scores = call(function, **trl_arguments(prompts, responses, ids, columns))
     else:
@@ -97,11 +100,3 @@ def trl_arguments(prompts: list, responses: list[str], ids: list, columns: dict)
     named = {**columns, "prompts": prompts, "completions": completions}
     named.pop("prompt", None)
     return named | {"completion_ids": ids} if any(ids) else named
-
-
-def verl_arguments(row: dict, response: str) -> dict:
-    """Return what verl calls compute_score with for a response."""
-    return {
-        "data_source": row.get("data_source"), "solution_str": response, "ground_truth": row["answer"],
-        "extra_info": row.get("extra_info") or {},
-    }  # fmt: skip
