@@ -148,7 +148,11 @@ def answer_requests(connection: Connection, names: list[str], is_environment: bo
         method, *arguments = json.loads(connection.recv_bytes())
         try:
             if served is None:
-                served = load(names, is_environment, seed)
+                functions = list(map(load_function, names))
+                random.seed(seed)
+                if "numpy" in sys.modules:
+                    sys.modules["numpy"].random.seed(seed % 2**32)
+                served = Environment(*functions) if is_environment else Tools(*functions)
             answer = {"result": getattr(served, method)(*arguments)}
         except BaseException as error:  # SystemExit, too
             raised = traceback.TracebackException.from_exception(error)  # has a text even where str(error) raises
@@ -160,15 +164,6 @@ def answer_requests(connection: Connection, names: list[str], is_environment: bo
             os._exit(0)
         # Half of a surrogate pair, which no tokenizer reads, becomes "?".
         connection.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
-
-
-def load(names: list[str], is_environment: bool, seed: int) -> Tools:
-    """Return what is served, see `serve`, with its random numbers seeded."""
-    functions = list(map(load_function, names))
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-    return Environment(*functions) if is_environment else Tools(*functions)
 
 
 def end_with_trainer() -> None:
