@@ -55,7 +55,7 @@ class Args(
     cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.ScoringArgs, cli.RolloutArgs, cli.ConversationArgs, cli.OptimizerArgs
 ):  # fmt: skip
     total_episodes: PositiveInt = 30_000
-    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
+    """Responses after which the run ends (rounded down to whole steps); GSM8K has 7,473 a pass."""
     rollout_batch_size: PositiveInt = 128
     """Prompts a step, over all ranks."""
     mini_batch_size: PositiveInt = 128
@@ -88,7 +88,7 @@ class Args(
     RULES = {
         "--on_policy_share above 0 requires a --teacher": lambda a: a.teacher or not a.on_policy_share,
         "--teacher must be another model than --model": lambda a: (
-            os.path.realpath(a.teacher) != os.path.realpath(a.model)
+            not a.teacher or os.path.realpath(a.teacher) != os.path.realpath(a.model)
         ),
         "--divergence, --jsd_beta, --estimator and --teacher_temperature require a --teacher": lambda a: (
             a.teacher
