@@ -105,7 +105,7 @@ COMMANDS = {  # how the line begins
     "grpo --prompt_column text": "--dataset data.jsonl: has nothing in column 'text'",
     "grpo --dataset unanswered.jsonl": "--dataset unanswered.jsonl row 1: has no answer",
     "grpo --max_prompt_length 1": "--dataset data.jsonl: left out 13 of 13 rows",
-    "ppo --ptx_coef 1 --ptx_dataset unanswered.jsonl": "--ptx_dataset unanswered.jsonl row 1: has no text to imitate",
+    "ppo --ptx_coef 1 --ptx_dataset unanswered.jsonl": "--ptx_dataset unanswered.jsonl: has no response,",
     "ppo --ptx_coef 1 --ptx_dataset long.jsonl --max_response_length 100": "--ptx_dataset long.jsonl",
     "reward_model --dataset data.jsonl": "--dataset data.jsonl row 1: ",
     "reward_model --batch_size 99": "--batch_size 99: ",

@@ -393,9 +393,9 @@ def load_policy_and_reference(args, make_policy: Callable, checkpoint: str | Non
         return policy, wrapped, policy
     flag, name = "--ref_model" if args.ref_model else "--model", args.ref_model or args.model
     name = refreshed_reference(checkpoint) or name
-    theirs, ours = (load_config(*each).get_text_config().vocab_size for each in ((flag, name), ("--model", args.model)))
+    theirs, ours = (each.get_text_config().vocab_size for each in (load_config(flag, name), policy.model.config))
     if theirs != ours:
-        fail(f"{flag} {name}: its vocabulary has {theirs} tokens, that of --model {ours}")
+        fail(f"{flag} {name}: its vocabulary has {theirs} tokens, that of the policy {ours}")
     return policy, wrapped, load_frozen(flag, name, make_policy, precision.param_dtype, sharding)
 
 
