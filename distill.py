@@ -37,7 +37,7 @@ from torch.special import entr
 import utils
 from plumbing import cli
 from plumbing.cli import PositiveFloat, PositiveInt, PositiveShare, Share
-from plumbing.data.mixture import check_responses, load_train_and_eval, take_prompts, token_lengths
+from plumbing.data.mixture import load_train_and_eval, take_prompts, token_lengths, with_responses
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, gather_head, gradient_sync, model_device
 from plumbing.rewards.sources import Rewards, check_reference
@@ -68,6 +68,8 @@ class Args(
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of AdamW."""
+    system_prompt: str = ""
+    """System turn put before each prompt that has none; "" for none."""
 
     teacher: str = ""
     """Model to learn from: a causal language model's folder or hub name, with the vocabulary of --model; "" for none,
@@ -421,7 +423,7 @@ def main(args: Args) -> None:
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations, stop_ids)
     on_policy_share = float(args.teacher != "") if args.on_policy_share is None else args.on_policy_share
     if on_policy_share < 1:
-        check_responses("--dataset", prompts)
+        prompts = with_responses(f"--dataset {args.dataset}", prompts)
     rewards = Rewards(args, tokenizer, eval_prompts, conversations is not None)
     updates_a_step = args.num_epochs * args.rollout_batch_size // args.mini_batch_size
     total_steps = args.total_episodes // args.rollout_batch_size

@@ -105,23 +105,20 @@ def drop_overlong(where: str, rows: list[dict], args) -> list[dict]:
 
 
 def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
-    """Return the rows of --ptx_dataset with responses, see `load_prompts`; exit with code 2 if one has none."""
+    """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
     args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})  # they are of --dataset
     flag, no_reference = "--ptx_dataset", lambda where, row, args: ""
     parts = load_prompts(flag, args.ptx_dataset, "train", tokenizer, args, no_reference, stop_ids=stop_ids)
-    check_responses(flag, [row for rows, _ in parts for row in rows])
-    supervised = mix(parts, args.seed)
+    supervised = with_responses(f"{flag} {args.ptx_dataset}", mix(parts, args.seed))
     sequences = [row["query"] + row["response"] for row in supervised]
     check_fits(args.model, sequences, f"--ptx_dataset {args.ptx_dataset}")
     return supervised
 
 
-def check_responses(flag: str, rows: list[dict]) -> None:
-    """Exit with code 2 if a row has no response to imitate."""
-    for row in rows:
-        if "response" not in row:
-            known = ", ".join(prompts.COLUMNS["response"])
-            fail(f"{flag} {row['dataset']}: has no {known} or last turn of the assistant for {row['prompt']!r:.60}")
+def with_responses(where: str, rows: list[dict]) -> list[dict]:
+    """Return the rows that have a response to imitate; see `leave_out`."""
+    why = f"which have no {', '.join(prompts.COLUMNS['response'])} or last turn of the assistant"
+    return leave_out(where, rows, [row for row in rows if "response" in row], why)
 
 
 def token_lengths(train: list[dict], held_out: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:

@@ -89,6 +89,8 @@ def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_c
     Messages that end with a turn of the assistant lose it: it is the reference, unless the row has another one.
     """
     prompt, answer = value_at(row, prompt_column), value_at(row, answer_column)
+    if not is_filled(prompt):
+        fail(f"{where}: has nothing in column {prompt_column!r}")
     if prompt_column == "src":
         prompt = interleave(where, prompt, row.get("tgt"))
         answer = None if answer_column == "tgt" else answer

@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 torchrun --nproc_per_node 8 distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B \
-    --chat_template_kwargs '{"enable_thinking": false}' --dataset openai/gsm8k --reward math \
+    --chat_template_kwargs '{"enable_thinking": false}' --dataset openai/gsm8k \
+    --reward math --system_prompt "Please reason step by step, and put your final answer within \\boxed{}." \
     --rollout_batch_size 512 --mini_batch_size 256 --total_episodes 59392 --learning_rate 1e-5 --lr_schedule linear \
     --max_prompt_length 512 --max_response_length 1024 --rollout_backend vllm "$@"
