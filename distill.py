@@ -161,11 +161,7 @@ class Policy(nn.Module):
         self.model, self.args, self.temperature = model, args, temperature
 
     def forward(
-        self,
-        input_ids: Tensor,
-        response_mask: Tensor,
-        teacher: Callable | None = None,
-        rollout_logprobs: Tensor | None = None,
+        self, input_ids: Tensor, response_mask: Tensor, rollout_logprobs: Tensor, teacher: Callable | None = None
     ) -> dict[str, Tensor]:
         """Return losses and statistics of the response tokens.
 
@@ -174,8 +170,8 @@ class Policy(nn.Module):
         Args:
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
             response_mask: (N, L) bool, set on response tokens.
+            rollout_logprobs: (tokens,), which --estimator sampled reads.
             teacher: what the Teacher's forward returned; None for no teacher.
-            rollout_logprobs: (tokens,), for --estimator sampled.
         Returns:
             Values (tokens,), the set entries of the mask row by row, float32 or better, as `statistics` has them; only
             "losses" has a gradient, which is right if all tokens have the same weight.
@@ -183,8 +179,6 @@ class Policy(nn.Module):
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
         hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
         labels = nn.functional.pad(input_ids[:, 1:], (0, 1))[predicts]  # (tokens,)
-        if rollout_logprobs is None:
-            rollout_logprobs = torch.zeros_like(hidden[:, 0])
         train, head = torch.is_grad_enabled(), self.model.get_output_embeddings()
         weights = [weight for weight in head.parameters() if weight.requires_grad]
         chunks, of_hidden, of_weights = [], [], [torch.zeros_like(weight) for weight in weights]
@@ -480,7 +474,7 @@ def main(args: Args) -> None:
                                 teacher_logprobs = teacher(*inputs)
                             gather_head(teacher)
                         flat = t["rollout_logprobs"][m]
-                        out = forward_tokens(wrapped, inputs, m, teacher=teacher_logprobs, rollout_logprobs=flat)
+                        out = forward_tokens(wrapped, inputs, m, rollout_logprobs=flat, teacher=teacher_logprobs)
                     loss = masked_sum(out["losses"], m) / token_count
                     # DDP and FSDP average over ranks, and the sum was divided by the tokens of all ranks.
                     optimizer.backward(loss * world.size)
@@ -511,7 +505,7 @@ def main(args: Args) -> None:
             metrics["objective/divergence"] = means["divergences"]
             metrics["teacher/entropy_avg"] = means["teacher_entropies"]
             metrics["teacher/same_top_token"] = means["same_top"]
-        if on_policy_share:
+        if total["compared"]:  # 0 where the first mini-batch is the data set's
             metrics |= evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step)
         samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(metrics, samples, experience.sampled_tokens, position=experience.position)

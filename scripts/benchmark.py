@@ -1,6 +1,6 @@
 """Measure speed and memory, and print tables. The first thing to run on a GPU:
 
-    python scripts/benchmark.py training --output results/training.md
+    python scripts/benchmark.py --output results/training.md
 
 Runs that are compared take turns, each in a process of its own with one thread. Seconds are medians over the processes
 of the median step, the first two left out.
@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Callable, Literal
+from typing import Callable
 from unittest import mock
 
 import pandas
@@ -180,11 +180,10 @@ VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_atten
 VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
 
 
-def main(command: tyro.conf.Positional[Literal["training"]], rounds: int = 3, output: str = "") -> None:
+def main(rounds: int = 3, output: str = "") -> None:
     """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights, beside transformers alone.
 
     Args:
-        command: what to measure.
         rounds: processes of each kind, in turns.
         output: Markdown file to write.
     """

@@ -141,10 +141,13 @@ def test_the_largest_score():
 
 
 def test_scores_are_in_the_order_of_the_responses(make, monkeypatch):
-    """However many processes share them."""
+    """However many processes and jobs share them; one without a readable reference takes no other one's score."""
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    rows, texts = [row(str(i % 7)) for i in range(8)], [str(i**2 % 7) for i in range(8)]
-    assert make("exact").score(rows, texts, [[]] * 8)["exact"] == [1, 1, 0, 0, 0, 0, 0, 1]
+    rows, texts = [row(str(i % 7)) for i in range(200)], [f"#### {i**2 % 7}" for i in range(200)]
+    rows[70], rewards = row("none"), make("gsm8k")
+    expected = [float(i % 7 in (0, 1)) if i != 70 else math.nan for i in range(200)]
+    assert rewards.score(rows, texts, [[]] * 200)["gsm8k"] == pytest.approx(expected, nan_ok=True)
+    assert "'none' is not a number" in rewards.sources["gsm8k"].failure
 
 
 # ---- rows that name their sources ------------------------------------------------------------------------------------

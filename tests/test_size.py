@@ -44,7 +44,7 @@ def table() -> dict[str, tuple[int, int]]:
         "Python outside tests, lines": (
             lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 11_121
         ),
-        "plumbing/, lines": (lines("plumbing/**/*.py"), 6_195),
+        "plumbing/, lines": (lines("plumbing/**/*.py"), 6_197),
         "plumbing/, files": (len(plumbing), 41),
         "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
         "web files of the report, lines": (lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))), 500),

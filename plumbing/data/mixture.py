@@ -43,8 +43,8 @@ def load_train_and_eval(
 
 def check_responses_fit(args, rows: list[dict]) -> None:
     """Exit with code 2 if the model cannot read all prompts, the longest with a response of --max_response_length."""
-    queries, room = [row["query"] for row in rows], args.max_response_length
-    check_fits(args.model, queries, f"--max_response_length {room}", room)
+    room = args.max_response_length
+    check_fits(args.model, [row["query"] for row in rows], f"--max_response_length {room}", room)
 
 
 def load_prompts(

@@ -155,14 +155,15 @@ class Verifier(NamedTuple):
     package: str = "re"  # that it imports
     limit: float = float("inf")  # seconds of a call, after which the response is wrong if the reference is not to blame
     read: Callable = str  # that column; raises an exception where nothing can be compared with it
+    calls_a_job: int = 1  # more where a job of a worker process takes longer than the check
 
 
 VERIFIERS = {
     "math": Verifier(math, "answer", "math_verify", limit=LIMIT, read=reference_text),
-    "gsm8k": Verifier(gsm8k, "answer", read=reference_number),
-    "exact": Verifier(exact, "answer", read=gold_answer),
+    "gsm8k": Verifier(gsm8k, "answer", read=reference_number, calls_a_job=64),
+    "exact": Verifier(exact, "answer", read=gold_answer, calls_a_job=64),
     "code": Verifier(code, "answer", read=read_tests),
-    "format": Verifier(format, ""),
+    "format": Verifier(format, "", calls_a_job=64),
     "ifeval": Verifier(ifeval, "answer", "if_verifiable", read=checkers),
     "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning_gym", read=tuple),
 }

@@ -60,15 +60,15 @@ def prepare(packages: list[str]) -> None:
             importlib.import_module(package)
 
 
-def attempt(limit: float, call: Callable, arguments: tuple) -> tuple:
-    """Return the result of a call and "", or None and the reason why there is none.
+def attempt(limit: float, call: Callable, arguments: list[tuple]) -> tuple:
+    """Return the results of calls with each of the arguments and "", or None and the reason why there are none.
 
     Exceptions are returned as text: the trainer could not read an exception class of a user's file.
     """
     process = os.getpid()
     signal.setitimer(signal.ITIMER_REAL, limit + 5)  # ends this process for a trainer that has been killed
     try:
-        return call(*arguments), ""
+        return [call(*each) for each in arguments], ""
     except BaseException as error:
         if call is call_function:
             traceback.print_exc()
@@ -117,24 +117,29 @@ class Workers:
         self.pool = ProcessPool(**self.settings)
 
     def run(
-        self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable[[], bool] = never
+        self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable = never, calls_a_job: int = 1
     ) -> list[tuple]:
-        """Call a function with each of the arguments, spread over the workers, `limit` seconds at most each.
+        """Call a function with each of the arguments, spread over the workers, `limit` seconds at most a job.
 
         Return a list of (result, ""), or of (None, reason) where a call has failed.
         """
         if not self.pool.active:  # a worker without a call has died: pebble then gives up
             self.pool = ProcessPool(**self.settings)
-        futures = [self.pool.schedule(attempt, (limit, call, each), timeout=limit) for each in arguments]
+        jobs = [arguments[i : i + calls_a_job] for i in range(0, len(arguments), calls_a_job)]
+        futures = [self.pool.schedule(attempt, (limit, call, job), timeout=limit) for job in jobs]
         while wait(futures, timeout=POLL).not_done and self.pool.active and not interrupted():
             pass
         results = []
-        for future in futures:
+        for job, future in zip(jobs, futures):
             future.cancel()  # does nothing to those that are done
             try:
-                results.append(future.result())
+                values, failure = future.result()
             except Exception as error:  # of pebble: TimeoutError, ProcessExpired, CancelledError if interrupted
-                results.append((None, f"{type(error).__name__}: {error}"))
+                values, failure = None, f"{type(error).__name__}: {error}"
+            if failure and len(job) > 1:
+                results += self.run(call, job, limit, interrupted)  # which of the calls is to blame
+            else:
+                results += [(value, failure) for value in values or [None]]
         return results
 
     def close(self) -> None:
@@ -160,7 +165,7 @@ class VerifierSource:
         # The answer of a conversation is the model's last turn, not that of a tool.
         texts = [row["turns"][-1]["content"] if row.get("turns") else text for row, text in zip(rows, texts)]
         calls = list(zip(texts, references))
-        results = self.workers.run(self.check, calls, self.limit, interrupted)
+        results = self.workers.run(self.check, calls, self.limit, interrupted, self.verifier.calls_a_job)
         if self.verifier.limit < math.inf:
             # Comparing a formula can last forever. Then the response is wrong, unless the reference is to blame.
             failed = [i for i, (_, failure) in enumerate(results) if failure]
