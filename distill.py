@@ -161,11 +161,10 @@ class Policy(nn.Module):
         self.model, self.args, self.temperature = model, args, temperature
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, rollout_logprobs: Tensor, teacher: Callable | None = None
-    ) -> dict[str, Tensor]:
+        self, input_ids: Tensor, response_mask: Tensor, rollout_logprobs: Tensor | None = None,
+        teacher: Callable | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Return losses and statistics of the response tokens.
-
-        The gradient of a chunk is computed with it, so that its logits need not be kept or computed again.
 
         Args:
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
@@ -179,6 +178,8 @@ class Policy(nn.Module):
         predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
         hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
         labels = nn.functional.pad(input_ids[:, 1:], (0, 1))[predicts]  # (tokens,)
+        if rollout_logprobs is None:
+            rollout_logprobs = torch.zeros_like(hidden[:, 0])
         train, head = torch.is_grad_enabled(), self.model.get_output_embeddings()
         weights = [weight for weight in head.parameters() if weight.requires_grad]
         chunks, of_hidden, of_weights = [], [], [torch.zeros_like(weight) for weight in weights]
@@ -435,7 +436,9 @@ def main(args: Args) -> None:
     rewards.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
-    engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype)
+    engine = None
+    if on_policy_share or eval_prompts:
+        engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype)
     sampler = Sampler(
         policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
         precision.autocast,
@@ -473,8 +476,7 @@ def main(args: Args) -> None:
                             with torch.no_grad():
                                 teacher_logprobs = teacher(*inputs)
                             gather_head(teacher)
-                        flat = t["rollout_logprobs"][m]
-                        out = forward_tokens(wrapped, inputs, m, rollout_logprobs=flat, teacher=teacher_logprobs)
+                        out = forward_tokens(wrapped, (*inputs, t["rollout_logprobs"][m], teacher_logprobs), m)
                     loss = masked_sum(out["losses"], m) / token_count
                     # DDP and FSDP average over ranks, and the sum was divided by the tokens of all ranks.
                     optimizer.backward(loss * world.size)

@@ -42,7 +42,7 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     rows = {
         "Python outside tests, lines": (
-            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 11_121
+            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 11_122
         ),
         "plumbing/, lines": (lines("plumbing/**/*.py"), 6_197),
         "plumbing/, files": (len(plumbing), 41),
