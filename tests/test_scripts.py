@@ -61,9 +61,9 @@ def base(tmp_path_factory) -> dict[str, dict]:
     common = helpers.workspace(folder)
     (folder / "reward.py").write_text(REWARD)
     kept = ("model", "system_prompt", "output_dir", "learning_rate", "eval_every", "save_every", "micro_batch_tokens")
-    pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 24)
+    pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 13)  # a pass ends in the middle of a batch
     held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
-    of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6, "centre_coef": 0.01}
+    of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6, "num_epochs": 2, "centre_coef": 0.01}
     return {
         "grpo": {**common, **MOVING},
         "rloo": {**common, **MOVING, "advantage": "remax"},
@@ -175,6 +175,7 @@ def test_stops_leave_no_trace(straight, stopped, name):
     assert metrics_of(values) == metrics_of(whole)
     ours, theirs = folder_of(values), folder_of(whole)
     assert read_lines(ours / "samples.jsonl") == read_lines(theirs / "samples.jsonl")
+    assert (ours / "final/config.json").read_text() == (theirs / "final/config.json").read_text()
     assert same_weights(ours / "final", theirs / "final") and not list((ours / "checkpoints").glob(".*"))
 
 

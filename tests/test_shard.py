@@ -35,18 +35,14 @@ def exact_runs(folder) -> dict[str, dict]:
     held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
     of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6}
     no_part = ("group_size", "non_stop_penalty", "kl_coef")
+    of_distill = {name: x for name, x in common.items() if name not in no_part}
     of_teacher = {"teacher": helpers.tiny_model(folder / "teacher", "llama", hidden_size=48), "rollout_batch_size": 8}
     rewards = {"reward": (common["reward"], judge), "reward_weights": (1.0, 0.1)}
     return {
         "grpo": {**common, **exact, **rewards, **MOVING, "kl_in": "loss", "entropy_coef": 0.01},
         "rloo": {**common, **exact, **MOVING, "advantage": "remax"},
         "ppo": {**common, **exact, **rewards, **MOVING, **OF_PPO, "ptx_dataset": common["dataset"]},
-        "distill": {
-            **{name: x for name, x in common.items() if name not in no_part},
-            **exact,
-            **SCHEDULE,
-            **of_teacher,
-        },
+        "distill": {**of_distill, **exact, **SCHEDULE, **of_teacher},
         "reward_model": {**{name: common[name] for name in kept}, **exact, **SCHEDULE, **of_pairs},
     }
 
@@ -84,13 +80,25 @@ def test_offloading_changes_nothing(base, whole, tmp_path):
     compare(values, whole["ppo"])
 
 
-def test_more_ranks_than_responses(base, tmp_path):
+FEW = dict(
+    mini_batch_size=2,
+    eval_prompts=1,
+    eval_samples=1,
+    rollout_batch_size=1,
+    group_size=2,
+    total_episodes=6,
+    num_epochs=1,
+)
+FEW_PAIRS = dict(batch_size=3, micro_batch_tokens=1)  # three are held out, too
+
+
+@pytest.mark.parametrize("script, shard, few", [("grpo", "fsdp", FEW), ("reward_model", "none", FEW_PAIRS)])
+def test_more_ranks_than_responses(base, tmp_path, script, shard, few):
     """Ranks with no prompt to generate for, no sequence to score and no row to train on keep nobody waiting."""
-    small = {**base["grpo"], "mini_batch_size": 2, "eval_prompts": 1, "eval_samples": 1, "rollout_batch_size": 1}
-    small |= {"group_size": 2, "total_episodes": 6, "num_epochs": 1, "output_dir": str(tmp_path)}
-    one, four = ({**small, "run_name": name} for name in ("few one", "few four"))
-    run(one)
-    sharded(four, 4, "grpo")
+    one = {**base[script], **few, "output_dir": str(tmp_path), "run_name": "one"}
+    four = {**one, "run_name": "four", "shard": shard}
+    run(one, script=script)
+    run_ranks(four, 4, (0,) * 4, script=script)
     compare(four, one)
 
 
