@@ -210,7 +210,7 @@ class Scores:
 
     def score(self, rows, texts, responses, interrupted):
         assert len(rows) == len(texts)
-        self.seen += [(row["answer"], text) for row, text in zip(rows, texts)]
+        self.seen += [(row["answer"], *texts) for row, *texts in zip(rows, texts, responses)]
         return {"length": [100.0 * row["answer"] + len(text) for row, text in zip(rows, texts)]}
 
     def score_equal_responses_alike(self, samples):
@@ -268,7 +268,7 @@ def test_rollout_lays_out_the_batch(setting):
         assert batch.stopped[i].item() == (response[-1] in sampler.stop_ids)
         assert sample.text == sampler.tokenizer.decode(response, skip_special_tokens=True)
         assert batch.reward_components["length"][i] == 100 * (i // 3) + len(sample.text)
-        assert sampler.rewards.seen[i] == (i // 3, sample.text)
+        assert sampler.rewards.seen[i] == (i // 3, sample.text, response)
         assert batch.lengths[i] == len(query) + len(response)
     assert len(batch.samples) == 15 and batch.stopped.any() and not batch.stopped.all()
     assert set(batch.tokens) == {"response_mask", "rollout_logprobs"} and batch.response_mask.dtype == torch.bool
