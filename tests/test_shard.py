@@ -1,10 +1,7 @@
 """Sharding changes memory, never a result (tests/test_invariance.py has the same numbers over all cuts): offloading,
 ranks without work, runs resumed over other numbers of ranks; and the number formats of --precision."""
 
-import contextlib
-import os
 import shutil
-import socket
 from types import SimpleNamespace
 
 import helpers
@@ -17,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
 import utils
-from plumbing.models import loading, lora
-from plumbing.models.sharding import Sharding, training_bytes, unsharded
+from plumbing.models import loading
+from plumbing.models.sharding import Sharding, training_bytes
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
 CPU = torch.device("cpu")
@@ -80,6 +77,35 @@ def test_offloading_changes_nothing(base, whole, tmp_path):
     compare(values, whole["ppo"])
 
 
+class Collectives(TorchDispatchMode):
+    """Counts those that are called within it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "c10d" in function.namespace
+        return function(*args, **(kwargs or {}))
+
+
+def watched() -> None:
+    """Make a run end with an error where a decode loop waits for another rank, or a rank has all of the policy."""
+    generate, wrap = grpo.generate, Sharding.wrap
+
+    def generate_alone(*args):
+        with Collectives() as collectives:
+            result = generate(*args)
+        assert collectives.count == 0
+        return result
+
+    def wrap_sharded(sharding: Sharding, policy: torch.nn.Module):
+        assert {x.device.type for x in policy.parameters()} == {"cpu" if sharding.world.main else "meta"}
+        policy = wrap(sharding, policy)
+        assert all(x.to_local().numel() < x.numel() for x in policy.parameters() if x.ndim == 2)
+        return policy
+
+    grpo.generate, Sharding.wrap = generate_alone, wrap_sharded
+
+
 FEW = dict(
     mini_batch_size=2,
     eval_prompts=1,
@@ -98,7 +124,8 @@ def test_more_ranks_than_responses(base, tmp_path, script, shard, few):
     one = {**base[script], **few, "output_dir": str(tmp_path), "run_name": "one"}
     four = {**one, "run_name": "four", "shard": shard}
     run(one, script=script)
-    run_ranks(four, 4, (0,) * 4, script=script)
+    places = dict.fromkeys(range(4), watched) if shard == "fsdp" else None
+    run_ranks(four, 4, (0,) * 4, places, script=script)
     compare(four, one)
 
 
@@ -174,56 +201,6 @@ def test_tensors_with_formats_of_their_own(base, tmp_path):
     assert [name for name, kind in kinds.items() if kind == torch.float32] == [
         "model.layers.1.mlp.gate.e_score_correction_bias"
     ]
-
-
-# ---- what happens between ranks --------------------------------------------------------------------------------------
-
-
-class Collectives(TorchDispatchMode):
-    """Counts those that are called within it."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "c10d" in function.namespace
-        return function(*args, **(kwargs or {}))
-
-
-def alone(rank: int, port: int, model: str, log: str) -> None:
-    """A process of two: what it does within `unsharded`, and then with the other one."""
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    world = utils.setup_processes()
-    args = grpo.Args(model=model, shard="fsdp", kl_coef=0.0)
-    sharding = Sharding(args, world, loading.precision("float32", CPU))
-    load = lambda: loading.load_model("--model", model, torch.float32, CPU)
-    plain, loaded = load(), loading.load_model("--model", model, torch.float32, sharding.load_device)
-    assert loaded.device.type == ("meta" if rank else "cpu")
-    policy = sharding.wrap(grpo.Policy(loaded, args))
-    assert all(x.to_local().numel() < x.numel() for x in policy.parameters() if x.ndim == 2)
-    ids, collectives = torch.arange(40, 52)[None], Collectives()
-    with unsharded(loaded), collectives, torch.no_grad():
-        for _ in range(3 if rank == 0 else 0):
-            assert torch.equal(loaded(ids).logits, plain(ids).logits)
-    assert collectives.count == 0
-    for name, tensor, layer in lora.base_weights(loaded):  # what goes to a rollout engine
-        assert torch.equal(lora.merged(tensor, layer), plain.state_dict()[name])
-    world.barrier()
-
-
-def test_no_rank_waits_for_another_while_weights_are_unsharded(base):
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    logs = [f"{helpers._logs.name}/alone{rank}" for rank in range(2)]
-    context, model = helpers._server(), base["grpo"]["model"]
-    ranks = [context.Process(target=alone, args=(rank, port, model, logs[rank])) for rank in range(2)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join(60)
-        each.kill()
-    assert [each.exitcode for each in ranks] == [0, 0], [open(log).read()[-2000:] for log in logs]
 
 
 # ---- number formats --------------------------------------------------------------------------------------------------
