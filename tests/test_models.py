@@ -82,6 +82,9 @@ def test_the_first_stop_token_is_that_of_the_chat_template(model_folder, tokeniz
     tokenizer.chat_template = template
     GenerationConfig(eos_token_id=eos).save_pretrained(folder)
     assert loading.stop_token_ids(tokenizer, folder, "eos") == expected
+    assert loading.stop_token_ids(tokenizer, folder, "a") == tokenizer.encode("a")
+    with pytest.raises(SystemExit):
+        loading.stop_token_ids(tokenizer, folder, "ab")
 
 
 def test_values_for_the_chat_template(tmp_path, capsys):
