@@ -20,22 +20,18 @@ import rloo
 SCRIPTS = {"rloo": rloo, "ppo": ppo, "reward_model": reward_model}
 ONE_CHECKER = {"LOCAL_WORLD_SIZE": "4"}  # one process that scores instead of four
 
-# Files beside the reward function say what goes wrong in it: which call fails, and what a third of the responses get.
+# A file beside the reward function says which call of it fails.
 REWARD = """
 import os
 
 calls = 0
 
-def told(what):
-    return open(f"{__file__}.{what}").read() if os.path.exists(f"{__file__}.{what}") else ""
-
 def score(prompts, responses, **columns):
     global calls
     calls += 1
-    if told("fails") and calls == int(told("fails")):
+    if os.path.exists(f"{__file__}.fails") and calls == int(open(f"{__file__}.fails").read()):
         raise RuntimeError("the judge is away")
-    scores = [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
-    return [eval(told("third")) if told("third") and i % 3 == 0 else x for i, x in enumerate(scores)]
+    return [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
 """
 
 # All that a step can depend on: schedules, Adam's moments, KL controller, a reference that moves, passes over the data,
@@ -184,65 +180,19 @@ def test_what_the_straight_run_compares_moves(straight, script):
 # ---- rewards that fail ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def tell(base):
-    """Write a file that the reward function looks for."""
-    path = base["ppo"]["reward"].removesuffix(":score")
-    yield lambda what, text: helpers.Path(f"{path}.{what}").write_text(text)
-    for what in ("fails", "third"):
-        helpers.Path(f"{path}.{what}").unlink(missing_ok=True)
-
-
 @pytest.mark.parametrize("script, call", [("rloo", 11), ("ppo", 8)])  # of the greedy responses; of the sampled ones
-def test_a_step_without_scores_stops(base, straight, tell, tmp_path, script, call):
+def test_a_step_without_scores_stops(base, straight, tmp_path, script, call):
     """With step 2 saved, from which the run goes on, once the reward works again, as if nothing had been."""
     values = {**straight[script], "output_dir": str(tmp_path), "save_every": 0}
-    tell("fails", str(call))
+    fails = helpers.Path(base[script]["reward"].replace(":score", ".fails"))
+    fails.write_text(str(call))
     done = run(values, script, code=2)
     (line,) = done.errors
     assert all(word in line for word in ("--reward", "step 3", base[script]["reward"], "the judge is away")), line
+    fails.unlink()
     assert steps_of(values) == ["step_2"]
-    tell("fails", "")
     assert "after step 2" in run({**values, "resume": True}, script).out
     assert metrics_of(values) == metrics_of(straight[script])
-
-
-LEFT_OUT = [
-    ("rloo", dict(advantage="rloo")),
-    ("rloo", dict(advantage="reinforce++")),
-    ("ppo", dict(reward_normalization=True, critic_warmup_steps=0)),
-]
-
-
-@pytest.mark.parametrize("script, changes", LEFT_OUT)
-def test_responses_without_a_score_are_left_out(base, neox, tell, tmp_path, monkeypatch, script, changes):
-    """None, NaN and infinity mean the same, and the tokens of those responses reach neither policy nor critic."""
-    rollout = SCRIPTS[script].rollout
-
-    def of_other_tokens(*args, **options):
-        batch = rollout(*args, **options)
-        for i in sum(batch.reward_components.values()).isnan().nonzero()[:, 0].tolist():
-            sample = batch.samples[i]
-            sample.response = [7 + (token + i) % 90 for token in sample.response]
-        return batch
-
-    once = dict(model=neox, precision="float64", total_episodes=8, save_every=1, eval_every=0)
-    runs = [variant(base, tmp_path, script, **{**once, **changes}, run_name=str(i)) for i in range(4)]
-    for values, score in zip(runs, ("None", "float('nan')", "-float('inf')", "None")):
-        tell("third", score)
-        if values is runs[-1]:
-            monkeypatch.setattr(SCRIPTS[script], "rollout", of_other_tokens)
-        run_here(values, script)
-    rows = [metrics_of(values) for values in runs]
-    assert rows[0] == rows[1] == rows[2]
-    for (row,) in rows:
-        assert row["val/missing_scores"] == 3 and None not in row.values()  # responses 0, 3 and 6 of 8
-    for name in ("", "critic") if script == "ppo" else ("",):
-        first, *others = (folder_of(values) / "checkpoints" / "step_1" / name for values in runs)
-        assert all_finite(first) and all(same_weights(first, other) for other in others)
-        assert any(not torch.equal(x, weights_of(neox).get(key, x)) for key, x in weights_of(first).items())
-    samples = read_lines(folder_of(runs[0]) / "samples.jsonl")
-    assert [sample["advantage"] == 0 for sample in samples] == [i % 3 == 0 for i in range(8)]
 
 
 # ---- gradients that are not finite ----------------------------------------------------------------------------------
