@@ -142,17 +142,6 @@ def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, f
     assert empty.shape == (0,) and all(p.grad.eq(0).all() for p in critic.parameters())
 
 
-def test_a_value_model_of_another_vocabulary_is_refused(tmp_path, capsys):
-    ours, theirs = helpers.make_tokenizer(), helpers.make_tokenizer()
-    theirs.add_tokens(["<more>"])
-    for tokenizer in (ours, theirs):
-        helpers.tiny_model(tmp_path)
-        tokenizer.save_pretrained(tmp_path)
-        with contextlib.nullcontext() if tokenizer is ours else pytest.raises(SystemExit):
-            loading.check_can_read("--value_model", str(tmp_path), ours)
-    assert capsys.readouterr().err.startswith(f"error: --value_model {tmp_path}: ")
-
-
 @pytest.mark.parametrize("budget, ranks", [(1, 1), (14, 1), (1000, 1), (1, 2), (1000, 2), (1000, 12)])
 def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, monkeypatch, budget, ranks):
     """At temperature 1 under a policy of 0.6, on top of what is there, in any cut and on more ranks than rows."""
