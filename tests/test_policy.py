@@ -222,21 +222,6 @@ def test_gradient_is_the_same_in_any_cut(load, how, family, dtype, near):
         assert relative(update_gradient(policy, batch, reference, how, budget, ranks), expected) < near
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_empty_micro_batch_has_zero_gradients(load, family):
-    model, batch = load(family).train(), random_batch()
-    results = policy_of(model, 0.6)(*batch.collate([]))
-    assert [x.shape for x in results.values()] == [(0,)] * 2
-    m = batch.response_mask[[]]
-    logprobs, entropies = (pad_rows(x, m) for x in results.values())
-    losses, clipped = policy_loss(logprobs, logprobs.detach(), torch.zeros(0, 1), m, "gspo", 0.2, 0.2)
-    assert clipped.shape == (0, 8)
-    for how in ("token", "sequence"):
-        reduce_loss = functools.partial(aggregate, mask=m, how=how, tokens=9, sequences=8, max_length=MAX_LENGTH)
-        (reduce_loss(losses) + reduce_loss(entropies)).backward(retain_graph=True)
-    assert all(p.grad is not None and p.grad.eq(0).all() for p in model.parameters())  # DDP waits for each of them
-
-
 # ---- dropout ----------------------------------------------------------------------------------------------------
 
 
