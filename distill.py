@@ -12,16 +12,16 @@ Source: generalised knowledge distillation (GKD), arXiv:2306.13649, eq. 1 and al
 
 Deliberate choices:
 1. No gradient flows through the sampling: a token's loss is the divergence of the two next-token distributions.
-2. The sum over the vocabulary is exact, in chunks of tokens, each of which is computed with its gradient, once.
-   `--estimator sampled` is a policy gradient of the reverse KL instead, by the log-probabilities of sampled tokens.
-3. One temperature samples and divides the student's logits; the teacher's is the same unless it has its own.
+2. The sum over the vocabulary is exact. The logits of one chunk of tokens exist at a time: its gradient is taken at
+   once. `--estimator sampled` is a policy gradient of the reverse KL instead, by log-probabilities of sampled tokens.
+3. One temperature samples and, with a teacher, divides the logits; those of the teacher may have their own.
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and micro-batches.
-5. Each turn of the assistant in a row of messages is a row of its own. The turns before it are its prompt.
+5. Messages that end with the assistant make a row for each of its turns; the turns before it are the prompt.
 6. Nothing trains on --reward: it scores held-out responses.
 
     bash scripts/demo.sh distill                                                      # tiny models on a CPU, minutes
     python distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B                 # one GPU, GSM8K
-    torchrun --nproc_per_node 8 distill.py --on_policy_share 0 --dataset rows.jsonl   # supervised fine-tuning
+    torchrun --nproc_per_node 8 distill.py --dataset rows.jsonl                       # supervised fine-tuning
 """
 
 import functools
@@ -105,6 +105,7 @@ class Args(
         "--tools and --environment require a --teacher and --on_policy_share 1": lambda a: (
             a.teacher and a.on_policy_share in (None, 1) or not (a.tools or a.environment)
         ),
+        "--precision fp16 cannot scale the head's gradient in time; use bf16": lambda a: a.precision != "fp16",
     }
 
 
@@ -139,7 +140,7 @@ def sampled_reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor, rollout_logpr
     """Return a loss (N, T) whose expected gradient is that of the reverse KL, from the sampled tokens (N, T) alone.
 
     r * (log p - log q), where only the ratio r = p / p_rollout has a gradient: a policy gradient with the advantage
-    -(log p - log q) of the token, and with weights for what the student has learned since it sampled.
+    -(log p - log q) of the token and importance weights.
     """
     ratio = (logprobs - rollout_logprobs).clamp(-20, 20).exp()
     return ratio * (logprobs - teacher_logprobs).detach()
@@ -164,7 +165,7 @@ class Policy(nn.Module):
         self, input_ids: Tensor, response_mask: Tensor, rollout_logprobs: Tensor | None = None,
         teacher: Callable | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Return losses and statistics of the response tokens.
+        """Return losses and statistics of the response tokens. The backward pass of the head runs here, too.
 
         Args:
             input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
@@ -182,21 +183,21 @@ class Policy(nn.Module):
             rollout_logprobs = torch.zeros_like(hidden[:, 0])
         train, head = torch.is_grad_enabled(), self.model.get_output_embeddings()
         weights = [weight for weight in head.parameters() if weight.requires_grad]
-        chunks, of_hidden, of_weights = [], [], [torch.zeros_like(weight) for weight in weights]
+        chunks, hidden_gradients, head_gradients = [], [], [torch.zeros_like(weight) for weight in weights]
         for start in range(0, max(1, len(labels)), CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
             with torch.no_grad():
-                theirs = teacher and teacher(part)
+                theirs = None if teacher is None else teacher(part)
             inputs = hidden[part].detach().requires_grad_(train)
             values = self.statistics(inputs, labels[part], theirs, rollout_logprobs[part])
             if train:
-                gradient, *gradients = torch.autograd.grad(values["losses"].sum(), [inputs, *weights])
-                of_hidden.append(gradient)
-                of_weights = [total.add_(x) for total, x in zip(of_weights, gradients)]
+                of_inputs, *of_head = torch.autograd.grad(values["losses"].sum(), [inputs, *weights])
+                hidden_gradients.append(of_inputs)
+                head_gradients = [total.add_(x) for total, x in zip(head_gradients, of_head)]
             chunks.append({name: x.detach() for name, x in values.items()})
         values = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         if train:
-            gradients = [torch.cat(of_hidden), *of_weights]
+            gradients = [torch.cat(hidden_gradients), *head_gradients]
             values["losses"] = KnownGradient.apply(values["losses"], gradients, hidden, *weights)
         return values
 
@@ -204,7 +205,7 @@ class Policy(nn.Module):
         self, hidden: Tensor, labels: Tensor, theirs: Tensor | None, rollout_logprobs: Tensor
     ) -> dict[str, Tensor]:
         """Return values (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and "entropies"; with a
-        teacher also "divergences", "teacher_entropies", and "same_top", 1 where both have the same most likely token.
+        teacher also "teacher_entropies", and "same_top", 1 where both have the same most likely token.
 
         Args:
             hidden: (chunk, H). labels, rollout_logprobs: (chunk,). theirs: the teacher's log-probabilities (chunk, V).
@@ -214,13 +215,13 @@ class Policy(nn.Module):
         values = {"logprobs": logprobs, "losses": -logprobs, "entropies": entr(ours.detach().exp()).sum(-1)}
         if theirs is None:
             return values
-        size = min(ours.shape[-1], theirs.shape[-1])  # the models of a family may be padded to different ones
-        of_pair = functools.partial(divergence, kind=self.args.divergence, beta=self.args.jsd_beta or 0.5)
         if self.args.estimator == "exact":
-            values["losses"] = values["divergences"] = of_pair(ours[:, :size], theirs[:, :size])
+            known = theirs[
+                :, : ours.shape[-1]
+            ]  # the teacher may be padded to more tokens, of which the student has none
+            values["losses"] = divergence(ours, known, self.args.divergence, self.args.jsd_beta or 0.5)
         else:
             values["losses"] = sampled_reverse_kl(logprobs, theirs.gather(-1, at)[:, 0], rollout_logprobs)
-            values["divergences"] = of_pair(ours.detach()[:, :size], theirs[:, :size])
         values["same_top"] = (ours.argmax(-1) == theirs.argmax(-1)).to(ours.dtype)
         return values | {"teacher_entropies": entr(theirs.exp()).sum(-1)}
 
@@ -401,6 +402,7 @@ def collect(
         samples.append(Sample(row, row["response"], logprobs, stopped=True, text=text, scores=scores))
     batch = Batch.from_samples(samples, model_device(sampler.model))
     metrics = evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards)
+    metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}  # no source scores what is learned
     metrics["val/on_policy_share"] = len(asked) / len(rows)
     return Experience(batch, metrics, sum(batch.lengths), position + len(rows), policy_step, "")
 
@@ -414,9 +416,13 @@ def main(args: Args) -> None:
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     if args.teacher:
         loading.check_can_read("--teacher", args.teacher, tokenizer)
+        theirs, ours = (loading.load_config("", x).get_text_config().vocab_size for x in (args.teacher, args.model))
+        if theirs < ours:
+            utils.fail(f"--teacher {args.teacher}: has {theirs} tokens, less than the {ours} of --model")
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
-    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations, stop_ids)
     on_policy_share = float(args.teacher != "") if args.on_policy_share is None else args.on_policy_share
+    imitated = stop_ids if on_policy_share < 1 else []
+    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations, imitated)
     if on_policy_share < 1:
         prompts = with_responses(f"--dataset {args.dataset}", prompts)
     rewards = Rewards(args, tokenizer, eval_prompts, conversations is not None)
@@ -426,7 +432,7 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    temperature = args.temperature if args.teacher else 1.0  # supervised: of the model itself, whatever samples
+    temperature = args.temperature if args.teacher else 1.0  # supervised: only evaluations sample by --temperature
     make_policy = functools.partial(Policy, args=args, temperature=temperature)
     policy, wrapped = loading.load_policy(args, make_policy, run.checkpoint, precision, sharding)
     teacher, dtype = None, precision.compute_dtype or precision.param_dtype
@@ -464,8 +470,9 @@ def main(args: Args) -> None:
         run.phase("training")
         policy.model.train()  # for gradient checkpointing; there is no dropout
         sums = utils.Sums(world)
-        responses = list(range(len(batch.samples)))
-        updates = utils.mini_batches(responses, args.mini_batch_size, args.num_epochs, (args.seed, step))
+        trained = [i for i, x in enumerate(batch.samples) if not (x.conversation and x.conversation.error)]
+        updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
+        optimizer.skip(updates_a_step - len(updates))
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
             for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
@@ -475,13 +482,13 @@ def main(args: Args) -> None:
                         if teacher is not None:
                             with torch.no_grad():
                                 teacher_logprobs = teacher(*inputs)
-                            gather_head(teacher)
+                            gather_head(teacher)  # which the student's forward uses, chunk by chunk
                         out = forward_tokens(wrapped, (*inputs, t["rollout_logprobs"][m], teacher_logprobs), m)
                     loss = masked_sum(out["losses"], m) / token_count
                     # DDP and FSDP average over ranks, and the sum was divided by the tokens of all ranks.
                     optimizer.backward(loss * world.size)
                 sums.add(loss=loss, tokens=m.sum(), **{name: masked_sum(x, m) for name, x in out.items()})
-                if number == 0:  # by the weights of the start of the step, as where old log-probs are computed
+                if number == 0:  # with the weights that sampled
                     sampled = m & t["rollout_logprobs"].isfinite()
                     evaluation.add_mismatch(sums, out["logprobs"], t["rollout_logprobs"], sampled)
             optimizer.step()
@@ -494,20 +501,20 @@ def main(args: Args) -> None:
         total = sums.totals()
 
         # ---- 4. metrics ----
-        means = {name: x / total["tokens"] for name, x in total.items()}
         metrics = {
             "epoch": experience.position / len(prompts),
-            "train/loss": total["loss"] / len(updates),
-            "policy/entropy_avg": means["entropies"],
             **experience.metrics,
             **optimizer.metrics(),
             **sampler.metrics(),
         }
-        if teacher is not None:
-            metrics["objective/divergence"] = means["divergences"]
-            metrics["teacher/entropy_avg"] = means["teacher_entropies"]
-            metrics["teacher/same_top_token"] = means["same_top"]
-        if total["compared"]:  # 0 where the first mini-batch is the data set's
+        if updates:  # none where all conversations have failed
+            metrics["train/loss"] = total["loss"] / len(updates)
+            metrics["policy/entropy_avg"] = total["entropies"] / total["tokens"]
+        if updates and teacher is not None:
+            metrics["objective/divergence"] = total["losses"] / total["tokens"]
+            metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]
+            metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]
+        if total.get("compared"):  # not where the first mini-batch is the data set's
             metrics |= evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step)
         samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(metrics, samples, experience.sampled_tokens, position=experience.position)

@@ -99,7 +99,6 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
     tokens = ids[:, 1:][mask[:, 1:], None]
     expected = {
         "logprobs": ours.gather(1, tokens)[:, 0], "losses": distill.divergence(ours, theirs[:, :rows], "jsd", 0.3),
-        "divergences": distill.divergence(ours, theirs[:, :rows], "jsd", 0.3),
         "entropies": -(ours.exp() * ours).sum(1), "teacher_entropies": -(theirs.exp() * theirs).sum(1),
         "same_top": (ours.argmax(1) == theirs.argmax(1)).double(),
     }  # fmt: skip
@@ -133,7 +132,9 @@ def test_what_is_learned_from_a_row(tmp_path, name):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model(tmp_path / "model", chat=True))
     args = distill.Args(system_prompt="", max_response_length=50)
     path = write_rows(tmp_path / "rows.jsonl", [row])
-    [(rows, _)] = mixture.load_prompts("--dataset", path, "train", tokenizer, args, lambda *_: "", None, [1])
+    load = lambda stops: mixture.load_prompts("--dataset", path, "train", tokenizer, args, lambda *_: "", None, stops)
+    [(rows, _)], [(alone, _)] = load([1]), load([])  # with responses, and prompts alone
+    assert alone == [{name: x for name, x in row.items() if name != "response"} for row in rows]
     assert len(rows) == len(expected) and all(row["sources"] == [] for row in rows)
     for row, (prompt, response) in zip(rows, expected):
         assert prompt in (None, row["prompt"]) and tokenizer.decode(row["query"]) == row["prompt"]
@@ -206,12 +207,36 @@ def test_a_student_becomes_its_teacher(tmp_path):
         assert divergences[-1] < bound * divergences[0], (changes, divergences)
 
 
+BROKEN = """
+class Broken:
+    def reset(self, prompt, **columns):
+        if prompt != "1+2=":
+            raise ValueError("no such game")
+
+    def step(self, text): return "", 1.0, True
+"""
+
+
+def test_conversations_that_fail_do_not_train(tmp_path, capfd):
+    """Nor does a step of which all fail, in which nothing changes."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    values = flags(tmp_path, teacher=tiny_model(tmp_path / "teacher", "llama"), total_episodes=16, num_epochs=2)
+    run_here({**values, "environment": f"{tmp_path / 'broken.py'}:Broken", "rollout_batch_size": 4}, "distill")
+    rows = metrics_of(values)
+    trained = ["train/loss" in row for row in rows]
+    assert any(trained) and not all(trained) and helpers.finite_or_null(rows)
+    assert [row["val/skipped_updates"] for row in rows] == [0] * 4
+    assert "responses are left out; the first: reset" in capfd.readouterr().err
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 REFUSED = {  # flags -> what the line names
     "--teacher model": "--teacher must be another model",
     "--teacher other_vocabulary": "--teacher other_vocabulary",
     "--teacher nowhere/at/all": "--teacher nowhere/at/all",
+    "--teacher smaller": "--teacher smaller: has 150 tokens, less than",
+    "--precision fp16": "--precision fp16",
     "--dataset unanswered.jsonl": "--dataset unanswered.jsonl",
     "--on_policy_share 0.5": "--on_policy_share",
     "--divergence jsd": "--divergence",
@@ -229,6 +254,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refused")
     values = flags(folder)
     tiny_model(folder / "teacher", "llama")
+    tiny_model(folder / "smaller", vocab_size=150)
     helpers.scalar_folder(values["model"], folder / "other_vocabulary", tokens=("ab", "12"))
     write_rows(folder / "unanswered.jsonl", [{"prompt": "1+1="}] * 9)
     return SimpleNamespace(folder=folder, values={**values, "model": "model"})

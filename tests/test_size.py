@@ -42,9 +42,9 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     rows = {
         "Python outside tests, lines": (
-            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 11_122
+            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 11_130
         ),
-        "plumbing/, lines": (lines("plumbing/**/*.py"), 6_197),
+        "plumbing/, lines": (lines("plumbing/**/*.py"), 6_198),
         "plumbing/, files": (len(plumbing), 41),
         "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
         "web files of the report, lines": (lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))), 500),

@@ -58,7 +58,8 @@ def load_prompts(
         args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length.
         check_reference: returns why nothing can score a row, see `plumbing.rewards.sources.check_reference`.
         conversations: plumbing.turns.conversations.Conversations, with --tools or --environment.
-        stop_ids: of rows to learn from, which no source scores: each turn of the assistant is a row of its own.
+        stop_ids: of rows to learn from, which no source scores: each turn of the assistant is a row of its own; [] for
+            their prompts alone.
     Returns:
         Of each data set its weight and its rows {"prompt": the text that the model sees, "query": its token ids,
         "messages": the same as messages, None with --chat_template none, "answer": the reference or None, "dataset":
@@ -74,9 +75,9 @@ def load_prompts(
             at = f"{where} row {number}"
             for column in {"prompts", "responses"} & row.keys():
                 fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")
-            for turn in prompts.rows_of_turns(row, prompt_column) if stop_ids else [row]:
+            for turn in prompts.rows_of_turns(row, prompt_column) if stop_ids is not None else [row]:
                 prompt, answer = prompts.prompt_and_answer(at, turn, prompt_column, answer_column)
-                sources = [] if stop_ids else prompts.named_sources(at, row, args)
+                sources = prompts.named_sources(at, row, args) if stop_ids is None else []
                 text, query = prompts.encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
                 messages = None if as_is else prompts.as_messages(at, prompt, args.system_prompt)
                 seen = {"prompt": text, "query": query, "messages": messages, "answer": answer}
