@@ -3,7 +3,6 @@
 python tests/test_families.py     # writes docs/models.md, the table of all
 """
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import helpers
 import pytest
 import torch
 import transformers
-from safetensors import safe_open
 from tiny_models import CPU, make_tokenizer
 
 import grpo
@@ -118,15 +116,9 @@ def largest_difference(family: str, folder) -> float:
     assert len(rows) == 2 and all(row["loss/grad_norm"] > 0 for row in rows)
     check_gradient(values["model"])
     final = f"{values['output_dir']}/run/final"
-    assert names_of(values["model"]) == names_of(final)
+    assert helpers.weights_of(values["model"]).keys() == helpers.weights_of(final).keys()
     loading.load_model("--model", final, torch.float32, CPU)  # exits if a weight is missing
     return max(row["rollout/logprob_diff_max"] for row in rows)
-
-
-def names_of(folder: str) -> set[str]:
-    """Return the names of the weights in a folder."""
-    with safe_open(os.path.join(folder, "model.safetensors"), "pt") as file:
-        return set(file.keys())
 
 
 def check_gradient(folder: str) -> None:
@@ -168,8 +160,8 @@ def test_what_reads_images_stays_as_it_is(tmp_path, script, changes):
     changed = [name for name, weight in after.items() if not torch.equal(weight, before[name])]
     assert changed and all(name.startswith("language_model.") for name in changed)
     if "lora_rank" in changes:
-        with safe_open(helpers.folder_of(values) / "final/adapter/adapter_model.safetensors", "pt") as file:
-            assert all(".language_model." in name for name in file.keys())
+        adapter = helpers.tensors_of(helpers.folder_of(values) / "final/adapter")
+        assert adapter and all(".language_model." in name for name in adapter)
 
 
 def test_padding_that_changes_a_prediction_and_an_unknown_head_are_refused(tmp_path, capsys, monkeypatch):
@@ -218,9 +210,8 @@ def write_page() -> None:
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             by_difference.setdefault(f"{largest_difference(family, Path(folder)):.0e}", []).append(family)
-    rows = [
-        f"| {nats} | {', '.join(names)} |" for nats, names in sorted(by_difference.items(), key=lambda x: float(x[0]))
-    ]
+    in_order = sorted(by_difference.items(), key=lambda x: float(x[0]))
+    rows = [f"| {nats} | {', '.join(names)} |" for nats, names in in_order]
     table = "\n".join(["| nats | families |", "|---|---|", *rows])
     (Path(__file__).parent.parent / "docs/models.md").write_text(PAGE.format(table=table, refused=", ".join(REFUSED)))
 

@@ -31,8 +31,9 @@ def saved(folder, kind: str, **changes) -> str:
 
 @pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
 @torch.no_grad()
-def test_capped_attention_scores(tmp_path, capsys, kind):
-    """transformers' sdpa leaves the cap out without a word."""
+def test_capped_attention_scores(tmp_path, load, capsys, kind):
+    """transformers' sdpa leaves the cap out without a word; without a cap it is taken."""
+    assert load("gemma2", attn_logit_softcapping=None).config._attn_implementation == "sdpa"
     cap = dict(head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=0.5)
     folder = saved(tmp_path, kind, **cap)
     eager, sdpa = (
@@ -45,10 +46,6 @@ def test_capped_attention_scores(tmp_path, capsys, kind):
     with pytest.raises(SystemExit):
         sharding.set_attention(ours, "sdpa")
     assert capsys.readouterr().err.startswith("error: --attention sdpa: ")
-
-
-def test_without_a_cap_attention_is_sdpa(load):
-    assert load("gemma2", attn_logit_softcapping=None).config._attn_implementation == "sdpa"
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):
@@ -153,12 +150,10 @@ def test_attention_changes_only_how_it_is_computed(load):
 
 
 def test_attention_that_is_not_supported(load, capsys, monkeypatch):
-    for name, model in (("flash_attention_2", load("qwen2")), ("flex_attention", load("gpt2"))):
+    monkeypatch.setattr(type(load("llama")), "_can_set_attn_implementation", lambda *_: False)
+    for name, family in (("flash_attention_2", "qwen2"), ("flex_attention", "gpt2"), ("eager", "llama")):
         with pytest.raises(SystemExit) as ended:
-            sharding.set_attention(model, name)
-        assert ended.value.code == 2 and capsys.readouterr().err.startswith(f"error: --attention {name}: ")
-    model = load("qwen2")
-    monkeypatch.setattr(type(model), "_can_set_attn_implementation", lambda *_: False)
-    with pytest.raises(SystemExit):
-        sharding.set_attention(model, "eager")
-    assert "Qwen2ForCausalLM" in capsys.readouterr().err
+            sharding.set_attention(load(family), name)
+        line = capsys.readouterr().err
+        assert ended.value.code == 2 and line.startswith(f"error: --attention {name}: ")
+    assert "LlamaForCausalLM" in line
