@@ -131,13 +131,15 @@ def test_clicks(chromium, three, width):
     card = '[data-metric="objective/scores"]'
     page.locator(f"{card} canvas").wait_for()
     assert "0.625 ± 0.0354" in inner(f"{card} .readout")
-    ink = lambda: page.wait_for_timeout(200) or page.evaluate(f"document.querySelector('{card} canvas').toDataURL()")
-    pictures = [ink()]
+    page.wait_for_timeout(200)
+    ink = f"document.querySelector('{card} canvas').toDataURL()"
+    pictures = [page.evaluate(ink)]
     for action in (
         lambda: page.fill("#smooth", "0.9"), lambda: page.check("#log"), lambda: page.uncheck("#legend input >> nth=1")
     ):  # fmt: skip
         action()
-        pictures.append(ink())
+        page.wait_for_function(f"before => {ink} !== before", arg=pictures[-1])
+        pictures.append(page.evaluate(ink))
     assert len(set(pictures)) == len(pictures)
     page.hover(f"{card} .u-over")
     assert "step" in inner(f"{card} .readout")
