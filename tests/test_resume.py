@@ -158,11 +158,12 @@ def copy(whole, tmp_path) -> dict:
 
 
 def test_a_finished_run_changes_nothing(whole, tmp_path):
-    """Whatever --save_every is, as the last step is saved; with more episodes it goes on."""
+    """Whatever --save_every is, as the last step is saved; and with fewer episodes it does not train on for ever."""
     values = {**whole, "output_dir": str(tmp_path), "save_every": 0}
-    run_here(values)
+    helpers.run(values)
     assert steps_of(values) == ["step_4"]
-    run_here({**values, "resume": True})
+    helpers.run({**values, "resume": True})
+    helpers.run({**values, "resume": True, "total_episodes": 16})
     assert metrics_of(values) == metrics_of(whole)
     for name in ("samples.jsonl", "held_out.jsonl"):
         assert read_lines(folder_of(values) / name) == read_lines(folder_of(whole) / name)

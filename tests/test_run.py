@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 
@@ -28,7 +27,6 @@ from helpers import (
 from test_equations import close, gdpo_by_hand
 
 import grpo
-from plumbing.run import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +52,6 @@ METRICS = """
 
 def test_what_a_run_leaves(base, tmp_path):
     """The command as a user types it, from another folder, and every file that the design promises."""
-    from matplotlib.image import imread
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     values = variant(base, tmp_path, total_episodes=16, save_every=1, output_dir="here")
@@ -93,9 +90,6 @@ def test_what_a_run_leaves(base, tmp_path):
         assert row[base["reward"]] == pytest.approx(sum(map(ord, row["prompt"] + row["response"])) % 7 / 7)
     assert rows[2]["objective/scores"] == pytest.approx(sum(row[base["reward"]] for row in samples[8:]) / 8)
 
-    picture = imread(folder / "curves.png")
-    assert min(picture.shape[:2]) > 200 and picture.std() > 0.01
-
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_1", "step_2"]
     start = weights_of(base["model"])
     for name in ("checkpoints/step_1", "checkpoints/step_2", "final"):
@@ -129,24 +123,19 @@ def straight(base) -> dict:
     return values
 
 
-def resume(values: dict, straight: dict, after: int, **options) -> None:
+def goes_on_after(done) -> list[int]:
+    """Return the step that a run said it goes on after, in a list; none for one that began."""
+    return [int(step) for step in re.findall(r"goes on after step (\d+)", done.out)]
+
+
+def resume(values: dict, straight: dict, after: int) -> None:
     """Resume a stopped run, which has to go on after step `after` and end like the uninterrupted one, bit for bit."""
-    done = run({**values, "resume": True}, **options)
-    assert re.findall(r"goes on after step (\d+)", done.out) == [str(after)]
+    assert goes_on_after(run({**values, "resume": True})) == [after]
     assert metrics_of(values) == metrics_of(straight)
     ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (values, straight))
     assert ours == theirs
     assert same_weights(folder_of(values) / "final", folder_of(straight) / "final")
     assert not list((folder_of(values) / "checkpoints").glob(".*"))
-
-
-def test_resume_with_fewer_episodes_ends(straight, tmp_path):
-    """A run that is already past --total_episodes must not train on for ever."""
-    values = {**straight, "output_dir": str(tmp_path)}
-    shutil.copytree(folder_of(straight), folder_of(values))
-    before = metrics_of(values)
-    running = helpers.start({**values, "resume": True, "total_episodes": 16}).wait(20)
-    assert running.code in (0, 2) and metrics_of(values) == before
 
 
 # Where a run that saves steps 2 and 4 is killed, and the step that the next one goes on after: in the middle of step 3,
@@ -163,11 +152,6 @@ KILLS = {
     "log, after the save": ("log.RunLog.log:3", 4),
     "final": ("checkpoints.save_final:1", 4),
 }
-
-
-def goes_on_after(done) -> list[int]:
-    """Return the step that a run said it goes on after, in a list; none for one that began."""
-    return [int(step) for step in re.findall(r"goes on after step (\d+)", done.out)]
 
 
 def test_a_run_that_is_killed_again_and_again(straight, tmp_path):
@@ -246,15 +230,6 @@ def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
     assert same_weights(folder_of(values) / "final", folder_of(two_ranks) / "final")
 
 
-def test_keep_checkpoints_keeps_the_newest(base, tmp_path):
-    """By number, not by name: step_11 is newer than step_9."""
-    values = variant(base, tmp_path, total_episodes=22, save_every=1, keep_checkpoints=2, eval_every=0, num_epochs=1)
-    values |= {"rollout_batch_size": 1, "group_size": 2, "mini_batch_size": 2}
-    run_here(values)
-    assert steps_of(values) == ["step_10", "step_11"]
-    assert checkpoints.checkpoint_folders(str(folder_of(values)))[-1].endswith("step_11")
-
-
 def test_k2_and_k3_times_the_ratio_have_the_same_gradient(base, tmp_path):
     """Off policy, too: a mini-batch of a step is trained on by a policy that has moved."""
     values = variant(base, tmp_path, kl_coef=1.0, precision="float64", total_episodes=16, eval_every=0)
@@ -271,9 +246,8 @@ def test_k2_and_k3_times_the_ratio_have_the_same_gradient(base, tmp_path):
 
 FAILING = """
 def good(prompts, responses, **columns): return [float(len(r) % 3) for r in responses]
-def bad(responses, value): return [value if i % 4 == 0 else float(len(r) % 4) for i, r in enumerate(responses)]
-def some_none(prompts, responses, **columns): return bad(responses, None)
-def some_infinite(prompts, responses, **columns): return bad(responses, float("inf"))
+def some(prompts, responses, **columns):
+    return [None if i % 4 == 0 else float(len(r) % 4) for i, r in enumerate(responses)]
 def all_nan(prompts, responses, **columns): return [float("nan")] * len(responses)
 """
 
@@ -285,18 +259,18 @@ def failing(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name, scale", [("some_none", "group"), ("some_infinite", "group"), ("some_none", "gdpo")])
-def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name, scale):
-    values = variant(base, tmp_path, reward=(f"{failing}:good", f"{failing}:{name}"), total_episodes=8)
+@pytest.mark.parametrize("scale", ["group", "gdpo"])
+def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, scale):
+    first, second = f"{failing}:good", f"{failing}:some"
+    values = variant(base, tmp_path, reward=(first, second), total_episodes=8)
     values |= {"advantage_scale": scale, "reward_weights": (1.0, 0.5)}
     run_here(values)
     row = metrics_of(values)[1]
     assert row["val/missing_scores"] == 2  # responses 0 and 4 of 8
     samples = read_lines(folder_of(values) / "samples.jsonl")  # null, and not NaN, which is no JSON
-    second = f"{failing}:{name}"
     assert [sample[second] is None for sample in samples] == [i % 4 == 0 for i in range(8)]
     assert all(sample["advantage"] == 0 for sample in samples if sample[second] is None)
-    totals = [sample[f"{failing}:good"] + sample[second] / 2 for sample in samples if sample[second] is not None]
+    totals = [sample[first] + sample[second] / 2 for sample in samples if sample[second] is not None]
     assert row["objective/scores"] == pytest.approx(sum(totals) / 6)
     if scale == "gdpo":
         scores = [[math.nan if x[name] is None else x[name] for x in samples] for name in values["reward"]]
@@ -304,15 +278,11 @@ def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, name, 
     assert finite_or_null([row])
 
 
-def test_a_step_without_scores_ends_the_run(base, tmp_path, capfd, failing):
+def test_a_step_without_scores_ends_the_run(base, tmp_path, failing):
     source = f"{failing}:all_nan"
     values = variant(base, tmp_path, reward=(f"{failing}:good", source), eval_every=0)
-    with pytest.raises(SystemExit) as end:
-        run_here(values)
-    assert end.value.code == 2
-    errors = [line for line in capfd.readouterr().err.replace("\r", "\n").split("\n") if line.startswith("error:")]
-    assert len(errors) == 1 and source in errors[0] and "--reward" in errors[0], errors
-    assert "(None)" not in errors[0]
+    (line,) = run(values, code=2).errors
+    assert "--reward" in line and source in line and "(None)" not in line
     assert steps_of(values) == ["step_0"]
 
 
@@ -330,18 +300,6 @@ def test_a_huge_learning_rate(base, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo"])
-def test_a_kl_that_is_not_finite_is_no_missing_score(base, tmp_path, monkeypatch, script):
-    """In the reward it makes the update one that is skipped, rather than a response that is left out."""
-    module, estimate = __import__(script), grpo.kl_estimate
-    broken = lambda *args: estimate(*args).index_fill(0, torch.tensor([1]), math.inf)
-    monkeypatch.setattr(module, "kl_estimate", broken)
-    values = variant(base, tmp_path, total_episodes=8, eval_every=0, save_every=0, kl_in="reward")
-    run_here({**values, "mini_batch_size": 8, "num_epochs": 1}, script)
-    assert metrics_of(values)[-1]["val/skipped_updates"] == 1
-    assert same_weights(folder_of(values) / "final", values["model"])
-
-
-@pytest.mark.parametrize("script", ["grpo", "rloo"])
 def test_step_token_divides_by_the_tokens_of_the_step(base, tmp_path, monkeypatch, script):
     """Over the updates, so that their mean is the mean of the step; tests/test_ppo.py has that of ppo.py."""
     module, calls, aggregate = __import__(script), [], grpo.aggregate
@@ -356,9 +314,7 @@ def test_step_token_divides_by_the_tokens_of_the_step(base, tmp_path, monkeypatc
 
 # ---- options that test_invariance.py does not have, a step each ------------------------------------------------------
 
-ONCE = dict(total_episodes=8, eval_every=0, save_every=0)
 OPTIONS = [
-    dict(loss="gspo", dual_clip=3.0, gradient_checkpointing=True, advantage_scale="none"),
     dict(loss="sapo", loss_aggregation="constant", kl_coef=0.0),
     dict(loss="grpo", loss_aggregation="sequence", precision="bf16", gradient_checkpointing=True),
     dict(top_p=0.9, repetition_penalty=1.1, min_response_length=3, temperature=0.7, adam_betas=(0.8, 0.9)),
@@ -368,7 +324,9 @@ OPTIONS = [
 ]
 
 
-def runs_a_step(values: dict) -> dict:
+@pytest.mark.parametrize("changes", OPTIONS, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
+def test_options(base, tmp_path, changes):
+    values = variant(base, tmp_path, total_episodes=8, eval_every=0, save_every=0, **changes)
     run_here(values)
     (row,) = metrics_of(values)
     assert finite_or_null([row]) and row["val/skipped_updates"] == 0
@@ -377,12 +335,6 @@ def runs_a_step(values: dict) -> dict:
     assert all_finite(folder_of(values) / "final")
     if not {"gsm8k", "+"} & {*values["reward"], values.get("stop_token")}:  # else all scores are equal
         assert row["loss/grad_norm"] > 0 and not same_weights(folder_of(values) / "final", values["model"])
-    return row
-
-
-@pytest.mark.parametrize("changes", OPTIONS, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
-def test_options(base, tmp_path, changes):
-    runs_a_step(variant(base, tmp_path, **{**ONCE, **changes}))
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])

@@ -57,9 +57,10 @@ def test_a_model_that_is_not_finite_is_refused(base, tmp_path, capsys, flag, val
 # ---- what goes wrong in a step --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "script, place, estimator", [("grpo", "loss", "k3"), ("ppo", "reward", "k1"), ("rloo", "loss", "k2")]
-)
+@pytest.mark.parametrize("script, place, estimator", [
+    ("grpo", "loss", "k3"), ("grpo", "reward", "k1"), ("ppo", "reward", "k1"),
+    ("rloo", "loss", "k2"), ("rloo", "reward", "k1"),
+])  # fmt: skip
 def test_a_reference_that_becomes_nan(base, tmp_path, capsys, monkeypatch, script, place, estimator):
     """torch.clamp has a gradient of 0 for NaN, and advantages are 0 without a score: all the same nothing is trained
     on as if there were no KL."""
