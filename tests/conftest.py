@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("helpers")  # so that its asserts show what differs
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts"), os.path.join(ROOT, "assets")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: no test waits for a network

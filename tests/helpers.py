@@ -33,6 +33,7 @@ for path in PATHS:
 # Some of these are imported here only so that the forked runs have them.
 import datasets  # noqa: E402, F401
 import matplotlib.backends.backend_agg  # noqa: E402, F401
+import pytest  # noqa: E402
 import rich.console  # noqa: E402, F401
 import rich.table  # noqa: E402, F401
 import torch  # noqa: E402
@@ -137,6 +138,11 @@ def workspace(folder) -> dict:
         "eval_samples": 2,
         "save_every": 2,
     }
+
+
+def variant(base: dict, folder, **changes) -> dict:
+    """The flags of a run with other ones, in a folder of its own."""
+    return {**base, "output_dir": str(folder), "run_name": "run", **changes}
 
 
 def words(values: dict) -> list[str]:
@@ -313,7 +319,7 @@ class Running:
     @property
     def errors(self) -> list[str]:
         """The lines that say why a run ended. (A progress bar shares its line with what comes after it.)"""
-        return [line for line in self.err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+        return errors_in(self.err)
 
 
 def processes_of(running: Running) -> list[int]:
@@ -324,6 +330,19 @@ def processes_of(running: Running) -> list[int]:
             if mark in (process / "environ").read_bytes() + b"\0":
                 processes.append(int(process.name))
     return processes
+
+
+def errors_in(err: str) -> list[str]:
+    return [line for line in err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+
+
+def refused(captured, call, *args) -> str:
+    """Call what has to end with exit code 2; return its one line of stderr that says why."""
+    with pytest.raises(SystemExit) as end:
+        call(*args)
+    err = captured.readouterr().err
+    assert end.value.code == 2 and len(errors_in(err)) == 1, err
+    return errors_in(err)[0]
 
 
 def refusal(err: str) -> str:
@@ -473,6 +492,15 @@ def steps_of(values: dict) -> list[str]:
 def same_weights(one, other) -> bool:
     one, other = weights_of(one), weights_of(other)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def assert_same_run(values: dict, whole: dict) -> None:
+    """What a run left is that of another one, bit for bit, clocks aside; and nothing is left half saved."""
+    assert metrics_of(values) == metrics_of(whole)
+    ours, theirs = folder_of(values), folder_of(whole)
+    assert read_lines(ours / "samples.jsonl") == read_lines(theirs / "samples.jsonl")
+    assert same_weights(ours / "final", theirs / "final")
+    assert not list((ours / "checkpoints").glob(".*"))
 
 
 def all_finite(folder) -> bool:

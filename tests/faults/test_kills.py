@@ -13,7 +13,7 @@ from pathlib import Path
 import helpers
 import numpy as np
 import pytest
-from helpers import folder_of, metrics_of, processes_of, read_lines, same_weights
+from helpers import folder_of, processes_of
 from test_scripts import MOVING, OF_PPO
 
 import utils
@@ -114,11 +114,7 @@ class Chain:
         running = self.start({})
         assert [each.wait().code for each in running] == [0] * self.size, [each.err[-3000:] for each in running]
         self.check(running, "the end")
-        ours, theirs = folder_of(self.values), folder_of(self.whole)
-        assert metrics_of(self.values) == metrics_of(self.whole)
-        assert read_lines(ours / "samples.jsonl") == read_lines(theirs / "samples.jsonl")
-        assert same_weights(ours / "final", theirs / "final")
-        assert not [path for path in (ours / "checkpoints").iterdir() if path.name.startswith(".step")]
+        helpers.assert_same_run(self.values, self.whole)
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -134,12 +130,7 @@ def undisturbed(base, tmp_path_factory):
 
     def run(kind: str) -> dict:
         if kind not in made:
-            values = {
-                **base,
-                **KINDS[kind][2],
-                "output_dir": str(tmp_path_factory.mktemp("whole")),
-                "run_name": "whole",
-            }
+            values = helpers.variant(base, tmp_path_factory.mktemp("whole"), **KINDS[kind][2])
             if KINDS[kind][0] == "ppo":
                 values["ptx_dataset"] = base["dataset"]
             Chain(values, values, kind).finish()

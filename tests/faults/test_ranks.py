@@ -1,6 +1,4 @@
-"""One rank of two that is killed or raises, in each phase; and data that leave ranks without work.
-
-What torchrun makes of a rank that fails is in tests/test_failing_ranks.py."""
+"""One rank of two that is killed or raises, in each phase. What is printed of it is in tests/test_failing_ranks.py."""
 
 import os
 import random
@@ -10,8 +8,6 @@ from functools import partial
 
 import helpers
 import pytest
-from helpers import largest_difference, run_ranks
-from test_scripts import write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -67,35 +63,3 @@ def test_all_end_where_one_does(base, tmp_path, long):
             assert re.match(rf"error: rank {1 - victim} of 2, in the phase '\w+': another rank has ended", line), fault
         else:
             assert place == "checkpoints.save_final:1", fault
-
-
-@pytest.fixture(scope="module")
-def few(tmp_path_factory) -> dict[str, dict]:
-    """Flags of runs with less of everything than four ranks: one prompt to train on, one to evaluate on, two responses
-    a step and one an update; two pairs. In ppo a single response is all of a step."""
-    folder = tmp_path_factory.mktemp("few")
-    common = helpers.workspace(folder)
-    common |= {"model": helpers.tiny_model(folder / "neox", "gpt_neox"), "precision": "float64", "learning_rate": 1e-3}
-    common |= {"dataset": helpers.write_rows(folder / "one.jsonl", helpers.ROWS[:1]), "eval_prompts": 1}
-    small = {"rollout_batch_size": 1, "group_size": 2, "mini_batch_size": 1, "total_episodes": 5, "eval_samples": 1}
-    kept = ("model", "precision", "system_prompt", "output_dir", "eval_every", "save_every", "micro_batch_tokens")
-    pairs = {"dataset": write_pairs(folder / "pairs.jsonl", helpers.ROWS, 2), "batch_size": 2, "num_epochs": 2}
-    pairs |= {"eval_dataset": write_pairs(folder / "held_out.jsonl", helpers.HELD_OUT, 1)}
-    ptx = {"ptx_dataset": common["dataset"], "ptx_coef": 0.1, "ptx_batch_size": 1}
-    return {
-        "grpo": {**common, **small, "filter_groups": "refill"},
-        "rloo": {**common, **small, "advantage": "remax", "rollout_batch_size": 3, "total_episodes": 13},
-        "ppo": {**common, **small, "group_size": 1, **ptx},
-        "reward_model": {**{name: common[name] for name in kept}, **pairs},
-    }
-
-
-def test_more_ranks_than_work(few, long):
-    """In step with one rank, to rounding: nobody waits for a rank that has no rows, and none counts twice."""
-    cases = [(script, shard) for script in few for shard in ("none", "fsdp")]
-    for script, shard in cases if long else random.Random(1).sample(cases, 1):
-        one, four = ({**few[script], "run_name": f"{script} {shard} {name}"} for name in ("one", "four"))
-        helpers.run(one, script=script)
-        run_ranks({**four, "shard": shard}, 4, (0,) * 4, script=script)
-        worst, where = largest_difference(four, one, ("final",))
-        assert worst < 1e-9, (script, shard, where)
