@@ -1,4 +1,4 @@
-"""Measure speed and memory, and print tables. The first thing to run on a GPU:
+"""Measure a step of grpo.py beside transformers and AdamW alone, on random weights. The first thing to run on a GPU:
 
     python scripts/benchmark.py --output results/training.md
 
@@ -8,7 +8,6 @@ of the median step, the first two left out.
 
 import os
 import platform
-import resource
 import shlex
 import sys
 import tempfile
@@ -17,7 +16,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Callable
-from unittest import mock
 
 import pandas
 import torch
@@ -37,30 +35,29 @@ SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabula
     "39m": (512, 8, 8, 2, 1536, 32_000),
     "13m": (320, 8, 5, 5, 1280, 512),  # most parameters in the blocks
 }
-# Of all runs: the demo's task without a system turn, KL, evaluation and checkpoints.
-RUN = {
-    "dataset": "arithmetic", "system_prompt": "", "reward": "gsm8k", "max_prompt_length": 16, "group_size": 8,
-    "warmup_ratio": 0, "kl_coef": 0, "eval_every": 0, "save_every": 0, "log_samples": 0, "micro_batch_tokens": 4096,
-    "run_name": "run",
-}  # fmt: skip
+SEQUENCES, LENGTH = 16, 1024 if GPU else 128  # responses of a step, and tokens of each
 WARM_UP = 2  # first steps of a run, which do not count
-COLUMNS = {  # of a table of runs: the metrics of a step
-    "step, s": "time/whole", "rollout, s": "time/rollout", "log-probs, s": "time/logprobs",
-    "updates, s": "time/training", "tokens": "val/sequence_lengths", "peak, MiB": "peak",
+FLAGS = {  # of grpo.py: one pass for log-probs, two updates of one micro-batch, nothing but the work of a step
+    "dataset": "arithmetic", "system_prompt": "", "reward": "gsm8k", "max_prompt_length": 16, "group_size": 8,
+    "rollout_batch_size": SEQUENCES // 8, "mini_batch_size": SEQUENCES, "num_epochs": 2, "warmup_ratio": 0,
+    "min_response_length": LENGTH, "max_response_length": LENGTH, "micro_batch_tokens": SEQUENCES * (LENGTH + 16),
+    "total_episodes": SEQUENCES * (WARM_UP + 3), "kl_coef": 0, "eval_every": 0, "save_every": 0, "log_samples": 0,
+    "rollout_backend": "hf", "run_name": "run",
 }  # fmt: skip
+PHASES = {"rollout, s": "time/rollout", "log-probs, s": "time/logprobs", "updates, s": "time/training"}
+VARIANTS = ("shard fsdp", "gradient_checkpointing", "lora_rank 16")
+VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_attention_2", "flex_attention"))
+VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
 
 
-# ---- what is measured: (folder, flags, more) -> metrics of each step -------------------------------------------------
+# ---- what is measured: (flags of grpo.py, further words of its command line) -> metrics of each step -----------------
 
 
-def run_grpo(folder: str, flags: dict, more: list[str]) -> list[dict]:
-    """Train by grpo.py with these flags and `more` words of a command line."""
-    words = [f"--{name}={x}" for name, x in (RUN | flags | {"output_dir": folder}).items()]
-    grpo.main(tyro.cli(grpo.Args, args=[*words, "--no-non_stop_penalty", *more]))
-    steps, ended = read_log(os.path.join(folder, RUN["run_name"])), 0.0
-    for step in steps:
-        step["time/whole"], ended = step["time/from_scratch"] - ended, step["time/from_scratch"]
-    return steps
+def run_grpo(flags: dict, words: list[str]) -> list[dict]:
+    """Train by grpo.py."""
+    line = [f"--{name}={x}" for name, x in flags.items()]
+    grpo.main(tyro.cli(grpo.Args, args=[*line, "--no-non_stop_penalty", *words]))
+    return read_log(os.path.join(flags["output_dir"], flags["run_name"]))
 
 
 def bare_logprobs(model, ids: torch.Tensor) -> torch.Tensor:
@@ -70,7 +67,7 @@ def bare_logprobs(model, ids: torch.Tensor) -> torch.Tensor:
     return -cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
 
 
-def run_transformers(folder: str, flags: dict, more: list) -> list[dict]:
+def run_transformers(flags: dict, words: list[str]) -> list[dict]:
     """Do the work of steps by transformers and AdamW alone: `generate`, a pass for log-probs, updates in one batch."""
     device, length = torch.device("cuda" if GPU else "cpu"), flags["max_response_length"]
     model = transformers.AutoModelForCausalLM.from_pretrained(flags["model"], dtype=torch.float32).to(device)
@@ -87,32 +84,29 @@ def run_transformers(folder: str, flags: dict, more: list) -> list[dict]:
             optimizer.zero_grad()
 
     work = {
-        "time/rollout": lambda: model.generate(ids[:, :8], generation_config=sampling),
-        "time/logprobs": torch.no_grad()(lambda: bare_logprobs(model, ids)),
-        "time/training": update,
+        "rollout": lambda: model.generate(ids[:, :8], generation_config=sampling),
+        "logprobs": torch.no_grad()(lambda: bare_logprobs(model, ids)),
+        "training": update,
     }
-    steps = []
+    clock, steps = utils.Clock(utils.World(0, 1, device), 0.0, utils.parameter_count(model)), []
     for _ in range(flags["total_episodes"] // len(ids)):
-        seconds = {}
-        for name, call in work.items():
-            begin = time.perf_counter()
+        clock.start()
+        for phase, call in work.items():
+            clock.begin(phase)
             call()
-            if GPU:
-                torch.cuda.synchronize()
-            seconds[name] = time.perf_counter() - begin
-        steps.append({**seconds, "time/whole": sum(seconds.values()), "val/sequence_lengths": length})
+        steps.append(clock.metrics(ids.numel()))
     return steps
 
 
 def measure(function: Callable, *args) -> dict[str, float]:
-    """Call one of the functions above; return the median of each metric over the steps that count, and the peak memory
-    of this process in MiB (on a GPU what torch has allocated)."""
-    medians = pandas.DataFrame(function(*args)[WARM_UP:]).median(numeric_only=True).to_dict()
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {**medians, "peak": torch.cuda.max_memory_allocated() / 2**20 if GPU else host}
+    """Call one of the functions above; return the medians over the steps that count, and the process's peak memory."""
+    steps = pandas.DataFrame(function(*args))
+    medians = steps[WARM_UP:].median(numeric_only=True)
+    numbers = {"step, s": medians["time/step"], **{name: medians[metric] for name, metric in PHASES.items()}}
+    return {**numbers, "tokens/s": medians["perf/tokens_per_second"], "peak, GB": steps["perf/peak_memory_gb"].max()}
 
 
-# ---- processes and tables --------------------------------------------------------------------------------------------
+# ---- processes and the table -----------------------------------------------------------------------------------------
 
 
 def random_model(shape: str, folder: str) -> str:
@@ -129,55 +123,39 @@ def random_model(shape: str, folder: str) -> str:
     return folder
 
 
-def compare(flags: dict, kinds: dict[str, tuple], rounds: int) -> dict[str, pandas.DataFrame]:
-    """Return the metrics of each kind of run, a row for each round: medians of the steps that count, and "peak".
-
-    A kind that fails is left out, after a line that says why.
+def compare(flags: dict, kinds: dict[str, tuple], rounds: int) -> pandas.DataFrame:
+    """Return what `measure` returns, a row for each (kind, round). A kind that fails is left out, after a line why.
 
     Args:
-        flags: of grpo.py, for all kinds. Of a model that SHAPES names, a random one is made.
-        kinds: {name: (function from the section above, its third argument)}. Each round has a seed of its own.
+        flags: of grpo.py, for all kinds; a round is its seed.
+        kinds: {name: (function from the section above, its second argument)}.
     """
-    rows = {kind: [] for kind in kinds}
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, environment):
-        if flags["model"] in SHAPES:
-            flags = {**flags, "model": random_model(flags["model"], folder)}
-        for seed in range(1, rounds + 1):
-            for kind, (function, more) in kinds.items():
-                with (
-                    tempfile.TemporaryDirectory() as output,
-                    ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process,
-                ):
-                    future = process.submit(measure, function, output, {**flags, "seed": seed}, more)
-                    if error := future.exception():
-                        print(f"{kind}: {type(error).__name__}: {error}", file=sys.stderr)
-                    else:
-                        rows[kind].append(future.result())
-    return {kind: pandas.DataFrame(of_rounds) for kind, of_rounds in rows.items() if of_rounds}
+    rows = {}
+    for seed in range(1, rounds + 1):
+        for kind, (function, words) in kinds.items():
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process,
+            ):
+                future = process.submit(measure, function, {**flags, "seed": seed, "output_dir": folder}, words)
+                if error := future.exception():
+                    print(f"{kind}: {type(error).__name__}: {error}", file=sys.stderr)
+                else:
+                    rows[kind, seed] = future.result()
+    return pandas.DataFrame.from_dict(rows, orient="index")
 
 
-def run_table(title: str, results: dict[str, pandas.DataFrame], *ratios_of: str) -> list[list[str]]:
-    """Return a table of what `compare` returned; ratios_of: metrics that are divided by those of the first kind, round
-    by round, shown as median (lowest to highest)."""
-    rows = [[title, *COLUMNS, *(f"ratio of {metric}" for metric in ratios_of)]]
-    base = next(iter(results.values()))
-    for kind, rounds in results.items():
-        medians = rounds.median()
-        cells = [f"{medians[metric]:,.4g}" if metric in medians else "" for metric in COLUMNS.values()]
-        for metric in ratios_of:
-            ratios = rounds[metric] / base[metric]
-            cells.append(f"{ratios.median():.2f} ({ratios.min():.2f} to {ratios.max():.2f})")
-        rows.append([kind, *cells])
-    return rows
+def table(rows: pandas.DataFrame) -> str:
+    """Return medians over the rounds, and the median, lowest and highest ratio to transformers alone, in a round."""
+    medians = rows.groupby(level=0, sort=False).median()
+    ratios = rows[list(PHASES)].div(rows.loc["transformers", list(PHASES)], level=1).groupby(level=0)
+    for name in PHASES:
+        cells = zip(*(ratios[name].agg(how)[medians.index] for how in ("median", "min", "max")))
+        medians[f"ratio of {name.split(',')[0]}"] = [f"{x:.2f} ({low:.2f} to {high:.2f})" for x, low, high in cells]
+    return medians.to_string(float_format="{:,.4g}".format)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
-
-SEQUENCES, LENGTH = 16, 1024 if GPU else 128  # of the micro-batch of an update
-VARIANTS = ("shard fsdp", "gradient_checkpointing", "lora_rank 16")
-VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_attention_2", "flex_attention"))
-VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
 
 
 def main(rounds: int = 3, output: str = "") -> None:
@@ -187,25 +165,21 @@ def main(rounds: int = 3, output: str = "") -> None:
         rounds: processes of each kind, in turns.
         output: Markdown file to write.
     """
-    flags = {
-        "rollout_batch_size": SEQUENCES // 8, "mini_batch_size": SEQUENCES, "min_response_length": LENGTH,
-        "max_response_length": LENGTH, "micro_batch_tokens": SEQUENCES * (LENGTH + 16), "num_epochs": 2,
-        "rollout_backend": "hf", "total_episodes": SEQUENCES * (WARM_UP + 3),
-    }  # fmt: skip
-    kinds = {"grpo.py": (run_grpo, []), "transformers": (run_transformers, [])}
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    kinds = {"transformers": (run_transformers, []), "grpo.py": (run_grpo, [])}
     kinds |= {f"--{flag}": (run_grpo, f"--{flag}".split()) for flag in VARIANTS}
     device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
     lines = [
         "# A step of grpo.py, and of transformers alone", "",
         f"`python scripts/benchmark.py {shlex.join(sys.argv[1:])}`", "",
         f"- {time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}",
-        f"- {rounds} processes of each",
+        f"- {rounds} processes of each; ratios to transformers: median (lowest to highest) of the rounds",
         f"- a step: {SEQUENCES} responses of {LENGTH} tokens, one pass for log-probs, two updates of one micro-batch",
     ]  # fmt: skip
     for shape in ("0.5b", "1.5b") if GPU else ("39m", "13m"):
-        results = compare({**flags, "model": shape}, kinds, rounds)
-        header, *rows = run_table(shape, results, "time/rollout", "time/logprobs", "time/training")
-        lines += ["", *(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))]
+        with tempfile.TemporaryDirectory() as folder:
+            rows = compare({**FLAGS, "model": random_model(shape, folder)}, kinds, rounds)
+        lines += ["", f"## {shape}", "", "```", table(rows), "```"]
     print(*lines, sep="\n")
     if output:
         Path(output).write_text("\n".join(lines) + "\n")

@@ -9,10 +9,10 @@ Where rows name their sources, as in open-instruct's mixtures, the others do not
 `plumbing.data.prompts.named_sources`.
 """
 
-import atexit
 import functools
 import importlib.util
 import os
+from multiprocessing.util import Finalize
 from typing import Callable
 
 import torch
@@ -108,7 +108,7 @@ class Rewards:
         packages = [verifier_of(name).package for name in args.reward if kind_of(name) == "verifier"]
         verifiers, functions = Workers(max(1, min(4, cores)), packages), Workers(1)
         self.workers, self.sources, self.warned = [verifiers, functions], {}, set()
-        atexit.register(self.close)
+        Finalize(None, self.close, exitpriority=1)  # at the end of this process, a child of multiprocessing, too
         for name in args.reward:
             check_name(name)
             match kind_of(name):
