@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import socketserver
+import subprocess
 import sys
 import tempfile
 import threading
@@ -81,6 +82,19 @@ def python():
         program.chmod(0o755)
         yield str(program)
         server.shutdown()
+
+
+@contextlib.contextmanager
+def torchrun(script, values: dict, log: Path, *options: str, **environment):
+    """Two ranks of a script, in processes forked as above, whose output goes to a file."""
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
+    with python() as program, open(log, "w") as file:
+        words, settings = [program, *words, *helpers.words(values)], {"PYTHON_EXEC": program, **environment}
+        running = subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, **settings})
+        try:
+            yield running
+        finally:
+            running.kill()
 
 
 def execute(words: list[str], folder: str, environment: dict, caller: int) -> None:

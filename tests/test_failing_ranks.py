@@ -4,11 +4,9 @@ Each phase in which a rank can fail is in tests/faults/test_ranks.py.
 """
 
 import json
-import os
-import subprocess
 import time
 from functools import partial
-from pathlib import Path
+from unittest import mock
 
 import forked_python
 import helpers
@@ -24,22 +22,6 @@ def base(tmp_path_factory) -> dict:
     return {**helpers.workspace(tmp_path_factory.mktemp("ranks")), "eval_every": 0, "num_epochs": 1}
 
 
-@pytest.fixture(scope="module")
-def torchrun():
-    """A function that starts two ranks, whose output goes to a file. All processes are forked ones."""
-    with forked_python.python() as python:
-
-        def start(log: Path, script, values: dict, *options: str, **environment) -> subprocess.Popen:
-            words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
-            settings = {"OMP_NUM_THREADS": "1", "PYTHON_EXEC": python, **environment}
-            with open(log, "a") as file:
-                return subprocess.Popen(
-                    [python, *words, *helpers.words(values)], stdout=file, stderr=file, env={**os.environ, **settings}
-                )
-
-        yield start
-
-
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo", "reward_model"])
 def test_torchrun_learns_of_an_exception_in_any_script(script, tmp_path, monkeypatch):
     """By the file that it names in the environment, from which it makes its report."""
@@ -51,15 +33,8 @@ def test_torchrun_learns_of_an_exception_in_any_script(script, tmp_path, monkeyp
     assert "AttributeError" in message["message"] and f"{script}.py" in message["extraInfo"]["py_callstack"]
 
 
-def raising(error: Exception):
-    def main(args) -> None:
-        raise error
-
-    return of_ranks.record(main)
-
-
 HANDLED = {  # what `main` raises in a phase, and the line that the run ends with
-    "load": (OSError("nobody/nothing is not a folder\nmore"), "error: nobody/nothing is not a folder (test_f"),
+    "load": (OSError("nobody/nothing is not a folder\nmore"), "error: nobody/nothing is not a folder (mock.py line"),
     "training": (torch.OutOfMemoryError("CUDA out of memory."), "error: rank 0 of 1, in the phase 'training': a GPU"),
     "sync": (RuntimeError("[gloo/transport/tcp] closed"), "error: rank 0 of 1, in the phase 'sync': another rank"),
 }
@@ -70,16 +45,8 @@ def test_errors_that_are_one_line(phase, monkeypatch, capsys):
     error, line = HANDLED[phase]
     monkeypatch.setattr(of_ranks, "phase", phase)
     monkeypatch.setattr(of_ranks.time, "sleep", lambda seconds: None)
-    with pytest.raises(SystemExit) as end:
-        raising(error)(None)
-    assert end.value.code == 2 and helpers.refusal(capsys.readouterr().err).startswith(line)
-
-
-def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(of_ranks, "phase", "training")
-    with pytest.raises(ValueError) as error:
-        raising(ValueError("no such luck"))(None)
-    assert error.value.__notes__ == ["(rank 0 of 1, in the phase 'training')"]
+    main = of_ranks.record(mock.Mock(side_effect=error, __name__="main"))
+    assert helpers.refused(capsys, main, None).startswith(line)
 
 
 DEADLY = """
@@ -93,18 +60,18 @@ def score(prompts, responses, **columns):
 """
 
 
-def test_torchrun_starts_again_and_resumes(base, tmp_path, torchrun):
+def test_torchrun_starts_again_and_resumes(base, tmp_path):
     """With --max_restarts a killed rank ends all, and the next start goes on from the newest checkpoint by itself."""
     (tmp_path / "deadly.py").write_text(DEADLY)
     marker, log = tmp_path / "marker", tmp_path / "log"
     values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 48, "save_every": 1}
     values |= {"reward": f"{tmp_path / 'deadly.py'}:score", "resume": True}
-    running = torchrun(log, helpers.ROOT / "grpo.py", values, "--max_restarts", "1", MARKER=str(marker))
-    metrics = helpers.folder_of(values) / "metrics.jsonl"
-    while running.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
-        time.sleep(0.05)
-    marker.touch()
-    assert running.wait(120) == 0, log.read_text()[-3000:]
+    metrics, restarts = helpers.folder_of(values) / "metrics.jsonl", ("--max_restarts", "1")
+    with forked_python.torchrun(helpers.ROOT / "grpo.py", values, log, *restarts, MARKER=str(marker)) as running:
+        while running.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
+            time.sleep(0.05)
+        marker.touch()
+        assert running.wait(120) == 0, log.read_text()[-3000:]
     assert not marker.exists() and "goes on after step" in log.read_text()
     assert [row["step"] for row in helpers.metrics_of(values)] == [1, 2, 3, 4, 5, 6]
 

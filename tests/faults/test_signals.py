@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -122,15 +121,9 @@ def test_torchrun(base, tmp_path):
     marker, script, log, torchrun = (tmp_path / name for name in ("marker", "sending.py", "log", "torchrun"))
     paths = list(map(str, helpers.PATHS))
     script.write_text(SENDING.format(paths=paths, marker=str(marker), torchrun=str(torchrun)))
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    with forked_python.python() as python, open(log, "w") as file:
-        words, environment = [python, *words, *helpers.words(values)], {**os.environ, "PYTHON_EXEC": python}
-        running = subprocess.Popen(words, stdout=file, stderr=file, env=environment)
+    with forked_python.torchrun(script, values, log) as running:
         torchrun.write_text(str(running.pid))
-        try:
-            code = running.wait(120)
-        finally:
-            running.kill()
+        code = running.wait(120)
     text = log.read_text()
     assert code == 1 and time.time() - marker.stat().st_mtime < 20, text[-3000:]
     assert "forcefully exiting" not in text and "SIGTERM: " in text, text[-3000:]
