@@ -176,9 +176,9 @@ class Policy(nn.Module):
             Values (tokens,), the set entries of the mask row by row, float32 or better, as `statistics` has them; only
             "losses" has a gradient, which is right if all tokens have the same weight.
         """
-        predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
-        hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
-        labels = nn.functional.pad(input_ids[:, 1:], (0, 1))[predicts]  # (tokens,)
+        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,), each is predicted at the position before
+        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
+        labels = input_ids[rows, positions]  # (tokens,)
         if rollout_logprobs is None:
             rollout_logprobs = torch.zeros_like(hidden[:, 0])
         train, head = torch.is_grad_enabled(), self.model.get_output_embeddings()
@@ -254,8 +254,8 @@ class Teacher(Policy):
     """A frozen model whose forward gives a function from a slice of the response tokens to log-probabilities (n, V)."""
 
     def forward(self, input_ids: Tensor, response_mask: Tensor) -> Callable[[slice], Tensor]:
-        predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))
-        hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
+        rows, positions = response_mask.nonzero(as_tuple=True)
+        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
         return lambda part: self.logprobs(hidden[part])
 
 

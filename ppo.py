@@ -408,9 +408,9 @@ class Policy(nn.Module):
             Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "entropies", or
             "detached_entropies" (no gradient, for the log) unless they are trained.
         """
-        predicts = nn.functional.pad(response_mask[:, 1:], (0, 1))  # (N, L) bool, set one before each response token
-        hidden = loading.last_hidden_states(self.model, input_ids, predicts)  # (tokens, H)
-        labels = nn.functional.pad(input_ids[:, 1:], (0, 1))[predicts]  # (tokens,)
+        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,), each is predicted at the position before
+        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
+        labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
         if torch.is_grad_enabled() and self.recompute_logits and len(labels) > CHUNK_TOKENS:
             statistics = functools.partial(checkpoint, statistics, use_reentrant=False, preserve_rng_state=False)

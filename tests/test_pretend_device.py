@@ -73,9 +73,9 @@ def test_a_run_on_another_device(results, name):
 
 
 def test_how_often_an_update_waits_for_the_device(results):
-    """Read: the tokens of the update, whether the gradient is finite, and what transformers asks of positions. Masks,
-    in a micro-batch: hidden states, labels, and the gradient of the hidden states."""
-    assert results["grpo"][2] == results["rloo"][2] == {"item": 3, "mask": 3}
+    """Read: the tokens of the update, whether the gradient is finite, and what transformers asks of positions. A mask
+    in a micro-batch: where the response tokens are."""
+    assert results["grpo"][2] == results["rloo"][2] == {"item": 3, "mask": 1}
 
 
 def test_a_tensor_that_is_left_on_the_cpu_is_found(results):

@@ -347,9 +347,9 @@ def body(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "language_model", model).model if model.base_model is model else model.base_model
 
 
-def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return a language model's last hidden states at the set positions of a mask (N, L): (tokens, H), row by row."""
-    return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[mask]
+def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, positions) -> torch.Tensor:
+    """Return a language model's last hidden states (tokens, H) at the set ones of a mask (N, L) or at (rows, columns)."""
+    return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[positions]
 
 
 def load_policy(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding) -> tuple:
