@@ -7,8 +7,8 @@ student (with probability lambda), or that of the data set, and minimise the mea
     forward_kl   KL(q || p)
     jsd          beta * KL(q || m) + (1 - beta) * KL(p || m)          m = beta * q + (1 - beta) * p
 
-Source: generalised knowledge distillation (GKD), arXiv:2306.13649, eq. 1 and algorithm 1. Without a teacher the loss is
--log p of the data set's responses: supervised fine-tuning.
+Source: generalised knowledge distillation (GKD), arXiv:2306.13649, eq. 1 and algorithm 1. Without a teacher, and with
+lambda = 0, the loss is -log p of the data set's responses: supervised fine-tuning.
 
 Deliberate choices:
 1. No gradient flows through the sampling: a token's loss is the divergence of the two next-token distributions.
@@ -21,7 +21,7 @@ Deliberate choices:
 
     bash scripts/demo.sh distill                                                      # tiny models on a CPU, minutes
     python distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B                 # one GPU, GSM8K
-    torchrun --nproc_per_node 8 distill.py --dataset rows.jsonl                       # supervised fine-tuning
+    torchrun --nproc_per_node 8 distill.py --dataset rows.jsonl --on_policy_share 0   # supervised fine-tuning
 """
 
 import functools
@@ -37,7 +37,7 @@ from torch.special import entr
 import utils
 from plumbing import cli
 from plumbing.cli import PositiveFloat, PositiveInt, PositiveShare, Share
-from plumbing.data.mixture import load_train_and_eval, take_prompts, token_lengths, with_responses
+from plumbing.data.mixture import load_train_and_eval, take_prompts, token_lengths
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, gather_head, gradient_sync, model_device
 from plumbing.rewards.sources import Rewards, check_reference
@@ -74,13 +74,13 @@ class Args(
     teacher: str = ""
     """Model to learn from: a causal language model's folder or hub name, with the vocabulary of --model; "" for none,
     which is supervised fine-tuning on the data set's responses."""
-    on_policy_share: Share | None = None
+    on_policy_share: Share = 1.0
     """Probability lambda with which a prompt is answered by the student; else by the response of its row: the last turn
-    of the assistant, or the column response, completion, solution, tgt or answer. Default: 1 with a --teacher."""
+    of the assistant, or the column response, completion, solution, tgt or answer."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """Divergence from the teacher that is minimised."""
-    jsd_beta: PositiveShare | None = None
-    """Weight beta of the teacher in the mixture of jsd; default: 0.5."""
+    jsd_beta: PositiveShare = 0.5
+    """Weight beta of the teacher in the mixture of jsd."""
     estimator: Literal["exact", "sampled"] = "exact"
     """Sum over the vocabulary, or the policy gradient of the reverse KL from the sampled tokens alone."""
     teacher_temperature: PositiveFloat | None = None
@@ -88,22 +88,24 @@ class Args(
     reward_weights = ()  # not a flag: nothing trains on scores
 
     RULES = {
-        "--on_policy_share above 0 requires a --teacher": lambda a: a.teacher or not a.on_policy_share,
+        "--on_policy_share above 0 requires a --teacher; 0 is supervised fine-tuning": lambda a: (
+            a.teacher or not a.on_policy_share
+        ),
         "--teacher must be another model than --model": lambda a: (
             not a.teacher or os.path.realpath(a.teacher) != os.path.realpath(a.model)
         ),
         "--divergence, --jsd_beta, --estimator and --teacher_temperature require a --teacher": lambda a: (
             a.teacher
-            or (a.divergence, a.jsd_beta, a.estimator, a.teacher_temperature) == ("reverse_kl", None, "exact", None)
+            or (a.divergence, a.jsd_beta, a.estimator, a.teacher_temperature) == ("reverse_kl", 0.5, "exact", None)
         ),
         "--jsd_beta requires --divergence jsd, and must be below 1": lambda a: (
-            a.jsd_beta is None or a.divergence == "jsd" and a.jsd_beta < 1
+            a.jsd_beta == 0.5 or a.divergence == "jsd" and a.jsd_beta < 1
         ),
         "--estimator sampled requires --divergence reverse_kl and --on_policy_share 1": lambda a: (
-            a.estimator == "exact" or a.divergence == "reverse_kl" and a.on_policy_share in (None, 1)
+            a.estimator == "exact" or a.divergence == "reverse_kl" and a.on_policy_share == 1
         ),
-        "--tools and --environment require a --teacher and --on_policy_share 1": lambda a: (
-            a.teacher and a.on_policy_share in (None, 1) or not (a.tools or a.environment)
+        "--tools and --environment require --on_policy_share 1": lambda a: (
+            a.on_policy_share == 1 or not (a.tools or a.environment)
         ),
         "--precision fp16 cannot scale the head's gradient in time; use bf16": lambda a: a.precision != "fp16",
     }
@@ -216,10 +218,8 @@ class Policy(nn.Module):
         if theirs is None:
             return values
         if self.args.estimator == "exact":
-            known = theirs[
-                :, : ours.shape[-1]
-            ]  # the teacher may be padded to more tokens, of which the student has none
-            values["losses"] = divergence(ours, known, self.args.divergence, self.args.jsd_beta or 0.5)
+            known = theirs[:, : ours.shape[-1]]  # the teacher may be padded to more tokens
+            values["losses"] = divergence(ours, known, self.args.divergence, self.args.jsd_beta)
         else:
             values["losses"] = sampled_reverse_kl(logprobs, theirs.gather(-1, at)[:, 0], rollout_logprobs)
         values["same_top"] = (ours.argmax(-1) == theirs.argmax(-1)).to(ours.dtype)
@@ -376,10 +376,8 @@ def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Bat
     return batch
 
 
-def collect(
-    sampler: Sampler, prompts: list[dict], on_policy_share: float, step: int, position: int, policy_step: int
-) -> Experience | None:
-    """Gather a response to each prompt of a step: the student's with probability `on_policy_share`, else the row's.
+def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int) -> Experience | None:
+    """Gather a response to each prompt of a step: the student's with probability --on_policy_share, else the row's.
 
     Args:
         position: of the step's first prompt, see `take_prompts`. policy_step: steps that the student has trained.
@@ -389,13 +387,13 @@ def collect(
     args, rewards, samples = sampler.args, sampler.rewards, []
     rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed)
     shares = utils.generator("on policy", args.seed, step).random(len(rows))
-    asked = [row for row, share in zip(rows, shares) if share < on_policy_share]
+    asked = [row for row, share in zip(rows, shares) if share < args.on_policy_share]
     if asked:
         sampled = rollout(sampler, asked, 1, ("rollout", args.seed, step))
         if sampled is None:
             return None
         samples = sampled.samples
-    for row in (row for row, share in zip(rows, shares) if share >= on_policy_share):
+    for row in (row for row, share in zip(rows, shares) if share >= args.on_policy_share):
         logprobs = {"rollout_logprobs": [math.nan] * len(row["response"])}  # nobody sampled them
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
         scores = dict.fromkeys(rewards.sources, 0.0)
@@ -420,11 +418,8 @@ def main(args: Args) -> None:
         if theirs < ours:
             utils.fail(f"--teacher {args.teacher}: has {theirs} tokens, less than the {ours} of --model")
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
-    on_policy_share = float(args.teacher != "") if args.on_policy_share is None else args.on_policy_share
-    imitated = stop_ids if on_policy_share < 1 else []
+    imitated = stop_ids if args.on_policy_share < 1 else []
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations, imitated)
-    if on_policy_share < 1:
-        prompts = with_responses(f"--dataset {args.dataset}", prompts)
     rewards = Rewards(args, tokenizer, eval_prompts, conversations is not None)
     updates_a_step = args.num_epochs * args.rollout_batch_size // args.mini_batch_size
     total_steps = args.total_episodes // args.rollout_batch_size
@@ -443,7 +438,7 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = None
-    if on_policy_share or eval_prompts:
+    if args.on_policy_share or eval_prompts:
         engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype)
     sampler = Sampler(
         policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
@@ -452,7 +447,7 @@ def main(args: Args) -> None:
     evaluate = functools.partial(evaluation.evaluate, rollout, sampler, eval_prompts)
     run.start(total_steps, tokenizer, {"": policy.model}, {"": optimizer}, engine)
     run.check_rows(prompts, token_lengths(prompts, eval_prompts))
-    prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts, on_policy_share), run.interrupt)
+    prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
     sampler.sync()
 
     for step in run.steps(evaluate if eval_prompts else None):
@@ -503,18 +498,17 @@ def main(args: Args) -> None:
         # ---- 4. metrics ----
         metrics = {
             "epoch": experience.position / len(prompts),
+            "train/loss": total["loss"] / max(1, len(updates)),  # no update where all conversations have failed
+            "policy/entropy_avg": total["entropies"] / total["tokens"],
             **experience.metrics,
             **optimizer.metrics(),
             **sampler.metrics(),
         }
-        if updates:  # none where all conversations have failed
-            metrics["train/loss"] = total["loss"] / len(updates)
-            metrics["policy/entropy_avg"] = total["entropies"] / total["tokens"]
-        if updates and teacher is not None:
+        if teacher is not None:
             metrics["objective/divergence"] = total["losses"] / total["tokens"]
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]
             metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]
-        if total.get("compared"):  # not where the first mini-batch is the data set's
+        if total["compared"] > 0:  # not where the first mini-batch is the data set's
             metrics |= evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step)
         samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(metrics, samples, experience.sampled_tokens, position=experience.position)

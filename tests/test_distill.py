@@ -122,7 +122,6 @@ LEARNED = {  # a row, and the prompts and responses that are made of it
     "completion": ({"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}, [(None, "5")]),
     "solution": ({"problem": "1+1=", "answer": "2", "solution": "it is 2"}, [("[user]1+1=>", "it is 2")]),
     "response": ({"question": "1+1=", "response": "so 2", "answer": "2"}, [("[user]1+1=>", "so 2")]),
-    "none": ({"prompt": "1+1="}, [("[user]1+1=>", None)]),
 }
 
 
@@ -138,8 +137,7 @@ def test_what_is_learned_from_a_row(tmp_path, name):
     assert len(rows) == len(expected) and all(row["sources"] == [] for row in rows)
     for row, (prompt, response) in zip(rows, expected):
         assert prompt in (None, row["prompt"]) and tokenizer.decode(row["query"]) == row["prompt"]
-        ids = row.get("response")
-        assert ids is None if response is None else tokenizer.decode(ids) == f"{response}<eos>"
+        assert tokenizer.decode(row["response"]) == f"{response}<eos>"
 
 
 # ---- whole updates ---------------------------------------------------------------------------------------------------
@@ -157,7 +155,7 @@ def test_supervised_updates_are_those_of_cross_entropy(tmp_path):
     model = tiny_model(tmp_path / "chat", chat=True)
     rows = [{"messages": [{**turn, "content": f"{i}{turn['content']}"} for turn in MESSAGES]} for i in range(2)]
     values = flags(tmp_path, model=model, dataset=write_rows(tmp_path / "rows.jsonl", rows), temperature=0.7)
-    run_here(values, "distill")
+    run_here({**values, "on_policy_share": 0}, "distill")
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     total, count = 0.0, 0
@@ -223,7 +221,7 @@ def test_conversations_that_fail_do_not_train(tmp_path, capfd):
     values = flags(tmp_path, teacher=tiny_model(tmp_path / "teacher", "llama"), total_episodes=16, num_epochs=2)
     run_here({**values, "environment": f"{tmp_path / 'broken.py'}:Broken", "rollout_batch_size": 4}, "distill")
     rows = metrics_of(values)
-    trained = ["train/loss" in row for row in rows]
+    trained = [row["train/loss"] is not None for row in rows]
     assert any(trained) and not all(trained) and helpers.finite_or_null(rows)
     assert [row["val/skipped_updates"] for row in rows] == [0] * 4
     assert "responses are left out; the first: reset" in capfd.readouterr().err
@@ -236,11 +234,11 @@ REFUSED = {  # flags -> what the line names
     "--teacher other_vocabulary": "--teacher other_vocabulary",
     "--teacher nowhere/at/all": "--teacher nowhere/at/all",
     "--teacher smaller": "--teacher smaller: has 150 tokens, less than",
-    "--precision fp16": "--precision fp16",
-    "--dataset unanswered.jsonl": "--dataset unanswered.jsonl",
+    "--teacher teacher --precision fp16": "--precision fp16",
+    "--dataset unanswered.jsonl --on_policy_share 0": "--dataset unanswered.jsonl",
     "--on_policy_share 0.5": "--on_policy_share",
-    "--divergence jsd": "--divergence",
-    "--teacher_temperature 2": "--teacher_temperature",
+    "--on_policy_share 0 --divergence jsd": "--divergence",
+    "--on_policy_share 0 --teacher_temperature 2": "--teacher_temperature",
     "--teacher teacher --jsd_beta 0.3": "--jsd_beta",
     "--teacher teacher --divergence jsd --jsd_beta 1": "--jsd_beta",
     "--teacher teacher --estimator sampled --divergence jsd": "--estimator",

@@ -64,7 +64,7 @@ def load_prompts(
         Of each data set its weight and its rows {"prompt": the text that the model sees, "query": its token ids,
         "messages": the same as messages, None with --chat_template none, "answer": the reference or None, "dataset":
         the name of its data set, "sources": what `named_sources` gives, "columns": the row as it was read; with
-        `stop_ids` "response": the token ids to imitate, where the row has such a text}.
+        `stop_ids` "response": the token ids to imitate; rows without such a text are left out}.
     """
     parts, as_is, tools = [], args.chat_template == "none", conversations and conversations.schemas
     for part, rows, weight in read_parts(flag, name, split):
@@ -89,6 +89,9 @@ def load_prompts(
             warn(f"{where}: its prompts hold a chat template, and get another one; --chat_template none leaves them")
         scorable = [row for row, problem in zip(encoded, problems) if not problem]
         leave_out(where, encoded, scorable, f"which have no score: {next(filter(None, problems), '')}")
+        if stop_ids:
+            why = f"which have no {', '.join(prompts.COLUMNS['response'])} or last turn of the assistant"
+            scorable = leave_out(where, scorable, [row for row in scorable if "response" in row], why)
         parts.append((drop_overlong(where, scorable, args), weight))
         if conversations:
             conversations.try_reset(f"the first row of {where}", scorable[0]["columns"])
@@ -110,16 +113,10 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})  # they are of --dataset
     flag, no_reference = "--ptx_dataset", lambda where, row, args: ""
     parts = load_prompts(flag, args.ptx_dataset, "train", tokenizer, args, no_reference, stop_ids=stop_ids)
-    supervised = with_responses(f"{flag} {args.ptx_dataset}", mix(parts, args.seed))
+    supervised = mix(parts, args.seed)
     sequences = [row["query"] + row["response"] for row in supervised]
     check_fits(args.model, sequences, f"--ptx_dataset {args.ptx_dataset}")
     return supervised
-
-
-def with_responses(where: str, rows: list[dict]) -> list[dict]:
-    """Return the rows that have a response to imitate; see `leave_out`."""
-    why = f"which have no {', '.join(prompts.COLUMNS['response'])} or last turn of the assistant"
-    return leave_out(where, rows, [row for row in rows if "response" in row], why)
 
 
 def token_lengths(train: list[dict], held_out: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:

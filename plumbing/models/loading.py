@@ -348,7 +348,7 @@ def body(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, positions) -> torch.Tensor:
-    """Return a language model's last hidden states (tokens, H) at the set ones of a mask (N, L) or at (rows, columns)."""
+    """Return the last hidden states (tokens, H) at the set positions of a mask (N, L), or at (rows, columns)."""
     return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[positions]
 
 

@@ -170,6 +170,8 @@ def command(script: str, changes: dict, files: dict, folder: Path) -> tuple[dict
         values = {name: x for name, x in values.items() if name in vars(distill.Args()) or name == "ranks"}
         values |= {"teacher": "@qwen2_other", "rollout_batch_size": 8}
     values |= changes
+    if values.get("teacher") == "":
+        values["on_policy_share"] = 0
     ranks = values.pop("ranks")
     if script != "reward_model":
         values["total_episodes"] = 3 * values["rollout_batch_size"] * values.get("group_size", 1)
