@@ -69,6 +69,11 @@ def converse(engine, queries, seeds, stop_ids, args, waits=(), interrupted=lambd
     return asyncio.run(conversations())
 
 
+def failure_of(engine) -> str:
+    failure, engine.failure = engine.failure, ""
+    return failure
+
+
 def spoken(conversations: list) -> tuple:
     """Conversations as (responses, log-probabilities) for `alike`."""
     turns = [[turn[part] for turn in turns] for turns in conversations for part in (1, 2)]

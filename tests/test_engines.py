@@ -50,11 +50,9 @@ def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsy
     run_here(straight)
     use(StandIn(fails_at=call))
     capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        run_here(stopped)
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert end.value.code == 2 and steps_of(stopped) == [f"step_{step}"]
-    assert lines == ["error: --rollout_backend vllm: vLLM failed (RuntimeError: it broke)"]
+    line = helpers.refused(capsys, run_here, stopped)
+    assert line == "error: --rollout_backend vllm: vLLM failed (RuntimeError: it broke)"
+    assert steps_of(stopped) == [f"step_{step}"]
     use(StandIn())
     run_here({**stopped, "resume": True})
     assert len(metrics_of(stopped)) == len(metrics_of(straight))  # a rollout that was one step ahead is made anew
@@ -120,6 +118,4 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
         printed = {"vllm": "rollout: the engine\n", "hf": "rollout: transformers\n"}[expected]
         assert capsys.readouterr().out == printed
     else:
-        with pytest.raises(SystemExit):
-            choose()
-        assert expected in capsys.readouterr().err
+        assert expected in helpers.refused(capsys, choose)

@@ -20,8 +20,8 @@ import requests
 import torch
 import transformers
 import vllm_server
-from engine_checks import alike, converse, greedy, largest_difference, spoken
-from helpers import ROOT, tiny_model
+from engine_checks import alike, converse, failure_of, greedy, largest_difference, spoken
+from helpers import ROOT, refused, tiny_model
 
 import utils
 from plumbing.rollout import vllm_servers
@@ -104,20 +104,6 @@ def perturb(model, seed: int) -> None:
             parameter += 0.05 * torch.randn(parameter.shape, generator=numbers)
 
 
-def failure_of(servers) -> str:
-    failure, servers.failure = servers.failure, ""
-    return failure
-
-
-def error_of(capsys, call) -> str:
-    """The line of the run that `call` ends."""
-    with pytest.raises(SystemExit) as end:
-        call()
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert end.value.code == 2 and len(lines) == 1, lines
-    return lines[0]
-
-
 def test_responses_are_of_the_sampled_distribution(engine):
     servers, model = engine
     queries = prompts(40)
@@ -188,7 +174,7 @@ def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeyp
     assert requests.get(f"{url}/health", timeout=60).ok
     for key in ("another", ""):
         monkeypatch.setenv("VLLM_API_KEY", key)
-        line = error_of(capsys, lambda: Servers(changed(rollout_servers=(url,)), WORLD, None))
+        line = refused(capsys, lambda: Servers(changed(rollout_servers=(url,)), WORLD, None))
         assert f"{url}: /v1/models failed" in line and "VLLM_API_KEY is not the one of the server" in line
 
 
@@ -212,7 +198,7 @@ def test_bad_addresses(running, engine, capsys, monkeypatch):
     model, url, nobody = running[1], list(running[0])[0], f"http://127.0.0.1:{free_port()}"
 
     def end(*servers: str, **values) -> str:
-        return error_of(capsys, lambda: Servers(changed(rollout_servers=servers, model=model, **values), WORLD, None))
+        return refused(capsys, lambda: Servers(changed(rollout_servers=servers, model=model, **values), WORLD, None))
 
     assert f"{nobody}: /health failed for" in end(url, nobody)
     assert "its limit is 250 tokens" in end(url, max_prompt_length=300)
@@ -257,7 +243,7 @@ def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("the server starts"))
     args = vllm_server.Args(model="model", host="0.0.0.0")
-    assert "VLLM_API_KEY" in error_of(capsys, lambda: vllm_server.main(args, []))
+    assert "VLLM_API_KEY" in refused(capsys, lambda: vllm_server.main(args, []))
 
 
 def test_a_server_that_is_killed_is_a_failure(engine, running, monkeypatch):
