@@ -21,10 +21,7 @@ from plumbing.rewards.sources import Rewards
 
 
 class Told(BaseHTTPRequestHandler):
-    """Answers as `server.behave(question, how often it was asked this)` says: (status, body, headers)."""
-
-    def do_GET(self):
-        self.send_error(501)
+    """Answers POST as `server.behave(question, how often it was asked this)` says: (status, body, headers)."""
 
     def do_POST(self):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -62,15 +59,11 @@ class Server(ThreadingHTTPServer):
 @pytest.fixture
 def serve():
     """Starts servers, which end with the test."""
-    with contextlib.ExitStack() as stack:
-
-        def start(behave) -> Server:
-            server = Server(behave)
-            stack.callback(server.server_close)
-            stack.callback(server.shutdown)
-            return server
-
-        yield start
+    servers = []
+    yield lambda behave: servers.append(Server(behave)) or servers[-1]
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture

@@ -27,16 +27,9 @@ TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor 
 
 # A response tells the function what to do.
 FUNCTION = """
-import os, time
-
 def score(prompts, responses, answer, bonus=None, **columns):
-    for response in responses:
-        if response == "raise":
-            raise RuntimeError("the judge is away")
-        if response == "die":
-            os._exit(3)
-        if response == "sleep":
-            time.sleep(600)
+    if "raise" in responses:
+        raise RuntimeError("the judge is away")
     special = {"none": None, "nan": float("nan"), "inf": float("inf")}
     scores = [special.get(r, len(p) + len(r) / 100) for p, r in zip(prompts, responses)]
     return scores if bonus is None else [score + b for score, b in zip(scores, bonus)]
@@ -232,12 +225,10 @@ def test_malformed_requests(servers, name, body, status, says):
     assert servers[name].scores([], [], []) == []  # and goes on
 
 
-@pytest.mark.parametrize("response", ["raise", "die", "sleep"])
-def test_a_source_that_fails(servers, capsys, response):
-    """No scores, above all no zeros; and the next request gets its own."""
-    assert servers["judge"].scores(["a", "b"], ["", ""], ["fine", response]) == [None, None]
-    says = {"raise": "RuntimeError: the judge is away", "die": "ProcessExpired", "sleep": "TimeoutError"}
-    assert says[response] in capsys.readouterr().out
+def test_a_source_that_fails(servers, capsys):
+    """No scores, above all no zeros; and the next request gets its own. (Time-outs: faults/test_rewards_fail.py.)"""
+    assert servers["judge"].scores(["a", "b"], ["", ""], ["fine", "raise"]) == [None, None]
+    assert "RuntimeError: the judge is away" in capsys.readouterr().out
     assert servers["judge"].scores(["abc"], [""], ["xy"]) == [3.02]
 
 
@@ -250,7 +241,7 @@ def test_a_server_with_a_key(monkeypatch):
     run = helpers.start(values, script="reward_server", environment={"REWARD_API_KEY": "a key"})
     try:
         end = time.monotonic() + 120
-        while not Path(f"{run.log}.out").exists() or not run.out.strip():
+        while not run.out.strip():
             assert run.process.is_alive() and time.monotonic() < end, run.err
             time.sleep(0.1)
         assert run.out.startswith("exact at http://0.0.0.0:")
@@ -270,8 +261,7 @@ def test_a_server_with_a_key(monkeypatch):
         run.process.kill()
 
 
-def test_an_address_without_a_key(monkeypatch):
+def test_an_address_without_a_key(monkeypatch, capsys):
     monkeypatch.delenv("REWARD_API_KEY", raising=False)
-    with pytest.raises(SystemExit) as end:
-        reward_server.main(reward_server.Args(reward=("gsm8k",), port=0, host="0.0.0.0"))
-    assert end.value.code == utils.EXIT_BAD_INPUT
+    args = reward_server.Args(reward=("gsm8k",), port=0, host="0.0.0.0")
+    assert "REWARD_API_KEY" in helpers.refused(capsys, reward_server.main, args)

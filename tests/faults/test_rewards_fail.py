@@ -9,6 +9,7 @@ import time
 import types
 
 import pytest
+from helpers import refused
 from tiny_models import make_tokenizer
 
 from plumbing.rewards import workers
@@ -121,7 +122,4 @@ def test_files(tmp_path, capfd, monkeypatch, text):
         assert scores_of(rewards, name) == ([1.0] * 20, "")
         rewards.close()
         return
-    with pytest.raises(SystemExit) as end:
-        rewards_of(name)
-    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error:")]
-    assert end.value.code == 2 and len(errors) == 1 and errors[0].startswith(f"error: --reward {name}: {FILES[text]}")
+    assert refused(capfd, rewards_of, name).startswith(f"error: --reward {name}: {FILES[text]}")
