@@ -358,14 +358,11 @@ def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Bat
     responses = sampler.sample(generate, [rows[i] for i in local], draws if samples else None, tool_seeds)
     if world.any(sampler.interrupted() or responses is None):
         return None
-    texts = [sampler.tokenizer.decode(x.response, skip_special_tokens=True) for x in responses]
-    token_ids = [x.response for x in responses]
-    scored_rows = [x.row if x.conversation is None else x.conversation.scored_row() for x in responses]
-    scores = rewards.score(scored_rows, texts, token_ids, sampler.interrupted)  # {source: a score a response}
-    if world.any(sampler.interrupted()):  # then some may be missing
+    for response in responses:
+        response.text = sampler.tokenizer.decode(response.response, skip_special_tokens=True)
+    rewards.score_samples(responses, sampler.interrupted)
+    if world.any(sampler.interrupted()):  # then some scores may be missing
         return None
-    for i, response in enumerate(responses):
-        response.text, response.scores = texts[i], {source: column[i] for source, column in scores.items()}
     responses = world.unshard(responses, len(rows))
     rewards.score_equal_responses_alike(responses)
     if conversations:

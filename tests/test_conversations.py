@@ -16,7 +16,7 @@ import ppo
 import rloo
 import utils
 from plumbing.models.loading import load_model
-from plumbing.rewards.sources import EnvironmentSource
+from plumbing.rewards.sources import EnvironmentSource, Rewards
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.run import evaluation
 from plumbing.run.ranks import Interrupt
@@ -153,14 +153,14 @@ def test_interruption():
 # ---- only sampled tokens count ---------------------------------------------------------------------------------------
 
 
-class EnvironmentRewards:
+class EnvironmentRewards(Rewards):
     models, verifiers = {}, ("environment",)
+
+    def __init__(self):
+        pass
 
     def score(self, rows, texts, responses, interrupted):
         return {"environment": [row["environment"] for row in rows]}
-
-    def score_equal_responses_alike(self, responses):
-        pass
 
 
 def sampler_of(script, model, rewards, conversations, args) -> Sampler:
@@ -257,14 +257,14 @@ def test_failed_environments_are_left_out(batch, script):
         def sample(self, *_):
             return [failed, stopped, *others]
 
-    class Rewards(EnvironmentRewards):
+    class ModelRewards(EnvironmentRewards):
         verifiers = ()
 
         def score(self, rows, texts, responses, interrupted):
             return {"model": [2.0, 3.0, 3.0, 3.0]}
 
     args = args_of(script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none")
-    sampler = sampler_of(script, batch[1].model, Rewards(), FourConversations(), args)
+    sampler = sampler_of(script, batch[1].model, ModelRewards(), FourConversations(), args)
     statistics = [[0.0, 0.0, 0.0]] if script is ppo else []
     found = script.collect(sampler, [row], 1, 0, 0, *statistics)
     assert found.batch.reward_components["model"].tolist() == pytest.approx([math.nan, 3.0, 3.0, 3.0], nan_ok=True)

@@ -17,6 +17,7 @@ import grpo
 import utils
 from grpo import Args, generate, rollout
 from plumbing.data import prompts
+from plumbing.rewards.sources import Rewards
 from plumbing.rollout.batch import Batch, Sampler
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
@@ -196,7 +197,7 @@ def test_an_interruption_returns_early(load, calls):
 # ---- rollout ----------------------------------------------------------------------------------------------------
 
 
-class Scores:
+class Scores(Rewards):
     """A reward source that knows which text belongs to which row."""
 
     models, verifiers = {}, ("length",)
@@ -208,9 +209,6 @@ class Scores:
         assert len(rows) == len(texts)
         self.seen += [(row["answer"], *texts) for row, *texts in zip(rows, texts, responses)]
         return {"length": [100.0 * row["answer"] + len(text) for row, text in zip(rows, texts)]}
-
-    def score_equal_responses_alike(self, samples):
-        pass
 
 
 def sampler_of(model, tokenizer, stop_ids, **changes) -> Sampler:

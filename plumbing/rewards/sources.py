@@ -176,6 +176,13 @@ class Rewards:
                 warn(f"--reward {reason}; such responses have no score (this is said once)")
         return scores
 
+    def score_samples(self, samples: list, interrupted: Callable[[], bool]) -> None:
+        """Set `scores`, {source: score}, of responses whose `text` is set: plumbing.rollout.batch.Samples."""
+        rows = [x.row if x.conversation is None else x.conversation.scored_row() for x in samples]
+        scores = self.score(rows, [x.text for x in samples], [x.response for x in samples], interrupted)
+        for i, sample in enumerate(samples):
+            sample.scores = {source: column[i] for source, column in scores.items()}
+
     def score_equal_responses_alike(self, samples: list) -> None:
         """Give equal responses to a prompt the reward model's score of the first of them.
 
