@@ -1,6 +1,7 @@
-"""distill.py: divergences, the statistics of chunks, whole updates and rows against brute force; bad input.
+"""distill.py: the statistics of chunks, whole updates and rows against brute force; bad input.
 
-tests/agreement/ compares the divergences with TRL's GKD, tests/test_invariance.py the cuts of a batch.
+tests/agreement/ compares the divergences and their gradients with TRL's GKD, tests/test_invariance.py the cuts of a
+batch.
 """
 
 import math
@@ -16,7 +17,7 @@ import distill
 from plumbing.data import mixture
 from plumbing.models import loading
 
-VOCABULARY, KINDS = 7, {"reverse_kl": 0.5, "forward_kl": 0.5, "jsd": 0.3}
+VOCABULARY = 7
 
 
 def pair(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,24 +30,7 @@ def pair(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 # ---- the equations ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_divergence_and_its_gradient(kind):
-    """The gradients for the logits are worked out by hand: q's part in the mixture adds nothing to that of jsd."""
-    logits, q = pair(4)
-    p, beta = logits.log_softmax(-1), KINDS[kind]
-    value = distill.divergence(p, q, kind, beta)
-    (gradient,) = torch.autograd.grad(value.sum(), logits)
-    p = p.detach()
-    m = (beta * q.exp() + (1 - beta) * p.exp()).log()
-    kl = lambda a, b: sum(a[:, i].exp() * (a[:, i] - b[:, i]) for i in range(VOCABULARY))
-    toward = lambda b: p.exp() * (p - b - kl(p, b)[:, None])  # of KL(p || b), where b is given
-    values = {"reverse_kl": kl(p, q), "forward_kl": kl(q, p), "jsd": beta * kl(q, m) + (1 - beta) * kl(p, m)}
-    gradients = {"reverse_kl": toward(q), "forward_kl": p.exp() - q.exp(), "jsd": (1 - beta) * toward(m)}
-    torch.testing.assert_close(value, values[kind], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, gradients[kind], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
 def test_a_token_that_both_mask_adds_nothing(kind):
     logits, q = pair(2)
     masked = torch.cat([logits, torch.full((2, 1), -math.inf)], -1).log_softmax(-1)

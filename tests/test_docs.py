@@ -113,12 +113,8 @@ def test_what_does_not_exist_is_found():
     assert missing_paths(text) == {"scripts/nothing.sh", "sac.py"}
     links = "[a](docs/rollouts.md#vllm) [b](docs/no.md) [c](docs/rollouts.md#no) [d](https://a.b) ![e](assets/demo.png)"
     assert broken_links(ROOT / "README.md", links) == ["docs/no.md", "docs/rollouts.md#no"]
-    text = (
-        "`grpo.py: generate` `grpo.py: Policy.forward` `grpo.py: Args.loss` `grpo.py: Args.seed` `grpo.py: VARIANTS` "
-    )
-    assert broken_references(text) == []
-    text = "`grpo.py: generated` `grpo.py: Policy.no` `grpo.py: Args.no` `sac.py: main`"
-    assert broken_references(text) == ["grpo.py: generated", "grpo.py: Policy.no", "grpo.py: Args.no", "sac.py: main"]
+    text = "`grpo.py: generate` `grpo.py: Args.seed` `grpo.py: generated` `grpo.py: Args.no` `sac.py: main`"
+    assert broken_references(text) == ["grpo.py: generated", "grpo.py: Args.no", "sac.py: main"]
 
 
 def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
@@ -137,13 +133,6 @@ def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
     assert 0 < helpers.metrics_of(values)[-1]["policy/uncertain_share"] <= 1
 
 
-def test_every_folder_stands_on_the_front_page():
-    text = (ROOT / "README.md").read_text()
-    assert not [
-        path.parent.name for path in ROOT.glob("plumbing/*/*.py") if f"`plumbing/{path.parent.name}/`" not in text
-    ]
-
-
 def test_the_reading_map_has_every_equation():
     """Every function in the section of equations of an algorithm."""
     named = {dotted for _, dotted in REFERENCE.findall(MAP.read_text())}
@@ -159,10 +148,8 @@ def test_every_metric_has_a_formula():
     named = set(re.findall(rf"`({metric})`", (ROOT / "docs" / "metrics.md").read_text()))
     named |= {name.replace("eval/", "train/") for name in named}
     found = set()
-    scripts = [
-        ROOT / f"{name}.py" for name in ("grpo", "rloo", "ppo", "reward_model", "distill", "utils")
-    ]  # not what a fork adds
-    for path in (*scripts, *ROOT.glob("plumbing/**/*.py")):
+    scripts = ("grpo", "rloo", "ppo", "reward_model", "distill", "utils")  # not what a fork adds
+    for path in (*(ROOT / f"{name}.py" for name in scripts), *ROOT.glob("plumbing/**/*.py")):
         found |= set(re.findall(rf'"({metric})"', path.read_text()))
     assert len(found) > 30
     assert found <= named

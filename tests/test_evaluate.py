@@ -187,12 +187,7 @@ def test_conversations(tmp_path):
 
 def refused(tmp_path, capsys, **changes) -> str:
     """Return the one line with which evaluate.py exits."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        measure(tmp_path, **changes)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert end.value.code == 2
-    return line
+    return helpers.refused(capsys, lambda: measure(tmp_path, **changes))
 
 
 def test_bad_input_exits_with_one_line(tmp_path, capsys):

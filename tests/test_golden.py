@@ -35,15 +35,11 @@ CASES = {
     "rloo": GROUPS,
     "ppo": {**SAMPLING, "rollout_batch_size": 32, "group_size": 1, "critic_learning_rate": 1e-3},
     "distill": {
-        **{name: x for name, x in SAMPLING.items() if name != "kl_coef"},
-        "teacher": str(ROOT / "assets/guess"),
-        "divergence": "jsd",
-        "on_policy_share": 0.5,
-        "num_epochs": 2,
-        "rollout_batch_size": 32,
+        **{name: x for name, x in SAMPLING.items() if name != "kl_coef"}, "teacher": str(ROOT / "assets/guess"),
+        "divergence": "jsd", "on_policy_share": 0.5, "num_epochs": 2, "rollout_batch_size": 32,
     },
     "reward_model": {"dataset": "pairs.jsonl", "max_length": 48, "batch_size": 12, "learning_rate": 1e-3},
-}
+}  # fmt: skip
 
 
 def recording(script: str, folder: Path) -> dict:

@@ -7,7 +7,7 @@ import types
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run, run_here, same_weights, weights_of
+from helpers import folder_of, metrics_of, run_here, variant, weights_of
 from transformers import AutoModelForCausalLM
 
 import grpo
@@ -179,26 +179,6 @@ def base(tmp_path_factory) -> dict:
     model.get_output_embeddings().weight.data[model.config.eos_token_id] *= 4
     model.save_pretrained(values["model"])
     return {**values, "reward": f"{folder / 'coarse.py'}:score", "ref_model": values["model"], "kl_coef": 0.01}
-
-
-def variant(base: dict, tmp_path, **changes) -> dict:
-    return {**base, "output_dir": str(tmp_path), "run_name": "run", **changes}
-
-
-def test_resume_between_refills(base, tmp_path):
-    """SIGTERM while a step collects: the stream of prompts goes on as it was. (Over ranks: test_invariance.py.)"""
-    straight = variant(base, tmp_path, run_name="straight", filter_groups="refill", mask_truncated=True)
-    straight |= {"overlong_buffer": 4, "total_episodes": 40}
-    stopped = {**straight, "run_name": "stopped"}
-    running = helpers.start(straight)
-    run(stopped, code=75, place="grpo.final_scores:4:SIGTERM")
-    done = run({**stopped, "resume": True})
-    assert running.wait().code == 0
-    rows = metrics_of(straight)
-    assert "goes on after step" in done.out and metrics_of(stopped) == rows and len(rows) == 6
-    assert len({row["val/sampled_prompts"] for row in rows[1:]}) > 1
-    ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (stopped, straight))
-    assert ours == theirs and same_weights(folder_of(stopped) / "final", folder_of(straight) / "final")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
