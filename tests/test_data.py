@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import functools
 import io
-import json
+import itertools
 import math
 import types
 
@@ -15,11 +15,11 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from plumbing.data import mixture as data
 from plumbing.data import prompts
-from plumbing.data.rows import read_rows
+from plumbing.data.rows import BUILT_IN, read_rows
 from plumbing.models import loading as models
 from plumbing.rewards.sources import check_reference
 
@@ -39,26 +39,20 @@ def args_of(**changes):
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory) -> dict:
+def tokenizers() -> dict:
     """One that puts a BOS before a text and one that does not, each with and without a template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
-    folder, made = tmp_path_factory.mktemp("tokenizers"), {}
+    made, special = {}, {"pad_token": "<pad>", "eos_token": "<eos>"}
     tokens = ["<pad>", "<eos>", "<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    for bos in (True, False):
+    for bos, template in itertools.product((True, False), (None, WITH_BOS, WITHOUT_BOS)):
         core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
         core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
         if bos:
             core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
-        for template in (None, WITH_BOS, WITHOUT_BOS):
-            special = {"pad_token": "<pad>", "eos_token": "<eos>", **({"bos_token": "<bos>"} if bos else {})}
-            if template == WITH_BOS and not bos:
-                continue
-            tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, chat_template=template, **special)
-            path = folder / f"{bos}{len(template or '')}"
-            tokenizer.save_pretrained(path)
-            made[bos, template] = AutoTokenizer.from_pretrained(path)
+        made[bos, template] = PreTrainedTokenizerFast(
+            tokenizer_object=core, chat_template=template, **special, **({"bos_token": "<bos>"} if bos else {})
+        )
     return made
 
 
@@ -83,61 +77,51 @@ def refused(capsys, function, *args, **options) -> str:
 
 # ---- rows that people have --------------------------------------------------------------------------------------
 
-RECOGNISED = {
-    "GSM8K": ({"question": "6*7?", "answer": "6*7=42\n#### 42"}, "6*7?", "6*7=42\n#### 42", "gsm8k"),
-    "MATH": (
-        {"problem": "6*7?", "level": "Level 1", "type": "Algebra", "solution": "It is $\\boxed{42}$."},
-        "6*7?", "It is $\\boxed{42}$.", "math",
-    ),
-    "DeepScaleR": (
-        {"problem": "6*7?", "answer": "42", "solution": "See above."}, "6*7?", "42", "math",
-    ),
-    "BigMath": ({"prompt": "6*7?", "ground_truth": 42}, "6*7?", 42, "math"),
+TEXT = "6*7?"
+TURN = {"role": "user", "content": TEXT}
+PARTS = [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]
+RECOGNISED = {  # name: row, its answer, --reward
+    "GSM8K": ({"question": TEXT, "answer": "6*7=42\n#### 42"}, "6*7=42\n#### 42", "gsm8k"),
+    "MATH": ({"problem": TEXT, "level": "Level 1", "solution": "It is $\\boxed{42}$."}, "It is $\\boxed{42}$.", "math"),
+    "DeepScaleR": ({"problem": TEXT, "answer": "42", "solution": "See above."}, "42", "math"),
+    "BigMath": ({"prompt": TEXT, "ground_truth": 42}, 42, "math"),
     "Knights and Knaves": (
-        {
-            "quiz": "Zoey says ...", "names": ["Zoey"], "solution": [True], "solution_text": "Zoey is a knight.",
-            "solution_text_format": "(1) Zoey is a knight",
-        },
-        "Zoey says ...", "Zoey is a knight.", "exact",
+        {"quiz": TEXT, "solution": [True], "solution_text": "Zoey is a knight.", "solution_text_format": "(1) Zoey"},
+        "Zoey is a knight.", "exact",
     ),
-    "src and tgt": ({"src": ["6*7?"], "tgt": ["42"]}, "6*7?", "42", "math"),
-    "src and tgt as text": ({"src": "6*7?", "tgt": "42"}, "6*7?", "42", "math"),
-    "open-instruct": (
-        {"messages": [{"role": "user", "content": "6*7?"}], "ground_truth": "42", "dataset": "gsm8k"},
-        "6*7?", "42", "math",
-    ),
-    "TRL": ({"prompt": "6*7?", "completion": "42"}, "6*7?", "42", "exact"),
+    "src and tgt": ({"src": [TEXT], "tgt": ["42"]}, "42", "math"),
+    "src and tgt as text": ({"src": TEXT, "tgt": "42"}, "42", "math"),
+    "src and its reference in another column": ({"src": [TEXT], "tgt": [], "answer": "42"}, "42", "math"),
+    "open-instruct": ({"messages": [TURN], "ground_truth": "42", "dataset": "gsm8k"}, "42", "math"),
+    "TRL": ({"prompt": TEXT, "completion": "42"}, "42", "exact"),
     "TRL, as messages": (
-        {"prompt": [{"role": "user", "content": "6*7?"}], "completion": [{"role": "assistant", "content": "42"}]},
-        "6*7?", "42", "exact",
+        {"prompt": [TURN], "completion": [{"role": "assistant", "content": "42"}]}, "42", "exact",
     ),
+    "parts of text": ({"prompt": [{"role": "user", "content": PARTS}], "answer": "42"}, "42", "exact"),
     "verl": (
-        {
-            "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "6*7?"}], "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "42"}, "extra_info": {"index": 3},
-        },
-        "6*7?", "42", "gsm8k",
+        {"data_source": "openai/gsm8k", "prompt": [TURN], "reward_model": {"style": "rule", "ground_truth": "42"}},
+        "42", "gsm8k",
     ),
-    "src and its reference in another column": ({"src": ["6*7?"], "tgt": [], "answer": "42"}, "6*7?", "42", "math"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_known_rows_need_no_flags(name, tokenizers, tmp_path):
-    row, prompt, answer, reward = RECOGNISED[name]
+    row, answer, reward = RECOGNISED[name]
     messages = isinstance(row.get("prompt", row.get("messages")), list)
     (got,) = load([row], tmp_path, tokenizers[False, WITHOUT_BOS if messages else None], reward=(reward,))
-    assert got["prompt"] == (f"<user>{prompt}</><assistant>" if messages else prompt) and got["answer"] == answer
+    assert got["prompt"] == (f"<user>{TEXT}</><assistant>" if messages else TEXT) and got["answer"] == answer
     assert got["columns"] == row  # whole: reward functions get them
 
 
-def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers, capsys):
+def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers, capsys, monkeypatch):
     pytest.importorskip("reasoning_gym")
+    monkeypatch.setitem(BUILT_IN, "reasoning_gym", {"train": 20, "test": 5})
     name, tokenizer = "reasoning_gym:leg_counting", tokenizers[False, None]
     changes = dict(reward=("reasoning_gym",), max_prompt_length=2000)
     train, test = (prompts_of(name, tokenizer, split, **changes) for split in ("train", "test"))
-    assert (len(train), len(test)) == (5000, 500)
-    assert train[7]["columns"]["reasoning_gym"] == ["leg_counting", 5000, 1, 7]
+    assert (len(train), len(test)) == (20, 5)
+    assert train[7]["columns"]["reasoning_gym"] == ["leg_counting", 20, 1, 7]
     assert train[:3] == prompts_of(f"{name}@train", tokenizer, "test", **changes)[:3]
     assert train[0]["prompt"] != test[0]["prompt"] and train[0]["answer"].isdigit()
     line = refused(capsys, prompts_of, "reasoning_gym:no_such", tokenizer)
@@ -229,17 +213,7 @@ def test_a_last_turn_of_the_assistant_is_the_reference_and_not_part_of_the_promp
     assert "row 1: " in refused(capsys, load, [{"messages": answered[-1:]}], tmp_path, tokenizer)
 
 
-def test_parts_of_text_are_joined(tokenizers, tmp_path):
-    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?"}]
-    rows = ({"prompt": [{"role": "user", "content": content}], "answer": "2"} for content in (parts, "1+1?"))
-    whole, joined = (one(row, tmp_path, tokenizers[False, WITHOUT_BOS]) for row in rows)
-    assert whole == joined
-
-
-@pytest.mark.parametrize(
-    "content", [None, 3, {"text": "a"}, ["a"], [{"type": "image", "url": "a.png"}], [{"type": "text", "text": None}]],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("content", [None, 3, ["a"], [{"type": "image", "url": "a.png"}]], ids=str)
 def test_content_that_is_not_text_is_named_with_its_row(content, tokenizers, tmp_path, capsys):
     rows = [ROWS["messages"][0], {"messages": [*DIALOGUE, {"role": "user", "content": content}], "answer": "2"}]
     line = refused(capsys, load, rows, tmp_path, tokenizers[False, WITHOUT_BOS])
@@ -251,24 +225,19 @@ def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
     tokenizer = models.load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(tmp_path / "chat.jinja"))
     row = {"prompt": "<eos>1+1=<pad>", "answer": "2"}
     assert one({"prompt": "1+1=", "answer": "2"}, tmp_path, tokenizer)[0] == row["prompt"]
-    as_is = dict(chat_template="none", system_prompt="Think.")
-    (read,) = load([row], tmp_path, tokenizer, **as_is)
+    (read,) = load([row], tmp_path, tokenizer, chat_template="none", system_prompt="Think.")
     ids = tokenizer.encode(row["prompt"], add_special_tokens=False)
     assert read["prompt"] == row["prompt"] and read["query"] == ids and capsys.readouterr().err == ""
-    line = refused(capsys, load, [{"prompt": DIALOGUE, "answer": "5"}], tmp_path, tokenizer, **as_is)
-    assert "--chat_template none requires text" in line
 
 
 # ---- rows that lack something, or have too much -------------------------------------------------------------------
 
 
-def test_first_rows_without_an_answer(tokenizers, tmp_path, capsys):
-    """The column is that of any row; a row that has nothing in it is named."""
+def test_first_rows_without_an_answer(tokenizers, tmp_path):
+    """The column is that of any row."""
     rows = [{"prompt": "a", "other": 1}, {"prompt": "b", "answer": None}, {"prompt": "c", "answer": "3"}]
     read = load(rows, tmp_path, tokenizers[False, None], reward=("format",))
     assert [row["answer"] for row in read] == [None, None, "3"]
-    line = refused(capsys, load, rows, tmp_path, tokenizers[False, None])
-    assert "row 1: has no answer, which --reward math needs; --answer_column names one of prompt, other" in line
 
 
 def test_columns_with_dots(tokenizers, tmp_path, capsys):
@@ -286,7 +255,6 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path
     assert [len(row["query"]) for row in read] == [3, 4]
     dropped = "2 of 4 rows, which have more tokens than --max_prompt_length 5"
     assert capsys.readouterr().err == f"warning: --dataset {tmp_path / 'rows.jsonl'}: left out {dropped}\n"
-    assert "left out 4 of 4" in refused(capsys, load, rows, tmp_path, tokenizers[False, None], max_prompt_length=2)
 
 
 USELESS = {  # source: references that no response can equal
@@ -313,11 +281,9 @@ def test_rows_that_no_response_can_answer_are_left_out_and_counted(source, token
     assert [row["prompt"] for row in read] == ["a", "c"]
     err = capsys.readouterr().err
     assert f"left out {len(bad)} of {len(rows)} rows, which have no score: --reward {source}: " in err
-    assert len(load(rows, tmp_path, tokenizers[False, None], reward=(source, "format"), reward_weights=(0, 1))) == len(
-        rows
-    )
     named = [{**row, "verifier": "format"} for row in rows]
-    assert len(load(named, tmp_path, tokenizers[False, None], reward=(source, "format"))) == len(rows)
+    for others, flags in ((rows, {"reward_weights": (0, 1)}), (named, {})):
+        assert len(load(others, tmp_path, tokenizers[False, None], reward=(source, "format"), **flags)) == len(rows)
 
 
 @pytest.mark.parametrize("text", ["<|im_start|>user\n1+1=<|im_end|>\n", "[INST] 1+1= [/INST]", "1+1="])
@@ -414,8 +380,7 @@ def mixture(folder, parts: dict[str, tuple[int, float]], name: str = "mix.json")
         rows = [{"prompt": f"{letter}{i}", "answer": str(i)} for i in range(size)]
         helpers.write_rows(folder / f"{letter}.jsonl", rows)
         entries.append({"prob": weight, "filepath": f"{letter}.jsonl"})
-    (folder / name).write_text(json.dumps(entries))
-    return str(folder / name)
+    return helpers.write_rows(folder / name, [entries])
 
 
 def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tokenizers):
@@ -449,13 +414,12 @@ def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
     assert [row["prompt"] for row in data.first_prompts(parts[1:], 2)] == ["b0", "b1"]
 
 
-def test_entries_may_name_their_split(tmp_path, tokenizers):
+def test_entries_may_name_their_split(tmp_path, tokenizers, monkeypatch):
+    monkeypatch.setitem(BUILT_IN, "arithmetic", {"train": 20, "test": 10})
     entries = [{"prob": 1, "filepath": "arithmetic"}, {"prob": 1, "filepath": "arithmetic@test"}]
-    (tmp_path / "mix.json").write_text(json.dumps(entries))
-    parts = data.load_prompts(
-        "--dataset", str(tmp_path / "mix.json"), "train", tokenizers[False, None], args_of(), check_reference
-    )
-    assert {rows[0]["dataset"]: len(rows) for rows, _ in parts} == {"arithmetic": 20_000, "arithmetic@test": 1_000}
+    path = helpers.write_rows(tmp_path / "mix.json", [entries])
+    parts = data.load_prompts("--dataset", path, "train", tokenizers[False, None], args_of(), check_reference)
+    assert {part[0]["dataset"]: len(part) for part, _ in parts} == {"arithmetic": 20, "arithmetic@test": 10}
 
 
 def test_supervised_rows(tmp_path, tokenizers, capsys):
@@ -474,7 +438,6 @@ def test_supervised_rows(tmp_path, tokenizers, capsys):
 )  # fmt: skip
 def test_bad_entries(entry, field, tmp_path, tokenizers, capsys):
     path = mixture(tmp_path, {"a": (1, 0.5)})
-    (tmp_path / "mix.json").write_text(json.dumps([{"prob": 0.5, "filepath": "a.jsonl"}, entry]))
-    assert refused(capsys, prompts_of, path, tokenizers[False, None]).startswith(
-        f"error: --dataset {path} entry 2: {field}: "
-    )
+    helpers.write_rows(path, [[{"prob": 0.5, "filepath": "a.jsonl"}, entry]])
+    line = refused(capsys, prompts_of, path, tokenizers[False, None])
+    assert line.startswith(f"error: --dataset {path} entry 2: {field}: ")
