@@ -14,6 +14,7 @@ import threading
 import time
 
 import pytest
+import urllib3
 from conftest import ROOT
 
 from plumbing.rewards import code_tests, sandbox
@@ -143,13 +144,11 @@ def test_code_of_a_response(response, code):
 @pytest.mark.parametrize(
     "tests",
     [
-        None, 7, "", "what is it?", "[1, 2", "{}", [], [1], "x = 1", {"inputs": []}, {"inputs": "12", "outputs": "12"},
+        None, "", "what is it?", "[1, 2", [1], "x = 1", {"inputs": []}, [{"input": 1, "output": 2}],
         "def check(candidate):\n    assert candidate(1) == 2",
         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        assert f(1) == 2",
-        {"inputs": [], "outputs": []}, {"inputs": [["1", 2]], "outputs": ["2"]}, {"inputs": [1], "outputs": [2]},
-        {"inputs": ["1"], "outputs": ["1", "2"]}, {"inputs": [1], "outputs": [2], "fn_name": "f"},
-        {"inputs": [], "outputs": [], "fn_name": "f"},
-        {"inputs": ["1"], "outputs": [None]}, [{"input": 1, "output": 2}],
+        {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": ["1", "2"]}, {"inputs": ["1"], "outputs": [None]},
+        {"inputs": [1], "outputs": [2], "fn_name": "f"}, {"inputs": [], "outputs": [], "fn_name": "f"},
     ],
 )  # fmt: skip
 def test_tests_that_cannot_be_understood(tests):
@@ -241,14 +240,10 @@ for s in range(1, 64):
 @pytest.mark.parametrize(
     "code",
     [
-        "import time; time.sleep(1000)", IGNORE_SIGNALS + "while True: pass",
-        "x = []\nwhile True: x.append(bytearray(10**7))", "while True: print('x' * 10**5)",
-        "open('f', 'wb').truncate(10**10)", "import ctypes; ctypes.string_at(0)", "x = '(' * 10**6; eval(x)",
-        "import os, resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
-        "x = [open('/etc/localtime') for _ in range(99)]",
-        "import threading as t\nt.stack_size(2**15)\nwhile True: t.Thread(target=t.Event().wait).start()",
+        IGNORE_SIGNALS + "while True: pass", "x = []\nwhile True: x.append(bytearray(10**7))",
+        "while True: print('x' * 10**5)", "import ctypes; ctypes.string_at(0)",
     ],
-    ids=lambda code: code[:40],
+    ids=["signals", "memory", "output", "crash"],
 )  # fmt: skip
 def test_limits(caller, code):
     start = time.monotonic()
@@ -407,7 +402,8 @@ class SandboxFusion(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_programs_on_a_server():
+def test_programs_on_a_server(monkeypatch):
+    monkeypatch.setattr(urllib3.Retry, "sleep", lambda *_: None)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), SandboxFusion) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
