@@ -178,15 +178,13 @@ def test_who_answers_a_prompt(tmp_path, share):
 
 
 def test_a_student_becomes_its_teacher(tmp_path):
-    """And the sampled form of the reverse KL learns as well."""
+    """By the sampled form of the reverse KL. (Runs with a whole divergence: test_golden.py.)"""
     teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
-    common = dict(teacher=teacher, rollout_batch_size=16, mini_batch_size=16, total_episodes=480, learning_rate=2e-2)
-    cases = (dict(divergence="forward_kl"), 0.7), (dict(), 0.7), (dict(estimator="sampled"), 0.95)
-    for number, (changes, bound) in enumerate(cases):
-        values = flags(tmp_path, run_name=f"run {number}", **common, **changes)
-        run_here(values, "distill")
-        divergences = [row["objective/divergence"] for row in metrics_of(values)]
-        assert divergences[-1] < bound * divergences[0], (changes, divergences)
+    changes = dict(rollout_batch_size=16, mini_batch_size=16, total_episodes=480, learning_rate=2e-2)
+    values = flags(tmp_path, teacher=teacher, estimator="sampled", **changes)
+    run_here(values, "distill")
+    divergences = [row["objective/divergence"] for row in metrics_of(values)]
+    assert divergences[-1] < 0.95 * divergences[0], divergences
 
 
 BROKEN = """

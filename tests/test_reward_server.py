@@ -11,7 +11,6 @@ from pathlib import Path
 import helpers
 import pytest
 import reward_server
-import torch
 import transformers
 import uvicorn
 from fastapi.testclient import TestClient
@@ -113,19 +112,6 @@ def servers(folder):
         server.scorer.rewards.close()
 
 
-@pytest.fixture(scope="module")
-def direct(folder):
-    """A score by `ScalarModel` alone, one sequence at a time: prompt as the model sees it, response, stop."""
-    scalar, _ = loading.load_scalar_model("--reward", str(folder / "model"), torch.float64, CPU)
-
-    @torch.no_grad()
-    def score(text: str) -> float:
-        ids = [*make_tokenizer().encode(text, add_special_tokens=False), make_tokenizer().eos_token_id]
-        return scalar(torch.tensor([ids]), torch.tensor([[False] * (len(ids) - 1) + [True]])).item()
-
-    return score
-
-
 # ---- scores ---------------------------------------------------------------------------------------------------------
 
 
@@ -176,13 +162,12 @@ def test_weights_and_scores_that_are_missing(servers):
 PAIRS = [("2+2=", "4"), ("10+7=", "17"), ("1+1=", "a longer response of forty characters"), ("3+4=", ""), ("9", "9")]
 
 
-def test_a_prompt_goes_through_the_template_once(servers, direct):
+def test_a_prompt_goes_through_the_template_once(servers):
     """Text is what a policy sees, whatever it looks like; a template is for messages."""
     turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}]
-    sent = ["[user]2+2=>", "[system]Add.[user]2+2=>", turns, turns[1:], "2+2="]
-    seen = ["[user]2+2=>", "[system]Add.[user]2+2=>", "[system]Add.[user]2+2=>", "[user]2+2=>", "2+2="]
-    scores = servers["model"].scores(sent, [""] * 5, ["4"] * 5)
-    assert scores == pytest.approx([direct(text + "4") for text in seen], rel=1e-10)
+    sent = ["2+2=", "[user]2+2=>", "[system]Add.[user]2+2=>", turns[1:], turns]
+    plain, *texts, user, both = servers["model"].scores(sent, [""] * 5, ["4"] * 5)
+    assert [user, both] == pytest.approx(texts, rel=1e-10) and len({plain, user, both}) == 3
 
 
 @pytest.mark.parametrize("name", ["model", "bos"])

@@ -1,8 +1,6 @@
-"""What test_run.py and test_bad_input.py hold of grpo.py, held of rloo.py, ppo.py and reward_model.py: signals,
-resuming, failing rewards, gradients that are not finite, flags out of range, and what a run leaves."""
+"""What test_run.py holds of grpo.py, held of rloo.py, ppo.py and reward_model.py: signals, resuming, failing rewards,
+gradients that are not finite, and what a run leaves."""
 
-import dataclasses
-import json
 import math
 
 import helpers
@@ -12,11 +10,7 @@ import transformers
 from helpers import all_finite, folder_of, metrics_of, read_lines, run_here, same_weights, steps_of, variant, weights_of
 from test_run import METRICS, goes_on_after
 
-import ppo
-import reward_model
-import rloo
-
-SCRIPTS = {"rloo": rloo, "ppo": ppo, "reward_model": reward_model}
+SCRIPTS = ("rloo", "ppo", "reward_model")
 ONE_CHECKER = {"LOCAL_WORLD_SIZE": "4"}  # one process that scores instead of four
 
 # A file beside the reward function says which call of it fails.
@@ -104,7 +98,7 @@ MOVES = {  # metrics of the straight runs that differ from step to step, else eq
 def straight(base) -> dict[str, dict]:
     """Four steps of each script in one go."""
     runs = {script: {**base[script], "run_name": f"straight {script}"} for script in SCRIPTS}
-    started = [helpers.start(runs[script], script=script, environment=ONE_CHECKER, curves=True) for script in SCRIPTS]
+    started = [helpers.start(runs[script], script=script, environment=ONE_CHECKER) for script in SCRIPTS]
     assert [each.wait().code for each in started] == [0, 0, 0], [each.err[-2000:] for each in started]
     for script, names in MOVES.items():
         rows = metrics_of(runs[script])[1:]
@@ -217,13 +211,9 @@ OWN_METRICS = {
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_a_run_leaves(straight, script):
+    """What is in the files that test_run.py names."""
     values = straight[script]
     folder = folder_of(values)
-    names = "args.json checkpoints curves.png final held_out.jsonl metrics.jsonl samples.jsonl"
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", *names.split()]
-    facts = json.loads((folder / "args.json").read_text())["args"]
-    assert facts.keys() == {field.name for field in dataclasses.fields(SCRIPTS[script].Args)}
-    assert all(facts[name] in (value, [value]) for name, value in values.items())
     rows = read_lines(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and helpers.finite_or_null(rows)
     assert all(OWN_METRICS[script] <= row.keys() for row in rows[1:])
@@ -231,7 +221,7 @@ def test_what_a_run_leaves(straight, script):
     assert [accuracy in row for row in rows] == [True, False, True, False, True]
     a_step = 6 if script == "reward_model" else 8
     assert [row["step"] for row in read_lines(folder / "samples.jsonl")] == sorted([1, 2, 3, 4] * a_step)
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG") and steps_of(values) == ["step_2", "step_4"]
+    assert steps_of(values) == ["step_2", "step_4"]
     causal, scalar = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
     models = {"final": scalar if script == "reward_model" else causal}
     models |= {"checkpoints/step_4/critic": scalar} if script == "ppo" else {}
@@ -240,6 +230,5 @@ def test_what_a_run_leaves(straight, script):
         assert not report["missing_keys"] and not report["unexpected_keys"] and all_finite(folder / name)
         assert auto is causal or model.config.num_labels == 1 and model.score.weight.any()
     assert hasattr(model.config, "score_mean") == (script == "reward_model")
-    assert transformers.AutoTokenizer.from_pretrained(folder / "final").encode("1+1=")
     equal = [same_weights(folder / "final", folder / "checkpoints" / name) for name in ("step_2", "step_4")]
     assert equal == [False, True]
