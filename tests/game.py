@@ -2,6 +2,8 @@
 
 import time
 
+import numpy as np
+
 
 class Game:
     """Answers with the number of characters said so far, three times."""
@@ -34,10 +36,13 @@ class Counter:
             by: how far.
         """
         self.count += by
-        self.done = self.count >= 3
+        self.done = np.bool_(self.count >= 3)
         if self.done or self.reward is not None:
-            self.reward = self.count
+            self.reward = np.float32(self.count)
         return self.count
+
+    def _hidden(self):
+        pass
 
 
 class Judged(Counter):

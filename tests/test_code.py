@@ -16,6 +16,7 @@ import time
 import pytest
 import urllib3
 from conftest import ROOT
+from test_tool_processes import wait_until
 
 from plumbing.rewards import code_tests, sandbox
 from plumbing.rewards.verifiers import VERIFIERS, verifier_of
@@ -332,16 +333,16 @@ DAEMON = "import os, time\nif os.fork(): os._exit(0)\nos.setsid()\nos.fork()\nti
 def test_no_process_survives(caller):
     assert caller.run(DAEMON if caller.private else DAEMON.replace("os.setsid()\n", ""))[0] == 0
     caller.run("import os\nwhile True: os.fork()" if caller.private else "1", seconds=2.0)
-    wait_for(lambda: not programs_of(caller))
+    wait_until(lambda: not programs_of(caller))
 
 
 def test_the_end_of_the_caller_is_the_end_of_its_programs(caller, tmp_path):
     other = Caller(tmp_path, None if caller.private else without_namespaces)
     other.send("import time; time.sleep(60)", seconds=100.0)
-    wait_for(lambda: programs_of(other))
+    wait_until(lambda: programs_of(other))
     os.kill(other.process.pid, signal.SIGKILL)
     other.process.wait()
-    wait_for(lambda: not programs_of(other))
+    wait_until(lambda: not programs_of(other))
 
 
 def programs_of(caller) -> set[str]:
@@ -354,13 +355,6 @@ def programs_of(caller) -> set[str]:
         except OSError:
             pass
     return found
-
-
-def wait_for(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_without_namespaces_and_landlock(tmp_path):

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT
+from test_tool_processes import is_running, wait_until
 from tiny_models import CPU, make_tokenizer
 
 from plumbing.data.prompts import named_sources
@@ -129,10 +130,7 @@ time.sleep(600)
     worker = int(process.stderr.readline())
     process.kill()
     process.wait()
-    end = time.monotonic() + 15
-    while os.path.exists(f"/proc/{worker}") and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not os.path.exists(f"/proc/{worker}")
+    wait_until(lambda: not is_running(worker))
 
 
 def test_the_largest_score():

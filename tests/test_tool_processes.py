@@ -79,28 +79,6 @@ class Game:
         """
         return eval(what)
 
-class Counter:
-    """As TRL's environment_factory has it."""
-
-    def __init__(self):
-        self.reward = 0.0
-
-    def reset(self, start, **row):
-        self.count = start
-
-    def add(self, by: int) -> str:
-        """Count.
-
-        Args:
-            by: how much.
-        """
-        self.count += by
-        self.reward, self.done = np.float32(self.count), np.bool_(self.count > 5)
-        return str(self.count)
-
-    def _hidden(self):
-        pass
-
 class Gym:
     """As gymnasium has it."""
 
@@ -134,15 +112,15 @@ class Needs(OnlyReset):
 def files(tmp_path_factory):
     """The files of tools and environments: a function (tools, environment) -> the arguments of ToolProcesses."""
     folder = tmp_path_factory.mktemp("tools")
-    (folder / "tools.py").write_text(TOOLS)
-    (folder / "game.py").write_text(GAME)
-    tools, game = f"{folder}/tools.py:", f"{folder}/game.py:"
-    return lambda names, environment="": (tuple(tools + name for name in names), environment and game + environment)
+    for name, text in {"tools": TOOLS, "game": GAME, "broken": "\n1 / 0", "ends": "import os; os._exit(0)"}.items():
+        (folder / f"{name}.py").write_text(text)
+    path = lambda name: f"{folder}/{name}"
+    return lambda tools, environment="": (tuple(map(path, tools)), environment and path(environment))
 
 
 @pytest.fixture(scope="module")
 def processes(files):
-    return ToolProcesses(*files(("add", "run", "later"), "Game"), 60.0)
+    return ToolProcesses(*files(("tools.py:add", "tools.py:run", "tools.py:later"), "game.py:Game"), 60.0)
 
 
 def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> list:  # noqa: B006
@@ -154,8 +132,7 @@ def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> lis
     async def run():
         process, results = ToolProcess(processes, seed), []
         try:
-            if row is not None:
-                results.append(await process.environment.ask("reset", row))
+            results.append(await process.environment.ask("reset", row))
             for method, *arguments in calls:
                 if method == "limit":
                     (process.tools.timeout,) = (process.environment.timeout,) = arguments
@@ -197,9 +174,12 @@ def is_running(process: int) -> bool:
 def test_a_conversation_with_tools_and_an_environment(processes):
     calls = [
         ("step", "3"), ("call", "add", {"a": 1, "b": 2.5}), ("call", "later", {"text": "\ud83d"}),
-        ("call", "peek", {"what": "self.rounds"}), run("sys.stdin.readline()"), ("step", "5"),
+        ("call", "peek", {"what": "self.rounds"}), run("sys.stdin.readline()"), ("call", "mul", {}),
+        ("call", "add", {}), ("step", "5"),
     ]  # fmt: skip
-    expected = [" go", ["higher", 0.5, False], "3.5", "?", "1", "", ["lower", 0.5, True]]
+    expected = [" go", ["higher", 0.5, False], "3.5", "?", "1", ""]
+    expected += ["error: there is no tool 'mul', there are add, run, later, peek"]
+    expected += ["error: TypeError: add() missing 1 required positional argument: 'a'", ["lower", 0.5, True]]
     assert converse(processes, *calls) == expected and processes.has_step
     assert [schema["function"]["name"] for schema in processes.schemas] == ["add", "run", "later", "peek"]
 
@@ -225,15 +205,6 @@ def test_what_a_tool_returns(processes, code, result):
     ended, after, played = converse(processes, run(code), run("calls.append(1) or len(calls)"), ("step", "9"))[1:]
     assert ended.startswith(result) and len(ended) <= max(len(result), 120)
     assert (after, played) == ("1", ["lower", 0.5, False])
-
-
-def test_calls_that_do_not_fit(processes):
-    calls = [("call", "mul", {}), ("call", "add", {}), ("call", "add", {"a": 1, "z": 2})]
-    assert converse(processes, *calls, row=None) == [
-        "error: there is no tool 'mul', there are add, run, later, peek",
-        "error: TypeError: add() missing 1 required positional argument: 'a'",
-        "error: TypeError: add() got an unexpected keyword argument 'z'",
-    ]
 
 
 def test_what_hangs_is_killed_alone(processes, tmp_path):
@@ -285,19 +256,12 @@ def test_random_numbers_are_the_rows(processes):
 
 
 def test_other_forms_of_environments(files):
-    counter = ToolProcesses(*files((), "Counter"), 60.0)
-    add = lambda by: [("call", "add", {"by": by}), ("done",)]
-    found = converse(counter, ("done",), *add(2), *add(3), ("reward",), row={"start": 1, "x": 0})
-    assert found == ["", False, "3", False, "6", True, 6.0]
-    assert [schema["function"]["name"] for schema in counter.schemas] == ["add"] and not counter.has_step
-
-    gym = ToolProcesses(*files((), "Gym"), 60.0)
+    gym = ToolProcesses(*files((), "game.py:Gym"), 60.0)
     found = converse(gym, ("step", "ab"), ("step", "end"), row={"seed": 3})
     assert found == ["start 3", ["ba", 1.0, False], ["dne", 1.0, True]] and gym.has_step and not gym.schemas
 
-    added, (observation, reward, done) = converse(
-        ToolProcesses(*files((), "Asynchronous"), 60.0), ("step", "x"), row={}
-    )
+    asynchronous = ToolProcesses(*files((), "game.py:Asynchronous"), 60.0)
+    added, (observation, reward, done) = converse(asynchronous, ("step", "x"), row={})
     assert added == "hello" and observation == "" and math.isnan(reward) and done  # one event loop for all calls
 
 
@@ -341,7 +305,7 @@ if __name__ == "__main__":
 def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
     """A trainer is a script that imports torch; its tools do not, and end with it, and all that they have started."""
     (tmp_path / "trainer.py").write_text(TRAINER)
-    (tool,), environment = files(("run",), "Game")
+    (tool,), environment = files(("tools.py:run",), "game.py:Game")
     words = [sys.executable, tmp_path / "trainer.py", tool, environment]
     trainer = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     found = list(map(int, re.findall(r"\d+", trainer.stdout.readline())))
@@ -362,27 +326,19 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
 @pytest.mark.parametrize(
     ("tools", "environment", "line"),
     [
-        (["nothing"], "", "--tools .*tools.py:nothing: .*AttributeError: .*tools.py' has no attribute 'nothing'"),
-        (["no_hint"], "", "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint"),
-        (["add"], "Counter", "--tools, --environment: two of the tools .*"),
-        ([], "OnlyReset", "--environment .*: .*TypeError: requires a method reset, and a method step or tools"),
-        ([], "Needs", "--environment .*game.py:Needs: .*TypeError: .*missing 1 required .*argument: 'size'"),
+        (["tools.py:nothing"], "", "--tools .*tools.py:nothing: .*: .*tools.py' has no attribute 'nothing'"),
+        (["tools.py:no_hint"], "", "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint"),
+        (["tools.py:add"] * 2, "", "--tools, --environment: two of the tools .*"),
+        (["broken.py:x"], "", r"--tools .*broken.py:2\): division by zero"),
+        (["ends.py:x"], "", "--tools .* ended its process"),
+        ([], "game.py:OnlyReset", "--environment .*: .*TypeError: requires a method reset, and a method step or tools"),
+        ([], "game.py:Needs", "--environment .*game.py:Needs: .*TypeError: .*missing 1 required .*argument: 'size'"),
     ],
 )
 def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environment, line):
     with pytest.raises(SystemExit) as end:
         ToolProcesses(*files(tools, environment), 2.0)
     assert end.value.code == 2 and re.fullmatch(f"error: {line}\n", capfd.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("text", "line"), [("\n1 / 0", "broken.py:2): division by zero"), ("import os; os._exit(0)", "ended")]
-)
-def test_a_file_that_cannot_be_imported(tmp_path, capfd, text, line):
-    (tmp_path / "broken.py").write_text(text)
-    with pytest.raises(SystemExit):
-        ToolProcesses((f"{tmp_path}/broken.py:x",), "", 2.0)
-    assert line in capfd.readouterr().err
 
 
 def test_python_tool():
