@@ -14,8 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from plumbing.data import prompts
 from plumbing.models import loading as models
-from plumbing.rewards.reward_models import ModelSource
-from plumbing.rewards.sources import Rewards
+from plumbing.rewards.sources import ModelSource, Rewards
 
 POLICY_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
 GEMMA_LIKE = (  # writes a BOS, knows no system turn, and calls the assistant model

@@ -11,17 +11,20 @@ Where rows name their sources, as in open-instruct's mixtures, the others do not
 
 import functools
 import importlib.util
+import json
+import math
 import os
+from multiprocessing.pool import ThreadPool
 from multiprocessing.util import Finalize
 from typing import Callable
 
 import torch
 
-from plumbing.data.prompts import is_filled
-from plumbing.rewards.reward_models import ModelSource
+from plumbing.data.prompts import encode_text, guarded, is_filled
+from plumbing.models import loading as models
 from plumbing.rewards.verifiers import VERIFIERS, verifier_of
 from plumbing.rewards.workers import LARGEST, FunctionSource, VerifierSource, Workers, columns_of, finite_or_nan, never
-from utils import fail, first_line, loading, warn
+from utils import World, fail, first_line, loading, micro_batches, warn
 
 
 def reward_weights(args) -> tuple[float, ...]:
@@ -117,8 +120,6 @@ class Rewards:
                 case "verifier":
                     self.sources[name] = VerifierSource(name, verifiers, args.timeout)
                 case "server":
-                    from plumbing.rewards.client import ServerSource
-
                     self.sources[name] = ServerSource(name, args.timeout)
                 case "function":
                     self.sources[name] = FunctionSource(name, functions, args.timeout)
@@ -217,3 +218,170 @@ class EnvironmentSource:
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         return [finite_or_nan(row["environment"]) for row in rows]
+
+
+class ModelSource:
+    """A reward model, from a folder or the hub, that scores responses in this process.
+
+    One of the policy's vocabulary reads the sampled token ids themselves. Another one reads prompt and response as
+    text, through its tokenizer and chat template, as verl's reward workers do.
+    """
+
+    verifies = False
+
+    def __init__(self, name: str, tokenizer):
+        """Exit with code 2 if `name` is not a reward model, or cannot read what the policy of `tokenizer` writes."""
+        self.name, self.failure, self.tokenizer = name, "", models.read_tokenizer("--reward", name)
+        config, trained = models.scalar_config("--reward", name)
+        if not trained:
+            fail(f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)")
+        self.positions = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+        self.difference = models.vocabulary_difference(tokenizer, self.tokenizer)
+        # Of the same vocabulary, the policy's pad token, if it alone has one.
+        self.unknown = set(tokenizer.get_vocab().values()) - set(self.tokenizer.get_vocab().values())
+        if self.difference:
+            self.unknown, self.stop_id = set(), models.stop_token_ids(self.tokenizer, name, "eos")[0]
+            # A model of reward_model.py is read at its end token, another one behind all that its template writes.
+            is_ours = hasattr(config, "score_token")
+            self.ending = (models.end_of_turn(self.tokenizer), [self.stop_id]) if is_ours else ("", [])
+            if tokenizer.chat_template and not self.tokenizer.chat_template:
+                fail(f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by")
+            warn(f"--reward {name}: reads text, as its vocabulary {self.difference}")
+
+    def load(self, args, precision, sharding=None) -> None:
+        """Load the model.
+
+        Args:
+            args: --micro_batch_tokens. precision: a plumbing.models.models.Precision.
+            sharding: a plumbing.models.sharding.Sharding; None for a model in one piece on this process's device.
+        """
+        self.autocast, self.token_budget = precision.autocast, args.micro_batch_tokens
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.world = World(0, 1, self.device)  # the ranks that make forward passes together
+        load_device = self.device
+        if sharding is not None and sharding.shards_reward_models:
+            self.world, load_device = sharding.world, sharding.load_device
+        self.model, _ = models.load_scalar_model("--reward", self.name, precision.param_dtype, load_device)
+        self.model.requires_grad_(False)
+        if sharding is not None:
+            sharding.shard(self.model, reward_model=True)
+
+    @torch.no_grad()
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
+        self.failure, scores = "", [math.nan] * len(rows)
+        sequences = self.read(rows, texts, responses)
+        readable = [i for i, sequence in enumerate(sequences) if sequence]
+        batches = micro_batches([len(sequences[i]) for i in readable], self.token_budget, World(0, 1, self.device))
+        # Each rank has cut its sequences; a rank with fewer batches joins the passes of the others.
+        most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
+        for batch in batches + [[]] * (most - len(batches)):
+            chosen = [readable[place] for place in batch]
+            for i, score in zip(chosen, self._forward([sequences[i] for i in chosen] or [[0, 0]])):
+                scores[i] = score if math.isfinite(score) else math.nan
+        if not self.failure and any(map(math.isnan, scores)):
+            self.failure = "its score is not finite"
+        return scores
+
+    def read(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[list[int]]:
+        """Return prompts and responses as token ids of the reward model, [] and `failure` where it cannot read them."""
+        sequences = []
+        for row, text, response in zip(rows, texts, responses):
+            try:
+                ids = self._read_text(row, text) if self.difference else row["query"] + response
+                ids = [token for token in ids if token not in self.unknown]
+                if len(ids) > self.positions:
+                    raise ValueError(f"it has {len(ids)} tokens, and the model {self.positions} positions")
+            except Exception as error:  # templates raise exceptions of any type
+                self.failure = f"cannot read a response with its prompt: {first_line(error)}"
+                ids = []
+            sequences.append(ids)
+        return sequences
+
+    def _read_text(self, row: dict, text: str) -> list[int]:
+        """Return prompt and response as token ids by the reward model's template, or as they are without one."""
+        if self.tokenizer.chat_template is None:
+            text = row["prompt"] + guarded(text, self.tokenizer, own=True)
+            return [*encode_text("the prompt", text, self.tokenizer), self.stop_id]
+        if row["messages"] is None:
+            raise ValueError("its text may hold a chat template already, as with --chat_template none")
+        messages = guarded([*row["messages"], {"role": "assistant", "content": text}], self.tokenizer)
+        written, end = self.ending
+        conversation = self.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix(written)
+        return encode_text("the prompt", conversation, self.tokenizer, special=False) + end
+
+    def _forward(self, sequences: list[list[int]]) -> list[float]:
+        """Return the model's output at the last token of each sequence."""
+        rows = [torch.tensor(sequence, device=self.device) for sequence in sequences]
+        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (n, L)
+        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
+        with self.autocast():
+            return self.model(input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None]).tolist()
+
+
+class ServerSource:
+    """A reward server, asked in PaddleNLP's protocol (scripts/reward_server.py) for batches of responses.
+
+    A batch is sent again after connection errors, time-outs and the statuses 408, 429 and 5xx. If that does not help,
+    and after any other error, its responses have no score (NaN). A key in the variable REWARD_API_KEY is sent along.
+    """
+
+    BATCH, CONNECTIONS = 32, 8  # responses in a request, requests at the same time
+
+    def __init__(self, url: str, timeout: float):
+        """`timeout`: seconds to wait for a connection, and for the server's answer."""
+        import urllib3  # requests does not retry where the connection breaks within an answer
+
+        retries = urllib3.Retry(  # after 0, 2, 4, 8 and 16 s, or what the server's Retry-After says
+            5, backoff_factor=1, retry_after_max=60, allowed_methods=None, raise_on_status=False,
+            status_forcelist=(408, 429, *range(500, 600)),
+        )  # fmt: skip
+        self.url, self.failure, self.headers = url, "", {"Content-Type": "application/json"}
+        self.connections = urllib3.PoolManager(maxsize=self.CONNECTIONS, timeout=timeout, retries=retries)
+        if key := os.environ.get("REWARD_API_KEY"):
+            self.headers["Authorization"] = f"Bearer {key}"
+
+    @property
+    def verifies(self) -> bool:
+        """Whether its scores tell right from wrong, by GET /health; True for a server without that page."""
+        try:
+            answer = self.connections.request("GET", f"{self.url.rstrip('/')}/health", headers=self.headers, retries=0)
+            return bool(answer.json()["verifies"])
+        except Exception:  # an address may answer anything
+            warn(f"--reward {self.url}: has no /health, so a score of 1 or more counts as a correct response")
+            return True
+
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
+        self.failure = ""
+        batches = [(rows[i : i + self.BATCH], texts[i : i + self.BATCH]) for i in range(0, len(rows), self.BATCH)]
+        with ThreadPool(self.CONNECTIONS) as pool:
+            answers = pool.starmap_async(self._ask, batches, chunksize=1)
+            while not (answers.ready() or interrupted()):
+                answers.wait(0.1)
+            if not answers.ready():
+                return [math.nan] * len(rows)
+        return [score for scores in answers.get() for score in scores]
+
+    def _ask(self, rows: list[dict], texts: list[str]) -> list[float]:
+        """Return the scores of a batch; NaN for each response, and why in `failure`, if there are none."""
+        columns = columns_of(rows)
+        body = {"src": [row["prompt"] for row in rows], "tgt": list(map(as_text, columns.pop("answer")))}
+        body |= {"response": texts, "columns": columns} if columns else {"response": texts}
+        try:
+            content = json.dumps(body, default=str)
+            answer = self.connections.request("POST", self.url, body=content, headers=self.headers, redirect=False)
+            if not 200 <= answer.status < 300:
+                raise ValueError(f"HTTP status {answer.status}: {answer.data[:300].decode(errors='replace')}")
+            content = answer.json()
+            if content["error_code"] or not isinstance(content["score"], list) or len(content["score"]) != len(rows):
+                raise ValueError(f"not {len(rows)} scores: {content}")
+            return list(map(finite_or_nan, content["score"]))  # null, NaN and infinity are scores that are missing
+        except Exception as error:  # an address may answer anything
+            self.failure = f"gave no scores ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            return [math.nan] * len(rows)
+
+
+def as_text(answer) -> str:
+    """Return a reference answer as PaddleNLP's protocol has it."""
+    if isinstance(answer, (list, dict)):
+        return json.dumps(answer, default=str)
+    return "" if answer is None else str(answer)
