@@ -373,4 +373,4 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
         vllm_engine, "base_weights", lambda model: [x for x in lora.base_weights(model) if "layers.1" not in x[0]]
     )
     engine.sync(model)
-    assert "weights were not loaded" in failure_of(engine)
+    assert "of its weights are none of the trained model's" in failure_of(engine)

@@ -24,6 +24,7 @@ from engine_checks import alike, converse, failure_of, greedy, largest_differenc
 from helpers import ROOT, refused, tiny_model
 
 import utils
+from plumbing.models import lora
 from plumbing.rollout import vllm_servers
 from plumbing.rollout.vllm_servers import Servers
 
@@ -246,11 +247,19 @@ def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
     assert "VLLM_API_KEY" in refused(capsys, lambda: vllm_server.main(args, []))
 
 
+def test_weights_that_a_server_is_not_sent_are_an_error(engine, running, monkeypatch):
+    servers = Servers(changed(rollout_servers=tuple(running[0])[:1]), WORLD, None)
+    sent = [entry for entry in lora.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]
+    monkeypatch.setattr(vllm_servers, "base_weights", lambda model: sent)
+    servers.sync(engine[1])
+    assert "2 of its weights are none of the trained model's: model.layers.1.mlp." in failure_of(servers)
+
+
 def test_a_server_that_is_killed_is_a_failure(engine, running, monkeypatch):
-    """Last, as it ends a server."""
+    """Last, as it ends the second server."""
     monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 3.0)
-    servers, model = engine
     url, process = list(running[0].items())[1]
+    servers, model = Servers(changed(rollout_servers=(url,)), WORLD, None), engine[1]
     kill = threading.Timer(0.5, os.killpg, (forked_python.FORKED[process.pid], signal.SIGKILL))
     kill.start()
     assert sample(servers, prompts(2000), list(range(2000)), **LONG) is None

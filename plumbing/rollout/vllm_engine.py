@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 from typing import Callable
 
@@ -11,7 +10,7 @@ import torch
 
 from plumbing.models import loading
 from plumbing.models.lora import base_weights, merged
-from plumbing.rollout.vllm_sampling import Response, VllmSampling
+from plumbing.rollout.vllm_sampling import WATCH, Response, VllmSampling, check_sent
 from utils import World, fail
 
 CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
@@ -68,14 +67,13 @@ class Engine(VllmSampling):
                     max_model_len=loading.longest_sequence(args), seed=args.seed,
                     max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache_gb * 1e9),
                     logprobs_mode="processed_logprobs", disable_log_stats=True, enable_sleep_mode=self.can_sleep,
-                    tensor_parallel_size=args.vllm_tensor_parallel, language_model_only=True, **settings,
+                    tensor_parallel_size=args.vllm_tensor_parallel, language_model_only=True,
+                    worker_extension_cls=WATCH, **settings,
                 )  # fmt: skip
         except (OSError, ValueError, RuntimeError) as error:
             why = " ".join(str(error).split())[:300]  # all lines: vLLM's first one is only a heading
             fail(f"--model {args.model}: vLLM does not start with it: {why}")
-        reloading = logging.getLogger("vllm.model_executor.model_loader.reload.inplace")
-        reloading.setLevel(logging.WARNING)
-        reloading.addFilter(fail_at_warning)
+        self.llm.collective_rpc("watch_weights")
         torch.set_num_threads(threads)  # LLM() leaves one, too few for an optimizer on the CPU (--shard fsdp_offload)
         memory = ", freed while training" if self.can_sleep else ""
         self.about = f"vLLM {vllm.__version__} in this process, with a cache of {cache_gb:.3g} GB{memory}"
@@ -147,6 +145,7 @@ class Engine(VllmSampling):
                 self.llm.wake_up(["weights"])
             with self._on_stream():
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
+            check_sent(self.llm.collective_rpc("missing_weights"))
             if self.asleep:
                 self.llm.wake_up(["kv_cache"])
             self.asleep = False
@@ -161,10 +160,3 @@ class Engine(VllmSampling):
         if self.can_sleep:
             self.llm.sleep(level=2)
             self.asleep = True
-
-
-def fail_at_warning(record: logging.LogRecord) -> bool:
-    """Raise RuntimeError where vLLM only warns: weights that it has were not among those that `sync` sent."""
-    if record.levelno >= logging.WARNING:
-        raise RuntimeError(record.getMessage()[:300])
-    return True

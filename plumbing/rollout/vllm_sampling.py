@@ -7,6 +7,7 @@ from typing import Callable
 
 from utils import first_line
 
+WATCH = "plumbing.rollout.vllm_sampling.WeightWatch"  # vLLM's worker_extension_cls
 Response = tuple[list[int], list[float]]  # token ids up to and including a stop token, log-probabilities of each
 
 
@@ -31,6 +32,32 @@ def sampling_settings(seed: int | None, stop_ids: list[int], args) -> dict:
         "min_tokens": args.min_response_length, "max_tokens": args.max_response_length,
         "stop_token_ids": stop_ids, "ignore_eos": True, "logprobs": 0, "detokenize": False,
     }  # fmt: skip
+
+
+class WeightWatch:
+    """Mixed into vLLM's workers, which only log it if they have weights that no sync has sent."""
+
+    def watch_weights(self) -> None:
+        """Begin to record the names of the weights that are loaded."""
+        self.model_weights = {name for name, _ in self.get_model().named_parameters()}
+        self.loaded, load = set(), self.get_model().load_weights
+
+        def load_and_record(weights):
+            self.loaded |= (names := load(weights))
+            return names
+
+        self.get_model().load_weights = load_and_record
+
+    def missing_weights(self) -> list[str]:
+        """Return the model's weights that have not been loaded since the last call."""
+        loaded, self.loaded = self.loaded, set()
+        return sorted(self.model_weights - loaded)
+
+
+def check_sent(of_workers: list[list[str]]) -> None:
+    """Raise RuntimeError if the `missing_weights` of a worker are any."""
+    if missing := sorted(set().union(*of_workers)):
+        raise RuntimeError(f"{len(missing)} of its weights are none of the trained model's: {', '.join(missing[:3])}")
 
 
 class VllmSampling:

@@ -20,7 +20,7 @@ import yarl
 
 from plumbing.models import loading
 from plumbing.models.lora import base_weights, merged
-from plumbing.rollout.vllm_sampling import Response, VllmSampling
+from plumbing.rollout.vllm_sampling import Response, VllmSampling, check_sent
 from utils import World, fail, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
@@ -125,6 +125,7 @@ class Servers(VllmSampling):
             for url, served in zip(self.urls, self._each(lambda url: self._request(url, "/v1/models"))):
                 if (limit := served["data"][0]["max_model_len"]) < needed:
                     raise RuntimeError(f"{url}: its limit is {limit} tokens, prompt and response have up to {needed}")
+            self._post_all("/collective_rpc", {"method": "watch_weights"})
             answers = self._each(lambda url: self._request(url, "/get_world_size"))
             first_ranks = list(itertools.accumulate([1, *(answer["world_size"] for answer in answers)]))
             self.first_rank, size = dict(zip(self.urls, first_ranks)), first_ranks[-1]
@@ -157,6 +158,8 @@ class Servers(VllmSampling):
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._post_all("/finish_weight_update", {})
+        for answer in self._post_all("/collective_rpc", {"method": "missing_weights"}):
+            check_sent(answer["results"])
         answers = self._post_all("/reset_prefix_cache?reset_running_requests=true", {})
         if not all(answer["success"] for answer in answers):
             raise RuntimeError(f"{' '.join(self.urls)}: could not drop what they cached with the old weights")
