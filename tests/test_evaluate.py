@@ -50,17 +50,17 @@ def test_measures_of_nothing():
     assert evaluate.measure(table("a1"), 1)["avg@1"] == {"value": 1.0, "se": None}
 
 
-@pytest.mark.parametrize(
-    "reward, response, answer",
-    [
-        ("math", "so \\boxed{5}, or \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        ("math", "<answer> Yes. </answer>", "yes"),
-        ("exact", "<think>Rome?</think> Paris.", "paris"), ("exact", "a  b\nc", "a b c"), ("exact", " . ", None),
-        ("gsm8k", "#### 3 then #### $1,234.", "1234"), ("gsm8k", "\\boxed{3}", None),
-    ],
-)  # fmt: skip
-def test_answers_that_vote(reward, response, answer):
-    assert answers.voted_answer(reward, response) == answer
+VOTES = {  # where the answer stands is in test_answers.py
+    ("math", "<answer> Yes. </answer>"): "yes",
+    ("exact", "a  b\nc"): "a b c",
+    ("exact", " . "): None,
+    ("gsm8k", "#### 3 then #### $1,234."): "1234",
+    ("gsm8k", "\\boxed{3}"): None,
+}
+
+
+def test_answers_that_vote():
+    assert {case: answers.voted_answer(*case) for case in VOTES} == VOTES
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

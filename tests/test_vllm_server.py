@@ -1,10 +1,7 @@
 """The rollout on vLLM servers: real ones on the CPU, started by scripts/vllm_server.py, weights sent over gloo."""
 
-import asyncio
-import http.server
 import importlib.util
 import itertools
-import json
 import os
 import signal
 import socket
@@ -22,6 +19,7 @@ import transformers
 import vllm_server
 from engine_checks import alike, converse, failure_of, greedy, largest_difference, spoken
 from helpers import ROOT, refused, tiny_model
+from test_reward_client import Server
 
 import utils
 from plumbing.models import lora
@@ -205,39 +203,17 @@ def test_bad_addresses(running, engine, capsys, monkeypatch):
     assert "its limit is 250 tokens" in end(url, max_prompt_length=300)
 
 
-def test_a_response_that_another_client_aborts_is_an_error(monkeypatch):
-    async def answer(*_):
-        return {"choices": [{"finish_reason": "abort"}]}
-
-    monkeypatch.setattr(Servers, "_request", answer)
-    servers = Servers.__new__(Servers)
-    servers.urls, servers.slots = ["here"], weakref.WeakKeyDictionary()
-    with pytest.raises(RuntimeError, match="another client aborts"):
-        asyncio.run(servers._sample("here", {}))
-
-
-def test_transient_errors_are_asked_again(monkeypatch):
-    """429 and 5xx, but no other status."""
+def test_what_a_server_answers():
+    """429 and 5xx are asked again, no other status; a response that another client aborts is an error."""
     statuses = [429, 503, 200, 404]
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(statuses.pop(0))
-            self.end_headers()
-            self.wfile.write(json.dumps({"good": True}).encode())
-
-        log_message = lambda *_: None
-
+    server = Server(lambda *_: (statuses.pop(0), {"choices": [{"finish_reason": "abort"}]}, {}))
     servers = Servers.__new__(Servers)
-    servers.headers = {}
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.urls = [f"http://127.0.0.1:{server.server_port}"]
-        ask = lambda: servers._each(lambda url: servers._request(url, "/x", patience=60.0))
-        assert ask() == [{"good": True}] and statuses == [404]
-        with pytest.raises(RuntimeError, match="status 404"):
-            ask()
-        server.shutdown()
+    servers.urls, servers.headers, servers.slots = [server.url], {}, weakref.WeakKeyDictionary()
+    for why, left in (("another client aborts", [404]), ("status 404", [])):
+        with pytest.raises(RuntimeError, match=why):
+            servers._each(lambda url: servers._sample(url, {}))
+        assert statuses == left
+    server.shutdown()
 
 
 def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
