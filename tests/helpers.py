@@ -210,7 +210,7 @@ def _signal_at(place: str) -> None:
             _before(name, send)
 
 
-def _main(script: str, flags: list[str], log: str, environment: dict, place: str, curves: bool) -> None:
+def _main(script: str, flags: list[str], log: str, environment: dict, place: str) -> None:
     """What `python SCRIPT FLAGS` does, in a process that has its imports."""
     multiprocessing.current_process()._config["daemon"] = False  # else it could not start workers
     for number, name in ((1, "out"), (2, "err")):
@@ -225,8 +225,7 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
         place()
     elif place:
         _signal_at(place)
-    if not curves:
-        run_log.plot_curves = lambda *args: None
+    run_log.plot_curves = lambda *args: None
     code = 1
     try:
         module.main(cli.parse(module.Args, flags))
@@ -278,17 +277,14 @@ def vllm_preloaded():
 
 
 class Running:
-    """A run in a process of its own, without curves.png unless that is asked for: it takes as long as four steps."""
+    """A run in a process of its own, without curves.png, which takes as long as four steps."""
 
-    def __init__(
-        self, values: dict, script: str = "grpo", environment: dict | None = None, place: str = "", curves: bool = False
-    ):
+    def __init__(self, values: dict, script: str = "grpo", environment: dict | None = None, place: str = ""):
         context = _server()
         self.log = tempfile.mktemp(prefix="log_", dir=_logs.name)
         environment = {**os.environ, "RUN_TEST_LOG": self.log, **(environment or {})}
-        self.process = context.Process(
-            target=_main, args=(script, words(values), self.log, environment, place, curves), daemon=True
-        )
+        given = (script, words(values), self.log, environment, place)
+        self.process = context.Process(target=_main, args=given, daemon=True)
         self.process.start()
 
     def wait(self, seconds: float = 240) -> "Running":
