@@ -75,8 +75,8 @@ def test_each_verifier_reads_the_same_place(name, monkeypatch):
         (r"\boxed{a \\} b}", r"a \\"),  # a line end, then the brace
     ],
 )  # fmt: skip
-def test_final_answer(response, answer):
-    assert answers.final_answer(response) == answer
+def test_stated_text(response, answer):
+    assert answers.stated_text(response) == (response if answer is None else answer)
 
 
 # ---- math ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,4 @@
-r"""What counts as the final answer of a response and as the reference of a row: one rule for every verifier.
-
-What follows the last </think> of a response counts; in it the last <answer>...</answer>, if there is one; in that, or
-else in the text, the last \boxed{} (for gsm8k the last "#### number"). Without any of these, each verifier names what
-else it reads. Nothing inside <think> counts.
+"""What counts as the final answer of a response (docs/data_and_rewards.md has the rule) and as the reference of a row.
 
 Imports the standard library only, since it runs in the worker processes.
 """
@@ -73,16 +69,11 @@ def final_text(response: str) -> str:
     return text if tagged is None else tagged
 
 
-def final_answer(response: str) -> str | None:
-    r"""Return the last \boxed{} of `final_text`, else the last <answer>...</answer>; None without both."""
-    box = last_box(final_text(response))
-    return last_tagged(after_thought(response)) if box is None else box
-
-
 def stated_text(response: str) -> str:
-    """Return the `final_answer` of a response, or without one all that counts of it."""
-    answer = final_answer(response)
-    return after_thought(response) if answer is None else answer
+    r"""Return the last \boxed{} of the `final_text` of a response, or without one all of it."""
+    text = final_text(response)
+    box = last_box(text)
+    return text if box is None else box
 
 
 # ---- numbers of GSM8K ------------------------------------------------------------------------------------------------

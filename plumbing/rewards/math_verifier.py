@@ -1,17 +1,8 @@
-r"""The reward `math`: whether the final answer of a response equals the reference, by math-verify or as words.
+"""The reward `math`: whether the final answer of a response equals the reference, by math-verify or as words.
 
 math-verify parses LaTeX and compares expressions. This file decides what it reads, and what it cannot know:
-  1. It reads the last box; without one, what follows the last "answer is" or "answer:", or the only line, if that is a
-     formula and nothing else; else what math-verify's search returns.
-  2. A reference in words (Yes, Friday, A, 12:30 PM) is compared as text, without case and spaces; xy is a product.
-  3. A percent sign is dropped: 42\% is 42, not 0.42. A unit may be left out; another known unit is wrong, and what
-     changes a number (3 dozen, 42\ldots) is not a unit.
-  4. Numbers that differ by more than 1e-5 of their size are not equal; math-verify rounds to 6 decimals.
-  5. (2, 1) is not \{1, 2\}, 42_3 is not 42_5, and an equation between numbers has to hold: 43 = 42 is not 42.
-  6. An inequality is solved if its variable stands alone: x > 3 is (3, \infty), but 2x > x + 3 is not. Several of
-     them with "or" between are compared as text.
-
-Comparing a formula can last forever: the caller kills the process of a check after LIMIT seconds.
+docs/data_and_rewards.md has the rules. Comparing a formula can last forever: the caller kills the process of a check
+after LIMIT seconds.
 """
 
 import cmath

@@ -1,8 +1,6 @@
 """Runs programs of a model: in processes under limits on this machine, or on a SandboxFusion server.
 
-    caller -> plumbing/rewards/sandbox_program.py (namespaces) -> a process for each input (limits, Landlock)
-
-That file lists the limits of a program on this machine. Programs that attack on purpose require a container, too.
+caller -> plumbing/rewards/sandbox_program.py (namespaces) -> a process for each input (limits, Landlock)
 """
 
 import contextlib

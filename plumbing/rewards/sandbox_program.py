@@ -1,15 +1,8 @@
 """The process that runs a program of a model, once for each input. plumbing/rewards/sandbox.py starts it.
 
-What holds the program:
-  - A new process for each input, without a secret, an expected output or the caller's environment.
-  - Limits of CPU time, address space, file size and open files; a wall clock, after which it is killed.
-  - No capabilities, and none to gain.
-  - Landlock, where the kernel has it: it writes only in its folder, reads there and in READABLE, and, with a later
-    version, uses no TCP (Linux 6.7) and sends no signal to processes outside (6.12).
-  - Namespaces, where the kernel allows them: no network, no signal to other processes, a folder in memory of
-    FOLDER_SIZE, and the end of all processes that it has started.
-It can see names and sizes of files and names of processes. A program that attacks on purpose may do more: run all of
-this in a container.
+docs/data_and_rewards.md says what holds the program: limits, Landlock and namespaces. Each input has a new process,
+without a secret, an expected output or the caller's environment. The program sees names and sizes of files and names of
+processes. One that attacks on purpose may do more: run all of this in a container.
 
 Imports the standard library only: the interpreter is isolated (-I).
 """
