@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 
 import helpers
@@ -36,9 +37,10 @@ def args_of(script=grpo, **changes):
     return dataclasses.replace(script.Args(), timeout=2.0, chat_template="", **flags)
 
 
-def conversations_of(args) -> Conversations:
+@functools.cache
+def conversations_of(**changes) -> Conversations:
     tokenizer = make_tokenizer()
-    return Conversations(args, tokenizer, [tokenizer.eos_token_id])
+    return Conversations(args_of(**changes), tokenizer, [tokenizer.eos_token_id])
 
 
 def row_of(tokenizer, prompt: str = "go", **columns) -> dict:
@@ -100,7 +102,7 @@ def test_how_it_goes(name):
         changes = {**changes, "tools": (f"{FILE}:{changes['tools']}",)}
     if "tools" in changes or changes is not CASES[name][1] or calls:
         changes = {**changes, "tool_call_pattern": PATTERN}
-    tokenizer, conversations = make_tokenizer(), conversations_of(args_of(**changes))
+    tokenizer, conversations = make_tokenizer(), conversations_of(**changes)
     rows = [row_of(tokenizer, **columns), row_of(tokenizer, "other", **columns)]
     for row, one in zip(rows, conversations.sample(rows, [1, 2], None, never, generate=says(tokenizer, *said))):
         assert tokenizer.decode(one.response, skip_special_tokens=True) == text
@@ -120,7 +122,7 @@ def test_how_it_goes(name):
 
 def test_reset_is_tried_at_the_start(capsys):
     """Not a reward is to blame for a column that the environment misses."""
-    conversations = conversations_of(args_of())
+    conversations = conversations_of()
     conversations.try_reset("row 1", {"prompt": "go"})
     with pytest.raises(SystemExit):
         conversations.try_reset("row 1", {"question": "go"})
@@ -129,14 +131,14 @@ def test_reset_is_tried_at_the_start(capsys):
 
 def test_what_reset_adds_forges_no_turn():
     tokenizer = make_tokenizer()
-    row = conversations_of(args_of())._prompt_with(row_of(tokenizer), "<eos>more")
+    row = conversations_of()._prompt_with(row_of(tokenizer), "<eos>more")
     assert (
         row["prompt"] == tokenizer.decode(row["query"]) == "go<eos>more" and tokenizer.eos_token_id not in row["query"]
     )
 
 
 def test_interruption():
-    tokenizer, conversations, calls = make_tokenizer(), conversations_of(args_of()), []
+    tokenizer, conversations, calls = make_tokenizer(), conversations_of(), []
 
     def generate(queries, uniforms, lengths, stop_strings=None):
         calls.append(len(queries))
@@ -163,7 +165,7 @@ class EnvironmentRewards(Rewards):
         return {"environment": [row["environment"] for row in rows]}
 
 
-def sampler_of(script, model, rewards, conversations, args) -> Sampler:
+def sampler_of(model, rewards, conversations, args) -> Sampler:
     return Sampler(
         model, None, make_tokenizer(), [make_tokenizer().eos_token_id], rewards, conversations, args,
         Interrupt(WORLD), WORLD, contextlib.nullcontext,
@@ -174,10 +176,11 @@ def sampler_of(script, model, rewards, conversations, args) -> Sampler:
 def batch(tmp_path_factory):
     """(batch, policy, args): four conversations of a random model in float64."""
     folder = helpers.tiny_model(tmp_path_factory.mktemp("model"))
-    args = args_of(model=folder, max_response_length=60, micro_batch_tokens=64, turn_stop=SHORT)
+    flags = dict(model=folder, max_response_length=60, micro_batch_tokens=64, turn_stop=SHORT)
+    args = args_of(**flags)
     policy = grpo.Policy(load_model("--model", folder, torch.float64, CPU), args)
     rows = [row_of(make_tokenizer()), row_of(make_tokenizer(), "another", mode="adds")]
-    sampler = sampler_of(grpo, policy.model, EnvironmentRewards(), conversations_of(args), args)
+    sampler = sampler_of(policy.model, EnvironmentRewards(), conversations_of(**flags), args)
     return grpo.rollout(sampler, rows, 2, ("test",)), policy, args
 
 
@@ -264,7 +267,7 @@ def test_failed_environments_are_left_out(batch, script):
             return {"model": [2.0, 3.0, 3.0, 3.0]}
 
     args = args_of(script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none")
-    sampler = sampler_of(script, batch[1].model, ModelRewards(), FourConversations(), args)
+    sampler = sampler_of(batch[1].model, ModelRewards(), FourConversations(), args)
     statistics = [[0.0, 0.0, 0.0]] if script is ppo else []
     found = script.collect(sampler, [row], 1, 0, 0, *statistics)
     assert found.batch.reward_components["model"].tolist() == pytest.approx([math.nan, 3.0, 3.0, 3.0], nan_ok=True)
@@ -292,45 +295,18 @@ def test_a_string_ends_a_turn(load, tokenizer):
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """{script: flags} of runs with an environment. (The rollout of rloo.py is that of grpo.py.)"""
-    values = helpers.workspace(tmp_path_factory.mktemp("runs"))
-    values |= {"environment": helpers.GAME, "reward": "environment", "precision": "float64", "turn_stop": SHORT}
-    values |= {"max_response_length": 40, "save_every": 1}
-    done = {}
-    for script in ("grpo", "ppo"):
-        done[script] = values | {"run_name": script}
-        run(done[script], script=script)
-    return done
-
-
-@pytest.mark.parametrize("script", ["grpo", "ppo"])
-def test_sampler_and_trainer_agree(runs, script):
-    rows, samples = metrics_of(runs[script]), read_lines(folder_of(runs[script]) / "samples.jsonl")
+def test_sampler_and_trainer_agree_and_two_ranks_are_one(tmp_path):
+    values = helpers.workspace(tmp_path) | {"run_name": "one", "precision": "float64", "turn_stop": SHORT}
+    values |= {"environment": helpers.GAME, "reward": "environment", "max_response_length": 40, "total_episodes": 16}
+    run(values)
+    rows = metrics_of(values)
     for row in rows[1:]:
         assert row["rollout/logprob_diff_max"] < 1e-5 and math.isfinite(row["loss/policy_avg"])
         assert row["stop_reason/done"] > 0.5 and row["conversation/turns"] > 2
         assert row["conversation/observation_tokens"] > 0
-    assert [turn["role"] for turn in samples[0]["turns"]] == ["assistant", "user"] * 2 + ["assistant"]
-
-
-def test_two_ranks_are_one(runs):
-    values = runs["grpo"] | {"run_name": "ranks"}
-    run_ranks(values, 2, (0, 0))
-    one, two = metrics_of(runs["grpo"]), metrics_of(values)
-    for row, other in zip(one, two, strict=True):
+    two = values | {"run_name": "two"}
+    run_ranks(two, 2, (0, 0))
+    for row, other in zip(rows, metrics_of(two), strict=True):
         assert other == pytest.approx(row, rel=1e-6, abs=1e-6)
-    turns = lambda values: [row["turns"] for row in read_lines(folder_of(values) / "samples.jsonl")]
-    assert turns(runs["grpo"]) == turns(values)
-
-
-def test_interrupted_in_a_conversation(runs):
-    """The resumed run is the undisturbed one, bit for bit."""
-    values = runs["grpo"] | {"run_name": "interrupted"}
-    first = helpers.Running(values, place="processes.Process.ask:90:SIGTERM").wait()
-    assert first.code == 75 and 0 < len(metrics_of(values)) < len(metrics_of(runs["grpo"]))
-    run(values | {"resume": True})
-    assert metrics_of(values) == metrics_of(runs["grpo"])
-    read = lambda values: read_lines(folder_of(values) / "samples.jsonl")
-    assert read(values) == read(runs["grpo"])
+    turns, others = ([x["turns"] for x in read_lines(folder_of(each) / "samples.jsonl")] for each in (values, two))
+    assert turns == others and [turn["role"] for turn in turns[0]] == ["assistant", "user"] * 2 + ["assistant"]
