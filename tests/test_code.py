@@ -1,7 +1,6 @@
 """The reward `code`: what passes and what does not, and what holds programs, with and without namespaces."""
 
 import ctypes
-import http.server
 import json
 import math
 import os
@@ -10,12 +9,12 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 import urllib3
 from conftest import ROOT
+from test_reward_client import Server
 from test_tool_processes import wait_until
 
 from plumbing.rewards import code_tests, sandbox
@@ -375,43 +374,30 @@ def test_without_namespaces_and_landlock(tmp_path):
 # ---- SandboxFusion ---------------------------------------------------------------------------------------------------
 
 
-class SandboxFusion(http.server.BaseHTTPRequestHandler):
-    """POST /run_code as https://github.com/bytedance/SandboxFusion answers it."""
-
-    answers: list[tuple] = []  # HTTP status, status of the request, that of the program, its exit code
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        assert self.path == "/run_code" and body["language"] == "python" and body["run_timeout"] > 0
-        status, outcome, ended, code = self.answers.pop(0) if self.answers else (200, "Success", "Finished", 0)
-        printed = str(sum(map(int, body["stdin"].split())))
-        result = {"status": ended, "return_code": code, "stdout": printed, "stderr": ""}
-        answer = json.dumps({"status": outcome, "message": "", "compile_result": None, "run_result": result}).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_):
-        pass
-
-
 def test_programs_on_a_server(monkeypatch):
+    """As https://github.com/bytedance/SandboxFusion answers POST /run_code."""
     monkeypatch.setattr(urllib3.Retry, "sleep", lambda *_: None)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), SandboxFusion) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        for url in (address, f"{address}/run_code"):
+    answers = []  # HTTP status, status of the request, that of the program, its exit code
+
+    def behave(question, _):
+        assert question["language"] == "python" and question["run_timeout"] > 0
+        status, outcome, ended, code = answers.pop(0) if answers else (200, "Success", "Finished", 0)
+        printed = str(sum(map(int, question["stdin"].split())))
+        result = {"status": ended, "return_code": code, "stdout": printed, "stderr": ""}
+        return status, {"status": outcome, "message": "", "compile_result": None, "run_result": result}, {}
+
+    with Server(behave) as server:
+        for url in (server.url, f"{server.url}/run_code"):
             assert verifier_of(f"code:{url}").check(READ, STDIN, 10.0) == 1
-        assert sandbox.run(READ, ["1 2", "3 4"], 10.0, address) == [(0, "3"), (0, "7")]
-        SandboxFusion.answers = [(503, "Success", "Finished", 0), (200, "Failed", "Finished", 1)]
-        assert sandbox.run(READ, ["1 2", "3 4"], 10.0, address) == [(1, "3")]  # asked again, and ends at the failure
-        SandboxFusion.answers = [(200, "Failed", "TimeLimitExceeded", None)]
-        assert verifier_of(f"code:{address}").check(READ, STDIN, 10.0) == 0
-        SandboxFusion.answers = [(400, "Failed", "Finished", 0), (200, "SandboxError", "Finished", 0)]
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=address):
-                sandbox.run(READ, ["1 2"], 10.0, address)
+            assert sandbox.run(READ, ["1 2", "3 4"], 10.0, url) == [(0, "3"), (0, "7")]
+            answers += [(503, "Success", "Finished", 0), (200, "Failed", "Finished", 1)]
+            assert sandbox.run(READ, ["1 2", "3 4"], 10.0, url) == [(1, "3")]  # asked again, and ends at the failure
+            answers += [(200, "Failed", "TimeLimitExceeded", None)]
+            assert verifier_of(f"code:{url}").check(READ, STDIN, 10.0) == 0
+            for answer in ((400, "Failed", "Finished", 0), (200, "SandboxError", "Finished", 0)):
+                answers.append(answer)
+                with pytest.raises(RuntimeError, match=f"{server.url}/run_code: "):
+                    sandbox.run(READ, ["1 2"], 10.0, url)
         server.shutdown()
     with pytest.raises(Exception, match="Max retries"):
-        sandbox.run(READ, ["1 2"], 1.0, address)
+        sandbox.run(READ, ["1 2"], 1.0, server.url)
