@@ -169,6 +169,7 @@ MATH = {  # (response, reference, whether a careful teacher would call it right)
         ("The answer is 50, as 42 + 8 = 50.", "50", 1), ("The answer is 50 (not 42).", "50", 1),
         ("The answer is 50 (not 42).", "42", 0), ("Answer: 50\n\nCheck: 50 - 8 = 42.", "50", 1),
         ("She earns 9 * $2 = $18.\n\nThe answer is: 18", "#### 18", 1),
+        ("There were 15. 21 - 15 = 6. So the answer is 6.", "6", 1),  # as exemplars of open-instruct end
         (r"So $\tan x = \boxed{-\frac{4}{3}}$.", r"-\frac43", 1),
     ],
     "several": [

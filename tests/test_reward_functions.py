@@ -8,7 +8,7 @@ import pytest
 from plumbing.rewards.functions import load_scorer, score_by
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
-COLUMNS = {"prompt": ["1+1=", MESSAGES], "answer": ["2", "2"], "level": [1, None]}
+COLUMNS = {"prompt": ["1+1=", MESSAGES], "answer": ["2", 2], "data_source": ["a", None], "extra_info": [{"x": 1}, None]}
 CALL = (["<1+1=>", "<1+1=>"], ["two", "2"], [[7, 8, 9], [5]], COLUMNS)
 
 
@@ -17,8 +17,8 @@ def ours(prompts, responses, **columns):
     return [len(r) for r in responses]
 
 
-def ours_by_other_names(prompt, texts, answer, level):
-    assert prompt == ["<1+1=>", "<1+1=>"] and (answer, level) == (["2", "2"], [1, None])
+def ours_by_other_names(prompt, texts, answer, data_source):
+    assert prompt == ["<1+1=>", "<1+1=>"] and (answer, data_source) == (["2", 2], ["a", None])
     return [len(t) for t in texts]
 
 
@@ -27,8 +27,9 @@ async def asynchronous(prompts, responses, **columns):
 
 
 def trl(completions, answer, **kwargs):
-    assert set(kwargs) - {"completion_ids"} == {"prompts", "level"} and kwargs["prompts"] == COLUMNS["prompt"]
-    assert completions[1] == [{"role": "assistant", "content": "2"}] and answer == ["2", "2"]
+    assert kwargs.keys() - {"completion_ids"} == {"prompts", "data_source", "extra_info"}
+    assert kwargs["prompts"] == COLUMNS["prompt"] and answer == ["2", 2]
+    assert completions[1] == [{"role": "assistant", "content": "2"}]
     return [len(completions[0]), len(completions[1][0]["content"])]
 
 
@@ -37,7 +38,8 @@ def trl_ids(completion_ids, **kwargs):
 
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
-    assert (data_source, ground_truth, extra_info) == (None, "2", {})
+    row = {"two": ("a", "2", {"x": 1}), "2": (None, 2, {})}[solution_str]
+    assert (data_source, ground_truth, extra_info) == row
     return len(solution_str)
 
 
@@ -48,18 +50,6 @@ def verl_dict(solution_str, ground_truth, **kwargs):
 @pytest.mark.parametrize("function", [ours, ours_by_other_names, asynchronous, trl, trl_ids, verl, verl_dict])
 def test_forms(function):
     assert score_by(function, *CALL) == [3.0, 1.0]
-
-
-def test_verl_gets_the_columns_of_its_rows():
-    seen = []
-    columns = {"data_source": ["a", "b"], "extra_info": [{"index": 1}, None], "answer": [5, 6]}
-
-    def compute_score(data_source, solution_str, ground_truth, extra_info):
-        seen.append((data_source, solution_str, ground_truth, extra_info))
-        return 1
-
-    score_by(compute_score, *CALL[:3], columns)
-    assert seen == [("a", "two", 5, {"index": 1}), ("b", "2", 6, {})]
 
 
 def test_token_ids_that_are_not_there():
