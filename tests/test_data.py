@@ -13,6 +13,7 @@ import types
 import helpers
 import pyarrow.parquet
 import pytest
+from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -63,16 +64,6 @@ def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[di
 
 def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
     return prompts_of(helpers.write_rows(tmp_path / "rows.jsonl", rows), tokenizer, **changes)
-
-
-def refused(capsys, function, *args, **options) -> str:
-    """Return the one line with which a call exits."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        function(*args, **options)
-    line = helpers.refusal(capsys.readouterr().err)
-    assert end.value.code == 2
-    return line
 
 
 # ---- rows that people have --------------------------------------------------------------------------------------
@@ -245,7 +236,8 @@ def test_columns_with_dots(tokenizers, tmp_path, capsys):
     names = dict(prompt_column="in.text", answer_column="out.a.b")
     assert one(row, tmp_path, tokenizers[False, None], **names) == ("6*7?", 42)
     assert one(row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "out.a"})[1] == "exactly so called"
-    line = refused(capsys, one, row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "in.text.b"})
+    names["answer_column"] = "in.text.b"
+    line = refused(capsys, lambda: one(row, tmp_path, tokenizers[False, None], **names))
     assert "has nothing in column 'in.text.b'; name a column with --answer_column" in line
 
 

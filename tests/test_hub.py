@@ -6,7 +6,7 @@ import types
 import helpers
 import huggingface_hub
 import pytest
-from helpers import folder_of, run_here
+from helpers import folder_of, refused, run_here
 
 from plumbing.run import hub
 
@@ -50,18 +50,15 @@ def test_a_run_pushes_its_final_model(base, tmp_path, monkeypatch, capsys):
     assert "| held-out accuracy, sampled" in card and "base_model" not in card  # of a folder on this machine
     # A finished run is published by --resume; the model stays where the push fails, and the line says how to repeat it.
     Hub(monkeypatch, fails="upload")
-    with pytest.raises(SystemExit) as end:
-        run_here({**values, "resume": True})
-    err = capsys.readouterr().err
-    assert end.value.code == 2 and "503 Service Unavailable" in err and "--push_to_hub me/my-model: " in err
+    line = refused(capsys, run_here, {**values, "resume": True})
+    assert "503 Service Unavailable" in line and "--push_to_hub me/my-model: " in line
 
 
 def test_no_token(base, tmp_path, monkeypatch, capsys):
     """Is noticed before a model is loaded, and no folder is left."""
     Hub(monkeypatch, fails="create")
-    with pytest.raises(SystemExit) as end:
-        run_here(variant(base, tmp_path))
-    assert end.value.code == 2 and "error: --push_to_hub my-model: Token is required" in capsys.readouterr().err
+    line = refused(capsys, run_here, variant(base, tmp_path))
+    assert line.startswith("error: --push_to_hub my-model: Token is required")
     assert not folder_of(variant(base, tmp_path)).exists()
 
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from conftest import ROOT
+from helpers import refused
 
 from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 
@@ -336,9 +337,7 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
     ],
 )
 def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environment, line):
-    with pytest.raises(SystemExit) as end:
-        ToolProcesses(*files(tools, environment), 2.0)
-    assert end.value.code == 2 and re.fullmatch(f"error: {line}\n", capfd.readouterr().err)
+    assert re.fullmatch(f"error: {line}", refused(capfd, ToolProcesses, *files(tools, environment), 2.0))
 
 
 def test_python_tool():
