@@ -27,8 +27,10 @@ WORLD = utils.World(0, 1, CPU)
 never = lambda: False
 
 FILE = helpers.GAME.rpartition(":")[0]
-COUNTER = {"environment": f"{FILE}:Counter"}
 PATTERN = r"<(?P<name>\w+) (?P<arguments>.*?)>"
+COUNTER = {"environment": f"{FILE}:Counter", "tool_call_pattern": PATTERN}
+TOOLS = {"tools": (f"{FILE}:add",), "tool_call_pattern": PATTERN}
+ALONE = TOOLS | {"environment": ""}
 SHORT = tuple("0123456789abcdefghijklm")  # as --turn_stop, for a random model: turns of a few tokens
 
 
@@ -75,33 +77,26 @@ CASES = {  # columns of the row, flags, turns of the model, expected text, stop 
     "too long a prompt": ({"mode": "long"}, {"max_prompt_length": 100}, [], "", "error", math.nan, 0, 0),
     "tools of TRL's form": ({}, COUNTER, [TWO, TWO], f"{TWO}2{TWO}", "done", 4, 2, 0),
     "a method for the reward": (
-        {}, {"environment": f"{FILE}:Judged"}, [TWO, TWO], f"{TWO}2{TWO}", "done", 14, 2, 0
+        {}, COUNTER | {"environment": f"{FILE}:Judged"}, [TWO, TWO], f"{TWO}2{TWO}", "done", 14, 2, 0
     ),
     "a reward at the end alone": ({"late": True}, COUNTER, [TWO, TWO], f"{TWO}2{TWO}", "done", 4, 2, 0),
     "no reward so far": ({"late": True}, COUNTER | {"max_turns": 1}, [TWO], TWO, "max_turns", math.nan, 1, 0),
-    "a step after calls": ({}, {"tools": "add", "max_turns": 2}, [ADD, "ab"], f"{ADD}3ab", "max_turns", 0.2, 1, 0),
+    "a step after calls": ({}, TOOLS | {"max_turns": 2}, [ADD, "ab"], f"{ADD}3ab", "max_turns", 0.2, 1, 0),
     "a special token ends a turn": (
-        {}, {"tools": "add", "environment": "", "turn_stop": ("<unk>",), "max_response_length": 3}, ["ab<unk>"], "ab",
-        "done", math.nan, 0, 0,
+        {}, ALONE | {"turn_stop": ("<unk>",), "max_response_length": 3}, ["ab<unk>"], "ab", "done", math.nan, 0, 0,
     ),
-    "two calls": ({}, {"tools": "add", "environment": ""}, [ADD * 2, "x"], f"{ADD * 2}33x", "done", math.nan, 2, 0),
+    "two calls": ({}, ALONE, [ADD * 2, "x"], f"{ADD * 2}33x", "done", math.nan, 2, 0),
     "bad arguments": (
-        {}, {"tools": "add", "environment": ""}, ['<add {"a": 1}>', "x"],
+        {}, ALONE, ['<add {"a": 1}>', "x"],
         "<add {\"a\": 1}>Error: TypeError: add() missing 1 required positional argument: 'b'x", "done", math.nan, 1, 1,
     ),
-    "cut off": (
-        {}, {"tools": "add", "environment": "", "max_response_length": 3}, ["abcdef"], "abc", "length", math.nan, 0, 0
-    ),
+    "cut off": ({}, ALONE | {"max_response_length": 3}, ["abcdef"], "abc", "length", math.nan, 0, 0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_how_it_goes(name):
     columns, changes, said, text, stop_reason, reward, calls, errors = CASES[name]
-    if "tools" in changes:
-        changes = {**changes, "tools": (f"{FILE}:{changes['tools']}",)}
-    if "tools" in changes or changes is not CASES[name][1] or calls:
-        changes = {**changes, "tool_call_pattern": PATTERN}
     tokenizer, conversations = make_tokenizer(), conversations_of(**changes)
     rows = [row_of(tokenizer, **columns), row_of(tokenizer, "other", **columns)]
     for row, one in zip(rows, conversations.sample(rows, [1, 2], None, never, generate=says(tokenizer, *said))):
