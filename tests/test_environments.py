@@ -41,8 +41,8 @@ def test_the_environment(folder):
 
     async def play() -> list:
         process = ToolProcess(processes, 1)
-        results = [await process.environment.ask("reset", {"prompt": "Guess", "secret": 7})]
-        results += [await process.environment.ask("step", guess) for guess in ("9", "low", " 7 ")]
+        results = [await process.ask("reset", {"prompt": "Guess", "secret": 7})]
+        results += [await process.ask("step", guess) for guess in ("9", "low", " 7 ")]
         results.append(await process.call("middle", {"low": 3, "high": 11}))
         process.kill()
         return results

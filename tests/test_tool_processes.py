@@ -15,7 +15,7 @@ from helpers import refused
 from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 
 TOOLS = '''
-import os, random, subprocess, sys, time
+import os, random, signal, subprocess, sys, time
 
 calls = []
 
@@ -133,12 +133,13 @@ def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> lis
     async def run():
         process, results = ToolProcess(processes, seed), []
         try:
-            results.append(await process.environment.ask("reset", row))
+            if processes.environment:
+                results.append(await process.ask("reset", row))
             for method, *arguments in calls:
                 if method == "limit":
-                    (process.tools.timeout,) = (process.environment.timeout,) = arguments
+                    (process.timeout,) = arguments
                     continue
-                answer = process.call(*arguments) if method == "call" else process.environment.ask(method, *arguments)
+                answer = process.call(*arguments) if method == "call" else process.ask(method, *arguments)
                 try:
                     results.append(await answer)
                 except ToolError as error:
@@ -197,26 +198,36 @@ def test_a_conversation_with_tools_and_an_environment(processes):
         ("sys.exit(3)", "error: SystemExit: 3"),
         ("'child' if os.fork() == 0 else time.sleep(0.5) or 'parent'", "parent"),
         ("(_ for _ in ()).throw(type('Mute', (Exception,), {'__str__': None}))", "error: Mute: <exception str"),
-        ("os._exit(0)", "error: run ended its process"),
-        ("os.closerange(3, 50)", "error: run ended its process"),
+        ("time.sleep(60)", "error: TimeoutError: no answer within --timeout"),
     ],
 )
 def test_what_a_tool_returns(processes, code, result):
     # Whatever it is, the next call is answered, and so is the environment.
-    ended, after, played = converse(processes, run(code), run("calls.append(1) or len(calls)"), ("step", "9"))[1:]
+    calls = [("limit", 2.0), run(code), ("limit", 60.0), run("calls.append(1) or len(calls)"), ("step", "9")]
+    ended, after, played = converse(processes, *calls)[1:]
     assert ended.startswith(result) and len(ended) <= max(len(result), 120)
     assert (after, played) == ("1", ["lower", 0.5, False])
 
 
-def test_what_hangs_is_killed_alone(processes, tmp_path):
-    hang = run(f"open('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid)) and time.sleep(60)")
-    calls = [("limit", 1.0), hang, ("limit", 60.0), run("calls"), ("step", "3"), ("limit", 1.0)]
-    found = converse(processes, run("calls.append(1)"), *calls, ("step", "time.sleep(60)"), ("step", "3"))
-    assert found[1:] == [
-        "", "error: run gave no answer within --timeout 1 s", "[]", ["higher", 0.5, False],
-        "failure: step gave no answer within --timeout 1 s",
-    ]  # fmt: skip
-    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))  # a process of the tool's
+DEAF = "signal.signal(signal.SIGALRM, signal.SIG_IGN) and time.sleep(60)"
+GONE = {DEAF: "run gave no answer within --timeout 1 s"}
+GONE |= dict.fromkeys(["os._exit(0)", "os.closerange(3, 50)"], "run ended its process")
+
+
+@pytest.mark.parametrize("code", GONE)
+def test_what_ends_its_process(processes, files, tmp_path, code):
+    """The next call of a tool has a new process, an environment is gone; nothing is left of what a tool has started."""
+    begin = run(f"open('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid)) and None")
+    calls = [begin, run("calls.append(1)"), ("limit", 1.0), run(code), ("limit", 60.0), run("calls")]
+    assert converse(processes, *calls) == [" go", "", "", f"failure: {GONE[code]}"]
+    wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
+    tools = ToolProcesses(*files(("tools.py:run",)), 60.0)
+    assert converse(tools, *calls) == ["", "", f"error: {GONE[code]}", "[]"]
+
+
+def test_an_environment_that_hangs(processes):
+    failure = converse(processes, ("limit", 1.0), ("step", "time.sleep(60)"))[-1]
+    assert re.fullmatch(r"failure: step: TimeoutError \(.*\): no answer within --timeout", failure)
 
 
 ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
@@ -272,9 +283,9 @@ def test_many_at_once_and_nothing_is_left(processes):
     async def play(number: int) -> tuple:
         process = ToolProcess(processes, number)
         try:
-            await process.environment.ask("reset", {"secret": 10 * number})
-            found.append(process.environment.process.pid)
-            return await process.environment.ask("step", "50"), await process.call("add", {"a": number})
+            await process.ask("reset", {"secret": 10 * number})
+            found.append(process.process.pid)
+            return await process.ask("step", "50"), await process.call("add", {"a": number})
         finally:
             process.kill()
 
@@ -293,9 +304,9 @@ import torch  # as a trainer does
 from plumbing.turns.processes import ToolProcess, ToolProcesses
 
 async def train(process):
-    await process.environment.ask("reset", {"secret": 1})
+    await process.ask("reset", {"secret": 1})
     code = "'torch' in sys.modules or (subprocess.Popen(['sleep', '99']).pid, os.getpid(), os.getppid())"
-    print(process.environment.process.pid, await process.call("run", {"code": code}), flush=True)
+    print(await process.call("run", {"code": code}), flush=True)
     await process.call("run", {"code": "time.sleep(99)"})
 
 if __name__ == "__main__":
@@ -310,7 +321,7 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
     words = [sys.executable, tmp_path / "trainer.py", tool, environment]
     trainer = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     found = list(map(int, re.findall(r"\d+", trainer.stdout.readline())))
-    assert len(found) == 4 and all(map(is_running, found))
+    assert len(found) == 3 and all(map(is_running, found))
     trainer.kill()
     trainer.wait()
     wait_until(lambda: not any(map(is_running, found)))
@@ -318,7 +329,7 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
 
 def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
     """As where the process reads that the trainer is gone before its thread does."""
-    tools = ToolProcess(processes, 1).tools
+    tools = ToolProcess(processes, 1)
     started = int(asyncio.run(tools.ask("call", "run", {"code": "subprocess.Popen(['sleep', '99']).pid"})))
     tools.connection.close()
     wait_until(lambda: not is_running(started))
@@ -356,9 +367,10 @@ def test_python_tool():
         process = ToolProcess(processes, 1)
         for code, printed in programs.items():
             assert await process.call("python", {"code": code}) == printed
-        number, process.tools.timeout = process.tools.process.pid, 1.0
-        with pytest.raises(ToolError, match="python gave no answer within --timeout 1 s"):
+        number, process.timeout = process.process.pid, 1.0
+        with pytest.raises(ToolError, match="TimeoutError: no answer within --timeout"):
             await process.call("python", {"code": "while True: pass"})
+        process.kill()
         return number
 
     number = asyncio.run(call())  # which the sandbox's process has as an argument

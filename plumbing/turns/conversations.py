@@ -35,6 +35,7 @@ class Conversation:
     tool_calls: int = 0
     tool_errors: int = 0
     error: str = ""  # why the environment failed
+    process: ToolProcess | None = None  # of its tools and its environment, until it ends
 
     def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
         """Add the tokens of a turn, or those of an observation, which have no log-probabilities."""
@@ -73,14 +74,14 @@ class Conversation:
 
 
 @contextlib.contextmanager
-def failure_as_end(conversation: Conversation, process: ToolProcess):
-    """End a conversation whose environment fails within; kill the processes of one that has ended."""
+def failure_as_end(conversation: Conversation):
+    """End a conversation whose environment fails within; kill the process of one that has ended."""
     try:
         yield
     except EnvironmentFailure as error:
         conversation.stop_reason, conversation.error = "error", str(error)
     if conversation.stop_reason:
-        process.kill()
+        conversation.process.kill()
 
 
 class Conversations:
@@ -97,7 +98,7 @@ class Conversations:
     def try_reset(self, where: str, columns: dict) -> None:
         """Exit with code 2 if the environment cannot be reset with the columns of a row."""
         if self.args.environment:
-            process = ToolProcess(self.processes, seed=0).environment
+            process = ToolProcess(self.processes, seed=0)
             ask_once(f"--environment {self.args.environment}: {where}", process, "reset", columns)
 
     def sample(
@@ -112,12 +113,11 @@ class Conversations:
                 tokens; None for greedy decoding.
             engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode loop, samples turns.
         """
-        conversations = [Conversation(row) for row in rows]
-        pairs = [(one, ToolProcess(self.processes, seed)) for one, seed in zip(conversations, seeds)]
+        conversations = [Conversation(row, process=ToolProcess(self.processes, x)) for row, x in zip(rows, seeds)]
         sample = self._sample_by_engine if engine else self._sample_by_decode_loop
 
         async def sample_unless_interrupted() -> None:
-            task = asyncio.create_task(sample(pairs, draws, interrupted, engine or generate))
+            task = asyncio.create_task(sample(conversations, draws, interrupted, engine or generate))
             while not task.done() and not interrupted():
                 await asyncio.wait([task], timeout=0.1)
             if task.done():
@@ -126,8 +126,9 @@ class Conversations:
         try:
             asyncio.run(sample_unless_interrupted())  # cancels the tasks that are left
         finally:
-            for _, process in pairs:
-                process.kill()
+            for conversation in conversations:
+                conversation.process.kill()
+                conversation.process = None
         return conversations if all(conversation.stop_reason for conversation in conversations) else None
 
     def leave_out_failed(self, samples: list) -> None:
@@ -139,55 +140,51 @@ class Conversations:
             first = failed[0].conversation.error
             warn(f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}")
 
-    async def _sample_by_engine(self, pairs: list[tuple], draws, interrupted: Callable, engine) -> None:
+    async def _sample_by_engine(self, conversations: list[Conversation], draws, interrupted, engine) -> None:
         """Have the conversations by themselves: each turn is sampled as soon as the one before it is answered."""
 
-        async def converse(conversation: Conversation, process: ToolProcess, seeds) -> None:
-            await self._reset(conversation, process)
+        async def converse(conversation: Conversation, seeds) -> None:
+            await self._reset(conversation)
             while not conversation.stop_reason:
                 seed = None if seeds is None else int(seeds[conversation.metrics()["turns"]])
                 length = self.args.max_response_length - len(conversation.response)
                 sampled = await engine.sample(conversation.tokens, seed, length, self.stop_ids, self.args, interrupted)
                 if sampled is None:
                     return
-                await self._add_turn(conversation, process, *sampled)
+                await self._add_turn(conversation, *sampled)
 
-        draws = [None] * len(pairs) if draws is None else draws
-        await asyncio.gather(*(converse(*pair, seeds) for pair, seeds in zip(pairs, draws)))
+        await asyncio.gather(*map(converse, conversations, [None] * len(conversations) if draws is None else draws))
 
-    async def _sample_by_decode_loop(self, pairs: list[tuple], draws, interrupted: Callable, generate) -> None:
+    async def _sample_by_decode_loop(self, conversations: list[Conversation], draws, interrupted, generate) -> None:
         """Sample a turn of all conversations together, once all turns before it are answered.
 
         So what is sampled together does not depend on how long tools run.
         """
-        await asyncio.gather(*(self._reset(*pair) for pair in pairs))
+        await asyncio.gather(*map(self._reset, conversations))
         while not interrupted():
-            running = [i for i, (conversation, _) in enumerate(pairs) if not conversation.stop_reason]
+            running = [i for i, conversation in enumerate(conversations) if not conversation.stop_reason]
             if not running:
                 return
-            queries = [pairs[i][0].tokens for i in running]
-            lengths = [self.args.max_response_length - len(pairs[i][0].response) for i in running]
+            queries = [conversations[i].tokens for i in running]
+            lengths = [self.args.max_response_length - len(conversations[i].response) for i in running]
             uniforms = None
             if draws is not None:  # numbers of a response's tokens, of which the last ones are left
                 uniforms = [torch.from_numpy(draws[i][-length:]) for i, length in zip(running, lengths)]
                 uniforms = pad_sequence(uniforms, batch_first=True)
             responses, values = generate(queries, uniforms, lengths, stop_strings=self.stop_strings)
-            sampled = zip(running, responses, values)  # if interrupted, not of all
-            await asyncio.gather(
-                *(self._add_turn(*pairs[i], tokens, value["rollout_logprobs"]) for i, tokens, value in sampled)
-            )
+            logprobs = [value["rollout_logprobs"] for value in values]
+            # If interrupted, there are not responses for all.
+            await asyncio.gather(*map(self._add_turn, [conversations[i] for i in running], responses, logprobs))
 
-    async def _reset(self, conversation: Conversation, process: ToolProcess) -> None:
+    async def _reset(self, conversation: Conversation) -> None:
         """Begin a conversation: add to its prompt what the environment adds."""
-        with failure_as_end(conversation, process):
+        with failure_as_end(conversation):
             columns = conversation.row["columns"]
-            added = await process.environment.ask("reset", columns) if self.args.environment else ""
+            added = await conversation.process.ask("reset", columns) if self.args.environment else ""
             if added:
                 conversation.row = self._prompt_with(conversation.row, added)
 
-    async def _add_turn(
-        self, conversation: Conversation, process: ToolProcess, tokens: list[int], logprobs: list[float]
-    ) -> None:
+    async def _add_turn(self, conversation: Conversation, tokens: list[int], logprobs: list[float]) -> None:
         """Add a turn of the model, and the observation that follows it; or end the conversation."""
         conversation.add(tokens, logprobs)
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -195,8 +192,8 @@ class Conversations:
         stopped = tokens[-1] in self.stop_ids
         text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)  # special tokens may be part of calls
         stopped = stopped or any(stop in text for stop in self.args.turn_stop)
-        with failure_as_end(conversation, process):
-            messages, reward, done = await self._answer(conversation, text, process)
+        with failure_as_end(conversation):
+            messages, reward, done = await self._answer(conversation, text)
             conversation.rewards.append(reward)
             observation = self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
             if done or (stopped and not messages):
@@ -209,34 +206,32 @@ class Conversations:
                 conversation.turns += messages
                 conversation.add(observation)
             if conversation.stop_reason and self.args.environment and not self.processes.has_step:
-                conversation.rewards.append(await process.environment.ask("reward"))
+                conversation.rewards.append(await conversation.process.ask("reward"))
 
-    async def _answer(
-        self, conversation: Conversation, text: str, process: ToolProcess
-    ) -> tuple[list[dict], float | None, bool]:
+    async def _answer(self, conversation: Conversation, text: str) -> tuple[list[dict], float | None, bool]:
         """Return the messages that follow a turn, the environment's reward or None, and whether it is done.
 
         A turn with calls is for the tools, any other turn for the environment. Without either there is no message.
         """
         calls = self.turns.calls(text)
-        messages = [await self._call(conversation, call, process) for call in calls]
+        messages = [await self._call(conversation, call) for call in calls]
         if not self.args.environment:
             return messages, None, False
         if not self.processes.has_step:
-            return messages, None, await process.environment.ask("done")
+            return messages, None, await conversation.process.ask("done")
         if calls:
             return messages, 0.0, False
-        observation, reward, done = await process.environment.ask("step", conversation.turns[-1]["content"])
+        observation, reward, done = await conversation.process.ask("step", conversation.turns[-1]["content"])
         return [{"role": "user", "content": observation}], reward, done
 
-    async def _call(self, conversation: Conversation, call: ToolCall | str, process: ToolProcess) -> dict:
+    async def _call(self, conversation: Conversation, call: ToolCall | str) -> dict:
         """Return the message that answers a call of a tool."""
         conversation.tool_calls += 1
         name = call.name if isinstance(call, ToolCall) else ""
         try:
             if not name:
                 raise ToolError(call)
-            content = await process.call(name, call.arguments)
+            content = await conversation.process.call(name, call.arguments)
         except ToolError as error:
             conversation.tool_errors += 1
             content = f"Error: {error}"

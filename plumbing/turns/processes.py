@@ -1,7 +1,7 @@
 """The trainer's end of the processes in which tools (--tools) and environments (--environment) run.
 
-A conversation has a process for its tools and another one for its environment, forked from multiprocessing's fork
-server. One that gives no answer within --timeout is killed; the others continue.
+A conversation has a process, forked from multiprocessing's fork server. A call that lasts longer than --timeout is
+interrupted; a process that gives no answer then is killed, and the others continue.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from plumbing.turns import worker
 from utils import ROOT, fail
 
 SECONDS_TO_LOAD = 300.0  # imports may be slow on a busy file system
+SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
 forked = multiprocessing.get_context("forkserver")
 
 
@@ -42,86 +43,66 @@ class ToolProcesses:
         """
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has three descriptors
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-        self.timeout = timeout
-        self.tools, self.environment = [[os.path.abspath(x) for x in names if x] for names in (tools, (environment,))]
+        self.tools, self.environment = list(map(os.path.abspath, tools)), environment and os.path.abspath(environment)
         # The fork server, if it starts here, imports the worker, and with it the users' files.
         forked.set_forkserver_preload([worker.__name__])
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-        os.environ |= {"PYTHONPATH": path, worker.FILES: json.dumps(self.tools + self.environment)}
-        schemas, schemas_of_environment, self.has_step = [], [], False
-        if tools:
-            process = Process(self.tools, False, SECONDS_TO_LOAD)
-            schemas, _ = ask_once(f"--tools {' '.join(tools)}", process, "describe")
-        if environment:
-            process = Process(self.environment, True, SECONDS_TO_LOAD)
-            schemas_of_environment, self.has_step = ask_once(f"--environment {environment}", process, "describe")
-        self.schemas: list[dict] = schemas + schemas_of_environment
+        files = self.tools + [self.environment] * bool(environment)
+        os.environ |= {"PYTHONPATH": path, worker.FILES: json.dumps(files)}
+        self.timeout = SECONDS_TO_LOAD
+        flags = [f"--tools {' '.join(tools)}" if tools else "", f"--environment {environment}" if environment else ""]
+        self.schemas, self.has_step = ask_once(" ".join(filter(None, flags)), ToolProcess(self, seed=0), "describe")
+        self.timeout = timeout
         self.names = [schema["function"]["name"] for schema in self.schemas]
-        self.environment_names = self.names[len(schemas) :]
         if len(set(self.names)) < len(self.names):
             fail(f"--tools, --environment: two of the tools {', '.join(self.names)} have the same name")
 
 
 class ToolProcess:
-    """The processes of one conversation, which start when they are first called, and have to be killed at its end.
+    """The process of one conversation. A request starts it if there is none, and it has to be killed at the end.
 
     Args:
-        seed: of their `random` and `numpy.random`.
+        seed: of its `random` and `numpy.random`.
     """
 
     def __init__(self, processes: ToolProcesses, seed: int):
-        self.processes = processes
-        self.tools = Process(processes.tools, False, processes.timeout, seed)
-        self.environment = Process(processes.environment, True, processes.timeout, seed)
+        self.processes, self.seed, self.timeout = processes, seed, processes.timeout
+        self.process = self.connection = None
 
     async def call(self, name: str, arguments: dict) -> str:
         """Return the text that a tool answers with; raise ToolError if it fails."""
         if name not in self.processes.names:
             raise ToolError(f"there is no tool {name!r}, there are {', '.join(self.processes.names)}")
-        process = self.environment if name in self.processes.environment_names else self.tools
-        return await process.ask("call", name, arguments)
-
-    def kill(self) -> None:
-        self.tools.kill()
-        self.environment.kill()
-
-
-class Process:
-    """A process of one conversation, for its tools or for its environment. A request starts it if there is none."""
-
-    def __init__(self, names: list[str], is_environment: bool, timeout: float, seed: int = 0):
-        """See `worker.serve`; `timeout`: seconds that a request may last."""
-        self.names, self.is_environment, self.timeout, self.seed = names, is_environment, timeout, seed
-        self.process = self.connection = None
+        return await self.ask("call", name, arguments)
 
     async def ask(self, method: str, *arguments):
-        """Return the result of a method of `worker.Tools` or `worker.Environment`; without an answer, kill the process.
+        """Return the result of a method of `worker.Tools`; if there is no answer, kill the process.
 
         Raises:
             ToolError: a tool failed.
-            EnvironmentFailure: anything else of an environment failed.
+            EnvironmentFailure: the environment failed, or its process is gone.
         """
-        failure = EnvironmentFailure if self.is_environment else ToolError
+        gone = EnvironmentFailure if self.processes.environment else ToolError
         name = arguments[0] if method == "call" else method
         try:
             if self.process is None:
                 self._start()
                 await asyncio.sleep(0)  # until others, which start at once, have started, too
-            self.connection.send_bytes(json.dumps([method, *arguments], default=str).encode())
-            async with asyncio.timeout(self.timeout):
+            self.connection.send_bytes(json.dumps([self.timeout, method, *arguments], default=str).encode())
+            async with asyncio.timeout(self.timeout + SECONDS_TO_GIVE_UP):
                 await self._answered()
             answer = json.loads(self.connection.recv_bytes())
         except TimeoutError:
             self.kill()
-            raise failure(f"{name} gave no answer within --timeout {self.timeout:g} s") from None
+            raise gone(f"{name} gave no answer within --timeout {self.timeout:g} s") from None
         except (OSError, EOFError):
             self.kill()
-            raise failure(f"{name} ended its process") from None
+            raise gone(f"{name} ended its process") from None
         if "result" in answer:
             return answer["result"]
         if method == "call":
             raise ToolError(answer["error"])
-        raise failure(" ".join(f"{method}: {answer['error'][:500]}".split()))
+        raise EnvironmentFailure(" ".join(f"{method}: {answer['error'][:500]}".split()))
 
     async def _answered(self) -> None:
         """Wait until there is something to read."""
@@ -134,7 +115,8 @@ class Process:
 
     def _start(self) -> None:
         connection, of_process = forked.Pipe()
-        process = forked.Process(target=worker.serve, args=(of_process, self.names, self.is_environment, self.seed))
+        served = (of_process, self.processes.tools, self.processes.environment, self.seed)
+        process = forked.Process(target=worker.serve, args=served)
         with of_process, without_main():
             process.start()
         self.process, self.connection = process, connection
@@ -149,7 +131,7 @@ class Process:
             self.process = None
 
 
-def ask_once(flag: str, process: Process, method: str, *arguments):
+def ask_once(flag: str, process: ToolProcess, method: str, *arguments):
     """Return what a process answers to one request; exit with code 2 if that fails."""
     try:
         return asyncio.run(process.ask(method, *arguments))

@@ -1,7 +1,7 @@
-"""What a process of tools (--tools) or of an environment (--environment) does: it serves one conversation.
+"""What a process of tools (--tools) and of an environment (--environment) does: it serves one conversation.
 
-Requests and answers are JSON objects on a pipe:
-    ["describe"] or ["reset", row] or ["step", text] or ["done"] or ["reward"] or ["call", name, arguments]
+Requests and answers are JSON on a pipe, each request with the seconds after which the user's code is interrupted:
+    [seconds, method, arguments...], where the methods are `describe`, `reset`, `step`, `done`, `reward` and `call`
     {"result": ...} or {"error": type and text of what was raised}
 
 The processes are forked from multiprocessing's fork server, which imports this module, and with it the users' files.
@@ -28,20 +28,35 @@ LONGEST_TEXT = 100_000  # characters of a tool's or an environment's text; the r
 
 
 class Tools:
-    """The functions of --tools, for one conversation."""
+    """The functions of --tools and an instance of --environment, if there is one, for one conversation."""
 
-    has_step = False
-
-    def __init__(self, *functions: Callable):
-        self.functions = functions
+    def __init__(self, tools: list[str], environment: str, seed: int):
+        self.functions = list(map(load_function, tools))
+        make = load_function(environment) if environment else lambda: None
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
         self.runner = asyncio.Runner()  # one event loop for all calls, to which connections may be bound
+        self.instance = make()
+        self.has_step = hasattr(self.instance, "step")
+        is_complete = hasattr(self.instance, "reset") and (self.has_step or len(self.tools()) > len(tools))
+        if environment and not is_complete:
+            raise TypeError("requires a method reset, and a method step or tools")
 
     def tools(self) -> list[Callable]:
-        """Return the functions that the model may call."""
-        return list(self.functions)
+        """Return the functions that the model may call: those of --tools, then those of the environment.
+
+        These are what its method `tools` returns; else, as in TRL's environment_factory, the public methods but `reset`
+        and `get_reward`, if there is no `step`. Static methods are helpers.
+        """
+        if hasattr(self.instance, "tools"):
+            return [*self.functions, *self.instance.tools()]
+        members = [] if self.has_step else inspect.getmembers(self.instance, inspect.ismethod)
+        public = [x for name, x in members if not name.startswith("_") and name not in ("reset", "get_reward")]
+        return [*self.functions, *public]
 
     def describe(self) -> tuple[list[dict], bool]:
-        """Return the schemas of the tools, and whether it is an environment with a method `step`."""
+        """Return the schemas of the tools, and whether there is an environment with a method `step`."""
         from transformers.utils import chat_template_utils  # slow to import
 
         chat_template_utils.is_torch_available = lambda: False  # torch would be imported for a type that no tool has
@@ -55,28 +70,6 @@ class Tools:
     def finish(self, result):
         """Return the result of a function, which may be asynchronous."""
         return self.runner.run(result) if inspect.iscoroutine(result) else result
-
-
-class Environment(Tools):
-    """An instance of --environment and its tools, for one conversation."""
-
-    def __init__(self, make: Callable):
-        super().__init__()
-        self.instance = make()
-        self.has_step = hasattr(self.instance, "step")
-        if not hasattr(self.instance, "reset") or not (self.has_step or self.tools()):
-            raise TypeError("requires a method reset, and a method step or tools")
-
-    def tools(self) -> list[Callable]:
-        """Return the functions that the model may call.
-
-        Those that the method `tools` returns; else, as in TRL's environment_factory, the public methods but `reset` and
-        `get_reward`, if there is no `step`. Static methods are helpers.
-        """
-        if hasattr(self.instance, "tools"):
-            return list(self.instance.tools())
-        members = [] if self.has_step else inspect.getmembers(self.instance, inspect.ismethod)
-        return [x for name, x in members if not name.startswith("_") and name not in ("reset", "get_reward")]
 
     def reset(self, row: dict) -> str:
         """Return what the environment adds to the prompt. gymnasium's (observation, info) is read, too."""
@@ -125,34 +118,27 @@ def as_text(value, only_text: bool = False) -> str:
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-def serve(connection: Connection, names: list[str], is_environment: bool, seed: int) -> None:
+def serve(connection: Connection, tools: list[str], environment: str, seed: int) -> None:
     """Answer the requests of one conversation; once the trainer is gone, end all that the tools have started.
 
     Args:
-        names: functions that are tools, or a class that is an environment, each as path/to/file.py:name.
+        tools: functions as path/to/file.py:name. environment: a class likewise, or "".
         seed: of `random` and, where a user's file imports it, `numpy.random`.
     """
     os.setpgid(0, 0)  # a group of processes, to be killed with all that a tool starts
     threading.Thread(target=end_with_trainer, daemon=True).start()
     os.dup2(2, 1)  # output of tools goes to stderr
     sys.stdout = sys.stderr
-    try:
-        answer_requests(connection, names, is_environment, seed)
-    except (EOFError, ConnectionError):  # the trainer is gone
-        os.killpg(0, signal.SIGKILL)
-
-
-def answer_requests(connection: Connection, names: list[str], is_environment: bool, seed: int) -> None:
+    signal.signal(signal.SIGALRM, give_up)
     served, process = None, os.getpid()
     while True:
-        method, *arguments = json.loads(connection.recv_bytes())
         try:
-            if served is None:
-                functions = list(map(load_function, names))
-                random.seed(seed)
-                if "numpy" in sys.modules:
-                    sys.modules["numpy"].random.seed(seed % 2**32)
-                served = Environment(*functions) if is_environment else Tools(*functions)
+            limit, method, *arguments = json.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):  # the trainer is gone
+            os.killpg(0, signal.SIGKILL)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, limit)
+            served = served or Tools(tools, environment, seed)
             answer = {"result": getattr(served, method)(*arguments)}
         except BaseException as error:  # SystemExit, too
             raised = traceback.TracebackException.from_exception(error)  # has a text even where str(error) raises
@@ -160,10 +146,16 @@ def answer_requests(connection: Connection, names: list[str], is_environment: bo
             places = [f" ({frame.filename}:{frame.lineno})" for frame in raised.stack if frame.filename in sys.modules]
             place = places[-1] if places and method != "call" else ""
             answer = {"error": as_text(f"{type(error).__name__}{place}: {raised}")}
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
         if os.getpid() != process:  # a tool has forked, and both have returned
             os._exit(0)
         # Half of a surrogate pair, which no tokenizer reads, becomes "?".
         connection.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
+
+
+def give_up(*_) -> None:
+    raise TimeoutError("no answer within --timeout")
 
 
 def end_with_trainer() -> None:
