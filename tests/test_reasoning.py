@@ -11,36 +11,20 @@ from plumbing.rewards import verifiers as verifier
 
 # ---- reasoning_gym ---------------------------------------------------------------------------------------------------
 
-TASKS = ("leg_counting", "countdown", "basic_arithmetic")
 gym = pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="needs the package reasoning-gym")
 
 
-@pytest.fixture(scope="module")
-def rows():
-    """Three rows of each task, as utils makes them."""
-    return {task: reasoning_gym_rows(task, "test", 3) for task in TASKS}
-
-
 @gym
-@pytest.mark.parametrize("task", TASKS)
-def test_right_answers_and_no_answers(rows, task):
-    for row in rows[task]:
-        source = json.loads(json.dumps(row["reasoning_gym"]))  # as it reaches the worker
-        for form in ("<answer>{}</answer>", "<think>Hm, <answer>7</answer>.</think>\n<answer>\n{}\n</answer>", "{}"):
-            assert verifier.reasoning_gym(form.format(row["answer"]), source) == 1
-        assert verifier.reasoning_gym(f"<think>7, or 8?</think>\n{row['answer']}", source) == 1
-        assert verifier.reasoning_gym(f"<answer>{row['answer']}</answer><answer>I give up</answer>", source) < 0.5
-        for empty in ("", "<answer></answer>", "I do not know", "<answer>no</answer>"):
-            assert verifier.reasoning_gym(empty, source) < 0.5
-
-
-@gym
-def test_the_score_is_that_of_the_task(rows):
+def test_the_score_is_that_of_the_task():
     """Other answers than the row's are right where the task's scorer says so, and some get a part."""
-    row = rows["countdown"][0]
+    for task in ("leg_counting", "countdown"):
+        row = reasoning_gym_rows(task, "test", 3)[1]
+        source = json.loads(json.dumps(row["reasoning_gym"]))  # as it reaches the worker
+        assert verifier.reasoning_gym(f"<answer>{row['answer']}</answer>", source) == 1
+        assert verifier.reasoning_gym(f"<answer>{row['answer']}</answer><answer>I give up</answer>", source) < 0.5
+        assert verifier.reasoning_gym(row["answer"], [*source[:3], 0]) < 1  # of another problem
     for text, score in (("({})", 1), ("({}) + 0*1", 0.05)):  # the same value, with other numbers
-        assert verifier.reasoning_gym(f"<answer>{text.format(row['answer'])}</answer>", row["reasoning_gym"]) == score
-    assert verifier.reasoning_gym(rows["leg_counting"][1]["answer"], ["leg_counting", 3, 2, 0]) < 1
+        assert verifier.reasoning_gym(text.format(row["answer"]), source) == score
 
 
 @gym
