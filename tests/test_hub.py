@@ -6,7 +6,7 @@ import types
 import helpers
 import huggingface_hub
 import pytest
-from helpers import folder_of, refused, run_here
+from helpers import folder_of, refused, run_here, variant
 
 from plumbing.run import hub
 
@@ -32,11 +32,7 @@ class Hub:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     values = helpers.workspace(tmp_path_factory.mktemp("hub"))
-    return values | {"total_episodes": 8, "save_every": 0, "eval_every": 1}
-
-
-def variant(base: dict, tmp_path, **changes) -> dict:
-    return {**base, "output_dir": str(tmp_path), "run_name": "my-run", "push_to_hub": "my-model", **changes}
+    return values | {"total_episodes": 8, "save_every": 0, "eval_every": 1, "push_to_hub": "my-model"}
 
 
 def test_a_run_pushes_its_final_model(base, tmp_path, monkeypatch, capsys):
@@ -57,9 +53,10 @@ def test_a_run_pushes_its_final_model(base, tmp_path, monkeypatch, capsys):
 def test_no_token(base, tmp_path, monkeypatch, capsys):
     """Is noticed before a model is loaded, and no folder is left."""
     Hub(monkeypatch, fails="create")
-    line = refused(capsys, run_here, variant(base, tmp_path))
+    values = variant(base, tmp_path)
+    line = refused(capsys, run_here, values)
     assert line.startswith("error: --push_to_hub my-model: Token is required")
-    assert not folder_of(variant(base, tmp_path)).exists()
+    assert not folder_of(values).exists()
 
 
 def test_the_card(tmp_path, monkeypatch):

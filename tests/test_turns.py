@@ -93,10 +93,9 @@ def tokenizer_of():
 
     def tokenizer_of(template: str | None):
         if template not in tokenizers:
-            made = tokenizers[template] = make_tokenizer(bos_token="<bos>")
+            made = tokenizers[template] = make_tokenizer(bos_token="<bos>", chat_template=template)
             made.add_special_tokens({"additional_special_tokens": SPECIAL})
             made.add_tokens(["<tool_response>", "</tool_response>"])
-            made.chat_template = template
         return tokenizers[template]
 
     return tokenizer_of
