@@ -4,17 +4,10 @@
     curl http://127.0.0.1:8731 --json '{"src": ["6*7="], "tgt": ["42"], "response": ["It is 42."]}'
     python grpo.py --reward http://127.0.0.1:8731
 
-POST / reads prompts, reference answers ("" or null where there is none) and responses, and answers
-{"error_code": 0, "error_msg": "Success", "score": [...]}: the weighted sum of the sources for each response, null where
-one of them has no score, which the server's output explains. "columns": {name: [...]}, which PaddleNLP does not have,
-holds what else a source reads from a row, as functions from files do. A request that cannot be read is answered by the
-status 400 or 422. GET /health answers once everything is loaded.
-
-A prompt that is text is what the policy saw, its chat template included, and a reward model reads it as it is; a list
-of messages goes through the reward model's template. Each response gets one stop token, also a truncated one.
-
-An address other than the loopback requires a key in the variable REWARD_API_KEY, of the server and of the run. Key and
-texts travel unencrypted: let --host be an address in a private network.
+The score of a response is the weighted sum of the sources, null where one of them has none, which the server's output
+explains. "columns": {name: [...]}, which PaddleNLP does not have, holds what else a source reads from a row. A prompt
+that is text is what the policy saw, its chat template included; a list of messages goes through the reward model's
+template. Each response gets one stop token. docs/data_and_rewards.md has the key, the statuses and GET /health.
 """
 
 import contextlib
@@ -95,17 +88,16 @@ class Scorer:
     def score(self, batch: Batch) -> list[float | None]:
         """Return a score for each response, None where a source has none or its reference is missing."""
         rows = [self.row(batch, i) for i in range(len(batch.src))]
-        responses = [self.response(f"entry {i}", text) for i, text in enumerate(batch.response)]
-        # A row without the reference that its sources need has no score: a response could equal "" or None.
-        needed = [sources.needs_answer(self.args, row["sources"]) for row in rows]
-        complete = [i for i, row in enumerate(rows) if prompts.is_filled(row["answer"]) or not needed[i]]
-        chosen = ([column[i] for i in complete] for column in (rows, batch.response, responses))
-        components = {name: torch.tensor(x, dtype=torch.float64) for name, x in self.rewards.score(*chosen).items()}
+        responses = [self.response(f"entry {i} of response", text) for i, text in enumerate(batch.response)]
+        scores = self.rewards.score(rows, batch.response, responses)
+        components = {name: torch.tensor(column, dtype=torch.float64) for name, column in scores.items()}
         total = sum(weight * component for weight, component in zip(self.weights, components.values()))
-        scores = dict(zip(complete, total.tolist()))
-        if len(complete) < len(rows) or not total.isfinite().all():
+        for i, row in enumerate(rows):  # a response could equal a reference that is missing: "" or None
+            if not prompts.is_filled(row["answer"]) and sources.needs_answer(self.args, row["sources"]):
+                total[i] = math.nan
+        if not total.isfinite().all():
             print(f"no score: {self.rewards.why_missing(components) or 'no reference answer'}", flush=True)
-        return [scores[i] if math.isfinite(scores.get(i, math.nan)) else None for i in range(len(rows))]
+        return [score if math.isfinite(score) else None for score in total.tolist()]
 
     def row(self, batch: Batch, i: int) -> dict:
         """Return a sample as a row of a data set; without a reward model, its prompt has no token ids."""
@@ -123,9 +115,7 @@ class Scorer:
 
     def response(self, at: str, text: str) -> list[int]:
         """Return a response as token ids that end with a stop token; without a reward model, none."""
-        if self.tokenizer is None:
-            return []
-        return prompts.encode_response(f"{at} of response", text, self.tokenizer, self.stop_ids)
+        return prompts.encode_response(at, text, self.tokenizer, self.stop_ids) if self.tokenizer is not None else []
 
 
 def make_app(args: Args, scorer: Scorer) -> FastAPI:

@@ -48,19 +48,17 @@ def main(folder: str, caller: int) -> None:
     if os.getppid() != caller:
         return
     code, inputs, deadline = json.load(sys.stdin)
-    missing = ["" if LANDLOCK > 0 else "no Landlock: they can read and write every file of this user"]
+    missing = [] if LANDLOCK > 0 else ["no Landlock: they can read and write every file of this user"]
     try:
         enter_namespaces(folder)
-        private = True
     except OSError as error:
-        private = False
         missing.append(f"no namespaces ({error.strerror}): they can use the network and fill the disk")
     results = []
     for text in inputs:
-        results.append(run(code, text, deadline, folder, private))
+        results.append(run(code, text, deadline, folder))
         if results[-1][0]:
             break
-    print(json.dumps(["; ".join(filter(None, missing)), results]))
+    print(json.dumps(["; ".join(missing), results]))
 
 
 def enter_namespaces(folder: str) -> None:
@@ -79,7 +77,7 @@ def enter_namespaces(folder: str) -> None:
     check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))
 
 
-def run(code: str, text: str, deadline: float, folder: str, private: bool) -> tuple[int, str]:
+def run(code: str, text: str, deadline: float, folder: str) -> tuple[int, str]:
     """Return the exit code of a program (128 + signal, as in a shell) and what it printed before the deadline."""
     os.makedirs(os.environ["HOME"], exist_ok=True)
     with open(f"{folder}/stdin", "wb") as file:
@@ -93,7 +91,7 @@ def run(code: str, text: str, deadline: float, folder: str, private: bool) -> tu
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
         os.closerange(3, 1024)
-        restrict(folder, private)
+        restrict(folder)
         sys.argv[:] = ["code.py"]
         sys.modules["__main__"] = module = types.ModuleType("__main__")
         exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
@@ -109,10 +107,10 @@ def run(code: str, text: str, deadline: float, folder: str, private: bool) -> tu
         return status if status >= 0 else 128 - status, file.read(OUTPUT).decode(errors="replace")
 
 
-def restrict(folder: str, private: bool) -> None:
+def restrict(folder: str) -> None:
     """Give up for good what this process may do, except to compute, to read READABLE and to use `folder`."""
     limits = dict(CPU=CPU_SECONDS, AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0)
-    if private:  # without a namespace, the kernel counts all processes of the user
+    if os.getppid() == 1:  # without a namespace, the kernel counts all processes of the user
         limits["NPROC"] = PROCESSES
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))

@@ -60,10 +60,10 @@ class Turns:
         with loading(f"{'--tools' if args.tools else '--environment'}: the chat template of --model"):
             if schemas and not args.tool_call_pattern:
                 self.calls = self._template_reader()
-            if self.has_template and schemas:
-                self._check_follows(self.result_role)
-            if self.has_template and args.environment and has_step:
-                self._check_follows("user")
+            roles = [self.result_role] * bool(schemas) + ["user"] * bool(args.environment and has_step)
+            for role in roles if self.has_template else []:
+                if "A-RESULT" not in self._between([{"role": role, "name": "x", "content": "A-RESULT"}]):
+                    raise ValueError(f"does not show messages of {role} after a turn")
             # The first token ids of an observation, up to the stop token with which the template ends turns.
             self.end = self._end_of_turn() if self.has_template else []
 
@@ -83,11 +83,6 @@ class Turns:
         if reader(text[len(os.path.commonprefix([text, prompt])) :]) != [call]:
             raise ValueError(f"writes calls in another form than <tool_call>; {other}")
         return reader
-
-    def _check_follows(self, role: str) -> None:
-        """Raise ValueError if the chat template does not show a message of a role after a turn."""
-        if "A-RESULT" not in self._between([{"role": role, "name": "x", "content": "A-RESULT"}]):
-            raise ValueError(f"does not show messages of {role} after a turn")
 
     def _end_of_turn(self) -> list[int]:
         """Return the token ids from a turn's text to the stop token behind it; [] if the template writes no stop token.
