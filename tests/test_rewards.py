@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -110,7 +109,7 @@ def test_a_worker_that_dies_between_calls_is_replaced(make):
         assert rewards.score([row("1")], ["1"], [[]])["exact"] == [1]
         for process in list(rewards.workers[0].pool._pool_manager.worker_manager.workers.values()):
             process.kill()
-        time.sleep(0.5)
+        wait_until(lambda: not rewards.workers[0].pool.active)
 
 
 def test_workers_end_when_the_run_is_killed():
