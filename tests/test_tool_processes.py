@@ -231,7 +231,6 @@ def test_an_environment_that_hangs(processes):
 
 
 ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
-NO_TEXT = "failure: .*: TypeError: .* is not a text or None"
 
 
 @pytest.mark.parametrize(
@@ -240,9 +239,9 @@ NO_TEXT = "failure: .*: TypeError: .* is not a text or None"
         ({"reset": "None"}, "(None, np.float64(-1), np.True_)", ["", ["", -1.0, True]]),
         ({"reset": "'\\ud83d'"}, "('', True, 0)", ["?", ["", 1.0, False]]),
         ({}, "('x', np.array(2), False, True, {})", [" go", ["x", 2.0, True]]),
-        ({}, "(1, 1, False)", [" go", NO_TEXT]),
+        ({}, "(np.arange(2), 1, False)", [" go", ["[0, 1]", 1.0, False]]),
         ({}, "('x', False, 1.0)", [" go", ORDER]),
-        ({"reset": "3"}, "", [NO_TEXT]),
+        ({"reset": "3"}, "", ["3"]),
         ({"secret": None, "x": 1}, "1 / 0", [" go", r"failure: step: ZeroDivisionError \(.*game.py:15\): division.*"]),
         ({}, "os._exit(1)", [" go", "failure: step ended its process"]),
     ],

@@ -4,9 +4,6 @@ Each kind is a class with `score(rows, texts, responses, interrupted) -> [float]
 score, and with `failure`, the last reason for that ("" for none). A source that raises an exception, takes longer than
 --timeout, or returns None, NaN, infinity or over 1e18 gives no score: never a silent zero. `score` stops waiting once
 the function `interrupted` returns True: a run that ends does not use the scores.
-
-Where rows name their sources, as in open-instruct's mixtures, the others do not count for them: see
-`plumbing.data.prompts.named_sources`.
 """
 
 import functools
@@ -36,9 +33,6 @@ def check_reference(where: str, row: dict, args) -> str:
     """Return why a source of --reward that trains cannot score a row, whatever the response; "" if all of them can.
 
     Exit with code 2 if the row has no answer, and a source needs one.
-
-    Args:
-        where: names the row in messages. row: as `plumbing.data.mixture.load_prompts` makes it.
     """
     if not is_filled(row["answer"]) and (source := needs_answer(args, row["sources"])):
         fail(f"{where}: has no answer, which {source} needs; --answer_column names one of {', '.join(row['columns'])}")
@@ -53,11 +47,7 @@ def check_reference(where: str, row: dict, args) -> str:
 
 
 def needs_answer(args, sources: list[str] | None = None) -> str:
-    """Return "--reward NAME" of the first source that compares responses with the row's answer; "" if none does.
-
-    Args:
-        sources: those of --reward that score the row; None for all.
-    """
+    """Return "--reward NAME" of the first of some sources (None: all) that reads the row's answer; "" if none does."""
     names = args.reward if sources is None else sources
     return next((f"--reward {name}" for name in names if getattr(verifier_of(name), "column", "") == "answer"), "")
 
@@ -91,7 +81,7 @@ def check_name(name: str) -> None:
 
 
 def is_scored_by(row: dict, name: str) -> bool:
-    """Return whether a source scores a row: all of them do, unless the row names its sources."""
+    """Return whether a source scores a row: all of them do, unless the row names its sources, as open-instruct's."""
     return row.get("sources") is None or name in row["sources"]
 
 
@@ -108,7 +98,7 @@ class Rewards:
         """
         # Verifiers share the responses of a rank out among processes; functions share one process and what it holds.
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        packages = [verifier_of(name).package for name in args.reward if kind_of(name) == "verifier"]
+        packages = [verifier.package for verifier in map(verifier_of, args.reward) if verifier]
         verifiers, functions = Workers(max(1, min(4, cores)), packages), Workers(1)
         self.workers, self.sources, self.warned = [verifiers, functions], {}, set()
         Finalize(None, self.close, exitpriority=1)  # at the end of this process, a child of multiprocessing, too
@@ -162,8 +152,7 @@ class Rewards:
         A source that does not count for a row has 0 there, which adds nothing to the weighted sum.
 
         Args:
-            rows: as `plumbing.data.mixture.load_prompts` makes them. texts: the responses as text. responses:
-                the same as token ids. interrupted: see above.
+            rows: as `plumbing.data.mixture.load_prompts` makes them. responses: token ids of `texts`.
         """
         scores = {name: [0.0] * len(rows) for name in self.sources}
         for name, source in self.sources.items():
@@ -185,13 +174,9 @@ class Rewards:
             sample.scores = {source: column[i] for source, column in scores.items()}
 
     def score_equal_responses_alike(self, samples: list) -> None:
-        """Give equal responses to a prompt the reward model's score of the first of them.
+        """Give equal responses to a prompt, of the samples of all ranks, a reward model's score of the first of them.
 
-        A model's score depends, by rounding, on the other rows of its micro-batch: a group of equal responses would get
-        advantages that are nothing but this rounding.
-
-        Args:
-            samples: plumbing.rollout.batch.Samples of all ranks, whose `scores` change.
+        It depends, by rounding, on the rows of its micro-batch: advantages of equal responses would be nothing else.
         """
         for name in self.models:
             first: dict[tuple, float] = {}
@@ -249,12 +234,7 @@ class ModelSource:
             warn(f"--reward {name}: reads text, as its vocabulary {self.difference}")
 
     def load(self, args, precision, sharding=None) -> None:
-        """Load the model.
-
-        Args:
-            args: --micro_batch_tokens. precision: a plumbing.models.models.Precision.
-            sharding: a plumbing.models.sharding.Sharding; None for a model in one piece on this process's device.
-        """
+        """Load the model, in one piece on this process's device without a plumbing.models.sharding.Sharding."""
         self.autocast, self.token_budget = precision.autocast, args.micro_batch_tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.world = World(0, 1, self.device)  # the ranks that make forward passes together

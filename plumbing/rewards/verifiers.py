@@ -44,8 +44,7 @@ def format(response: str, _=None) -> float:
 def reasoning_gym(response: str, source) -> float:
     """Return the score of the reasoning_gym task itself, between 0 and 1 for an answer that is partly right.
 
-    The task's scorer gets the `stated_text`. An answer that it cannot read (some raise an exception) gives 0, if it can
-    read the right answer. Most tasks give little to a text that only contains the right answer.
+    An answer that its scorer cannot read (some raise an exception) gives 0, if it can read the right answer.
 
     Args:
         source: [task, size, seed, index], from which the problem is made again: the row's column "reasoning_gym".
@@ -97,9 +96,7 @@ FUNCTIONS = {
 def ifeval(response: str, answer) -> float:
     """Return the share of the row's constraints that what follows </think> follows, read strictly (arXiv:2311.07911).
 
-    Args:
-        answer: see `constraints_of`. One of another form, or a constraint that the package if-verifiable does not
-            have, raises an exception.
+    Raise an exception for an answer that `constraints_of` or the package if-verifiable does not know.
     """
     import langdetect
 
@@ -112,9 +109,8 @@ def ifeval(response: str, answer) -> float:
 def constraints_of(answer) -> list[tuple[str, dict]]:
     """Return the constraints of a row: [(name in IFEval, its arguments)].
 
-    Args:
-        answer: {"instruction_id": [names], "kwargs": [arguments or None]}, or {"func_name": one of FUNCTIONS, ...}; as
-            text or in a list of one, too, as in open-instruct's column ground_truth.
+    An answer is {"instruction_id": [names], "kwargs": [arguments or None]} or {"func_name": one of FUNCTIONS, ...}; as
+    text or in a list of one, too, as in open-instruct's column ground_truth.
     """
     while not isinstance(answer, dict):
         if isinstance(answer, str):

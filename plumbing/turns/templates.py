@@ -162,10 +162,7 @@ def json_or_text(text: str):
 def hermes_calls(prompt: str, text: str) -> list[ToolCall | str]:
     """Return the calls <tool_call>{"name": ..., "arguments": {...}}</tool_call>, the form of Hermes and Qwen.
 
-    Thoughts hold no calls.
-
-    Args:
-        prompt: any prompt, which may end with the beginning of a thought.
+    Thoughts hold no calls, nor does one that begins at the end of any `prompt`.
     """
     opened, calls = "<think>" if prompt.rstrip().endswith("<think>") else "", []
     for part in after_thought(opened + text).split("<tool_call>")[1:]:

@@ -74,7 +74,7 @@ class Tools:
     def reset(self, row: dict) -> str:
         """Return what the environment adds to the prompt. gymnasium's (observation, info) is read, too."""
         result = self.finish(self.instance.reset(**accepted(self.instance.reset, row)))
-        return as_text(result[0] if isinstance(result, tuple) else result, only_text=True)
+        return as_text(result[0] if isinstance(result, tuple) else result)
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Return the environment's answer to a turn of the model: (observation, reward, done).
@@ -87,7 +87,7 @@ class Tools:
         observation, reward, done = result
         if isinstance(done, float | str | dict | None):  # in another order
             raise TypeError(f"{str(result)[:80]!r} is not (text or None, number, bool)")
-        return as_text(observation, only_text=True), float(reward), bool(done)
+        return as_text(observation), float(reward), bool(done)
 
     def done(self) -> bool:
         """Return whether an environment without `step` ends the conversation, by its attribute of this name."""
@@ -101,14 +101,9 @@ class Tools:
         return None if reward is None else float(reward)
 
 
-def as_text(value, only_text: bool = False) -> str:
-    """Return a value as text of at most LONGEST_TEXT characters: "" for None, JSON for anything but text.
-
-    With `only_text`, which an environment has to return, raise TypeError for anything but text or None.
-    """
+def as_text(value) -> str:
+    """Return a value as text of at most LONGEST_TEXT characters: "" for None, JSON for anything but text."""
     if not isinstance(value, str | None):
-        if only_text:
-            raise TypeError(f"{str(value)[:80]!r} is not a text or None")
         plain = lambda x: x.tolist() if hasattr(x, "tolist") else str(x)  # arrays and other objects
         value = json.dumps(value, ensure_ascii=False, default=plain)
     text = value or ""
