@@ -31,7 +31,7 @@ SAMPLING = {
 }  # fmt: skip
 GROUPS = {**SAMPLING, "group_size": 4, "num_epochs": 2}
 CASES = {
-    "grpo": {**GROUPS, "loss": "grpo", "kl_estimator": "k3"},
+    "grpo": {**GROUPS, "kl_target": 0.01, "kl_horizon": 50},  # so the weight of the KL moves
     "rloo": GROUPS,
     "ppo": {**SAMPLING, "rollout_batch_size": 32, "group_size": 1, "critic_learning_rate": 1e-3},
     "distill": {
