@@ -9,11 +9,7 @@ from starlette.responses import JSONResponse
 
 
 def require_key(host: str, variable: str) -> None:
-    """Raise ValueError if other machines can reach `host` and the environment has no key.
-
-    Args:
-        host: address or name to listen at. variable: environment variable with the key.
-    """
+    """Raise ValueError if other machines can reach `host` and the environment variable has no key."""
     address = ipaddress.ip_address(socket.gethostbyname(host))
     if not (address.is_loopback or os.environ.get(variable)):
         raise ValueError(

@@ -34,12 +34,6 @@ def after_thought(response: str) -> str:
     return response.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
-def last_tagged(text: str) -> str | None:
-    """Return the content of the last <answer>...</answer> of a text, None without one."""
-    contents = [part.partition("<answer>")[2] for part in text.split("</answer>")[:-1] if "<answer>" in part]
-    return contents[-1].strip() if contents else None
-
-
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
 
 
@@ -65,8 +59,8 @@ def last_box(text: str) -> str | None:
 def final_text(response: str) -> str:
     """Return the text that holds the final answer: the last <answer>...</answer>, else all that counts."""
     text = after_thought(response)
-    tagged = last_tagged(text)
-    return text if tagged is None else tagged
+    tagged = [part.partition("<answer>")[2] for part in text.split("</answer>")[:-1] if "<answer>" in part]
+    return tagged[-1].strip() if tagged else text
 
 
 def stated_text(response: str) -> str:
@@ -94,7 +88,7 @@ def marked_number(response: str) -> Fraction | None:
     """
     text = final_text(response)
     numbers = re.findall(r"####\s*([-+$]*[.,]?[0-9](?:[^\n#]*[0-9])?)", text)
-    if not numbers and last_tagged(after_thought(response)) is not None:
+    if not numbers and text != after_thought(response):  # it is in a tag
         numbers = [text]
     return plain_number(numbers[-1]) if numbers else None
 
