@@ -43,7 +43,7 @@ def test_the_environment(folder):
         process = ToolProcess(processes, 1)
         results = [await process.ask("reset", {"prompt": "Guess", "secret": 7})]
         results += [await process.ask("step", guess) for guess in ("9", "low", " 7 ")]
-        results.append(await process.call("middle", {"low": 3, "high": 11}))
+        results.append(await process.ask("call", "middle", {"low": 3, "high": 11}))
         process.kill()
         return results
 

@@ -139,9 +139,8 @@ def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> lis
                 if method == "limit":
                     (process.timeout,) = arguments
                     continue
-                answer = process.call(*arguments) if method == "call" else process.ask(method, *arguments)
                 try:
-                    results.append(await answer)
+                    results.append(await process.ask(method, *arguments))
                 except ToolError as error:
                     results.append(f"error: {error}")
         except EnvironmentFailure as error:
@@ -180,7 +179,7 @@ def test_a_conversation_with_tools_and_an_environment(processes):
         ("call", "add", {}), ("step", "5"),
     ]  # fmt: skip
     expected = [" go", ["higher", 0.5, False], "3.5", "?", "1", ""]
-    expected += ["error: there is no tool 'mul', there are add, run, later, peek"]
+    expected += ["error: LookupError: there is no tool 'mul', there are add, run, later, peek"]
     expected += ["error: TypeError: add() missing 1 required positional argument: 'a'", ["lower", 0.5, True]]
     assert converse(processes, *calls) == expected and processes.has_step
     assert [schema["function"]["name"] for schema in processes.schemas] == ["add", "run", "later", "peek"]
@@ -284,7 +283,7 @@ def test_many_at_once_and_nothing_is_left(processes):
         try:
             await process.ask("reset", {"secret": 10 * number})
             found.append(process.process.pid)
-            return await process.ask("step", "50"), await process.call("add", {"a": number})
+            return await process.ask("step", "50"), await process.ask("call", "add", {"a": number})
         finally:
             process.kill()
 
@@ -305,8 +304,8 @@ from plumbing.turns.processes import ToolProcess, ToolProcesses
 async def train(process):
     await process.ask("reset", {"secret": 1})
     code = "'torch' in sys.modules or (subprocess.Popen(['sleep', '99']).pid, os.getpid(), os.getppid())"
-    print(await process.call("run", {"code": code}), flush=True)
-    await process.call("run", {"code": "time.sleep(99)"})
+    print(await process.ask("call", "run", {"code": code}), flush=True)
+    await process.ask("call", "run", {"code": "time.sleep(99)"})
 
 if __name__ == "__main__":
     asyncio.run(train(ToolProcess(ToolProcesses((sys.argv[1],), sys.argv[2], 60.0), 1)))
@@ -365,10 +364,10 @@ def test_python_tool():
     async def call() -> int:
         process = ToolProcess(processes, 1)
         for code, printed in programs.items():
-            assert await process.call("python", {"code": code}) == printed
+            assert await process.ask("call", "python", {"code": code}) == printed
         number, process.timeout = process.process.pid, 1.0
         with pytest.raises(ToolError, match="TimeoutError: no answer within --timeout"):
-            await process.call("python", {"code": "while True: pass"})
+            await process.ask("call", "python", {"code": "while True: pass"})
         process.kill()
         return number
 

@@ -231,7 +231,7 @@ class Conversations:
         try:
             if not name:
                 raise ToolError(call)
-            content = await conversation.process.call(name, call.arguments)
+            content = await conversation.process.ask("call", name, call.arguments)
         except ToolError as error:
             conversation.tool_errors += 1
             content = f"Error: {error}"

@@ -53,9 +53,9 @@ class ToolProcesses:
         flags = [f"--tools {' '.join(tools)}" if tools else "", f"--environment {environment}" if environment else ""]
         self.schemas, self.has_step = ask_once(" ".join(filter(None, flags)), ToolProcess(self, seed=0), "describe")
         self.timeout = timeout
-        self.names = [schema["function"]["name"] for schema in self.schemas]
-        if len(set(self.names)) < len(self.names):
-            fail(f"--tools, --environment: two of the tools {', '.join(self.names)} have the same name")
+        names = [schema["function"]["name"] for schema in self.schemas]
+        if len(set(names)) < len(names):
+            fail(f"--tools, --environment: two of the tools {', '.join(names)} have the same name")
 
 
 class ToolProcess:
@@ -68,12 +68,6 @@ class ToolProcess:
     def __init__(self, processes: ToolProcesses, seed: int):
         self.processes, self.seed, self.timeout = processes, seed, processes.timeout
         self.process = self.connection = None
-
-    async def call(self, name: str, arguments: dict) -> str:
-        """Return the text that a tool answers with; raise ToolError if it fails."""
-        if name not in self.processes.names:
-            raise ToolError(f"there is no tool {name!r}, there are {', '.join(self.processes.names)}")
-        return await self.ask("call", name, arguments)
 
     async def ask(self, method: str, *arguments):
         """Return the result of a method of `worker.Tools`; if there is no answer, kill the process.

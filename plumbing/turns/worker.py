@@ -65,6 +65,8 @@ class Tools:
     def call(self, name: str, arguments: dict) -> str:
         """Return the text that a tool answers with."""
         functions = {function.__name__: function for function in self.tools()}
+        if name not in functions:
+            raise LookupError(f"there is no tool {name!r}, there are {', '.join(functions)}")
         return as_text(self.finish(functions[name](**arguments)))
 
     def finish(self, result):
