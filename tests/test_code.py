@@ -105,8 +105,8 @@ def test_wrong_programs_fail(code, tests):
     ],
 )  # fmt: skip
 def test_outputs_are_compared(printed, expected, same):
-    assert code_tests.same_output(sandbox.Result(0, printed), expected) == same
-    assert not code_tests.same_output(sandbox.Result(1, printed), expected)
+    assert code_tests.same_output((0, printed), expected) == same
+    assert not code_tests.same_output((1, printed), expected)
 
 
 @pytest.mark.parametrize(

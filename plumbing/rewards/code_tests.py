@@ -107,7 +107,7 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
     libraries = LIBRARIES if tests.fn_name else ["typing"]
     names = {"libraries": libraries, "asserts": tests.asserts, "function": tests.fn_name, "calls": calls, "word": word}
     results = sandbox.run(HARNESS.format(program=program, **names), [""], seconds, server)
-    _, *report = results[0].stdout.split(word) if results else [""]
+    _, *report = results[0][1].split(word) if results else [""]
     if len(report) != 2:
         return 0.0
     try:

@@ -13,20 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import NamedTuple
 
 PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox_program.py")
 
 
-class Result(NamedTuple):
-    """The end of a program."""
-
-    status: int  # exit code; 128 + its number if a signal ended it, as that of the time limit does
-    stdout: str
-
-
-def run(code: str, inputs: list[str], seconds: float, server: str = "") -> list[Result]:
+def run(code: str, inputs: list[str], seconds: float, server: str = "") -> list[tuple[int, str]]:
     """Run a program once for each input, which it reads from stdin, until it fails on one of them.
+
+    Return (status, stdout) of each: the exit code, or 128 + its number if a signal, as of the time limit, ended it.
 
     Args:
         seconds: of wall clock, for all inputs together.
@@ -37,7 +31,7 @@ def run(code: str, inputs: list[str], seconds: float, server: str = "") -> list[
     return run_there(server, code, inputs, seconds) if server else run_here(code, inputs, seconds)[1]
 
 
-def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[Result]]:
+def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[tuple[int, str]]]:
     """Return what does not hold programs on this machine ("" for nothing), and the results."""
     job = json.dumps([code, inputs, time.monotonic() + seconds]).encode()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as output:
@@ -62,10 +56,10 @@ def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[Re
             raise RuntimeError(f"the process of a program ended with exit code {process.returncode}")
         output.seek(0)
         missing, results = json.load(output)
-    return missing, [Result(*result) for result in results]
+    return missing, [(status, stdout) for status, stdout in results]
 
 
-def run_there(server: str, code: str, inputs: list[str], seconds: float) -> list[Result]:
+def run_there(server: str, code: str, inputs: list[str], seconds: float) -> list[tuple[int, str]]:
     """Run a program on a SandboxFusion server, by POST /run_code."""
     import urllib3
 
@@ -79,8 +73,8 @@ def run_there(server: str, code: str, inputs: list[str], seconds: float) -> list
         if response.status != 200 or answer["status"] == "SandboxError":
             raise RuntimeError(f"{address}: status {response.status}, {str(answer)[:200]}")
         program = answer["run_result"]
-        results.append(Result(program["return_code"] if program["status"] == "Finished" else 1, program["stdout"]))
-        if results[-1].status:
+        results.append((program["return_code"] if program["status"] == "Finished" else 1, program["stdout"]))
+        if results[-1][0]:
             break
     return results
 
@@ -95,6 +89,6 @@ def hide_this_process() -> None:
 def open_limits() -> str:
     """Return what does not hold programs on this machine, "" for nothing. Raise RuntimeError if none runs."""
     missing, results = run_here("print(input())", ["1"], 60.0)
-    if results != [Result(0, "1\n")]:
+    if results != [(0, "1\n")]:
         raise RuntimeError("a program that prints what it reads does not run within the limits")
     return missing
