@@ -14,7 +14,7 @@ import pytest
 
 from plumbing import cli
 from plumbing.turns.processes import ToolProcess, ToolProcesses
-from plumbing.turns.templates import ToolCall, pattern_reader
+from plumbing.turns.templates import pattern_reader
 
 PAGE = (helpers.ROOT / "docs" / "environments.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
@@ -60,7 +60,7 @@ def test_the_reward_and_the_pattern(folder):
     args = cli.parse(importlib.import_module("grpo").Args, base[2:])
     schemas = ToolProcesses((f"{folder / args.tools[0]}",), "", 30.0).schemas
     read = pattern_reader(args.tool_call_pattern, schemas)
-    assert read("It is <search>rain</search>") == [ToolCall("search", {"query": "rain"})]
+    assert read("It is <search>rain</search>") == [("search", {"query": "rain"})]
     assert args.turn_stop == ("</search>",) and args.chat_template == "none"
 
 

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt, guarded
 from plumbing.turns.processes import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses, ask_once
-from plumbing.turns.templates import ToolCall, Turns
+from plumbing.turns.templates import Call, Turns
 from utils import warn
 
 STOP_REASONS = ("done", "max_turns", "length", "error")
@@ -224,14 +224,14 @@ class Conversations:
         observation, reward, done = await conversation.process.ask("step", conversation.turns[-1]["content"])
         return [{"role": "user", "content": observation}], reward, done
 
-    async def _call(self, conversation: Conversation, call: ToolCall | str) -> dict:
+    async def _call(self, conversation: Conversation, call: Call | str) -> dict:
         """Return the message that answers a call of a tool."""
         conversation.tool_calls += 1
-        name = call.name if isinstance(call, ToolCall) else ""
+        name, arguments = call if isinstance(call, tuple) else ("", call)
         try:
             if not name:
-                raise ToolError(call)
-            content = await conversation.process.ask("call", name, call.arguments)
+                raise ToolError(arguments)
+            content = await conversation.process.ask("call", name, arguments)
         except ToolError as error:
             conversation.tool_errors += 1
             content = f"Error: {error}"

@@ -4,15 +4,14 @@ Sampled tokens are never tokenised again. The text between two turns is the diff
 template: of a conversation that ends with a turn, and of the same one with the messages that follow. A template that
 changes earlier turns for later messages, such as one that drops thoughts, is refused at the start.
 
-A reader returns the calls in a turn in order: a ToolCall each, or a text for the model with the reason why a call
-cannot be read.
+A reader returns the calls in a turn in order: (name, arguments) as the model wrote them, or a text for the model with
+the reason why a call cannot be read. Whether a call fits a tool is not checked.
 """
 
 import functools
 import json
 import os
 import re
-from dataclasses import dataclass
 from typing import Callable
 
 from plumbing.data.prompts import encode_text, guarded
@@ -20,17 +19,10 @@ from plumbing.rewards.answers import after_thought
 from plumbing.turns.processes import EnvironmentFailure
 from utils import first_line, loading
 
+Call = tuple[str, dict]  # name and arguments
 MARK = "SAMPLED-TURN"  # where a rendering has the end of a sampled turn
 QUESTION = {"role": "user", "content": "x"}
 TURN = {"role": "assistant", "content": f"<think>\nA-THOUGHT\n</think>\n\n{MARK}"}
-
-
-@dataclass
-class ToolCall:
-    """A call as the model wrote it; whether there is such a tool, and whether the arguments fit, is not checked."""
-
-    name: str
-    arguments: dict
 
 
 class Turns:
@@ -67,20 +59,21 @@ class Turns:
             # The first token ids of an observation, up to the stop token with which the template ends turns.
             self.end = self._end_of_turn() if self.has_template else []
 
-    def _template_reader(self) -> Callable[[str], list[ToolCall | str]]:
+    def _template_reader(self) -> Callable[[str], list[Call | str]]:
         """Return the reader of the calls that the chat template writes; raise ValueError if there is none."""
         other = "--tool_call_pattern reads calls of a form that the prompts themselves ask for"
         without = self.has_template and self.tokenizer.apply_chat_template([QUESTION], tokenize=False)
         if not self.has_template or self._render([QUESTION]) == without:
             raise ValueError(f"does not show tools; {other}")
-        prompt, call = self._render([QUESTION], prompt=True), ToolCall(self.schemas[0]["function"]["name"], {"x": "1"})
+        prompt, name = self._render([QUESTION], prompt=True), self.schemas[0]["function"]["name"]
         if getattr(self.tokenizer, "response_template", None):
             reader = functools.partial(response_template_calls, self.tokenizer, prompt, self.schemas)
         else:
             reader = functools.partial(hermes_calls, prompt)
-        tool_calls = [{"id": "call00000", "type": "function", "function": vars(call)}]
+        function = {"name": name, "arguments": {"x": "1"}}
+        tool_calls = [{"id": "call00000", "type": "function", "function": function}]
         text = self._render([QUESTION, {"role": "assistant", "content": "", "tool_calls": tool_calls}])
-        if reader(text[len(os.path.commonprefix([text, prompt])) :]) != [call]:
+        if reader(text[len(os.path.commonprefix([text, prompt])) :]) != [(name, {"x": "1"})]:
             raise ValueError(f"writes calls in another form than <tool_call>; {other}")
         return reader
 
@@ -140,7 +133,7 @@ class Turns:
 # ---- calls in a turn -------------------------------------------------------------------------------------------------
 
 
-def read_call(value) -> ToolCall | str:
+def read_call(value) -> Call | str:
     """Return the call in a JSON value, or the text of the error."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return 'a call has to be a JSON object with "name" and "arguments"'
@@ -148,7 +141,7 @@ def read_call(value) -> ToolCall | str:
     arguments = json_or_text(arguments) if isinstance(arguments, str) else arguments  # some models write it as a string
     if not isinstance(arguments, dict):
         return f"the arguments of {value['name']} have to be a JSON object"
-    return ToolCall(value["name"], arguments)
+    return value["name"], arguments
 
 
 def json_or_text(text: str):
@@ -159,7 +152,7 @@ def json_or_text(text: str):
         return text
 
 
-def hermes_calls(prompt: str, text: str) -> list[ToolCall | str]:
+def hermes_calls(prompt: str, text: str) -> list[Call | str]:
     """Return the calls <tool_call>{"name": ..., "arguments": {...}}</tool_call>, the form of Hermes and Qwen.
 
     Thoughts hold no calls, nor does one that begins at the end of any `prompt`.
@@ -174,7 +167,7 @@ def hermes_calls(prompt: str, text: str) -> list[ToolCall | str]:
     return calls
 
 
-def response_template_calls(tokenizer, prompt: str, schemas: list[dict], text: str) -> list[ToolCall | str]:
+def response_template_calls(tokenizer, prompt: str, schemas: list[dict], text: str) -> list[Call | str]:
     """Return the calls in the form that the tokenizer's response template describes."""
     try:
         message = tokenizer.parse_response(text, prefix=prompt, tools=schemas)
@@ -183,7 +176,7 @@ def response_template_calls(tokenizer, prompt: str, schemas: list[dict], text: s
     return [read_call(call.get("function")) for call in message.get("tool_calls") or []]
 
 
-def pattern_reader(pattern: str, schemas: list[dict]) -> Callable[[str], list[ToolCall | str]]:
+def pattern_reader(pattern: str, schemas: list[dict]) -> Callable[[str], list[Call | str]]:
     """Return a reader of the calls that match --tool_call_pattern; raise ValueError if the pattern lacks a group.
 
     The group "arguments" holds a JSON object with names of the tool's parameters, or else the value of the only
@@ -196,13 +189,13 @@ def pattern_reader(pattern: str, schemas: list[dict]) -> Callable[[str], list[To
     if "name" not in compiled.groupindex and len(tools) != 1:
         raise ValueError("requires a group (?P<name>...), which names the tool, unless there is exactly one")
 
-    def read(match: re.Match) -> ToolCall | str:
+    def read(match: re.Match) -> Call | str:
         groups = match.groupdict(default="")
         name, text = groups.get("name", next(iter(tools), "")).strip(), groups["arguments"].strip()
         value, parameters = json_or_text(text), tools.get(name, {})
         if len(parameters) == 1 and not (isinstance(value, dict) and value.keys() == parameters.keys()):
             [(parameter, schema)] = parameters.items()
-            return ToolCall(name, {parameter: text if schema.get("type") == "string" else value})
+            return name, {parameter: text if schema.get("type") == "string" else value}
         return read_call({"name": name, "arguments": value})
 
     return lambda text: [read(match) for match in compiled.finditer(text)]
