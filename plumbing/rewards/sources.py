@@ -257,9 +257,7 @@ class ModelSource:
         for batch in batches + [[]] * (most - len(batches)):
             chosen = [readable[place] for place in batch]
             for i, score in zip(chosen, self._forward([sequences[i] for i in chosen] or [[0, 0]])):
-                scores[i] = score if math.isfinite(score) else math.nan
-        if not self.failure and any(map(math.isnan, scores)):
-            self.failure = "its score is not finite"
+                scores[i] = finite_or_nan(score)
         return scores
 
     def read(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[list[int]]:

@@ -36,9 +36,9 @@ def exact(response: str, answer) -> float:
 
 def format(response: str, _=None) -> float:
     """Return 1 for the form of DeepSeek-R1: <think> ... </think> <answer> ... </answer>, each tag once, none empty."""
-    has_form = re.fullmatch(r"\s*<think>\s*\S.*?</think>\s*<answer>\s*\S.*?</answer>\s*", response, re.DOTALL)
+    form = r"\s*<think>\s*\S.*?</think>\s*<answer>\s*\S.*?</answer>\s*"
     once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
-    return float(bool(has_form) and once)
+    return float(once and bool(re.fullmatch(form, response, re.DOTALL)))
 
 
 def reasoning_gym(response: str, source) -> float:

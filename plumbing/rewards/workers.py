@@ -60,23 +60,24 @@ def prepare(packages: list[str]) -> None:
             importlib.import_module(package)
 
 
-def attempt(limit: float, call: Callable, arguments: list[tuple]) -> tuple:
-    """Return the results of calls with each of the arguments and "", or None and the reason why there are none.
+def attempt(limit: float, call: Callable, arguments: list[tuple]) -> list[tuple]:
+    """Return (result, "") of a call with each of the arguments, or (None, reason) where it raises an exception.
 
     Exceptions are returned as text: the trainer could not read an exception class of a user's file.
     """
-    process = os.getpid()
+    process, results = os.getpid(), []
     signal.setitimer(signal.ITIMER_REAL, limit + 5)  # ends this process for a trainer that has been killed
-    try:
-        return [call(*each) for each in arguments], ""
-    except BaseException as error:
-        if call is call_function:
-            traceback.print_exc()
-        return None, f"{type(error).__name__}: {error}"[:1000]
-    finally:
-        if os.getpid() != process:  # a child that a function has forked, and that came back from it
-            os._exit(1)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+    for each in arguments:
+        try:
+            results.append((call(*each), ""))
+        except BaseException as error:
+            if call is call_function:
+                traceback.print_exc()
+            results.append((None, f"{type(error).__name__}: {error}"[:1000]))
+    if os.getpid() != process:  # a child that a function has forked, and that came back from it
+        os._exit(1)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return results
 
 
 def call_function(name: str, *arguments) -> list[float | None]:
@@ -133,13 +134,9 @@ class Workers:
         for job, future in zip(jobs, futures):
             future.cancel()  # does nothing to those that are done
             try:
-                values, failure = future.result()
+                results += future.result()
             except Exception as error:  # of pebble: TimeoutError, ProcessExpired, CancelledError if interrupted
-                values, failure = None, f"{type(error).__name__}: {error}"
-            if failure and len(job) > 1:
-                results += self.run(call, job, limit, interrupted)  # which of the calls is to blame
-            else:
-                results += [(value, failure) for value in values or [None]]
+                results += [(None, f"{type(error).__name__}: {error}")] * len(job)
         return results
 
     def close(self) -> None:
