@@ -56,7 +56,7 @@ TRAINED = {
     "reward_model": ("reward_model", dict(centre_coef=0.05), "em cgjr", " fr"),
     "distill": ("distill", dict(divergence="jsd", on_policy_share=0.5), "m dglnr", " f"),
     "sampled": ("distill", dict(estimator="sampled", **LORA), "o bf", " m"),
-    "supervised": ("distill", dict(teacher="", **ONCE), "e adq", " n"),
+    "supervised": ("distill", dict(teacher="", on_policy_share=0.0, **ONCE), "e adq", " n"),
     "grpo lora": ("grpo", dict(kl_estimator="k3", **LORA, **STAYS), "f nhjr", " nf"),
     "ppo lora": ("ppo", dict(**LORA, **STAYS, **SELECTIVE), "o dgkq", "d r"),
     "reward_model lora": ("reward_model", LORA, "m eilp", " mg"),
