@@ -42,11 +42,16 @@ def check(result: int) -> int:
     return result
 
 
+def end_with(parent: int) -> None:
+    """Let this process end with the parent of this descriptor, which may have ended already."""
+    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
+    if select.select([parent], [], [], 0)[0]:
+        os._exit(1)
+
+
 def main(folder: str, caller: int) -> None:
     """Run the program on stdin, and print [what does not hold it, [(status, stdout) of each input]]."""
-    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG: dies with the caller
-    if os.getppid() != caller:
-        return
+    end_with(os.pidfd_open(caller))
     code, inputs, deadline = json.load(sys.stdin)
     missing = [] if LANDLOCK > 0 else ["no Landlock: they can read and write every file of this user"]
     try:
@@ -72,9 +77,10 @@ def enter_namespaces(folder: str) -> None:
     check(libc.mount(None, b"/", None, 0x4000 | 0x40000, None))  # MS_REC | MS_PRIVATE
     options = b"mode=700,size=%d,nr_inodes=4096" % FOLDER_SIZE
     check(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
+    parent = os.pidfd_open(os.getpid())
     if child := os.fork():  # process 1 of the new namespace, whose end is the end of all processes there
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
-    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))
+    end_with(parent)
 
 
 def run(code: str, text: str, deadline: float, folder: str) -> tuple[int, str]:
@@ -85,8 +91,10 @@ def run(code: str, text: str, deadline: float, folder: str) -> tuple[int, str]:
     # Descriptors, not files: the program's process closes them, and ends as Python does.
     stdin = os.open(f"{folder}/stdin", os.O_RDONLY)
     stdout = os.open(f"{folder}/stdout", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    parent = os.pidfd_open(os.getpid())
     child = os.fork()
     if not child:
+        end_with(parent)
         os.chdir(os.environ["HOME"])
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
@@ -100,8 +108,8 @@ def run(code: str, text: str, deadline: float, folder: str) -> tuple[int, str]:
     select.select([ended], [], [], max(0.0, deadline - time.monotonic()))
     os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.close(stdin)
-    os.close(ended)
+    for descriptor in (stdin, ended, parent):
+        os.close(descriptor)
     with open(stdout, "rb") as file:
         file.seek(0)
         return status if status >= 0 else 128 - status, file.read(OUTPUT).decode(errors="replace")
@@ -115,7 +123,6 @@ def restrict(folder: str) -> None:
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
-    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
     check(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
     if LANDLOCK > 0:
         confine(folder)
