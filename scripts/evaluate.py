@@ -46,7 +46,6 @@ from plumbing.rewards.answers import voted_answer
 from plumbing.rewards.sources import Rewards, check_reference, is_scored_by
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler
-from plumbing.rollout.vllm_sampling import obstacle
 from plumbing.run import evaluation, files, resume
 from plumbing.run.log import finite
 from plumbing.run.ranks import Interrupt, record
@@ -85,7 +84,7 @@ def load_sampler(args: Args, world: utils.World, tokenizer, stop_ids, rewards, c
     """Return what `grpo.rollout` samples with: the model, or vLLM."""
     precision, engine = loading.precision(args.precision, world.device), None
     if args.backend == "vllm":
-        if reason := obstacle(args):
+        if reason := engines.obstacle(args):
             utils.fail(f"--backend vllm: {reason}")
         from plumbing.rollout.vllm_engine import Engine
 

@@ -27,7 +27,7 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, Port
 from plumbing.http import require_key
-from plumbing.rollout import vllm_sampling
+from plumbing.rollout import vllm_engine
 
 
 @dataclass
@@ -61,7 +61,7 @@ def main(args: Args, others: list[str]) -> None:
         "logprobs-mode": "processed_logprobs",  # after the temperature
         "weight-transfer-config": '{"backend": "nccl"}',
         "middleware": "plumbing.http.CheckKey",
-        "worker-extension-cls": vllm_sampling.WATCH,
+        "worker-extension-cls": vllm_engine.WATCH,
         "uvicorn-log-level": "warning",  # no line for each request
         "max-model-len": args.max_length,
         "kv-cache-memory-bytes": int(args.kv_cache_gb * 1e9),

@@ -1,19 +1,18 @@
 """Which rollout engine samples (--rollout_backend), and the rollout of the next step while this one trains.
 
-plumbing/rollout/vllm_sampling.py has the interface of an engine. vLLM's modules are imported if the flag asks for them.
+`vllm_engine.VllmSampling` is the interface of an engine. vLLM's modules are imported if the flag asks for them.
 """
 
 import atexit
 import concurrent.futures
-import threading
-from concurrent.futures import Future
+import importlib.util
 from typing import Callable
 
+import pebble
 import torch
 
 from plumbing.models.loading import check_decodes
 from plumbing.models.sharding import unsharded
-from plumbing.rollout.vllm_sampling import obstacle
 from utils import World, fail
 
 
@@ -46,6 +45,17 @@ def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: to
     return engine
 
 
+def obstacle(args) -> str:
+    """Return why vLLM cannot sample here or with these flags; "" if it can."""
+    if importlib.util.find_spec("vllm") is None:
+        return "vLLM is not installed (pip install vllm==0.32.0)"
+    if args.precision == "float64":
+        return "vLLM does not compute with --precision float64"
+    if args.temperature > 2:
+        return f"--temperature {args.temperature}: vLLM requires at most 2"
+    return ""
+
+
 def load_conversations(args, tokenizer, stop_ids: list[int]):
     """Return the Conversations of --tools and --environment, or None without them."""
     if not (args.tools or args.environment):
@@ -62,29 +72,23 @@ class Prefetch:
     open-instruct, after Cleanba (arXiv:2310.00036).
     """
 
-    # Not ThreadPoolExecutor: the interpreter waits for its threads at exit, and one may be in a collective with a rank
-    # that has ended.
-
     def __init__(self, make: Callable, interrupt):
         """`make` makes a rollout and returns early, with any result, once `interrupt.requested` is set."""
         self.make, self.interrupt = make, interrupt
-        self.future: Future | None = None
+        self.future: concurrent.futures.Future | None = None
         atexit.register(self._leave)
 
     def start(self, *job) -> None:
         """Begin make(*job) in a thread."""
-        self.future = future = Future()
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-        def work() -> None:
+        @pebble.concurrent.thread  # a daemon: at exit, it may be in a collective with a rank that has ended
+        def work():
             if device is not None:
                 torch.cuda.set_device(device)  # the current device is set per thread
-            try:
-                future.set_result(self.make(*job))
-            except BaseException as error:  # sys.exit of a failure included
-                future.set_exception(error)
+            return self.make(*job)
 
-        threading.Thread(target=work, daemon=True).start()
+        self.future = work()
 
     def wait(self) -> None:
         """Wait for the rollout that was started, if one was."""

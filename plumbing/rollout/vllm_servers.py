@@ -20,7 +20,7 @@ import yarl
 
 from plumbing.models import loading
 from plumbing.models.lora import base_weights, merged
-from plumbing.rollout.vllm_sampling import Response, VllmSampling, check_sent
+from plumbing.rollout.vllm_engine import Response, VllmSampling, check_sent
 from utils import World, fail, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
