@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
-from plumbing.run.files import read_log
+from plumbing.run.log import read_log
 
 TINY, GPU = os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
 SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabulary

@@ -46,8 +46,8 @@ from plumbing.rewards.answers import voted_answer
 from plumbing.rewards.sources import Rewards, check_reference, is_scored_by
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler
-from plumbing.run import evaluation, files, resume
-from plumbing.run.log import finite
+from plumbing.run import evaluation, resume
+from plumbing.run.log import finite, replace_file
 from plumbing.run.ranks import Interrupt, record
 
 NO_ANSWERS = ("format", "code", "ifeval", "environment")  # sources whose responses have nothing to vote for
@@ -223,16 +223,11 @@ def main(args: Args) -> None:
         "git_commit": resume.git_commit(),
     }
 
-    def write(path: str) -> None:
-        if world.main:
-            with open(os.path.join(path, "results.json"), "w") as file:
-                json.dump(results, file, indent=2, allow_nan=False)
-            with open(os.path.join(path, "samples.jsonl"), "w") as file:
-                for row in table.to_dict("records"):
-                    file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
-
-    files.save_folder(folder, world, write)
     if world.main:
+        lines = [json.dumps(finite(row), allow_nan=False, default=str) + "\n" for row in table.to_dict("records")]
+        os.makedirs(folder)
+        replace_file(os.path.join(folder, "samples.jsonl"), "".join(lines))
+        replace_file(os.path.join(folder, "results.json"), json.dumps(results, indent=2, allow_nan=False))
         show(results)
         print(os.path.join(folder, "results.json"), flush=True)
 

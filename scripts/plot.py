@@ -10,7 +10,7 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing.run.curves import plot_curves
+from plumbing.run.log import plot_curves
 
 
 def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "curves.png", metrics: tuple[str, ...] = ()):

@@ -17,8 +17,7 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing.run.curves import CURVES, run_names
-from plumbing.run.files import read_args, read_log, replace_file
+from plumbing.run.log import CURVES, read_args, read_log, replace_file, run_names
 
 STYLES = ("uplot/uPlot.min.css", "page.css")
 SCRIPTS = ("page.js", "curves.js", "samples.js")

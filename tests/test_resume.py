@@ -15,7 +15,7 @@ from helpers import folder_of, metrics_of, read_lines, run_here, steps_of
 
 import grpo
 import utils
-from plumbing.run import files, resume
+from plumbing.run import checkpoints, log, resume
 
 # ---- a folder like that of a run, without a run ----------------------------------------------------------------------
 
@@ -48,15 +48,15 @@ def refusal(capsys, folder: Path, **changes) -> str:
     return helpers.refusal(capsys.readouterr().err)
 
 
-def test_the_newest_checkpoint_and_what_has_changed(folder):
+def test_the_newest_checkpoint_and_what_has_changed(folder, capsys):
     origin = resume.find_origin(args_of(folder, seed=2, reward=("gsm8k", "format")), str(utils.ROOT) + "/rloo.py")
     assert origin.checkpoint == str(folder / "checkpoints" / "step_10") and origin.run_id == "abc"
-    changes = {"seed": (1, 2), "reward": (["math"], ["gsm8k", "format"]), "script": ("grpo.py", "rloo.py")}
-    assert origin.changes == changes
+    changes = ["reward ['math'] -> ['gsm8k', 'format']", "seed 1 -> 2", "script grpo.py -> rloo.py"]
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(f"changed since: --{each}" for each in changes)
     resume.open_folder(origin, args_of(folder, seed=2), "grpo.py", 1, 10)
     assert [row["step"] for row in read_lines(folder / "metrics.jsonl")] == [0, 2]  # that of step 10 is in it
     assert [row["step"] for row in read_lines(folder / "samples.jsonl")] == [2]
-    assert files.read_args(str(folder))["args"]["seed"] == 2 and files.read_args(str(folder))["run_id"] == "abc"
+    assert log.read_args(str(folder))["args"]["seed"] == 2 and log.read_args(str(folder))["run_id"] == "abc"
 
 
 def test_what_a_resume_refuses(folder, capsys):
@@ -121,9 +121,9 @@ def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world):
         (tmp_path / left).mkdir()
         (tmp_path / left / "b").write_text("")
     with pytest.raises(OSError):
-        files.save_folder(str(tmp_path / "final"), world, lambda path: open("/dev/full", "w").write("x" * 99999))
+        checkpoints.save_folder(str(tmp_path / "final"), world, lambda path: open("/dev/full", "w").write("x" * 99999))
     assert (tmp_path / "final" / "b").exists()
-    files.save_folder(str(tmp_path / "final"), world, write)
+    checkpoints.save_folder(str(tmp_path / "final"), world, write)
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["final", "final/a"]
 
 
@@ -175,7 +175,7 @@ def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):
     assert err.count("warning: --resume: the rows to train on have changed") == 1
     run_here({**copy, "total_episodes": 40, "dataset": shutil.copy(fewer, tmp_path / "the_same.jsonl")})
     assert "--resume" not in capsys.readouterr().err
-    assert files.read_args(str(folder_of(copy)))["args"]["total_episodes"] == 40
+    assert log.read_args(str(folder_of(copy)))["args"]["total_episodes"] == 40
     assert [row["step"] for row in metrics_of(copy)] == [0, 1, 2, 3, 4, 5]
 
 

@@ -11,11 +11,10 @@ from helpers import refused, write_rows
 import grpo
 import utils
 from plumbing.run import log
-from plumbing.run.resume import Origin
 
 
 def log_of(folder, track: str = "", steps: int = 4, step: int = 1) -> log.RunLog:
-    return log.RunLog(Origin(str(folder), run_id="7"), grpo.Args(track=track), utils.World(0, 1, None), steps, step)
+    return log.RunLog(str(folder), "7", grpo.Args(track=track), utils.World(0, 1, None), steps, step)
 
 
 def logged(folder, name: str) -> log.RunLog:
@@ -79,7 +78,7 @@ def test_a_bar_on_a_terminal_and_a_line_a_step_elsewhere(tmp_path, monkeypatch, 
     run.log({"step": 2, "objective/scores": 0.5, "time/step": 3.0})
     out, err = capsys.readouterr()
     assert ("rollout:" in err and "score=0.5" in err and "step 2" not in out) if terminal else not err
-    assert terminal or out.endswith("\nstep 2 of 4: score=0.5, seconds=3\n")
+    assert terminal or out == "step 2 of 4: score=0.5, seconds=3\n"
 
 
 def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
@@ -87,7 +86,7 @@ def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
     write_rows(tmp_path / "metrics.jsonl", [{"step": i, "eval/accuracy": i, "eval/greedy_accuracy": 1} for i in (0, 4)])
     monkeypatch.setattr(log, "plot_curves", lambda *args: None)
     log_of(tmp_path).close("the end")
-    assert capsys.readouterr().out.splitlines()[1:] == [
+    assert capsys.readouterr().out.splitlines() == [
         "the end",
         "held-out accuracy, greedy: 1.000 at step 0, 1.000 at step 4",
         "held-out accuracy, sampled (what is trained): 0.000 at step 0, 4.000 at step 4",
@@ -96,7 +95,7 @@ def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
 
 def test_lengths(tmp_path, capsys):
     log_of(tmp_path).lengths({"prompts": [3] * 90 + [4] * 10 + [7], "held-out": [5], "none": []})
-    first, second = capsys.readouterr().out.splitlines()[1:]
+    first, second = capsys.readouterr().out.splitlines()
     assert first == "prompts: 101 of 3 to 7 tokens, median 3" and second == "held-out: 1 of 5 to 5 tokens, median 5"
 
 

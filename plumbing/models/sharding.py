@@ -13,11 +13,6 @@ from torch.distributed.tensor import DTensor
 from plumbing.models.loading import Precision, caps_scores, load_model
 from utils import World, fail, full_tensor, loading, parameter_count
 
-OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
-    "a GPU is out of memory: lower --micro_batch_tokens or --generation_batch_size, add --gradient_checkpointing, "
-    "shard the models (--shard fsdp or fsdp_offload), or train adapters (--lora_rank 32)"
-)
-
 
 class Sharding:
     """Places models as --shard says, and sets their --attention.

@@ -2,7 +2,9 @@
 
 import glob
 import os
+import shutil
 import warnings
+from typing import Callable
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,7 +17,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from plumbing.models.loading import load_config, read_tokenizer, vocabulary_difference
 from plumbing.models.lora import base_weights, merged
-from plumbing.run.files import remove_folder, save_folder
 from utils import Optimizer, World, fail, first_line, loading
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # dcp's, where `no_dist` asks for just that
@@ -148,3 +149,36 @@ def load_optimizer(path: str, model, optimizer: Optimizer) -> None:
     except dcp.api.CheckpointException as failed:  # a BaseException
         raise RuntimeError(first_line(next(iter(failed.failures.values()))[0])) from failed
     set_optimizer_state_dict(model, optimizer.adam, state["adam"], options=ALLOW_MISSING)
+
+
+def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None:
+    """Save a folder that appears complete or not at all: it is written under another name and renamed.
+
+    Args:
+        write: called on all ranks with the path to write to.
+    """
+    parent, name = os.path.split(folder)
+    temporary = os.path.join(parent, f".{name}.tmp")
+
+    def begin() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.makedirs(temporary)
+
+    def publish() -> None:
+        if os.path.exists(folder):
+            remove_folder(folder)
+        os.rename(temporary, folder)
+
+    world.on_main(begin)
+    write(temporary)
+    world.barrier()
+    world.on_main(publish)
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder that is gone for its readers before any file in it is."""
+    parent, name = os.path.split(folder)
+    removed = os.path.join(parent, f".{name}.old")
+    shutil.rmtree(removed, ignore_errors=True)  # left by a kill
+    os.rename(folder, removed)
+    shutil.rmtree(removed, ignore_errors=True)

@@ -6,8 +6,7 @@ import shlex
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 
-from plumbing.run.curves import CURVES
-from plumbing.run.files import read_args, read_log
+from plumbing.run.log import CURVES, read_args, read_log
 from utils import loading
 
 CARD = """---

@@ -1,6 +1,10 @@
-"""What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl, curves.png, and --track."""
+"""What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl, curves.png, and --track.
+
+Who reads a run's folder afterwards finds the readers of its logs and of args.json here, too.
+"""
 
 import importlib
+import json
 import math
 import os
 from collections import deque
@@ -9,10 +13,7 @@ from dataclasses import asdict
 import numpy as np
 from tqdm import tqdm
 
-from plumbing.run.curves import CURVES, plot_curves
-from plumbing.run.files import append, read_log
 from plumbing.run.ranks import begin_phase
-from plumbing.run.resume import Origin
 from utils import World, first_line, loading, progress_bars, warn
 
 PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
@@ -23,6 +24,21 @@ PROGRESS = {  # the values in the progress bar, or in the line of a step, if a r
     "eval/pair_accuracy": "held-out",
     "time/step": "seconds",
 }
+CURVES = {  # the metrics that a picture has, if a run has them, and those of eval/ that its last lines have
+    "eval/greedy_accuracy": "held-out accuracy, greedy",
+    "eval/accuracy": "held-out accuracy, sampled (what is trained)",
+    "eval/pair_accuracy": "held-out pairs ranked right",
+    "train/loss": "loss",
+    "eval/margin": "held-out margin (chosen - rejected)",
+    "train/pair_accuracy": "training pairs ranked right",
+    "objective/scores": "mean score",
+    "objective/kl": "KL to the reference (sum over tokens)",
+    "objective/divergence": "divergence from the teacher per token (nats)",
+    "policy/entropy_avg": "entropy per token (nats)",
+    "val/explained_variance": "explained variance of the values",
+    "val/sequence_lengths": "response length (tokens)",
+    "loss/grad_norm": "gradient norm",
+}
 CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd")  # codes that a terminal obeys
 
 
@@ -32,31 +48,27 @@ class RunLog:
     Every rank makes one and makes the same calls; rank 0 writes.
     """
 
-    def __init__(self, origin: Origin, args, world: World, total_steps: int, step: int):
-        """Open the logs in the folder of `origin`, which exists, of a run that has made `step` steps."""
-        self.folder, self.world = origin.folder, world
+    def __init__(self, folder: str, run_id: str, args, world: World, total_steps: int, step: int):
+        """Open the logs in a run's folder, which exists; the run has made `step` steps."""
+        self.folder, self.world = folder, world
         self.values: dict[str, str] = {}  # in the progress bar
         self.latest, self.warned = deque(maxlen=10), set()  # the metrics of the last ten steps; what was warned of
         self.library = self.url = None  # that of --track, and the address of the run there
         if args.track:
-            world.on_main(lambda: self._track(origin, args))
-        if world.main:
-            print(f"run: {self.folder}" + (f" (goes on after step {step})" if origin.checkpoint else ""), flush=True)
-            for name, (before, now) in origin.changes.items():
-                print(f"changed since: --{name} {before} -> {now}", flush=True)
+            world.on_main(lambda: self._track(run_id, args))
         disable = None if world.main else True  # None: without a terminal
         self.progress = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=disable)
         progress_bars.append(self.progress)
         self.phase("start")
 
-    def _track(self, origin: Origin, args) -> None:
+    def _track(self, run_id: str, args) -> None:
         """Begin the run in the library that --track names, or continue it there."""
         with loading(f"--track {args.track}"):
             library = importlib.import_module(args.track)
             # Weights & Biases continues the run of an id, trackio that of a name.
-            options = {"id": origin.run_id, "dir": origin.folder} if args.track == "wandb" else {}
+            options = {"id": run_id, "dir": self.folder} if args.track == "wandb" else {}
             run = library.init(
-                project=os.environ.get("WANDB_PROJECT", "rl-on-language-models"), name=os.path.basename(origin.folder),
+                project=os.environ.get("WANDB_PROJECT", "rl-on-language-models"), name=os.path.basename(self.folder),
                 config=asdict(args), resume="allow", **options,
             )  # fmt: skip
         self.library, self.url = library, getattr(run, "url", None)
@@ -173,3 +185,83 @@ def check_track(name: str) -> None:
 def finite(row: dict) -> dict:
     """Return a row with None for numbers that are not finite, which JSON does not have."""
     return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+
+
+def replace_file(path: str, text: str) -> None:
+    """Write a file that has its old or its new content at any instant."""
+    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(f"{path}.tmp", path)
+
+
+def append(path: str, rows: list[dict]) -> None:
+    """Append rows to a .jsonl file."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read_log(folder: str, name: str = "metrics.jsonl") -> list[dict]:
+    """Return the rows of a log of a run, [] if there is none, without a last line that a kill cut short.
+
+    Raises:
+        ValueError: if another line cannot be read.
+    """
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8") as file:
+        lines = file.read().split("\n")[:-1]
+    try:
+        return json.loads("[" + ",\n".join(lines) + "]")  # one array, so that json's error has the number of the line
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_args(folder: str) -> dict:
+    """Return a run's args.json, {"args": {flag: value}, "defaults": ..., "script": ..., ...}; {} if there is none."""
+    path = os.path.join(folder, "args.json")
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def run_names(folders: list[str]) -> list[str]:
+    """Return the name of each run folder: the part of its path that the others do not share."""
+    if not folders:
+        raise ValueError("names no run folder")
+    paths = [os.path.abspath(folder) for folder in folders]
+    shared = os.path.commonpath(paths) if len(set(paths)) > 1 else os.path.dirname(paths[0])
+    return [os.path.relpath(path, shared) for path in paths]
+
+
+def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = ()) -> None:
+    """Draw curves of run folders into a picture; raise ValueError if there is nothing to draw.
+
+    Args:
+        path: its ending names the format, such as .png, .svg or .pdf.
+        metrics: what to draw, as in metrics.jsonl; default: the CURVES that the runs have.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    runs = dict(zip(run_names(folders), map(read_log, folders)))
+    keys = [k for k in metrics or CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
+    if not keys:
+        raise ValueError(f"there is nothing to draw in {' '.join(folders)}")
+    width = min(3, len(keys))
+    height = math.ceil(len(keys) / width)
+    figure = Figure((4.4 * width, 2.9 * height), layout="constrained")  # requires no display
+    for place, key in enumerate(keys, 1):
+        axis = figure.add_subplot(height, width, place)
+        for number, (name, rows) in enumerate(runs.items()):
+            values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+            marker = "o" if len(values) < 20 else None
+            axis.plot(values.keys(), values.values(), f"C{number % 10}", marker=marker, markersize=3, label=name)
+        axis.set_title(CURVES.get(key, key), loc="left", fontsize=10)
+        axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(color="#ecebe6")
+    if len(runs) > 1:
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
+    figure.savefig(path, dpi=130)

@@ -10,30 +10,29 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib import metadata
+from typing import NamedTuple
 
 import torch
 
 from plumbing.run.checkpoints import checkpoint_folders
-from plumbing.run.files import read_args, read_log, replace_file
+from plumbing.run.log import read_args, read_log, replace_file
 from utils import ROOT, fail, loading, warn
 
 locks = []  # open files; closing one would give up its lock
 
 
-@dataclass
-class Origin:
+class Origin(NamedTuple):
     """Where a run begins: a new folder, or the newest checkpoint of an old one."""
 
     folder: str
-    checkpoint: str | None = None
-    changes: dict[str, tuple] = field(default_factory=dict)  # {flag: (before, now)}
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of the tracker, the same for a resumed run
+    checkpoint: str | None
+    run_id: str  # of the tracker, the same for a resumed run
 
 
 def find_origin(args, script: str) -> Origin:
-    """Return where the run begins. Creates no run folder. For rank 0 alone.
+    """Return where the run begins, and print which flags have changed since. Creates no run folder. For rank 0 alone.
 
     The default name consists of the names of script, model and data set and the seed. Exits with code 2 if the folder
     exists and --resume is not given, if another process uses it, or if going on would erase what it has.
@@ -43,27 +42,25 @@ def find_origin(args, script: str) -> Origin:
     with loading(f"--output_dir {args.output_dir}"):
         os.makedirs(args.output_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=args.output_dir).close()  # can it be written to?
-    origin = Origin(os.path.join(args.output_dir, name))
-    if not os.path.exists(origin.folder):
-        return origin
+    folder = os.path.join(args.output_dir, name)
+    if not os.path.exists(folder):
+        return Origin(folder, None, uuid.uuid4().hex)
     if not args.resume:
-        fail(f"--run_name {name}: {origin.folder} exists; continue it with --resume, or choose another name")
-    with loading(f"--resume {origin.folder}"):
-        lock(origin.folder)
-        facts, rows, saved = read_args(origin.folder), read_log(origin.folder), checkpoint_folders(origin.folder)
+        fail(f"--run_name {name}: {folder} exists; continue it with --resume, or choose another name")
+    with loading(f"--resume {folder}"):
+        lock(folder)
+        facts, rows, saved = read_args(folder), read_log(folder), checkpoint_folders(folder)
     steps = rows[-1]["step"] if rows else 0
-    if saved:
-        origin.checkpoint = saved[-1]
-    elif 0 < args.save_every <= steps or os.path.exists(os.path.join(origin.folder, "final")):
-        fail(f"--resume {origin.folder}: has {steps} steps and no checkpoint; remove it, or choose another --run_name")
-    elif steps:
-        warn(f"--resume {origin.folder}: was killed before its first checkpoint, so it begins again")
+    if not saved and (0 < args.save_every <= steps or os.path.exists(os.path.join(folder, "final"))):
+        fail(f"--resume {folder}: has {steps} steps and no checkpoint; remove it, or choose another --run_name")
+    if not saved and steps:
+        warn(f"--resume {folder}: was killed before its first checkpoint, so it begins again")
     before = {**facts.get("args", {}), "script": facts.get("script", script)}
     now = {**as_json(args), "script": os.path.relpath(script, ROOT)}
-    changed = [name for name in now if name != "resume" and before.get(name, now[name]) != now[name]]
-    origin.changes = {name: (before[name], now[name]) for name in changed}
-    origin.run_id = facts.get("run_id", origin.run_id)
-    return origin
+    for name in now:
+        if name != "resume" and before.get(name, now[name]) != now[name]:
+            print(f"changed since: --{name} {before[name]} -> {now[name]}", flush=True)
+    return Origin(folder, saved[-1] if saved else None, facts.get("run_id", uuid.uuid4().hex))
 
 
 def lock(folder: str) -> None:
@@ -108,6 +105,7 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
         "run_id": origin.run_id,
     }  # fmt: skip
     replace_file(os.path.join(folder, "args.json"), json.dumps(facts, indent=2))
+    print(f"run: {folder}" + (f" (goes on after step {step})" if origin.checkpoint else ""), flush=True)
 
 
 def versions() -> dict[str, str]:

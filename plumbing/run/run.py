@@ -49,7 +49,7 @@ class Run:
             self.state |= checkpoints.load_checkpoint(self.checkpoint, self.world, tokenizer, models, optimizers)
         step, size = self.state["step"], self.world.size
         self.world.on_main(lambda: resume.open_folder(self.origin, self.args, self.script, size, step))
-        self.log = RunLog(self.origin, self.args, self.world, total_steps, step)
+        self.log = RunLog(self.folder, self.origin.run_id, self.args, self.world, total_steps, step)
         self.clock = utils.Clock(self.world, self.state["seconds"], utils.parameter_count(models[""]))
 
     def check_rows(self, rows: list[dict], lengths: dict[str, list[int]]) -> None:

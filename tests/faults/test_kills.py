@@ -17,7 +17,7 @@ from helpers import folder_of, processes_of
 from test_scripts import MOVING, OF_PPO
 
 import utils
-from plumbing.run import files
+from plumbing.run import log
 
 STEPS, STOPS = 12, 30  # of each kind of run, with --long
 STEPS_IN_CI, STOPS_IN_CI = 6, 3
@@ -119,7 +119,7 @@ class Chain:
 
 def rows_of(path: Path) -> list[dict]:
     """The rows of a log, without a last one that a kill cut short, and without the numbers of clocks."""
-    rows = files.read_log(path.parent, path.name)
+    rows = log.read_log(path.parent, path.name)
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
 
