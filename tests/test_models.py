@@ -3,27 +3,18 @@
 import copy
 import time
 
-import helpers
 import pytest
 import torch
+from helpers import ROOT, refused, tiny_model
 from huggingface_hub import constants
-from tiny_models import CPU, KV, SMALL
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from tiny_models import CPU
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from plumbing.models import loading, sharding
 from plumbing.rollout.batch import collate
 
 IDS = torch.arange(2, 22)[None]
-
-
-def saved(folder, kind: str, **changes) -> str:
-    """A random model with large weights, in a folder."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SMALL, **KV, **changes}))
-    for parameter in model.parameters():
-        parameter.data += 0.5 * torch.randn_like(parameter)
-    model.save_pretrained(folder)
-    return str(folder)
+TINY = str(ROOT / "assets" / "tiny")
 
 
 # ---- Gemma 2's soft cap ----------------------------------------------------------------------------------------------
@@ -34,18 +25,14 @@ def saved(folder, kind: str, **changes) -> str:
 def test_capped_attention_scores(tmp_path, load, capsys, kind):
     """transformers' sdpa leaves the cap out without a word; without a cap it is taken."""
     assert load("gemma2", attn_logit_softcapping=None).config._attn_implementation == "sdpa"
-    cap = dict(head_dim=8, query_pre_attn_scalar=8, attn_logit_softcapping=0.5)
-    folder = saved(tmp_path, kind, **cap)
-    eager, sdpa = (
-        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=x)(IDS).logits for x in ("eager", "sdpa")
-    )
+    folder = tiny_model(tmp_path, kind, query_pre_attn_scalar=8, attn_logit_softcapping=0.5)
+    logits = lambda name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)(IDS).logits
+    eager, sdpa = logits("eager"), logits("sdpa")
     ours = loading.load_model("--model", folder, torch.float32, CPU)
     assert torch.equal(ours(IDS).logits, eager) and (eager - sdpa).abs().max() > 0.01
     on_meta = loading.load_model("--model", folder, torch.float32, torch.device("meta"))  # as on the other ranks
     assert on_meta.config._attn_implementation == "eager"
-    with pytest.raises(SystemExit):
-        sharding.set_attention(ours, "sdpa")
-    assert capsys.readouterr().err.startswith("error: --attention sdpa: ")
+    assert refused(capsys, sharding.set_attention, ours, "sdpa").startswith("error: --attention sdpa: ")
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):
@@ -89,13 +76,11 @@ def test_values_for_the_chat_template(tmp_path, capsys):
     template.write_text("{{ messages[0]['content'] }}{% if not enable_thinking %}<think></think>{% endif %}")
     ask = [{"role": "user", "content": "1"}]
     for values, text in (("{}", "1<think></think>"), ('{"enable_thinking": true}', "1")):
-        tokenizer = loading.load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(template), values)
+        tokenizer = loading.load_tokenizer(TINY, str(template), values)
         assert tokenizer.apply_chat_template(ask, tokenize=False) == text
     for values, word in (("{", "Expecting"), ("[1]", "dict"), ('{"thinking": 1}', "does not read thinking")):
-        with pytest.raises(SystemExit) as end:
-            loading.load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(template), values)
-        line = capsys.readouterr().err
-        assert end.value.code == 2 and line.startswith("error: --chat_template_kwargs") and word in line
+        line = refused(capsys, loading.load_tokenizer, TINY, str(template), values)
+        assert line.startswith("error: --chat_template_kwargs") and word in line
 
 
 # ---- vocabularies ----------------------------------------------------------------------------------------------------
@@ -111,9 +96,8 @@ def test_the_embedding_of_the_pad_token_gets_a_gradient(model_folder, device):
 def test_the_last_token_of_a_vocabulary(model_folder, capsys):
     """SMALL has 32."""
     loading.check_fits(model_folder(), [[31], [0, 30]], "--dataset here")
-    with pytest.raises(SystemExit):
-        loading.check_fits(model_folder(), [[1], [32, 2]], "--dataset here")
-    assert "has 32 tokens, and its tokenizer writes token 32" in capsys.readouterr().err
+    line = refused(capsys, loading.check_fits, model_folder(), [[1], [32, 2]], "--dataset here")
+    assert "has 32 tokens, and its tokenizer writes token 32" in line
 
 
 # ---- --attention -----------------------------------------------------------------------------------------------------
@@ -152,8 +136,6 @@ def test_attention_changes_only_how_it_is_computed(load):
 def test_attention_that_is_not_supported(load, capsys, monkeypatch):
     monkeypatch.setattr(type(load("llama")), "_can_set_attn_implementation", lambda *_: False)
     for name, family in (("flash_attention_2", "qwen2"), ("flex_attention", "gpt2"), ("eager", "llama")):
-        with pytest.raises(SystemExit) as ended:
-            sharding.set_attention(load(family), name)
-        line = capsys.readouterr().err
-        assert ended.value.code == 2 and line.startswith(f"error: --attention {name}: ")
+        line = refused(capsys, sharding.set_attention, load(family), name)
+        assert line.startswith(f"error: --attention {name}: ")
     assert "LlamaForCausalLM" in line
