@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from helpers import refused
 from tiny_models import CPU
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
@@ -21,7 +22,7 @@ from plumbing.rewards.sources import Rewards
 from plumbing.rollout.batch import Batch, Sampler
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
-F32, F64 = torch.float32, torch.float64
+F64 = torch.float64
 LENGTHS = [3, 9, 1, 5, 2, 7, 4, 6, 12, 3, 8, 1]
 STOPS = [1, 6, 11, 16, 20, 27]  # of 32 tokens, so that most responses end early
 
@@ -280,19 +281,10 @@ def test_rollout_is_a_function_of_its_key_however_it_is_cut(setting):
     assert len(set(map(tuple, responses_of(whole)[:3]))) > 1  # and samples of a prompt differ
 
 
-def counting(*inputs):
-    """The decode loop of a fork that stores one more value a token: 1000 * token + its place."""
+def repeating(*inputs):
+    """The decode loop of a fork that stores one more value a token: the token itself."""
     responses, values = generate(*inputs)
-    for response, value in zip(responses, values):
-        value["counted"] = [1000 * token + t for t, token in enumerate(response)]
-    return responses, values
-
-
-def counts_of(batch: Batch) -> torch.Tensor:
-    expected = torch.zeros(batch.response_mask.shape, dtype=torch.long)
-    for row, response in zip(expected, responses_of(batch)):
-        row[: len(response)] = torch.tensor(response) * 1000 + torch.arange(len(response))
-    return expected
+    return responses, [{**value, "again": response} for value, response in zip(values, responses)]
 
 
 @pytest.mark.parametrize("count, samples", [(5, 3), (4, 2), (1, 0), (2, 0)])
@@ -312,7 +304,7 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count,
 
     monkeypatch.setattr(utils.dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: None)
-    monkeypatch.setattr(grpo, "generate", counting)  # all that is stored of a token comes along
+    monkeypatch.setattr(grpo, "generate", repeating)  # all that is stored of a token comes along
     sampler, rows = setting
     whole, batches, seen = rollout(sampler, rows[:count], samples, KEY), [], []
     for rank in [*range(size), *range(size)]:
@@ -322,7 +314,8 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count,
             batches.append(rollout(of_rank, rows[:count], samples, KEY))
             seen.append(len(rewards.seen))
     assert len(batches) == size + 1 and all(same(batch, whole) for batch in batches)
-    assert torch.equal(whole.tokens["counted"], counts_of(whole))
+    for again, mask, response in zip(whole.tokens["again"], whole.response_mask, responses_of(whole)):
+        assert again[mask].tolist() == response and not again[~mask].any()
     assert sum(seen[1:]) == len(whole.samples)  # each response was scored on one rank
 
 
@@ -335,9 +328,7 @@ def test_an_interrupted_rollout_is_none(setting):
 def test_a_model_that_gives_no_numbers_is_refused(setting, capsys):
     sampler, rows = setting
     sampler.model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits * math.nan)
-    with pytest.raises(SystemExit) as end:
-        rollout(sampler, rows, 3, KEY)
-    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: --model or --learning_rate: ")
+    assert refused(capsys, rollout, sampler, rows, 3, KEY).startswith("error: --model or --learning_rate: ")
 
 
 # ---- text to token ids ------------------------------------------------------------------------------------------
