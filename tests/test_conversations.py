@@ -102,7 +102,7 @@ def test_how_it_goes(name):
     for row, one in zip(rows, conversations.sample(rows, [1, 2], None, never, generate=says(tokenizer, *said))):
         assert tokenizer.decode(one.response, skip_special_tokens=True) == text
         assert (one.stop_reason, one.tool_calls, one.tool_errors) == (stop_reason, calls, errors)
-        assert one.stop_reason in STOP_REASONS and one.stopped == (stop_reason != "length")
+        assert one.stop_reason in STOP_REASONS
         assert bool(one.error) == (stop_reason == "error")
         assert one.reward == pytest.approx(reward, nan_ok=True)
         # The mask is set on turns of the model, and on nothing else.

@@ -168,7 +168,7 @@ class Rewards:
 
     def score_samples(self, samples: list, interrupted: Callable[[], bool]) -> None:
         """Set `scores`, {source: score}, of responses whose `text` is set: plumbing.rollout.batch.Samples."""
-        rows = [x.row if x.conversation is None else x.conversation.scored_row() for x in samples]
+        rows = [x.row for x in samples]
         scores = self.score(rows, [x.text for x in samples], [x.response for x in samples], interrupted)
         for i, sample in enumerate(samples):
             sample.scores = {source: column[i] for source, column in scores.items()}

@@ -84,7 +84,7 @@ class Sampler(NamedTuple):
         with self.decoding():
             if self.conversations:
                 ended = self.conversations.sample(rows, tool_seeds, draws, self.interrupted, self.engine, decode)
-                return ended and [Sample(x.row, x.response, x.values, x.stopped, x) for x in ended]
+                return ended and [Sample(x.row, x.response, x.values, x.stop_reason != "length", x) for x in ended]
             queries = [row["query"] for row in rows]
             if self.engine is None:
                 sampled = decode(queries, None if draws is None else torch.from_numpy(draws))
@@ -161,13 +161,8 @@ class Batch:
     def collate(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
         """Return some of the responses behind their queries, as `collate` lays them out; observations are not set."""
         samples = [self.samples[i] for i in chosen]
-        input_ids, mask = collate([(x.row["query"], x.response) for x in samples], torch.device("cpu"))
-        for row, x in zip(mask, samples):
-            if "response_mask" in x.values:
-                begin = len(x.row["query"])
-                row[begin : begin + len(x.response)] = torch.tensor(x.values["response_mask"], dtype=torch.bool)
-        device = self.response_mask.device  # at the end: a GPU would wait for each row
-        return input_ids.to(device), mask.to(device)
+        rows = [(x.row["query"], x.response, x.values.get("response_mask", True)) for x in samples]
+        return collate(rows, self.response_mask.device)
 
     def micro_batches(
         self, chosen: list[int], token_budget: int, world: utils.World
@@ -199,17 +194,20 @@ class Experience:
     score_statistics: list[float] | None = None  # running count, mean and sum of squared deviations of scores (ppo.py)
 
 
-def collate(rows: list[tuple[list[int], list[int]]], device) -> tuple[Tensor, Tensor]:
+def collate(rows: list[tuple], device) -> tuple[Tensor, Tensor]:
     """Pad queries and responses on the right: input_ids (n, L) and a mask (n, L) bool of response tokens.
 
     No rows make one row of padding, with which a rank that has nothing to do joins a collective forward pass.
+
+    Args:
+        rows: (query, response), token ids, or (query, response, mask of the response's tokens, or True for all).
     """
-    ids = [torch.tensor(query + response) for query, response in rows] or [torch.zeros(2, dtype=torch.long)]
+    ids = [torch.tensor(query + response) for query, response, *_ in rows] or [torch.zeros(2, dtype=torch.long)]
     input_ids = pad_sequence(ids, batch_first=True)
     mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for row, (query, response) in zip(mask, rows):
-        row[len(query) : len(query) + len(response)] = True
-    return input_ids.to(device), mask.to(device)
+    for row, (query, response, *sampled) in zip(mask, rows):
+        row[len(query) : len(query) + len(response)] = torch.tensor(sampled[0] if sampled else True)
+    return input_ids.to(device), mask.to(device)  # at the end: a GPU would wait for each row
 
 
 def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:

@@ -44,24 +44,10 @@ class Conversation:
         self.values["response_mask"] += [int(logprobs is not None)] * len(tokens)
 
     @property
-    def tokens(self) -> list[int]:
-        """Return the token ids of the prompt and of all that follows."""
-        return self.row["query"] + self.response
-
-    @property
     def reward(self) -> float:
         """Return the sum of the environment's rewards; NaN if it gave none, or has failed."""
         given = [reward for reward in self.rewards if reward is not None]
         return sum(given) if given and not self.error else math.nan
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether it ended before --max_response_length cut it off."""
-        return self.stop_reason != "length"
-
-    def scored_row(self) -> dict:
-        """Return the row with what reward sources read of the conversation."""
-        return {**self.row, "turns": self.turns, "environment": self.reward}
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of turns, calls and tokens."""
@@ -129,6 +115,8 @@ class Conversations:
             for conversation in conversations:
                 conversation.process.kill()
                 conversation.process = None
+                # What reward sources read of a conversation.
+                conversation.row = {**conversation.row, "turns": conversation.turns, "environment": conversation.reward}
         return conversations if all(conversation.stop_reason for conversation in conversations) else None
 
     def leave_out_failed(self, samples: list) -> None:
@@ -148,7 +136,8 @@ class Conversations:
             while not conversation.stop_reason:
                 seed = None if seeds is None else int(seeds[conversation.metrics()["turns"]])
                 length = self.args.max_response_length - len(conversation.response)
-                sampled = await engine.sample(conversation.tokens, seed, length, self.stop_ids, self.args, interrupted)
+                tokens = conversation.row["query"] + conversation.response
+                sampled = await engine.sample(tokens, seed, length, self.stop_ids, self.args, interrupted)
                 if sampled is None:
                     return
                 await self._add_turn(conversation, *sampled)
@@ -165,7 +154,7 @@ class Conversations:
             running = [i for i, conversation in enumerate(conversations) if not conversation.stop_reason]
             if not running:
                 return
-            queries = [conversations[i].tokens for i in running]
+            queries = [conversations[i].row["query"] + conversations[i].response for i in running]
             lengths = [self.args.max_response_length - len(conversations[i].response) for i in running]
             uniforms = None
             if draws is not None:  # numbers of a response's tokens, of which the last ones are left
