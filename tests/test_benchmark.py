@@ -1,6 +1,7 @@
 """scripts/benchmark.py: a small run of what it measures, and what it makes of the numbers."""
 
 import benchmark
+import helpers
 import pandas
 import torch
 import transformers
@@ -17,8 +18,9 @@ def fails(flags, words):
     raise ValueError("there is no GPU")
 
 
-def test_processes(capsys):
+def test_processes(capsys, monkeypatch):
     """What kinds measured, each in a process of its own, and the line that says why another cannot be."""
+    monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())  # one that has its imports
     kinds = {"transformers": (benchmark.run_transformers, []), "grpo.py": (benchmark.run_grpo, []), "none": (fails, [])}
     rows = benchmark.compare(FLAGS, kinds, 1)
     assert "none: ValueError: there is no GPU" in capsys.readouterr().err
