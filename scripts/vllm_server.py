@@ -9,10 +9,7 @@ is sampled, requests and responses of token ids, and weight transfer by NCCL. Wh
 `-- --max-num-seqs 512`. GET /health answers once the model is loaded.
 
 Whoever gets an answer from this server can run code on its machine: vLLM's /collective_rpc calls functions by name, and
-its weight transfer connects to the address that it is told. vLLM's own --api-key leaves both open. So with a key in
-VLLM_API_KEY, every path but /health requires it, and an address other than this machine's loopback requires a key. The
-key and the weights travel unencrypted, and the connections of the weights require no key: let --host be an address in a
-private network, such as the cluster's. On a loopback without a key, every user of the machine gets in.
+its weight transfer connects to the address that it is told. docs/rollouts.md says what the key protects, and what not.
 """
 
 import os

@@ -372,4 +372,4 @@ def test_python_tool():
         return number
 
     number = asyncio.run(call())  # which the sandbox's process has as an argument
-    wait_until(lambda: subprocess.run(["pgrep", "-f", f"sandbox_program.py .* {number}$"]).returncode == 1)
+    wait_until(lambda: subprocess.run(["pgrep", "-f", f"sandbox.py .* {number}$"]).returncode == 1)
