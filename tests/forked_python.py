@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -70,6 +71,11 @@ class Call(socketserver.StreamRequestHandler):
 class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     request_queue_size = 100
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
 
 
 @contextlib.contextmanager

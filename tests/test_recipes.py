@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import forked_python
 import helpers
 import pytest
 import transformers
+from forked_python import free_port
 from helpers import ROOT, read_lines, tiny_model, write_rows
 
 from plumbing import cli
@@ -71,11 +71,6 @@ else:
         python = sys.executable if "SLURM_JOB_ID" in os.environ and launch else "FORKED"
         os.execv(python, [python, *launch, *words[at:], *small])
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,10 @@ import importlib.util
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import threading
 import weakref
-from types import SimpleNamespace
+from dataclasses import replace
 
 import forked_python
 import helpers
@@ -18,10 +17,12 @@ import torch
 import transformers
 import vllm_server
 from engine_checks import alike, converse, failure_of, greedy, largest_difference, spoken
+from forked_python import free_port
 from helpers import ROOT, refused, tiny_model
 from test_reward_client import Server
 
 import utils
+from grpo import Args
 from plumbing.models import lora
 from plumbing.rollout import vllm_servers
 from plumbing.rollout.vllm_servers import Servers
@@ -30,29 +31,17 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 import gloo_transfer  # noqa: E402, F401
 
-ARGS = SimpleNamespace(
-    max_prompt_length=40, max_response_length=24, min_response_length=0, temperature=0.7, top_p=1.0,
-    repetition_penalty=1.0, turn_stop=(), model=str(ROOT / "assets" / "tiny"),
-)  # fmt: skip
+ARGS = Args(max_prompt_length=40, max_response_length=24, temperature=0.7, model=str(ROOT / "assets" / "tiny"))
 WORLD = utils.World(0, 1, torch.device("cpu"))
 STOP = [1]
 LONG = {"max_response_length": 200, "min_response_length": 200}
 KEY = {"Authorization": "Bearer one that is long"}
 
 
-def changed(**values) -> SimpleNamespace:
-    return SimpleNamespace(**{**vars(ARGS), **values})
-
-
 def prompts(count: int, length: int = 20) -> list[list[int]]:
     """Longer than a block of the prefix cache, and alike at the start."""
     numbers = torch.Generator().manual_seed(0)
     return [[5] * 16 + torch.randint(3, 250, (length - 16,), generator=numbers).tolist() for _ in range(count)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +74,14 @@ def engine(running):
     started, path = running
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for seed in range(2):
-        servers = Servers(changed(rollout_servers=tuple(started)), WORLD, None)
+        servers = Servers(replace(ARGS, rollout_servers=tuple(started)), WORLD, None)
         perturb(model, seed)
         servers.sync(model)
     return servers, model
 
 
 def sample(servers, queries, seeds, interrupted=lambda: False, **values):
-    sampled = servers.generate(queries, seeds, STOP, changed(**values), interrupted)
+    sampled = servers.generate(queries, seeds, STOP, replace(ARGS, **values), interrupted)
     return sampled and (sampled[0], [each["rollout_logprobs"] for each in sampled[1]])
 
 
@@ -173,7 +162,7 @@ def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeyp
     assert requests.get(f"{url}/health", timeout=60).ok
     for key in ("another", ""):
         monkeypatch.setenv("VLLM_API_KEY", key)
-        line = refused(capsys, lambda: Servers(changed(rollout_servers=(url,)), WORLD, None))
+        line = refused(capsys, lambda: Servers(replace(ARGS, rollout_servers=(url,)), WORLD, None))
         assert f"{url}: /v1/models failed" in line and "VLLM_API_KEY is not the one of the server" in line
 
 
@@ -197,7 +186,9 @@ def test_bad_addresses(running, engine, capsys, monkeypatch):
     model, url, nobody = running[1], list(running[0])[0], f"http://127.0.0.1:{free_port()}"
 
     def end(*servers: str, **values) -> str:
-        return refused(capsys, lambda: Servers(changed(rollout_servers=servers, model=model, **values), WORLD, None))
+        return refused(
+            capsys, lambda: Servers(replace(ARGS, rollout_servers=servers, model=model, **values), WORLD, None)
+        )
 
     assert f"{nobody}: /health failed for" in end(url, nobody)
     assert "its limit is 250 tokens" in end(url, max_prompt_length=300)
@@ -224,7 +215,7 @@ def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
 
 
 def test_weights_that_a_server_is_not_sent_are_an_error(engine, running, monkeypatch):
-    servers = Servers(changed(rollout_servers=tuple(running[0])[:1]), WORLD, None)
+    servers = Servers(replace(ARGS, rollout_servers=tuple(running[0])[:1]), WORLD, None)
     sent = [entry for entry in lora.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]
     monkeypatch.setattr(vllm_servers, "base_weights", lambda model: sent)
     servers.sync(engine[1])
@@ -235,7 +226,7 @@ def test_a_server_that_is_killed_is_a_failure(engine, running, monkeypatch):
     """Last, as it ends the second server."""
     monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 3.0)
     url, process = list(running[0].items())[1]
-    servers, model = Servers(changed(rollout_servers=(url,)), WORLD, None), engine[1]
+    servers, model = Servers(replace(ARGS, rollout_servers=(url,)), WORLD, None), engine[1]
     kill = threading.Timer(0.5, os.killpg, (forked_python.FORKED[process.pid], signal.SIGKILL))
     kill.start()
     assert sample(servers, prompts(2000), list(range(2000)), **LONG) is None
