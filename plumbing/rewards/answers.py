@@ -26,9 +26,6 @@ def gold_answer(answer) -> str:
     return str(answer).rsplit("####", 1)[-1].strip()
 
 
-# ---- the part of a response that counts ------------------------------------------------------------------------------
-
-
 def after_thought(response: str) -> str:
     """Return what follows the last </think> of a response, without a thought that begins there and is not closed."""
     return response.rpartition("</think>")[2].partition("<think>")[0].strip()
@@ -70,8 +67,6 @@ def stated_text(response: str) -> str:
     return text if box is None else box
 
 
-# ---- numbers of GSM8K ------------------------------------------------------------------------------------------------
-
 NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[0-9]+)?")
 
 
@@ -91,9 +86,6 @@ def marked_number(response: str) -> Fraction | None:
     if not numbers and text != after_thought(response):  # it is in a tag
         numbers = [text]
     return plain_number(numbers[-1]) if numbers else None
-
-
-# ---- a vote among responses ------------------------------------------------------------------------------------------
 
 
 def voted_answer(reward: str, response: str) -> str | None:

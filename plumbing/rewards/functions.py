@@ -11,6 +11,7 @@ Columns are lists with an entry for each response. A function without **columns 
 Imports nothing of this project.
 """
 
+import asyncio
 import functools
 import importlib.util
 import inspect
@@ -71,11 +72,7 @@ def score_by(function: Callable, prompts: list, responses: list[str], ids: list,
 def call(function: Callable, *positional, **named):
     """Call a function, which may be asynchronous, with those of the named arguments that it accepts."""
     result = function(*positional, **accepted(function, named))
-    if inspect.iscoroutine(result):
-        import asyncio  # slow to import, and few functions need it
-
-        result = asyncio.run(result)
-    return result
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def accepted(function: Callable, named: dict) -> dict:

@@ -16,6 +16,7 @@ from multiprocessing.util import Finalize
 from typing import Callable
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from plumbing.data.prompts import encode_text, guarded, is_filled
 from plumbing.models import loading as models
@@ -256,7 +257,12 @@ class ModelSource:
         most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
         for batch in batches + [[]] * (most - len(batches)):
             chosen = [readable[place] for place in batch]
-            for i, score in zip(chosen, self._forward([sequences[i] for i in chosen] or [[0, 0]])):
+            ids = [sequences[i] for i in chosen] or [[0, 0]]
+            input_ids = pad_sequence([torch.tensor(x, device=self.device) for x in ids], batch_first=True)  # (n, L)
+            last = torch.tensor([len(x) - 1 for x in ids], device=self.device)
+            with self.autocast():
+                outputs = self.model(input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None])
+            for i, score in zip(chosen, outputs.tolist()):
                 scores[i] = finite_or_nan(score)
         return scores
 
@@ -286,14 +292,6 @@ class ModelSource:
         written, end = self.ending
         conversation = self.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix(written)
         return encode_text("the prompt", conversation, self.tokenizer, special=False) + end
-
-    def _forward(self, sequences: list[list[int]]) -> list[float]:
-        """Return the model's output at the last token of each sequence."""
-        rows = [torch.tensor(sequence, device=self.device) for sequence in sequences]
-        input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (n, L)
-        last = torch.tensor([len(sequence) - 1 for sequence in sequences], device=self.device)
-        with self.autocast():
-            return self.model(input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None]).tolist()
 
 
 class ServerSource:

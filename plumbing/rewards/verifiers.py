@@ -66,8 +66,6 @@ def reasoning_gym_dataset(task: str, size: int, seed: int):
     return reasoning_gym.create_dataset(task, size=size, seed=seed)
 
 
-# ---- instructions ----------------------------------------------------------------------------------------------------
-
 # IFEval's names for the constraints of Tulu 3's rows (`func_name`, open-instruct's if_functions.py), each with what it
 # calls their arguments. It has no exact counts of words or letters, and other choices and dividers of paragraphs.
 FUNCTIONS = {
@@ -138,9 +136,6 @@ def checkers(answer) -> list:
     for constraint, (_, arguments) in zip(found, constraints):
         constraint.build_description(**arguments)
     return found
-
-
-# ---- the table ------------------------------------------------------------------------------------------------------
 
 
 class Verifier(NamedTuple):

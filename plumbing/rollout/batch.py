@@ -63,15 +63,6 @@ class Sampler(NamedTuple):
         """Return what the engine logs of a step."""
         return {} if self.engine is None else self.engine.metrics()
 
-    @contextlib.contextmanager
-    def decoding(self):
-        """Give every rank the model's whole weights, where the model itself samples."""
-        if self.engine is not None:
-            yield
-        else:
-            with unsharded(self.model), self.autocast():
-                yield
-
     def sample(self, generate: Callable, rows: list[dict], draws, tool_seeds: list[int]) -> list[Sample] | None:
         """Sample a response to each row, by the engine or by the script's decode loop; None if interrupted.
 
@@ -81,7 +72,10 @@ class Sampler(NamedTuple):
                 tokens; None for greedy decoding. tool_seeds: of the random numbers of tools, one a row.
         """
         decode = functools.partial(self.in_batches, generate)
-        with self.decoding():
+        with contextlib.ExitStack() as stack:
+            if self.engine is None:
+                stack.enter_context(unsharded(self.model))
+                stack.enter_context(self.autocast())
             if self.conversations:
                 ended = self.conversations.sample(rows, tool_seeds, draws, self.interrupted, self.engine, decode)
                 return ended and [Sample(x.row, x.response, x.values, x.stop_reason != "length", x) for x in ended]

@@ -36,11 +36,7 @@ class ToolProcesses:
     """
 
     def __init__(self, tools: tuple[str, ...], environment: str, timeout: float):
-        """Load and describe tools and environment in a process; exit with code 2 if that fails.
-
-        Args:
-            tools: of --tools. environment: of --environment, or "". timeout: seconds that a call may last.
-        """
+        """Load and describe tools and environment in a process; exit with code 2 if that fails."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has three descriptors
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         self.tools, self.environment = list(map(os.path.abspath, tools)), environment and os.path.abspath(environment)
@@ -59,11 +55,7 @@ class ToolProcesses:
 
 
 class ToolProcess:
-    """The process of one conversation. A request starts it if there is none, and it has to be killed at the end.
-
-    Args:
-        seed: of its `random` and `numpy.random`.
-    """
+    """The process of one conversation. A request starts it if there is none, and it has to be killed at the end."""
 
     def __init__(self, processes: ToolProcesses, seed: int):
         self.processes, self.seed, self.timeout = processes, seed, processes.timeout

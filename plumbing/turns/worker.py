@@ -116,12 +116,7 @@ def as_text(value) -> str:
 
 
 def serve(connection: Connection, tools: list[str], environment: str, seed: int) -> None:
-    """Answer the requests of one conversation; once the trainer is gone, end all that the tools have started.
-
-    Args:
-        tools: functions as path/to/file.py:name. environment: a class likewise, or "".
-        seed: of `random` and, where a user's file imports it, `numpy.random`.
-    """
+    """Answer the requests of one conversation; once the trainer is gone, end all that the tools have started."""
     os.setpgid(0, 0)  # a group of processes, to be killed with all that a tool starts
     threading.Thread(target=end_with_trainer, daemon=True).start()
     os.dup2(2, 1)  # output of tools goes to stderr
