@@ -30,6 +30,7 @@ CUTS = {  # ranks, --shard, --micro_batch_tokens, --gradient_checkpointing
     "j": (1, "fsdp", ONE, False), "k": (1, "fsdp", SOME, True), "l": (1, "fsdp", ALL, False),
     "m": (2, "fsdp", ONE, True), "n": (2, "fsdp", SOME, False), "o": (2, "fsdp", ALL, True),
     "p": (4, "fsdp", ONE, False), "q": (4, "fsdp", SOME, True), "r": (4, "fsdp", ALL, False),
+    "s": (2, "fsdp_offload", SOME, False),
 }  # fmt: skip
 WHOLE = (1, "none", SOME, False)  # what they are compared with
 
@@ -52,7 +53,7 @@ TRAINED = {
     "remax": ("rloo", dict(advantage="remax", kl_estimator="k2"), "f m", " o"),
     "reinforce++": ("rloo", dict(advantage="reinforce++", gamma=0.95), "d gjno", " f"),
     "baseline": ("rloo", dict(advantage="reinforce++-baseline", kl_in="loss"), "o fr", " mq"),
-    "ppo": ("ppo", dict(pf_ppo="pow", critic_num_epochs=3, critic_mini_batch_size=2), "dr biln", "n g"),
+    "ppo": ("ppo", dict(pf_ppo="pow", critic_num_epochs=3, critic_mini_batch_size=2), "drs biln", "n g"),
     "reward_model": ("reward_model", dict(centre_coef=0.05), "em cgjr", " fr"),
     "distill": ("distill", dict(divergence="jsd", on_policy_share=0.5), "m dglnr", " f"),
     "sampled": ("distill", dict(estimator="sampled", **LORA), "o bf", " m"),
@@ -114,7 +115,8 @@ class Runs:
             first = helpers.run(values, **options)
         else:
             first = run_ranks(values, ranks, (0,) * ranks, **options)[0]
-        assert (f"sharding: fsdp over {ranks} ranks" in first.out) == (shard == "fsdp")
+        offloaded = ", offloaded to the CPU" if shard == "fsdp_offload" else ""
+        assert (f"sharding: fsdp over {ranks} ranks{offloaded}" in first.out) == (shard != "none")
         reference = self.whole[name, precision].wait()
         assert reference.code == 0, reference.err[-3000:]
         if "filter_groups" in values:

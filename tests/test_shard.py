@@ -1,5 +1,5 @@
-"""Sharding changes memory, never a result (tests/test_invariance.py has the same numbers over all cuts): offloading,
-ranks without work, runs resumed over other numbers of ranks; and the number formats of --precision."""
+"""Sharding changes memory, never a result (tests/test_invariance.py has the same numbers over all cuts): ranks without
+work, runs resumed over other numbers of ranks; and the number formats of --precision."""
 
 import shutil
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import folder_of, metrics_of, read_lines, run, run_ranks, scalar_folder, steps_of, weights_of
+from test_families import family_folder
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -62,19 +63,12 @@ def sharded(values: dict, ranks: int, script: str, codes: tuple = (), **options)
     return run_ranks({**values, "shard": "fsdp"}, ranks, codes or (0,) * ranks, script=script, **options)
 
 
-def compare(values: dict, reference: dict, parts: tuple = ("checkpoints/step_3", "final")) -> None:
+def compare(values: dict, reference: dict, *parts: str) -> None:
     worst, where = helpers.largest_difference(values, reference, parts)
     assert worst < 1e-9, where
 
 
-# ---- the same numbers ------------------------------------------------------------------------------------------------
-
-
-def test_offloading_changes_nothing(base, whole, tmp_path):
-    values = {**base["ppo"], "output_dir": str(tmp_path), "run_name": "offloaded", "shard": "fsdp_offload"}
-    (first, _) = run_ranks(values, 2, (0, 0), script="ppo")
-    assert "sharding: fsdp over 2 ranks, offloaded to the CPU" in first.out
-    compare(values, whole["ppo"])
+# ---- more ranks than work --------------------------------------------------------------------------------------------
 
 
 class Collectives(TorchDispatchMode):
@@ -122,7 +116,7 @@ def test_more_ranks_than_work(base, tmp_path, script, shard):
     run(one, script=script)
     places = dict.fromkeys(range(4), watched) if shard == "fsdp" else None
     run_ranks(four, 4, (0,) * 4, places, script=script)
-    compare(four, one)
+    compare(four, one, "checkpoints/step_3", "final")
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -149,7 +143,7 @@ def test_other_numbers_of_ranks_go_on(base, whole, tmp_path, script):
     run(values, 75, script=script, place="utils.Optimizer.step:1:SIGTERM")
     assert steps_of(values) == ["step_1", "step_2"]
     sharded(values, 4 if script == "ppo" else 2, script)
-    compare(values, whole[script], ("final",))
+    compare(values, whole[script], "final")
     samples = [read_lines(folder_of(each) / "samples.jsonl") for each in (values, whole[script])]
     text = "chosen_text" if script == "reward_model" else "response"
     assert [row[text] for row in samples[0]] == [row[text] for row in samples[1]]
@@ -187,10 +181,7 @@ def test_files_that_rank_0_cannot_read(base, tmp_path):
 
 def test_tensors_with_formats_of_their_own(base, tmp_path):
     """transformers keeps the bias of DeepSeek's router in float32, which only the rank that reads the files knows."""
-    shape = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, num_key_value_heads=2)
-    shape |= dict(q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16)
-    shape |= dict(moe_intermediate_size=16, first_k_dense_replace=1)
-    values = {**base["rloo"], "model": helpers.tiny_model(tmp_path / "model", "deepseek_v3", **shape)}
+    values = {**base["rloo"], "model": family_folder("deepseek_v3", tmp_path / "model")}
     values |= {"output_dir": str(tmp_path), "run_name": "run", "precision": "pure_bf16", "total_episodes": 8}
     sharded({**values, "save_every": 1, "eval_every": 0}, 2, "rloo")
     kinds = {name: tensor.dtype for name, tensor in weights_of(folder_of(values) / "checkpoints" / "step_1").items()}
