@@ -76,24 +76,19 @@ def run_transformers(flags: dict, words: list[str]) -> list[dict]:
     sampling = transformers.GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length, eos_token_id=stop, pad_token_id=stop
     )
-
-    def update() -> None:
+    clock, steps = utils.Clock(utils.World(0, 1, device), 0.0, utils.parameter_count(model)), []
+    for _ in range(flags["total_episodes"] // len(ids)):
+        clock.start()
+        clock.begin("rollout")
+        model.generate(ids[:, :8], generation_config=sampling)
+        clock.begin("logprobs")
+        with torch.no_grad():
+            bare_logprobs(model, ids)
+        clock.begin("training")
         for _ in range(flags["num_epochs"]):
             bare_logprobs(model, ids).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-
-    work = {
-        "rollout": lambda: model.generate(ids[:, :8], generation_config=sampling),
-        "logprobs": torch.no_grad()(lambda: bare_logprobs(model, ids)),
-        "training": update,
-    }
-    clock, steps = utils.Clock(utils.World(0, 1, device), 0.0, utils.parameter_count(model)), []
-    for _ in range(flags["total_episodes"] // len(ids)):
-        clock.start()
-        for phase, call in work.items():
-            clock.begin(phase)
-            call()
         steps.append(clock.metrics(ids.numel()))
     return steps
 
@@ -104,9 +99,6 @@ def measure(function: Callable, *args) -> dict[str, float]:
     medians = steps[WARM_UP:].median(numeric_only=True)
     numbers = {"step, s": medians["time/step"], **{name: medians[metric] for name, metric in PHASES.items()}}
     return {**numbers, "tokens/s": medians["perf/tokens_per_second"], "peak, GB": steps["perf/peak_memory_gb"].max()}
-
-
-# ---- processes and the table -----------------------------------------------------------------------------------------
 
 
 def random_model(shape: str, folder: str) -> str:
@@ -153,9 +145,6 @@ def table(rows: pandas.DataFrame) -> str:
         cells = zip(*(ratios[name].agg(how)[medians.index] for how in ("median", "min", "max")))
         medians[f"ratio of {name.split(',')[0]}"] = [f"{x:.2f} ({low:.2f} to {high:.2f})" for x, low, high in cells]
     return medians.to_string(float_format="{:,.4g}".format)
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def main(rounds: int = 3, output: str = "") -> None:

@@ -88,8 +88,7 @@ class Scorer:
     def score(self, batch: Batch) -> list[float | None]:
         """Return a score for each response, None where a source has none or its reference is missing."""
         rows = [self.row(batch, i) for i in range(len(batch.src))]
-        responses = [self.response(f"entry {i} of response", text) for i, text in enumerate(batch.response)]
-        scores = self.rewards.score(rows, batch.response, responses)
+        scores = self.rewards.score(rows, batch.response, [row["response"] for row in rows])
         components = {name: torch.tensor(column, dtype=torch.float64) for name, column in scores.items()}
         total = sum(weight * component for weight, component in zip(self.weights, components.values()))
         for i, row in enumerate(rows):  # a response could equal a reference that is missing: "" or None
@@ -100,22 +99,21 @@ class Scorer:
         return [score if math.isfinite(score) else None for score in total.tolist()]
 
     def row(self, batch: Batch, i: int) -> dict:
-        """Return a sample as a row of a data set; without a reward model, its prompt has no token ids."""
+        """Return a sample as a row of a data set with its response; for a reward model, both as token ids, too."""
         prompt, columns = batch.src[i], {name: column[i] for name, column in batch.columns.items()}
-        query, is_text = [], isinstance(prompt, str)
-        if self.tokenizer is not None and is_text:
+        query, response, at, is_text = [], [], f"entry {i} of", isinstance(prompt, str)
+        if self.tokenizer is not None:
             special = self.tokenizer.chat_template is None  # else the template has written the special tokens
-            query = prompts.encode_text(f"entry {i} of src", prompt, self.tokenizer, special)
-        elif self.tokenizer is not None:
-            _, query = prompts.encode_prompt(f"entry {i} of src", prompt, self.tokenizer, "")
+            if is_text:
+                query = prompts.encode_text(f"{at} src", prompt, self.tokenizer, special)
+            else:
+                _, query = prompts.encode_prompt(f"{at} src", prompt, self.tokenizer, "")
+            response = prompts.encode_response(f"{at} response", batch.response[i], self.tokenizer, self.stop_ids)
         return {
-            "prompt": prompt, "query": query, "messages": None if is_text else prompt, "answer": batch.tgt[i],
-            "sources": prompts.named_sources(f"entry {i} of columns", columns, self.args), "columns": columns,
+            "prompt": prompt, "query": query, "response": response, "messages": None if is_text else prompt,
+            "answer": batch.tgt[i], "sources": prompts.named_sources(f"{at} columns", columns, self.args),
+            "columns": columns,
         }  # fmt: skip
-
-    def response(self, at: str, text: str) -> list[int]:
-        """Return a response as token ids that end with a stop token; without a reward model, none."""
-        return prompts.encode_response(at, text, self.tokenizer, self.stop_ids) if self.tokenizer is not None else []
 
 
 def make_app(args: Args, scorer: Scorer) -> FastAPI:
