@@ -83,12 +83,9 @@ def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor
     for texts in demonstrations:
         row, row_labels = [], []
         for given, written in zip(texts[::2], texts[1::2]):
-            tokens = tokenizer.encode(given)
-            row_labels += [IGNORE] * len(tokens)
-            row += tokens
-            tokens = tokenizer.encode(written) + [tokenizer.eos_token_id]
-            row_labels += tokens
-            row += tokens
+            tokens, labelled = tokenizer.encode(given), tokenizer.encode(written) + [tokenizer.eos_token_id]
+            row += tokens + labelled
+            row_labels += [IGNORE] * len(tokens) + labelled
         rows.append(torch.tensor(row))
         labels.append(torch.tensor(row_labels))
     input_ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
