@@ -13,7 +13,7 @@ import helpers
 import pytest
 
 from plumbing import cli
-from plumbing.turns.processes import ToolProcess, ToolProcesses
+from plumbing.turns.conversations import ToolProcess, ToolProcesses
 from plumbing.turns.templates import pattern_reader
 
 PAGE = (helpers.ROOT / "docs" / "environments.md").read_text()

@@ -14,8 +14,8 @@ from tiny_models import make_tokenizer
 
 from plumbing.data import mixture as data
 from plumbing.data import prompts
-from plumbing.turns.processes import EnvironmentFailure
 from plumbing.turns.templates import Turns, hermes_calls, pattern_reader
+from plumbing.turns.worker import EnvironmentFailure
 
 CHATML = """
 {%- for m in messages %}

@@ -16,7 +16,7 @@ from typing import Callable
 
 from plumbing.data.prompts import encode_text, guarded
 from plumbing.rewards.answers import after_thought
-from plumbing.turns.processes import EnvironmentFailure
+from plumbing.turns.worker import EnvironmentFailure
 from utils import first_line, loading
 
 Call = tuple[str, dict]  # name and arguments

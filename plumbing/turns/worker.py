@@ -27,6 +27,14 @@ FILES = "RLHF_TOOL_FILES"  # environment variable of the fork server: JSON list 
 LONGEST_TEXT = 100_000  # characters of a tool's or an environment's text; the rest is cut
 
 
+class ToolError(Exception):
+    """A call of a tool has failed; the text is for the model."""
+
+
+class EnvironmentFailure(Exception):
+    """An environment raised an exception, hung, died, or returned a value of the wrong type."""
+
+
 class Tools:
     """The functions of --tools and an instance of --environment, if there is one, for one conversation."""
 
