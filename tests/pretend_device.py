@@ -43,12 +43,6 @@ class Pretend(torch.Tensor):
     def __init__(self, raw, requires_grad=False):
         self.raw = raw
 
-    def __repr__(self):
-        return f"Pretend({self.raw!r})"
-
-    def __reduce_ex__(self, protocol):
-        return Pretend, (self.raw, self.requires_grad)
-
     def tolist(self):
         WAITS["tolist"] += 1
         return self.raw.tolist()
@@ -81,8 +75,6 @@ def compute(operation, args: tuple, kwargs: dict):
     if target is not None:
         kwargs = {**kwargs, "device": torch.device("cpu"), "pin_memory": False} if to_pretend else kwargs
     raw_args, raw_kwargs = tree_map_only(Pretend, lambda x: x.raw, (args, kwargs))
-    if "pin_memory" in raw_kwargs and "pin_memory" not in {x.name for x in operation._schema.arguments}:
-        del raw_kwargs["pin_memory"]
     result = operation(*raw_args, **raw_kwargs)
     if operation is aten.copy_.default:
         return args[0]
@@ -119,13 +111,7 @@ class Functions(TorchFunctionMode):
 class Stream:
     """Of a device that computes at once."""
 
-    def __init__(self, *_, **__):
-        pass
-
-    def synchronize(self):
-        pass
-
-    wait_stream = wait_event = record = wait = lambda self, *_: None
+    __init__ = synchronize = wait_stream = lambda self, *_, **__: None
 
 
 class Backend(type(torch.pretend)):
@@ -134,13 +120,8 @@ class Backend(type(torch.pretend)):
     Stream = Event = Stream
     current_stream = lambda self, device=None: Stream()
     stream = lambda self, stream=None: contextlib.nullcontext()
-    current_device = lambda self: 0
-    device_count = lambda self: 1
-    is_available = lambda self: True
     synchronize = set_device = lambda self, device=None: None
     get_amp_supported_dtype = lambda self: [torch.bfloat16, torch.float16, torch.float32]
-    get_rng_state = lambda self, device=None: torch.get_rng_state()
-    set_rng_state = lambda self, state, device=None: torch.set_rng_state(state)
 
 
 torch.pretend.__class__ = Backend

@@ -11,22 +11,23 @@ from pathlib import Path
 
 import helpers
 import pytest
+from test_shard import exact_runs
 
 import grpo
 import utils
 
 SMALL = dict(
     total_episodes=16, max_response_length=6, num_epochs=1, mini_batch_size=8, micro_batch_tokens=400, eval_every=0,
-    save_every=0, precision="float64",
+    save_every=0,
 )  # fmt: skip
-RUNS = {  # (script, flags on top of helpers.workspace)
+RUNS = {  # (script, flags on top of test_shard.exact_runs)
     "grpo": ("grpo", dict(SMALL, filter_groups="refill", entropy_coef=0.01)),
     "rloo": ("rloo", dict(SMALL, kl_in="loss", rollout_correction="truncate")),
-    "ppo": ("ppo", dict(SMALL, num_epochs=1, gradient_checkpointing=True, critic_gradient_checkpointing=True)),
-    "reward model": ("reward_model", dict(batch_size=4, eval_every=0, save_every=0, precision="float64")),
+    "ppo": ("ppo", dict(SMALL, gradient_checkpointing=True, critic_gradient_checkpointing=True)),
+    "reward model": ("reward_model", dict(eval_every=0, save_every=0)),
     "distill": ("distill", dict(SMALL, divergence="jsd", on_policy_share=0.5, gradient_checkpointing=True)),
-    "LoRA, bf16": ("grpo", dict(SMALL, lora_rank=2, precision="bf16")),
-    "conversations": ("grpo", dict(SMALL, max_response_length=20, environment=helpers.GAME, reward="environment")),
+    "LoRA, bf16": ("grpo", dict(SMALL, lora_rank=2, ref_refresh_every=0, precision="bf16")),
+    "conversations": ("rloo", dict(SMALL, max_response_length=20, environment=helpers.GAME, reward="environment")),
     "resume": ("grpo", dict(SMALL, save_every=1, resume=True)),
 }
 MISSING = "uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)"
@@ -35,14 +36,7 @@ MISSING = "uniforms = torch.tensor(stop_ids, device=device), None if uniforms is
 def train(script: str, flags: dict, folder: Path) -> list[dict]:
     """Return the metrics of a run; one that resumes stops after half of its steps before that."""
     folder.mkdir()
-    values = {**helpers.workspace(folder), "run_name": "run", **flags}
-    if script == "reward_model":
-        pairs = [{"prompt": f"{i}+{i}=", "chosen": str(2 * i), "rejected": "?"} for i in range(12)]
-        common = {name: values[name] for name in ("model", "system_prompt", "output_dir", "micro_batch_tokens")}
-        values = {**common, "dataset": helpers.write_rows(folder / "pairs.jsonl", pairs), "run_name": "run", **flags}
-    if script == "distill":
-        others = {name: x for name, x in values.items() if name not in ("group_size", "non_stop_penalty", "kl_coef")}
-        values = {**others, "rollout_batch_size": 8, "teacher": helpers.tiny_model(folder / "teacher", hidden_size=48)}
+    values = {**exact_runs(folder)[script], "run_name": "run", **flags}
     if values.pop("resume", False):
         helpers.run_here(values, script)
         values |= dict(total_episodes=2 * values["total_episodes"], resume=True)
