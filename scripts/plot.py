@@ -1,7 +1,4 @@
-"""Draw the curves of several runs into one picture, a line a run.
-
-python scripts/plot.py runs/a runs/b runs/c --output curves.png
-"""
+"""The curves of several runs in one picture: python scripts/plot.py runs/a runs/b runs/c --output curves.png"""
 
 import os
 import sys

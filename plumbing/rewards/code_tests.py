@@ -88,11 +88,7 @@ def read_tests(answer) -> Outputs | Calls:
 
 
 def code(response: str, answer, seconds: float = 24.0, server: str = "") -> float:
-    """Return 1 if the program of a response passes all tests of its row, else 0.
-
-    Args:
-        seconds: of wall clock, for all tests together.
-        server: the address of a SandboxFusion server that runs the program; "" for this machine.
+    """Return 1 if the program of a response passes all tests of its row, else 0; see `sandbox.run`.
 
     Raise an exception for tests of another form, and if no program can be run.
     """

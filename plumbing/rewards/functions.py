@@ -50,9 +50,9 @@ def score_by(function: Callable, prompts: list, responses: list[str], ids: list,
     """
     parameters, count = list(inspect.signature(function).parameters), len(responses)  # a function may shorten the list
     if "solution_str" in parameters:
-        rows = [{name: column[i] for name, column in columns.items()} for i in range(len(responses))]
         scores = []
-        for row, response in zip(rows, responses):
+        for i, response in enumerate(responses):
+            row = {name: column[i] for name, column in columns.items()}
             named = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info") or {}}
             score = call(function, solution_str=response, ground_truth=row["answer"], **named)
             scores.append(score["score"] if isinstance(score, dict) else score)

@@ -206,8 +206,7 @@ class Conversations:
 
         Args:
             seeds: of the random numbers of tools and environments, one a row.
-            draws: random numbers, a line for each row: seeds of its turns for an engine, or else uniform numbers of its
-                tokens; None for greedy decoding.
+            draws: see `plumbing.rollout.batch.Sampler.sample`.
             engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode loop, samples turns.
         """
         conversations = [Conversation(row, process=ToolProcess(self.processes, x)) for row, x in zip(rows, seeds)]

@@ -35,11 +35,7 @@ class Turns:
     def __init__(self, tokenizer, stop_ids: list[int], schemas: list[dict], args, has_step: bool = True):
         """Exit with code 2 if the chat template cannot hold such conversations, or if its calls cannot be read.
 
-        Args:
-            stop_ids: tokens that end a turn.
-            schemas: of all tools, as transformers' `get_json_schema` makes them.
-            args: --tools, --environment, --tool_call_pattern and --chat_template.
-            has_step: whether the environment, if there is one, answers with messages.
+        `schemas` are those of all tools; `has_step`: whether the environment, if there is one, answers with messages.
         """
         self.tokenizer, self.stop_ids, self.schemas = tokenizer, stop_ids, schemas or None
         self.has_template = tokenizer.chat_template is not None and args.chat_template != "none"
@@ -95,8 +91,7 @@ class Turns:
     def _between(self, messages: list[dict]) -> str:
         """Return the text between a turn and the next one: end of turn, messages, generation prompt.
 
-        Raises:
-            ValueError: if the template changes the turn for them. It may raise other exceptions by itself.
+        Raise ValueError if the template changes the turn for them. It may raise other exceptions by itself.
         """
         before = self._render([QUESTION, TURN])
         after = self._render([QUESTION, TURN, *messages], prompt=True)
