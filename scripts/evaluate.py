@@ -80,26 +80,6 @@ class Args(
     async_steps, vllm_tensor_parallel, reward_weights = 0, 1, ()
 
 
-def load_sampler(args: Args, world: utils.World, tokenizer, stop_ids, rewards, conversations) -> Sampler:
-    """Return what `grpo.rollout` samples with: the model, or vLLM."""
-    precision, engine = loading.precision(args.precision, world.device), None
-    if args.backend == "vllm":
-        if reason := engines.obstacle(args):
-            utils.fail(f"--backend vllm: {reason}")
-        from plumbing.rollout.vllm_engine import Engine
-
-        engine = Engine(args, world, precision.compute_dtype, load_format="auto")
-        model = types.SimpleNamespace(device=world.device)  # the engine has the weights
-    else:
-        model = loading.load_model("--model", args.model, precision.param_dtype, world.device).requires_grad_(False)
-        loading.check_decodes(f"--model {args.model}", model, precision.compute_dtype, "--backend vllm")
-    rewards.load_models(args, precision)
-    interrupt = Interrupt(world)
-    return Sampler(
-        model, engine, tokenizer, stop_ids, rewards, conversations, args, interrupt, world, precision.autocast
-    )
-
-
 def sample_table(batch: Batch, rewards: Rewards, n: int) -> pandas.DataFrame:
     """Return a row for each of the n responses to each prompt."""
     correct, rows = evaluation.correct_responses(batch, rewards).tolist(), []
@@ -180,7 +160,21 @@ def main(args: Args) -> None:
     prompts = mixture.first_prompts(parts, args.num_prompts)
     mixture.check_responses_fit(args, prompts)
     rewards = Rewards(args, tokenizer, prompts, conversations is not None)
-    sampler = load_sampler(args, world, tokenizer, stop_ids, rewards, conversations)
+    precision, engine = loading.precision(args.precision, world.device), None
+    if args.backend == "vllm":
+        if reason := engines.obstacle(args):
+            utils.fail(f"--backend vllm: {reason}")
+        from plumbing.rollout.vllm_engine import Engine
+
+        engine = Engine(args, world, precision.compute_dtype, load_format="auto")
+        model = types.SimpleNamespace(device=world.device)  # the engine has the weights
+    else:
+        model = loading.load_model("--model", args.model, precision.param_dtype, world.device).requires_grad_(False)
+        loading.check_decodes(f"--model {args.model}", model, precision.compute_dtype, "--backend vllm")
+    rewards.load_models(args, precision)
+    sampler = Sampler(
+        model, engine, tokenizer, stop_ids, rewards, conversations, args, Interrupt(world), world, precision.autocast
+    )
 
     # ---- sample and score ----
     begin, samples = time.perf_counter(), []
