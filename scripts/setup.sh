@@ -14,20 +14,23 @@ stamp=.venv/installed-requirements.txt
 if cmp -s requirements.txt "$stamp"; then exit 0; fi
 
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+install() { pip install --quiet --no-compile "$@"; }
 torch=$(grep '^torch==' requirements.txt)
 echo "installing requirements.txt into .venv (once)"
 if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
-    pip install --quiet -r requirements.txt
+    install -r requirements.txt
 else
     # No NVIDIA driver: the CPU build of torch, from the package index where it has one, else by uv, which knows
     # where it lies (macOS has no other build). vllm needs a GPU.
     if [ "$(uname)" = Darwin ]; then
-        pip install --quiet "$torch"
-    elif ! pip install --quiet "$torch+cpu" 2>/dev/null; then
-        pip install --quiet uv
+        install "$torch"
+    elif ! install "$torch+cpu" 2>/dev/null; then
+        install uv
         .venv/bin/uv pip install --quiet --python .venv/bin/python --torch-backend cpu "$torch"
     fi
-    grep -v '^vllm==' requirements.txt | pip install --quiet -r /dev/stdin
+    grep -v '^vllm==' requirements.txt | install -r /dev/stdin
     pip uninstall --quiet --yes torchvision torchaudio torchcodec # CUDA builds, left by an interrupted test.sh
 fi
+# As pip would, but on all cores. It fails at files that are no Python.
+.venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 cp requirements.txt "$stamp"

@@ -11,7 +11,7 @@ if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     if [ "$(uname)" != Linux ] || .venv/bin/python -c 'import vllm' 2>/dev/null; then engine=; fi
     rm -f .venv/installed-requirements.txt # so that setup.sh mends what an interruption leaves
     # shellcheck disable=SC2086
-    .venv/bin/python -m pip --disable-pip-version-check install --quiet $tools $engine
+    .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile $tools $engine
     # It brings CUDA builds of these, which break transformers' imports on a CPU; nothing here needs them.
     [ -z "$engine" ] || .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     cp requirements.txt .venv/installed-requirements.txt
