@@ -49,6 +49,11 @@ COMMAND_LINES = {
     "ppo --tools a.py:f --turn_stop=": "turn_stop.0 String should have at least 1 character",
     "reward_server --port 65536": "port Input should be less than 65536",
     "evaluate --samples 513": "samples Input should be less than or equal to 512",
+    # names of other systems
+    "grpo --max_steps 5": "max_steps: is --total_episodes here",
+    "rloo --per-device-train-batch-size=8": "is --rollout_batch_size and --mini_batch_size here",
+    "reward_model --model_name_or_path a/b": "is --model here",
+    "ppo data.train_batch_size=8": "data.train_batch_size: is --rollout_batch_size here",
 }
 
 
@@ -159,19 +164,6 @@ def test_warnings(line, capsys):
     parse(line)
     err = capsys.readouterr().err
     assert err.startswith(WARNINGS[line]) and err.count("\n") == bool(WARNINGS[line])
-
-
-OTHER_NAMES = {
-    "grpo --max_steps 5": "max_steps: is --total_episodes here",
-    "rloo --per-device-train-batch-size=8": "is --rollout_batch_size and --mini_batch_size here",
-    "reward_model --model_name_or_path a/b": "is --model here",
-    "ppo data.train_batch_size=8": "data.train_batch_size: is --rollout_batch_size here",
-}
-
-
-@pytest.mark.parametrize("line", OTHER_NAMES)
-def test_names_of_other_systems(line, capsys):
-    assert refused(capsys, line).endswith(f"{OTHER_NAMES[line]}\n")
 
 
 SYSTEM_PROMPTS = {"math format": "boxed{}", "gsm8k math": '"####"', "code": "", "gsm8k --chat_template none": ""}
