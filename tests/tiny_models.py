@@ -84,15 +84,6 @@ def tokenizer():
     return make_tokenizer()
 
 
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory, tokenizer):
-    """A tiny random Qwen2 with a tokenizer of one token a character, as `--model` takes it."""
-    folder = str(tmp_path_factory.mktemp("tiny"))
-    random_model("qwen2", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def world():
     return utils.World(0, 1, CPU)
