@@ -1,8 +1,9 @@
 """Families of models: each trains for two steps, and is exact. With --long all of them, else a few that differ most.
 
-python tests/test_families.py     # writes docs/models.md, the table of all
+python tests/test_families.py     # writes the table of all in docs/models.md
 """
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -183,33 +184,17 @@ def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, caps
     assert line.startswith(f"error: --model there: {name} cannot sample by the decode loop; use --rollout_backend vllm")
 
 
-PAGE = """# Families of models
-
-`python tests/test_families.py` made this table: each family trained for two steps of `grpo.py` from random weights of
-two layers, in float32 on a CPU. The figure is the largest difference between the log-probabilities of the decode loop
-and those of training. In float64 the gradient of a padded row is that of transformers' own forward pass of the row
-alone, and `final/` has the weights under the names that were loaded. Of checkpoints with images (Gemma 3 and 4, Llama
-4, Mistral 3, Qwen3-VL, Qwen3.5) the language model trains; what reads images is frozen. Recurrent layers never see
-padding before a token: transformers masks it in prompts, and rows to train on are padded on the right.
-
-{table}
-
-The decode loop refuses, by name, families for which left padding or a cache that drops finished rows changes the next
-token or fails: {refused}. The line names `--rollout_backend vllm`, the other
-way to sample. A head that changes its logits in an unknown way ends the run, too, with exit code 2.
-"""
-
-
-def write_page() -> None:
-    by_difference = {}
+def write_table() -> None:
+    """Put the table in place of the one of the page."""
+    page, by_difference = Path(__file__).parent.parent / "docs/models.md", {}
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             by_difference.setdefault(f"{largest_difference(family, Path(folder)):.0e}", []).append(family)
     in_order = sorted(by_difference.items(), key=lambda x: float(x[0]))
     rows = [f"| {nats} | {', '.join(names)} |" for nats, names in in_order]
-    table = "\n".join(["| nats | families |", "|---|---|", *rows])
-    (Path(__file__).parent.parent / "docs/models.md").write_text(PAGE.format(table=table, refused=", ".join(REFUSED)))
+    table = "\n".join(["| nats | families |", "|---|---|", *rows, ""])
+    page.write_text(re.sub(r"(\|.*\n)+", table, page.read_text()))
 
 
 if __name__ == "__main__":
-    write_page()
+    write_table()
