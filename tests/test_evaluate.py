@@ -193,9 +193,7 @@ def refused(tmp_path, capsys, **changes) -> str:
 def test_bad_input_exits_with_one_line(tmp_path, capsys):
     model = helpers.tiny_model(tmp_path / "mamba", "mamba", state_size=8)
     line = refused(tmp_path, capsys, model=model)
-    assert line.startswith(
-        f"error: --model {model}: MambaForCausalLM cannot sample by the decode loop; use --backend vllm: "
-    )
+    assert line.startswith(f"error: --model {model}: ") and "the decode loop; use --backend vllm: " in line
     assert not list(tmp_path.glob("run*"))
     (tmp_path / "run").mkdir()
     assert "--run_name run" in refused(tmp_path, capsys) and not list((tmp_path / "run").iterdir())

@@ -162,25 +162,26 @@ def test_groups_are_compared_after_masking_and_penalties(collected):
 
 # ---- whole runs -------------------------------------------------------------------------------------------------
 
-COARSE = """
-def score(prompts, responses, **columns):
+SCORES = """
+def coarse(prompts, responses, **columns):
     return [float(sum(map(ord, prompt + response)) % 7 == 3) for prompt, response in zip(prompts, responses)]
+
+equal = lambda prompts, responses, **columns: [1.0] * len(responses)
 """
-LONE = "def score(prompts, responses, **columns): return [1.0] * len(responses)"
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     """Responses of many lengths, some of them truncated, whose scores are often all equal in a group."""
     folder = tmp_path_factory.mktemp("samples")
-    values = {**helpers.workspace(folder), "precision": "float64"}
-    for name, text in (("coarse", COARSE), ("lone", LONE)):
-        (folder / f"{name}.py").write_text(text)
+    values = {**helpers.workspace(folder), "precision": "float64", "kl_coef": 0.01}
+    values |= {"rollout_batch_size": 4, "num_epochs": 1, "eval_every": 0}
+    (folder / "scores.py").write_text(SCORES)
     values["model"] = helpers.tiny_model(folder / "neox", "gpt_neox")
     model = AutoModelForCausalLM.from_pretrained(values["model"])
     model.get_output_embeddings().weight.data[model.config.eos_token_id] *= 4
     model.save_pretrained(values["model"])
-    return {**values, "reward": f"{folder / 'coarse.py'}:score", "ref_model": values["model"], "kl_coef": 0.01}
+    return {**values, "reward": f"{folder / 'scores.py'}:coarse", "ref_model": values["model"]}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -190,9 +191,8 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
     collect, aggregate = module.collect, module.aggregate
     monkeypatch.setattr(module, "collect", lambda *a, **o: collects.append(collect(*a, **o)) or collects[-1])
     monkeypatch.setattr(module, "aggregate", lambda *a, **o: divisors.append((o, a[1])) or aggregate(*a, **o))
-    values = variant(base, tmp_path, filter_groups="drop", mask_truncated=True, num_epochs=1, mini_batch_size=32)
-    values |= {"rollout_batch_size": 8, "total_episodes": 32, "eval_every": 0, "max_response_length": 4}
-    values["micro_batch_tokens"] = 10_000
+    values = variant(base, tmp_path, filter_groups="drop", mask_truncated=True, micro_batch_tokens=10_000)
+    values |= {"rollout_batch_size": 8, "mini_batch_size": 32, "total_episodes": 32, "max_response_length": 4}
     run_here(values, script)
     (experience,) = collects
     kept = [i for i, score in enumerate(experience.batch.scores.tolist()) if not math.isnan(score)]
@@ -208,8 +208,8 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_step_without_any_signal_changes_nothing(base, tmp_path, script):
     """Not even Adam's momentum and the weight decay; the log has null for what was not computed."""
-    values = variant(base, tmp_path, filter_groups="drop", total_episodes=8, eval_every=0, weight_decay=0.5)
-    values["reward"] = values["reward"].replace("coarse.py", "lone.py")
+    reward = base["reward"].replace(":coarse", ":equal")
+    values = variant(base, tmp_path, filter_groups="drop", total_episodes=16, weight_decay=0.5, reward=reward)
     run_here(values, script)
     (row,) = metrics_of(values)
     assert row["val/zero_std_fraction"] == 1 and row["loss/policy_avg"] is None and row["loss/grad_norm"] is None
@@ -222,12 +222,11 @@ def test_a_step_without_any_signal_changes_nothing(base, tmp_path, script):
 def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monkeypatch):
     """With weights of 3, the policy's part of the loss is three times as large; the KL's part is not."""
     module, rows = __import__(script), {}
-    values = {"kl_in": "loss", "kl_coef": 0.5, "eval_every": 0, "num_epochs": 1, "learning_rate": 1e-9}
+    values = {"kl_in": "loss", "kl_coef": 0.5, "learning_rate": 1e-9, "mini_batch_size": 16, "total_episodes": 16}
+    values["reward"] = base["reward"].replace("scores.py:coarse", "reward.py:score")
     # The mean that advantages of mean 0 do not cancel in: over tokens they have it in ppo, in a group elsewhere.
     values["loss_aggregation"] = "sequence" if script == "ppo" else "token"
     values |= {"ref_model": helpers.tiny_model(tmp_path / "other", "gpt_neox", initializer_range=0.1)}
-    values["reward"] = base["reward"].replace("coarse.py", "reward.py")
-    values["rollout_batch_size"], values["total_episodes"], values["mini_batch_size"] = 4, 16, 16
     for factor in (1, 3):
         constant = lambda old, *_, factor=factor: torch.full_like(old, factor)
         monkeypatch.setattr(module, "correction_weights", constant)
@@ -248,8 +247,7 @@ def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monke
 
 def test_the_schedule_goes_by_steps(base, tmp_path):
     """A step in which groups were dropped has fewer updates; the learning rate ends where it should all the same."""
-    values = variant(base, tmp_path, filter_groups="drop", lr_schedule="linear", total_episodes=64, eval_every=0)
-    values |= {"rollout_batch_size": 4, "mini_batch_size": 4, "num_epochs": 1}
+    values = variant(base, tmp_path, filter_groups="drop", lr_schedule="linear", total_episodes=64)
     run_here(values)
     rows = metrics_of(values)
     assert any(row["val/zero_std_fraction"] for row in rows) and rows[-1]["lr"] == pytest.approx(0, abs=1e-3)
