@@ -24,7 +24,7 @@ from plumbing.rewards.functions import load_scorer, score_by
 from plumbing.rewards.verifiers import verifier_of
 
 POLL = 0.1  # seconds between two checks whether the run is interrupted
-STARTING = 300.0  # seconds to import a user's file; a busy file system may be slow
+SECONDS_TO_LOAD = 300.0  # for imports of users' files, which may be slow on a busy file system
 LARGEST = 1e18  # score; the square of a larger one would not fit into float32, and its advantage become 0
 
 
@@ -99,15 +99,12 @@ def without_main():
         sys.modules["__main__"] = main
 
 
-class WorkerProcess(SpawnProcess):
-    @staticmethod
-    @without_main()
-    def _Popen(process):
-        return SpawnProcess._Popen(process)
-
-
 class Context(SpawnContext):
-    Process = WorkerProcess
+    class Process(SpawnProcess):
+        @staticmethod
+        @without_main()
+        def _Popen(process):
+            return SpawnProcess._Popen(process)
 
 
 class Workers:
@@ -183,7 +180,7 @@ class FunctionSource:
 
     def load(self) -> str:
         """Import the file in the worker process, once. Return why that failed, "" if it did not."""
-        return self.workers.run(call_function, [(self.name,)], STARTING)[0][1]
+        return self.workers.run(call_function, [(self.name,)], SECONDS_TO_LOAD)[0][1]
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
         if not rows:

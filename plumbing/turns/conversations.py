@@ -23,13 +23,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt, guarded
-from plumbing.rewards.workers import without_main
+from plumbing.rewards.workers import SECONDS_TO_LOAD, without_main
 from plumbing.turns import worker
 from plumbing.turns.templates import Call, Turns
 from plumbing.turns.worker import EnvironmentFailure, ToolError
 from utils import ROOT, fail, warn
 
-SECONDS_TO_LOAD = 300.0  # imports may be slow on a busy file system
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
 STOP_REASONS = ("done", "max_turns", "length", "error")
 forked = multiprocessing.get_context("forkserver")

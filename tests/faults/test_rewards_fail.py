@@ -113,7 +113,7 @@ FILES = {  # a file: what is said of it, "" for a file that loads
 @pytest.mark.parametrize("text", FILES)
 def test_files(tmp_path, capfd, monkeypatch, text):
     """When it is imported, a file loads, or one line says why it does not."""
-    monkeypatch.setattr(workers, "STARTING", 3.0 if "sleep" in text else 20.0)
+    monkeypatch.setattr(workers, "SECONDS_TO_LOAD", 3.0 if "sleep" in text else 20.0)
     path = tmp_path / "judge.py"
     path.write_text(text)
     name = f"{path}:score"
