@@ -94,7 +94,7 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
     """
     from plumbing.rewards import sandbox
 
-    sandbox.hide_this_process()
+    sandbox.libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no program looks into this process, which knows the outputs
     tests, program = read_tests(answer), code_of(response)
     if isinstance(tests, Outputs):
         results = sandbox.run(program, tests.inputs, seconds, server)
