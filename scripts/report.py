@@ -19,8 +19,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 from plumbing.run.log import CURVES, read_args, read_log, replace_file, run_names
 
-STYLES = ("uplot/uPlot.min.css", "page.css")
-SCRIPTS = ("page.js", "curves.js", "samples.js")
 SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
 NAMES = {"seed", "run_name", "output_dir", "resume", "track", "push_to_hub"}  # flags that runs of a group differ by
 
@@ -45,13 +43,11 @@ def page(folders: list[str]) -> str:
         run["group"] = list(dict.fromkeys(keys)).index(key)
     texts = {
         "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
-        "style": "\n".join(map(read_part, STYLES)),
         # An HTML parser would read "</script>" in a sample as the end of the data.
         "data": json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace("<", "\\u003c"),
-        "library": read_part("uplot/uPlot.iife.min.js"),
-        "script": "\n".join(map(read_part, SCRIPTS)),
     }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: texts[match[1]], read_part("page.html"))
+    read = lambda match: texts[match[1]] if match[1] in texts else read_part(match[1])
+    return re.sub(r"\{\{([\w./]+)\}\}", read, read_part("page.html"))
 
 
 def read_part(name: str) -> str:
