@@ -23,7 +23,6 @@ from pebble import ProcessPool
 from plumbing.rewards.functions import load_scorer, score_by
 from plumbing.rewards.verifiers import verifier_of
 
-POLL = 0.1  # seconds between two checks whether the run is interrupted
 SECONDS_TO_LOAD = 300.0  # for imports of users' files, which may be slow on a busy file system
 LARGEST = 1e18  # score; the square of a larger one would not fit into float32, and its advantage become 0
 
@@ -125,7 +124,7 @@ class Workers:
             self.pool = ProcessPool(**self.settings)
         jobs = [arguments[i : i + calls_a_job] for i in range(0, len(arguments), calls_a_job)]
         futures = [self.pool.schedule(attempt, (limit, call, job), timeout=limit) for job in jobs]
-        while wait(futures, timeout=POLL).not_done and self.pool.active and not interrupted():
+        while wait(futures, timeout=0.1).not_done and self.pool.active and not interrupted():
             pass
         results = []
         for job, future in zip(jobs, futures):
