@@ -23,13 +23,8 @@ torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied weig
 DEVICE = torch.device("pretend", 0)
 WAITS = collections.Counter()
 aten = torch.ops.aten
-COPIES = {
-    aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten._copy_from_and_resize.default,
-}  # fmt: skip
-INDEXING = {  # of which indices may be on the CPU, but not values
-    aten.index.Tensor: (), aten._unsafe_index.Tensor: (), aten.index_put_.default: (2,),
-    aten.index_put.default: (2,), aten._index_put_impl_.default: (2,),
-}  # fmt: skip
+COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
+INDEXING = {aten.index.Tensor: (), aten.index_put_.default: (2,)}  # of which indices may be on the CPU, but not values
 
 
 class Pretend(torch.Tensor):

@@ -145,9 +145,8 @@ BAD_ROWS = [  # (script, row 3 of its data set, further flags); more are in test
 ]
 
 
-@pytest.mark.parametrize("number", range(len(BAD_ROWS)))
-def test_rows(refused, folder, number):
-    script, row, flags = BAD_ROWS[number]
+@pytest.mark.parametrize("script, row, flags", BAD_ROWS)
+def test_rows(refused, folder, script, row, flags):
     rows = list(FILES["pairs.jsonl" if script == "reward_model" else "data.jsonl"])
     write_rows(folder / "rows.jsonl", [*rows[:2], {"answer": "2", **row} if isinstance(row, dict) else row, *rows[3:]])
     line = refused(f"{script} --dataset rows.jsonl {flags}")

@@ -79,9 +79,7 @@ def anchors(path: Path) -> set[str]:
 
 def broken_links(path: Path, text: str) -> list[str]:
     broken = []
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if link.startswith("http"):
-            continue
+    for link in re.findall(r"\]\((?!http)([^)\s]+)\)", text):
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
         if not target.exists() or anchor and anchor not in anchors(target):

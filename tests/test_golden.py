@@ -54,7 +54,6 @@ def recording(script: str, folder: Path) -> dict:
     (folder / "reward.py").write_text(helpers.REWARD)
     values = {**COMMON, **CASES[script], "output_dir": str(folder / "runs")}
     helpers.run(values, script=script, place=functools.partial(os.chdir, folder))  # names of files are metrics' names
-    timeless = lambda row: {key: x for key, x in row.items() if not key.startswith(("time/", "perf/"))}
     norms = {}
     for path in sorted((folder_of(values) / "final").rglob("*.safetensors")):
         with safe_open(path, "np") as file:
@@ -63,7 +62,7 @@ def recording(script: str, folder: Path) -> dict:
     samples = [
         {key: x for key, x in row.items() if key != "length"} for row in read_lines(folder_of(values) / "samples.jsonl")
     ]
-    return {"metrics": list(map(timeless, metrics_of(values))), "samples": samples, "weights": [norms]}
+    return {"metrics": metrics_of(values), "samples": samples, "weights": [norms]}
 
 
 def differences(old, new, where: str = "") -> list[str]:

@@ -107,14 +107,11 @@ class Runs:
 
     def difference(self, name: str, precision: str, cut: str) -> tuple[float, str]:
         """Run a case, and compare it with one process."""
-        options, (ranks, shard, *_) = {"script": TRAINED[name][0]}, CUTS[cut]
+        script, (ranks, shard, *_) = TRAINED[name][0], CUTS[cut]
         values, whole = self.flags(name, precision, CUTS[cut]), self.flags(name, precision, WHOLE)
         if (name, precision) not in self.whole:
-            self.whole[name, precision] = helpers.start(whole, **options)
-        if (ranks, shard) == (1, "none"):
-            first = helpers.run(values, **options)
-        else:
-            first = run_ranks(values, ranks, (0,) * ranks, **options)[0]
+            self.whole[name, precision] = helpers.start(whole, script=script)
+        first = run_ranks(values, ranks, (0,) * ranks, script=script)[0]
         offloaded = ", offloaded to the CPU" if shard == "fsdp_offload" else ""
         assert (f"sharding: fsdp over {ranks} ranks{offloaded}" in first.out) == (shard != "none")
         reference = self.whole[name, precision].wait()

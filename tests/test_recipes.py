@@ -20,9 +20,9 @@ from pathlib import Path
 import forked_python
 import helpers
 import pytest
-import transformers
 from forked_python import free_port
-from helpers import ROOT, read_lines, tiny_model, write_rows
+from helpers import ROOT, read_lines, scalar_folder, tiny_model, write_rows
+from transformers import AutoTokenizer
 
 from plumbing import cli
 
@@ -78,9 +78,7 @@ def small(tmp_path_factory):
     """A folder with the stand-ins, a model, a reward model and rows."""
     folder = tmp_path_factory.mktemp("recipes")
     tiny_model(folder / "model", chat=True, max_position_embeddings=512, hidden_size=64)  # heads of 32, for vLLM
-    config = transformers.AutoConfig.from_pretrained(folder / "model", num_labels=1)
-    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "reward_model")
-    transformers.AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "reward_model")
+    scalar_folder(folder / "model", folder / "reward_model", tokenizer=AutoTokenizer.from_pretrained(folder / "model"))
     people = "(1) Zoey is a knave\n(2) Oliver is a knight"
     write_rows(folder / "rows.jsonl", [{"quiz": f"Who is {i}?", "solution_text": people} for i in range(12)])
     (folder / "reward.py").write_text(helpers.REWARD)

@@ -212,21 +212,18 @@ class Scores(Rewards):
         return {"length": [100.0 * row["answer"] + len(text) for row, text in zip(rows, texts)]}
 
 
-def sampler_of(model, tokenizer, stop_ids, **changes) -> Sampler:
-    sampler = Sampler(
-        model, None, tokenizer, stop_ids, Scores(), None, Args(max_response_length=10, temperature=0.8),
-        SimpleNamespace(requested=False), utils.World(0, 1, CPU), contextlib.nullcontext,
-    )  # fmt: skip
-    return sampler._replace(**changes)
-
-
 @pytest.fixture
 def setting(load, tokenizer) -> tuple[Sampler, list[dict]]:
     """What `rollout` samples with, and five prompts of different lengths."""
     vocabulary = len(tokenizer)
     stops = [1, *range(40, vocabulary, 9)]  # many of 259 tokens, so that most responses stop
     rows = [{"query": q, "answer": i, "prompt": ""} for i, q in enumerate(queries_of([4, 9, 1, 6, 3], vocabulary))]
-    return sampler_of(load("qwen2", F64, vocab_size=vocabulary), tokenizer, stops), rows
+    sampler = Sampler(
+        load("qwen2", F64, vocab_size=vocabulary), None, tokenizer, stops, Scores(), None,
+        Args(max_response_length=10, temperature=0.8), SimpleNamespace(requested=False), utils.World(0, 1, CPU),
+        contextlib.nullcontext,
+    )  # fmt: skip
+    return sampler, rows
 
 
 KEY = ("rollout", 1, 1)

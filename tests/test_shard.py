@@ -196,10 +196,9 @@ def test_tensors_with_formats_of_their_own(base, tmp_path):
 @pytest.mark.parametrize("precision, model", [("bf16", "qwen2"), ("fp16", "gpt_neox"), ("pure_bf16", "qwen2")])
 def test_half_precision_with_and_without_sharding(base, tmp_path, precision, model):
     """The same first gradient but for rounding; weights are kept in the format that was asked for."""
-    changes = {"precision": precision, "total_episodes": 8, "output_dir": str(tmp_path), "save_every": 1}
+    changes = {"precision": precision, "output_dir": str(tmp_path), "save_every": 1}
     changes |= {"model": helpers.tiny_model(tmp_path / model, model), "learning_rate": 1e-2, "eval_every": 1}
     values = {**base["reward_model"], **changes, "batch_size": 18, "lr_schedule": "constant"}
-    del values["total_episodes"]
     runs = [{**values, "run_name": name} for name in ("none", "fsdp")]
     run(runs[0], script="reward_model")
     (first, _) = sharded(runs[1], 2, "reward_model")
