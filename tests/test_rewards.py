@@ -15,8 +15,7 @@ from test_tool_processes import is_running, wait_until
 from tiny_models import CPU, make_tokenizer
 
 from plumbing.data.prompts import named_sources
-from plumbing.rewards.sources import Rewards, needs_answer
-from plumbing.rewards.workers import finite_or_nan
+from plumbing.rewards.sources import Rewards, finite_or_nan, needs_answer
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 

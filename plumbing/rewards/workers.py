@@ -1,14 +1,11 @@
-"""Verifiers and users' functions as sources of scores, computed in a pool of processes (pebble).
+"""The pool of processes (pebble) in which verifiers and users' functions are called.
 
-A call that takes too long, crashes or raises an exception gives no score (NaN), never 0. A process that hangs is
-killed, and pebble starts another one. The processes import this module, so it imports no torch.
+A process that hangs is killed, and pebble starts another one. The processes import this module, so it imports little.
 """
 
 import contextlib
-import functools
 import importlib
 import logging
-import math
 import os
 import signal
 import sys
@@ -21,28 +18,13 @@ from typing import Callable
 from pebble import ProcessPool
 
 from plumbing.rewards.functions import load_scorer, score_by
-from plumbing.rewards.verifiers import verifier_of
 
 SECONDS_TO_LOAD = 300.0  # for imports of users' files, which may be slow on a busy file system
-LARGEST = 1e18  # score; the square of a larger one would not fit into float32, and its advantage become 0
 
 
 def never() -> bool:
     """Return that the run is not interrupted."""
     return False
-
-
-def finite_or_nan(score) -> float:
-    """Return a score as a float; NaN for None, infinity and anything over LARGEST."""
-    score = math.nan if score is None else float(score)
-    return score if abs(score) <= LARGEST else math.nan
-
-
-def columns_of(rows: list[dict]) -> dict[str, list]:
-    """Return the columns that prompts had in their files and "answer", a value a prompt; None where a row lacks one."""
-    tables = [{**row.get("columns", {}), "answer": row.get("answer")} for row in rows]
-    names = sorted({name for table in tables for name in table})
-    return {name: [table.get(name) for table in tables] for name in names}
 
 
 # ---- in a worker process ---------------------------------------------------------------------------------------------
@@ -139,56 +121,3 @@ class Workers:
         """Kill the processes."""
         self.pool.stop()
         self.pool.join()
-
-
-class VerifierSource:
-    """A built-in verifier, which scores response by response."""
-
-    verifies, failure = True, ""
-
-    def __init__(self, name: str, workers: Workers, timeout: float):
-        self.workers, self.verifier = workers, verifier_of(name)
-        self.limit, self.check = min(timeout, self.verifier.limit), self.verifier.check
-        if name.startswith("code"):
-            # Less than the call may last: a program that is stuck scores 0, a call that is stuck has no score.
-            self.check = functools.partial(self.check, seconds=0.8 * timeout)
-
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
-        references = columns_of(rows).get(self.verifier.column, [None] * len(rows))
-        # The answer of a conversation is the model's last turn, not that of a tool.
-        texts = [row["turns"][-1]["content"] if row.get("turns") else text for row, text in zip(rows, texts)]
-        calls = list(zip(texts, references))
-        results = self.workers.run(self.check, calls, self.limit, interrupted, self.verifier.calls_a_job)
-        if self.verifier.limit < math.inf:
-            # Comparing a formula can last forever. Then the response is wrong, unless the reference is to blame.
-            failed = [i for i, (_, failure) in enumerate(results) if failure]
-            alone = self.workers.run(self.check, [("", references[i]) for i in failed], self.limit, interrupted)
-            for i, (score, failure) in zip(failed, alone):
-                results[i] = score, failure and f"the reference {references[i]!r:.60} alone: {failure}"
-        self.failure = next((failure for _, failure in results if failure), self.failure)
-        return [finite_or_nan(score) for score, _ in results]
-
-
-class FunctionSource:
-    """A function from a user's file, which scores all responses of a rank in one call, always in the same process."""
-
-    verifies, failure = True, ""
-
-    def __init__(self, name: str, workers: Workers, timeout: float):
-        self.name, self.workers, self.timeout = name, workers, timeout
-
-    def load(self) -> str:
-        """Import the file in the worker process, once. Return why that failed, "" if it did not."""
-        return self.workers.run(call_function, [(self.name,)], SECONDS_TO_LOAD)[0][1]
-
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
-        if not rows:
-            return []
-        prompts, columns = [row["prompt"] for row in rows], columns_of(rows)
-        if "turns" in rows[0]:
-            columns["turns"] = [row["turns"] for row in rows]
-        call = (self.name, prompts, texts, responses, columns)
-        self.load()  # the process may be a new one, and the time of a call is not for imports
-        ((scores, failure),) = self.workers.run(call_function, [call], self.timeout, interrupted)
-        self.failure = failure or self.failure
-        return [finite_or_nan(score) for score in scores or [None] * len(rows)]
