@@ -89,8 +89,3 @@ def test_disagreement_of_rollout_and_trainer(difference, staleness, warned, caps
     })  # fmt: skip
     err = capsys.readouterr().err
     assert err.startswith("warning: step 3: ") == warned and err.count("\n") == warned
-
-
-def test_a_step_in_which_nothing_was_measured(capsys):
-    metrics = evaluation.mismatch_metrics(utils.Sums(utils.World(0, 1, CPU)).totals(), 3, 0)
-    assert math.isnan(metrics["rollout/prob_diff_mean"]) and capsys.readouterr().err == ""
