@@ -15,21 +15,20 @@ def make_run(folder, seed: int = 0, steps: int = 12, **args) -> str:
     facts = {"script": "grpo.py", "args": {"seed": seed, "learning_rate": 1e-5, **args}, "ranks": 1}
     facts["defaults"] = {"seed": 1, "learning_rate": 1e-6}
     (folder / "args.json").write_text(json.dumps(facts))
+    turns = [{"role": "assistant", "content": "29"}, {"role": "user", "content": "?"}]
+    turns.append({"role": "assistant", "content": "5"})
+    several = {"response": "29?5", "turns": turns, "math": 1.0, "advantage": 0.5, "stop_reason": "done", "length": 4}
+    cut = {"prompt": "</script><b>bold</b>", "math": 0.0, "advantage": -0.5, "stop_reason": "length"}
+    answer = {"prompt": "7+7=", "math": 0.5, "stop_reason": "stop", "length": 9}
     rows, samples, held_out = [], [], []
     for step in range(steps):
         row = {"step": step, "objective/scores": (step + seed) / 20, "policy/entropy_avg": 0.5, "val/odd": None}
         row |= {"time/rollout": 2.0, "time/training": 1.0, "time/step": 3.0, "time/from_scratch": 3.0 * step}
         rows.append(row | {"perf/peak_memory_gb": 1.5} | ({"eval/accuracy": step / 20} if step % 4 == 0 else {}))
-        turns = [{"role": "assistant", "content": "29"}, {"role": "user", "content": "?"}]
-        turns.append({"role": "assistant", "content": "5"})
-        first = {"prompt": f"{step}+1=", "response": "29?5", "answer": f"{step + 1}", "math": 1.0}
-        first |= {"advantage": 0.5, "stop_reason": "done"}
-        samples.append({"step": step, **first, "turns": turns, "length": 4})
-        last = {"prompt": "</script><b>bold</b>", "response": f"wrong {step}", "math": 0.0, "advantage": -0.5}
-        samples.append({"step": step, **last, "stop_reason": "length", "length": 40 + step})
+        samples.append({"step": step, "prompt": f"{step}+1=", "answer": f"{step + 1}", **several})
+        samples.append({"step": step, "response": f"wrong {step}", "length": 40 + step, **cut})
         if step % 4 == 0:
-            answer = {"prompt": "7+7=", "response": f"answer {step}", "math": 0.5, "stop_reason": "stop", "length": 9}
-            held_out.append({"step": step, **answer})
+            held_out.append({"step": step, "response": f"answer {step}", **answer})
     for name, lines in (("metrics", rows), ("samples", samples), ("held_out", held_out)):
         write_rows(folder / f"{name}.jsonl", lines)
     return str(folder)

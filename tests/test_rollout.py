@@ -25,6 +25,7 @@ FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F64 = torch.float64
 LENGTHS = [3, 9, 1, 5, 2, 7, 4, 6, 12, 3, 8, 1]
 STOPS = [1, 6, 11, 16, 20, 27]  # of 32 tokens, so that most responses end early
+never = lambda: False
 
 
 def queries_of(lengths=LENGTHS, vocabulary: int = 32, seed: int = 0) -> list[list[int]]:
@@ -34,10 +35,6 @@ def queries_of(lengths=LENGTHS, vocabulary: int = 32, seed: int = 0) -> list[lis
 
 def uniforms_of(rows: int, length: int, seed: int = 0):
     return torch.rand(rows, length, dtype=F64, generator=torch.Generator().manual_seed(seed))
-
-
-def never():
-    return False
 
 
 @torch.no_grad()
