@@ -12,7 +12,7 @@ import pytest
 from helpers import refused
 from tiny_models import make_tokenizer
 
-from plumbing.rewards import workers
+from plumbing.rewards import sources
 from plumbing.rewards.sources import Rewards
 
 # A call with 20 responses, of which the text is the row's number.
@@ -113,7 +113,7 @@ FILES = {  # a file: what is said of it, "" for a file that loads
 @pytest.mark.parametrize("text", FILES)
 def test_files(tmp_path, capfd, monkeypatch, text):
     """When it is imported, a file loads, or one line says why it does not."""
-    monkeypatch.setattr(workers, "SECONDS_TO_LOAD", 3.0 if "sleep" in text else 20.0)
+    monkeypatch.setattr(sources, "SECONDS_TO_LOAD", 3.0 if "sleep" in text else 20.0)
     path = tmp_path / "judge.py"
     path.write_text(text)
     name = f"{path}:score"
