@@ -14,6 +14,7 @@ if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     .venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile $tools $engine
     # It brings CUDA builds of these, which break transformers' imports on a CPU; nothing here needs them.
     [ -z "$engine" ] || .venv/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    .venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib || true # as in setup.sh
     cp requirements.txt .venv/installed-requirements.txt
     echo "$tools" >.venv/installed-test-tools.txt
 fi

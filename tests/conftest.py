@@ -32,10 +32,10 @@ def long(request) -> bool:
 
 
 SLOWEST = (  # files that take half a minute or so
-    "test_vllm", "test_recipes", "test_vllm_server", "test_invariance", "test_run", "test_shard",
-    "test_scripts", "test_conversations", "test_golden", "test_kills", "test_random_runs", "test_failing_ranks",
-    "test_code", "test_tool_processes", "test_signals", "test_ranks", "test_benchmark", "test_evaluate",
-    "test_reward_server", "test_ppo", "test_samples", "test_lora", "test_resume", "test_drift",
+    "test_vllm", "test_recipes", "test_vllm_server", "test_invariance", "test_shard", "test_run", "test_kills",
+    "test_golden", "test_scripts", "test_pretend_device", "test_code", "test_signals", "test_conversations",
+    "test_failing_ranks", "test_tool_processes", "test_evaluate", "test_rewards", "test_rewards_fail", "test_drift",
+    "test_families", "test_ranks", "test_random_runs", "test_lora", "test_ppo", "test_distill", "test_policy",
 )  # fmt: skip
 
 

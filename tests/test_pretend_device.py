@@ -1,12 +1,7 @@
-"""Whole runs on a pretend accelerator, pretend_device.py: no operation mixes devices, and the numbers are the CPU's.
-
-python tests/test_pretend_device.py FOLDER    # what the tests start: torch has one such device a process
-"""
+"""Whole runs on a pretend accelerator, pretend_device.py: no operation mixes devices, and the numbers are the CPU's."""
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import helpers
@@ -48,8 +43,10 @@ def train(script: str, flags: dict, folder: Path) -> list[dict]:
 def results(tmp_path_factory) -> dict:
     """Of each run: metrics on the CPU, metrics on the pretend device, waits in an update; and the error of a fork."""
     folder = tmp_path_factory.mktemp("pretend")
-    done = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = helpers._server().Process(target=main, args=(folder,))  # torch has one such device a process
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     return json.loads((folder / "results.json").read_text())
 
 
@@ -104,7 +101,3 @@ def main(folder: Path) -> None:
         except RuntimeError as error:
             results["fork"] = str(error)
     (folder / "results.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
