@@ -16,9 +16,10 @@ from typing import Annotated, Literal
 
 import tyro
 import yaml
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapter
 from pydantic.dataclasses import dataclass
 
+from plumbing.data import rows
 from utils import fail, loading, warn
 
 ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"  # of a server, such as http://10.0.0.2:8000
@@ -90,15 +91,10 @@ def from_file(cls: type, path: str):
     with loading(f"--config {path}"), open(path) as file:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
     values = values.get("args", values) if isinstance(values, dict) else values
-    if not isinstance(values, dict):
-        fail(f"--config {path}: must hold flags and their values, {{flag: value}}")
+    args = rows.check(f"--config {path}", values, TypeAdapter(cls))
     for name in values.keys() - cls.__dataclass_fields__.keys():
         fail(f"--config {path}: there is no flag {name!r}")
-    try:
-        return cls(**values)
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        fail(f"--config {path}: {'; '.join(problems)}")
+    return args
 
 
 def check(args) -> None:

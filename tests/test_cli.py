@@ -220,10 +220,10 @@ CONFIGS = {
     "kl_coef: -1": "kl_coef: Input should be greater than or equal to 0",
     "model: yes": "model: Input should be a valid string",
     "loss: ppo": "loss: Input should be 'grpo', 'dr_grpo'",
-    "reward: [[exact]]": "reward.0: Input should be a valid string",
+    "reward: [[exact]]": "reward: 0: Input should be a valid string",
     "mini_batch_size: 3": "--mini_batch_size must divide",
-    "- a": "must hold flags and their values",
-    "": "must hold flags and their values",
+    "- a": "Input should be a dictionary",
+    "": "Input should be a dictionary",
     "a: [": "while parsing a flow node",
     "!!python/object/apply:os.mkdir [made]": "could not determine a constructor",
 }

@@ -191,18 +191,19 @@ ENTRIES = TypeAdapter(list[MixtureEntry])
 
 
 def check(where: str, value, adapter: TypeAdapter, item: str = "row"):
-    """Return a list as pydantic reads it; exit with code 2, and the item, field and message of pydantic's first error.
+    """Return a value as pydantic reads it; exit with code 2, and the item, field and message of pydantic's first error.
 
     Args:
-        where: where the list is from. item: what an item of it is.
+        where: where the value is from. item: what an item of it is, if it is a list.
     """
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        number, *fields = first["loc"] or (None,)
-        at = f"{where} {item} {number + 1}" if isinstance(number, int) else where
-        fail(f"{': '.join([at, *map(str, fields)])}: {first['msg']}")
+        fields = list(first["loc"])
+        if fields and isinstance(fields[0], int):
+            where = f"{where} {item} {fields.pop(0) + 1}"
+        fail(f"{': '.join([where, *map(str, fields)])}: {first['msg']}")
 
 
 def is_number(value) -> bool:
