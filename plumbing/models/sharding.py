@@ -89,7 +89,11 @@ class Sharding:
     def _fully_shard(self, module: torch.nn.Module, model: transformers.PreTrainedModel) -> None:
         blocks = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
         state = module.state_dict() if self.world.main else {}
-        self._copy_dtypes(module)
+        tensors = [*module.parameters(), *module.buffers()]
+        dtypes = [tensor.dtype for tensor in tensors]
+        dist.broadcast_object_list(dtypes, 0)  # some models keep a few tensors in float32; a state dict has values only
+        for tensor, dtype in zip(tensors, dtypes, strict=True):
+            tensor.data = tensor.data.to(dtype)
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
         policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
         # On CPUs, unlike GPUs, autocast does not cast a LayerNorm's weights to the format of its inputs, float32.
@@ -106,17 +110,6 @@ class Sharding:
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
         with torch.no_grad(), self.autocast():
             module(ids, ids > 0)  # the first forward pass makes this module FSDP's root; generation calls `model`
-
-    def _copy_dtypes(self, module: torch.nn.Module) -> None:
-        """Give all ranks the number formats of rank 0, as some models keep a few tensors in float32.
-
-        (Loading a state dict copies values only.)
-        """
-        tensors = [*module.parameters(), *module.buffers()]
-        dtypes = [tensor.dtype for tensor in tensors]
-        dist.broadcast_object_list(dtypes, 0)
-        for tensor, dtype in zip(tensors, dtypes, strict=True):
-            tensor.data = tensor.data.to(dtype)
 
     def _load_shards(self, module: torch.nn.Module, model, state: dict) -> None:
         """Load the state that rank 0 has of a module into all ranks' shards, one tensor at a time."""
