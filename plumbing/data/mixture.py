@@ -69,7 +69,7 @@ def load_prompts(
     parts, as_is, tools = [], args.chat_template == "none", conversations and conversations.schemas
     for part, rows, weight in read_parts(flag, name, split):
         where, encoded, problems = f"{flag} {part}", [], []
-        prompt_column = prompts.find_column(where, "prompt", args.prompt_column, rows, required=True)
+        prompt_column = prompts.find_column(where, "prompt", args.prompt_column, rows)
         answer_column = prompts.find_column(where, "answer", args.answer_column, rows)
         for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False, disable=None), 1):
             at = f"{where} row {number}"

@@ -62,10 +62,10 @@ def is_filled(value) -> bool:
     return not isinstance(value, str) or bool(value.strip())
 
 
-def find_column(where: str, kind: str, named: str, rows: list[dict], required: bool = False) -> str | None:
+def find_column(where: str, kind: str, named: str, rows: list[dict]) -> str | None:
     """Return the column that a flag names, or else the first known one in which any row has something, None for none.
 
-    Exit with code 2 if no row has anything in a named column, or in any known one where it is required.
+    Exit with code 2 if no row has anything in a named column, or in any known one of a prompt.
 
     Args:
         kind: "prompt" or "answer". named: by --prompt_column or --answer_column; "" for none.
@@ -73,10 +73,9 @@ def find_column(where: str, kind: str, named: str, rows: list[dict], required: b
     for column in [named] if named else COLUMNS[kind]:
         if any(is_filled(value_at(row, column)) for row in rows):
             return column
-    if named or required:
-        columns = list(dict.fromkeys(name for row in rows[:1000] for name in row))
+    if named or kind == "prompt":
         empty = f"column {named!r}" if named else " or ".join(COLUMNS[kind])
-        fail(f"{where}: has nothing in {empty}; name a column with --{kind}_column, there are {', '.join(columns)}")
+        fail(f"{where}: has nothing in {empty}; name a column with --{kind}_column, row 1 has {', '.join(rows[0])}")
     return None
 
 
