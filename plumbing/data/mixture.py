@@ -92,20 +92,15 @@ def load_prompts(
         if stop_ids:
             why = f"which have no {', '.join(prompts.COLUMNS['response'])} or last turn of the assistant"
             scorable = leave_out(where, scorable, [row for row in scorable if "response" in row], why)
-        parts.append((drop_overlong(where, scorable, args), weight))
+            fitting = [row for row in scorable if len(row["response"]) <= args.max_response_length]
+            why = f"whose responses have more tokens than --max_response_length {args.max_response_length}"
+            scorable = leave_out(where, scorable, fitting, why)
+        fitting = [row for row in scorable if len(row["query"]) <= args.max_prompt_length]
+        why = f"which have more tokens than --max_prompt_length {args.max_prompt_length}"
+        parts.append((leave_out(where, scorable, fitting, why), weight))
         if conversations:
             conversations.try_reset(f"the first row of {where}", scorable[0]["columns"])
     return parts
-
-
-def drop_overlong(where: str, rows: list[dict], args) -> list[dict]:
-    """Return the rows within --max_prompt_length and --max_response_length; count the others in one line."""
-    limits = {"query": args.max_prompt_length, "response": args.max_response_length}
-    kept = [row for row in rows if all(len(row.get(key, ())) <= limit for key, limit in limits.items())]
-    flags = f"--max_prompt_length {args.max_prompt_length}"
-    if any("response" in row for row in rows):
-        flags += f" or --max_response_length {args.max_response_length}"
-    return leave_out(where, rows, kept, f"which have more tokens than {flags}")
 
 
 def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
