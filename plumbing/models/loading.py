@@ -274,10 +274,8 @@ def vocabulary_difference(ours, theirs) -> str:
     A pad token that only one of the two has does not count: padding is masked by length.
     """
     mine, other = ours.get_vocab(), theirs.get_vocab()
-    for pad in {ours.pad_token, theirs.pad_token}:
-        if (pad in mine) != (pad in other):
-            (mine if pad in mine else other).pop(pad)
-    different = sorted(token for token in mine | other if mine.get(token) != other.get(token))
+    pads = {ours.pad_token, theirs.pad_token} - (mine.keys() & other.keys())
+    different = sorted(token for token in (mine | other).keys() - pads if mine.get(token) != other.get(token))
     return f"has other ids for {len(different)} tokens, such as {different[0]!r}" if different else ""
 
 
