@@ -157,10 +157,7 @@ def longest_sequence(args) -> int:
     return min(args.max_prompt_length + args.max_response_length, positions or math.inf)
 
 
-def load_model(
-    flag: str, name: str, dtype: torch.dtype, device: torch.device, auto_class=None, config=None,
-    new_weights: tuple[str, ...] = (),
-) -> torch.nn.Module:  # fmt: skip
+def load_model(flag: str, name: str, dtype: torch.dtype, device: torch.device, scalar: bool = False) -> torch.nn.Module:
     """Return a pretrained model without dropout, in evaluation mode; exit with code 2 if its files lack weights.
 
     The adapter of a folder of LoRA is merged into its base. Of a model that reads images, the language model trains;
@@ -169,14 +166,15 @@ def load_model(
     Args:
         flag: names the model in messages. name: folder or hub name.
         device: on "meta" the model has no weights, and only the configuration is read.
-        auto_class: of transformers; None: a causal language model.
-        new_weights: may be missing in the files; the caller sets them.
+        scalar: whether to load it with a head of one output, see `load_scalar_model`, rather than of a vocabulary.
     """
-    config = config or load_config(flag, name)
-    if auto_class is None:
-        language, images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-        with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-        auto_class = images if with_images in (config.architectures or ()) else language
+    config, trained = scalar_config(flag, name) if scalar else (load_config(flag, name), True)
+    with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    auto_class = transformers.AutoModelForCausalLM
+    if scalar:
+        auto_class = transformers.AutoModelForSequenceClassification
+    elif with_images in (config.architectures or ()):
+        auto_class = transformers.AutoModelForImageTextToText
     if caps_scores(config):
         config._attn_implementation = "eager"
     if dtype == torch.float64:
@@ -192,7 +190,8 @@ def load_model(
                 from peft import PeftModel
 
                 model = PeftModel.from_pretrained(model, name).merge_and_unload()
-        if missing := report["missing_keys"] - set(new_weights):  # transformers draws them at random
+        new = set() if trained else {"score.weight"}
+        if missing := report["missing_keys"] - new:  # transformers draws them at random
             fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
     if device.type == "cpu":
         # The weights lie in memory as they do in the file, and matrix products round by the address of their operands:
@@ -242,11 +241,10 @@ def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.de
     Returns:
         The model, and whether its head is new; a new head has random values, which the caller has to replace.
     """
-    config, trained = scalar_config(flag, name)
+    _, trained = scalar_config(flag, name)
     if base_of(name) != name:
         fail(f"{flag} {name}: is an adapter, whose folder lacks the head; final/ has all of it")
-    new_weights = () if trained else ("score.weight",)
-    model = load_model(flag, name, dtype, device, transformers.AutoModelForSequenceClassification, config, new_weights)
+    model = load_model(flag, name, dtype, device, scalar=True)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         fail(f"{flag} {name}: {type(model).__name__} has no linear head called score, as causal language models have")
     return ScalarModel(model), not trained
