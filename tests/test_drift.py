@@ -8,7 +8,6 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 from helpers import ROOT
@@ -200,16 +199,6 @@ def test_imports_go_one_way(name):
         if folder and folder[0] in ORDER:
             later = ORDER[ORDER.index(folder[0]) + 1 :]
             assert not [module for module in modules if module.split(".")[1] in later]
-
-
-def test_importing_a_script_loads_nothing_that_a_flag_asks_for():
-    """What takes seconds, or is not installed everywhere."""
-    code = f"import sys, {', '.join(name[:-3] for name in SCRIPTS)}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
-    assert not {"vllm", "wandb", "matplotlib", "peft", "datasets", "reasoning_gym", "pandas"} & loaded
-    optional = {"rollout.vllm_engine", "rollout.vllm_servers", "rewards.sandbox", "run.hub", "turns.conversations"}
-    assert not {f"plumbing.{module}" for module in optional} & loaded
 
 
 def test_commands_have_what_they_import_on_their_path():

@@ -34,9 +34,9 @@ OF_RANK_0 = {"resume.find_origin", "resume.open_folder", "os.rename", "log.appen
 SAMPLING = {"grpo.generate": 4, "sources.Rewards.score": 4, "grpo.forward_batch": 3}
 GAME = {"environment": helpers.GAME, "reward": "environment", "max_response_length": 30}
 RANKS = {"micro_batch_tokens": 200, "num_epochs": 1}
-# Script, ranks, flags, what instants come after besides RUNNING, and the signals of CI.
+# Script, ranks, flags, what instants come after besides RUNNING, and the signals of CI. (One rank: test_run.py.)
 KINDS = {
-    "one rank": ("grpo", 1, MOVING, SAMPLING | {"grpo.sync_reference": 1}, SIGNALS),
+    "one rank": ("grpo", 1, MOVING, SAMPLING | {"grpo.sync_reference": 1}, ()),
     "conversations": ("grpo", 1, GAME, SAMPLING, SIGNALS[1:]),
     "sharded": ("grpo", 2, MOVING | RANKS | {"shard": "fsdp"}, SAMPLING, SIGNALS[:1]),
     "sharded conversations": ("grpo", 2, GAME | RANKS | {"shard": "fsdp"}, SAMPLING, ()),
