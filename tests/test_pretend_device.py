@@ -15,14 +15,17 @@ SMALL = dict(
     total_episodes=16, max_response_length=6, num_epochs=1, mini_batch_size=8, micro_batch_tokens=400, eval_every=0,
     save_every=0,
 )  # fmt: skip
+GAME = dict(environment=helpers.GAME, reward="environment")
 RUNS = {  # (script, flags on top of test_shard.exact_runs)
     "grpo": ("grpo", dict(SMALL, filter_groups="refill", entropy_coef=0.01)),
-    "rloo": ("rloo", dict(SMALL, kl_in="loss", rollout_correction="truncate")),
     "ppo": ("ppo", dict(SMALL, gradient_checkpointing=True, critic_gradient_checkpointing=True)),
     "reward model": ("reward_model", dict(eval_every=0, save_every=0)),
     "distill": ("distill", dict(SMALL, divergence="jsd", on_policy_share=0.5, gradient_checkpointing=True)),
     "LoRA, bf16": ("grpo", dict(SMALL, lora_rank=2, ref_refresh_every=0, precision="bf16")),
-    "conversations": ("rloo", dict(SMALL, max_response_length=20, environment=helpers.GAME, reward="environment")),
+    "rloo, conversations": (
+        "rloo",
+        dict(SMALL, kl_in="loss", rollout_correction="truncate", max_response_length=20, **GAME),
+    ),
     "resume": ("grpo", dict(SMALL, save_every=1, resume=True)),
 }
 MISSING = "uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)"
@@ -66,7 +69,7 @@ def test_a_run_on_another_device(results, name):
 def test_how_often_an_update_waits_for_the_device(results):
     """Read: the tokens of the update, whether the gradient is finite, and what transformers asks of positions. A mask
     in a micro-batch: where the response tokens are."""
-    assert results["grpo"][2] == results["rloo"][2] == {"item": 3, "mask": 1}
+    assert results["grpo"][2] == results["rloo, conversations"][2] == {"item": 3, "mask": 1}
 
 
 def test_a_tensor_that_is_left_on_the_cpu_is_found(results):

@@ -44,13 +44,13 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     rows = {
         "Python outside tests, lines": (
-            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 10_950
+            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 10_770
         ),
-        "plumbing/, lines": (lines("plumbing/**/*.py"), 6_070),
+        "plumbing/, lines": (lines("plumbing/**/*.py"), 5_930),
         "plumbing/, files": (len(plumbing), 41),
         "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
         "web files of the report, lines": (lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))), 500),
-        "tests/, lines": (lines("tests/**/*.py"), 13_520),
+        "tests/, lines": (lines("tests/**/*.py"), 13_340),
         "docs/, lines": (lines("docs/*.md"), 1_000),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 90),

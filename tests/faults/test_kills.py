@@ -20,7 +20,7 @@ import utils
 from plumbing.run import log
 
 STEPS, STOPS = 12, 30  # of each kind of run, with --long
-STEPS_IN_CI, STOPS_IN_CI = 6, 3
+STEPS_IN_CI, STOPS_IN_CI = 4, 3
 SIGNALS = ("SIGKILL", "SIGTERM SIGINT")  # of a run, one drawn each time
 
 # What the random instants come after: functions, each with the number of calls from which one is drawn.
