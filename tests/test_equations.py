@@ -64,6 +64,13 @@ def test_masked_reductions_leak_neither_value_nor_gradient(junk):
     assert torch.equal(gradient, double([0.5, 0, 0.5], [0, 0, 0], [0.5, 0.5, 0]))
 
 
+def test_aggregate_divides_by_what_the_whole_batch_has():
+    """Of 8 tokens in 4 responses of up to 10 tokens; the losses and gradients of --loss are in tests/agreement."""
+    x, mask = double([1.0, 2.0, NAN], [3.0, INF, NAN]), mask_of([2, 1], 3)
+    expected = {"token": 6 / 8, "step_token": 6 / 8, "sequence": 4.5 / 4, "sequence_sum": 6 / 4, "constant": 6 / 40}
+    assert {how: aggregate(x, mask, how, 8.0, 4, 10).item() for how in expected} == expected
+
+
 # ---- advantages -------------------------------------------------------------------------------------------------
 
 
