@@ -13,7 +13,8 @@ from unittest import mock
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run, run_here, write_rows
+from helpers import folder_of, metrics_of, read_lines, run_here, write_rows
+from test_equations import double
 from test_rollout import TEMPLATE, bos_tokenizer
 from tiny_models import CPU
 from transformers import AutoModelForSequenceClassification
@@ -28,10 +29,6 @@ from reward_model import Args, collate, load_pairs, pair_statistics, preference_
 F64, NAN = torch.float64, math.nan
 HERE = ["qwen2", "llama", "gpt2", "gpt_neox"]
 EXACT = {"gpt_neox": 1e-10, "gpt2": 1e-10}  # the norms of the others compute in float32 in a float64 model, too
-
-
-def double(*rows):
-    return torch.tensor(rows, dtype=F64)
 
 
 # ---- equations ---------------------------------------------------------------------------------------------------
@@ -183,19 +180,19 @@ def test_formats(load, tmp_path, tokenizer, name, system_prompt):
         return
     expected = {"margin": 0.0, "subset": None, "prompt": "", "chosen_text": "4", "rejected_text": "5"}
     for side, text, prompt in zip(("chosen", "rejected"), "45", prompts):
-        query = [2] if tokenizer.encode("")[:1] == [2] else []
+        query = tokenizer.encode("")  # the beginning, if it puts one there
         if prompt is not None:
             file = write_rows(tmp_path / "rollout.jsonl", [{"prompt": prompt}])
             seen = grpo.Args(system_prompt=system_prompt, max_prompt_length=999, reward=("format",))
             [([rollout], _)] = data.load_prompts("--dataset", file, "x", tokenizer, seen, lambda *_: "")
             expected["prompt"], query = rollout["prompt"], rollout["query"]
         expected[side] = [*query, *tokenizer.encode(text, add_special_tokens=False), 1]
-        assert expected[side].count(2) == int(tokenizer is not PLAIN)
+        assert expected[side].count(tokenizer.bos_token_id) == int(tokenizer is not PLAIN)
     assert load([row], tokenizer, system_prompt=system_prompt) == [expected]
 
 
 def test_stop_token_stands_once_at_the_end(load):
-    row = {"prompt": "2+2=", "chosen": "4</s>", "rejected": "5"}
+    row = {"prompt": "2+2=", "chosen": "4<eos>", "rejected": "5"}
     ids = PLAIN.encode("2+2=")
     four, five, dot = (PLAIN.encode(text)[0] for text in "45.")
     (pair,) = load([row])
@@ -323,7 +320,7 @@ def base(tmp_path_factory) -> dict:
 def straight(base) -> dict:
     """Two passes, six steps, in one go."""
     values = {**base, "run_name": "straight", "num_epochs": 2}
-    run(values, script="reward_model")
+    run_here(values, "reward_model")
     return values
 
 
@@ -331,7 +328,7 @@ def test_a_step_by_plain_loops(base, straight):
     """Loss and gradient norm of the first batch, side by side through transformers' own forward pass."""
     start = str(folder_of(straight) / "final")  # a reward model: its head is known, and stays
     values = {**base, "run_name": "step", "model": start, "precision": "float64", "batch_size": 5, "eval_every": 0}
-    run(values, script="reward_model")
+    run_here(values, "reward_model")
     model = AutoModelForSequenceClassification.from_pretrained(start, dtype=F64)
     tokenizer = models.load_tokenizer(start)
     batch = [row for row in read_lines(folder_of(values) / "samples.jsonl") if row["step"] == 1]
