@@ -11,6 +11,7 @@ import torch
 from helpers import folder_of, metrics_of, run_here, same_weights, scalar_folder, weights_of
 from test_equations import close, double
 from test_policy import ALL, EXACT, gradient_of, pairs_of, plain_logprobs, random_batch, relative
+from test_rloo import whiten_by_hand
 from tiny_models import CPU
 from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -42,19 +43,14 @@ def test_token_rewards():
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2, 0.5])
-def test_value_loss_by_loops(clip):
-    """Values and flags; tests/agreement has the gradient, and that of GAE."""
+def test_where_clipping_raises_the_value_loss(clip):
+    """tests/agreement has the loss and its gradient, and those of GAE."""
     cases = [(v, old, r) for v in (-1.0, -0.1, 0.15, 0.4, 2.0) for old in (0.0, 0.3) for r in (-3.0, 0.05, 0.25, 3.0)]
-    values, old, returns = double(*zip(*cases))
-
-    def by_hand(v, o, r):
-        plain = (v - r) ** 2
-        clipped = (min(max(v, o - clip), o + clip) - r) ** 2 if clip else plain
-        return 0.5 * max(plain, clipped), clipped > plain
-
-    losses, raised = ppo.value_loss(values, old, returns, clip)
-    close(losses, [by_hand(*case)[0] for case in cases])
-    assert raised.tolist() == [by_hand(*case)[1] for case in cases] and raised.any() == (clip > 0)
+    losses, raised = ppo.value_loss(*double(*zip(*cases)), clip)
+    plain, _ = ppo.value_loss(*double(*zip(*cases)), 0.0)
+    clipped = [(min(max(v, old - clip), old + clip) - r) ** 2 > (v - r) ** 2 for v, old, r in cases]
+    assert raised.tolist() == (losses > plain).tolist() == [clip > 0 and flag for flag in clipped]
+    assert raised.any() == (clip > 0)
 
 
 def test_explained_variance():
@@ -183,12 +179,7 @@ def base(tmp_path_factory) -> dict:
         parameter.data += 0.05 * torch.randn_like(parameter)
     reference.save_pretrained(models["reference"])
     GenerationConfig(eos_token_id=list(range(1, 25)), pad_token_id=0).save_pretrained(models["neox"])
-    helpers.write_rows(folder / "ptx.jsonl", helpers.ROWS)
     return {**values, "model": models["neox"], "ref_model": models["reference"], "eval_every": 0, "run_name": "run"}
-
-
-def in_folder(base: dict, name: str) -> str:
-    return str(helpers.Path(base["model"]).parent / name)
 
 
 @pytest.fixture
@@ -197,12 +188,6 @@ def batches(monkeypatch) -> list:
     seen, rollout = [], ppo.rollout
     monkeypatch.setattr(ppo, "rollout", lambda *args: seen.append(rollout(*args)) or seen[-1])
     return seen
-
-
-def whitened(rows: list[list[float]]) -> list[list[float]]:
-    flat = [x for row in rows for x in row]
-    mean, scale = statistics.fmean(flat), math.sqrt(statistics.variance(flat) + 1e-8)
-    return [[(x - mean) / scale for x in row] for row in rows]
 
 
 STEPS = {
@@ -222,9 +207,10 @@ STEPS = {
 def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     """Scores missing, penalties, KL, GAE, whitening, PF-PPO and both losses, to the norms of both gradients."""
     values = {
-        **base, "output_dir": str(tmp_path), "reward": f"{in_folder(base, 'some.py')}:score", "precision": "float64",
-        "total_episodes": 8, "save_every": 0, "mini_batch_size": 8, "num_epochs": 1, "non_stop_penalty": True,
-        "penalty_reward_value": -0.5, "value_model": scalar_folder(base["model"], tmp_path / "critic"), **changes,
+        **base, "output_dir": str(tmp_path), "reward": base["reward"].replace("reward.py", "some.py"),
+        "precision": "float64", "total_episodes": 8, "save_every": 0, "mini_batch_size": 8, "num_epochs": 1,
+        "non_stop_penalty": True, "penalty_reward_value": -0.5,
+        "value_model": scalar_folder(base["model"], tmp_path / "critic"), **changes,
     }  # fmt: skip
     run_here(values, "ppo")
     ((row,), (batch,)) = metrics_of(values), batches
@@ -259,7 +245,8 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     targets = [gae_by_hand(r, v, gamma, values.get("critic_gae_lambda", lam)) for r, v in zip(rewards, old_values)]
     returns = [[a + v for a, v in zip(*rows)] for rows in zip(targets, old_values)]
     if values.get("whiten_advantages", True):
-        A = whitened(A)
+        white = iter(whiten_by_hand(sum(A, [])))
+        A = [[next(white) for _ in row] for row in A]
     drawn = [i for i in drawn if i in trained]  # a response without a score has no share in any mean
     tokens = sum(lengths[i] for i in drawn)
     share = lambda i: drawn.count(i) / (len(drawn) * lengths[i] if in_loss else tokens)
@@ -291,7 +278,7 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     values |= dict(lr_schedule="linear", critic_lr_schedule="linear", ptx_coef=0.1, kl_coef=0.0, gae_lambda=1.0)
     imitated, original = [], ppo.ptx_loss
     monkeypatch.setattr(ppo, "ptx_loss", lambda *args: imitated.extend(args[1]) or original(*args))
-    changes = {"ptx_dataset": in_folder(base, "ptx.jsonl"), "ptx_batch_size": 4, "ref_model": ""}
+    changes = {"ptx_dataset": base["dataset"], "ptx_batch_size": 4, "ref_model": ""}
     run_here({**values, **changes}, "ppo")
     assert len(imitated) == 8 * 4 and len({str(row) for row in imitated[:13]}) == 13  # each row once a pass
     folders = [helpers.Path(base["model"]), *(folder_of(values) / "checkpoints" / f"step_{i}" for i in (1, 2, 3, 4))]
