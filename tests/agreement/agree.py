@@ -233,23 +233,19 @@ def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
         gamma = 0.9 if kind == "reinforce++" else 1.0
         return rloo.token_advantages(kind, x[scores], x["greedy_scores"], kl, mask, G, BETA, gamma)
 
-    quantities["advantages: RLOO"] = of_tokens("rloo")[:, 0]
-    quantities["advantages: RLOO, scores missing"] = of_tokens("rloo", "scores_missing")[:, 0]
-    quantities["advantages: RLOO, KL in the reward"] = of_tokens("rloo", kl=x["old_logprobs"] - x["ref_logprobs"])[:, 0]
-    quantities["advantages: OPO"], quantities["advantages: ReMax"] = of_tokens("opo"), of_tokens("remax")
-    quantities["advantages: REINFORCE++"] = of_tokens("reinforce++")
-    quantities["advantages: REINFORCE++-baseline"] = of_tokens("reinforce++-baseline")
-    # Over masks with holes, which are the observations of conversations.
-    turns = x["turn_mask"]
+    turns, kl = x["turn_mask"], x["old_logprobs"] - x["ref_logprobs"]  # conversations: observations leave holes
     for scale in ("group", "none"):
-        estimate = grpo.group_advantages(x["scores"], G, scale)[:, None]
+        estimate = quantities[f"advantages: {scale}"][:, None]
         quantities[f"advantages: {scale}, conversations"] = torch.where(turns, estimate, 0.0)
     for name in ("RLOO", "OPO", "ReMax", "REINFORCE++", "REINFORCE++-baseline"):
+        quantities[f"advantages: {name}"] = of_tokens(name.lower())
         quantities[f"advantages: {name}, conversations"] = of_tokens(name.lower(), mask=turns)
-    gae, quantities["returns of GAE"] = ppo.gae(x["rewards"], x["old_values"], x["turn_mask"], 0.97, 0.9)
-    quantities["advantages: GAE, whitened"] = ppo.whiten(gae, x["turn_mask"])
-    quantities["whitening"] = ppo.whiten(x["rewards"], x["turn_mask"])
-    kl = x["old_logprobs"] - x["ref_logprobs"]
+    quantities["advantages: RLOO"] = quantities["advantages: RLOO"][:, 0]
+    quantities["advantages: RLOO, scores missing"] = of_tokens("rloo", "scores_missing")[:, 0]
+    quantities["advantages: RLOO, KL in the reward"] = of_tokens("rloo", kl=kl)[:, 0]
+    gae, quantities["returns of GAE"] = ppo.gae(x["rewards"], x["old_values"], turns, 0.97, 0.9)
+    quantities["advantages: GAE, whitened"] = ppo.whiten(gae, turns)
+    quantities["whitening"] = ppo.whiten(x["rewards"], turns)
     quantities["rewards of tokens, KL taken off"] = ppo.token_rewards(x["scores"], kl, mask, BETA)
     assert all(value.shape in ((len(mask),), (len(mask), T)) for value in quantities.values())
     return quantities
@@ -292,11 +288,6 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
         quantities[f"distillation: beta {beta}"] = loss.detach()
         (quantities[f"distillation: beta {beta}, gradient"],) = torch.autograd.grad(loss, leaf)
     return quantities
-
-
-def token_ids(x: dict[str, Tensor]) -> list[tuple[list[int], list[int]]]:
-    """Return the token ids of each prompt and its response."""
-    return [(query.tolist(), ids[m].tolist()) for query, ids, m in zip(x["prompts"], x["responses"], x["mask"])]
 
 
 def arguments(step: str, folder: str, x: dict[str, Tensor], G: int):
@@ -363,7 +354,10 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
 def gradient_of_parameters(step: str, folder: str, x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
     """Return the gradient of all parameters, and of the critic's, in the second update of a script's `main`."""
     module, args = arguments(step, folder, x, G)
-    samples = [Sample({"query": query, "prompt": ""}, ids, {}, stopped=True, scores={}) for query, ids in token_ids(x)]
+    samples = [
+        Sample({"query": query.tolist(), "prompt": ""}, ids[m].tolist(), {}, stopped=True, scores={})
+        for query, ids, m in zip(x["prompts"], x["responses"], x["mask"])
+    ]
     tokens = {"response_mask": x["mask"], "rollout_logprobs": x["rollout_logprobs"]}
     batch = Batch(samples, torch.ones(len(samples), dtype=torch.bool), {}, tokens, x["scores"])
     experience = Experience(batch, {"objective/scores": 0.0}, 0, 0, G, "")
