@@ -68,44 +68,29 @@ def test_pair_statistics():
 # ---- scores ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def scalar(model_folder):
-    """A function family -> a model of it with a random head of one output, loaded as the script does."""
-
-    def make(family: str):
-        scalar, is_new = models.load_scalar_model("--model", model_folder(family), F64, CPU)
-        assert is_new
-        scalar.model.score.weight.data = torch.randn(1, 16, generator=torch.Generator().manual_seed(5)).double()
-        return scalar
-
-    return make
-
-
-def random_pairs(low: int = 0) -> list[dict]:
+def random_pairs() -> list[dict]:
     """Pairs of many lengths; ids 0 (what `collate` pads with) and 1 (end) stand anywhere, also at the very end."""
     numbers = torch.Generator().manual_seed(0)
-    draw = lambda n: torch.randint(low, 32, (n,), generator=numbers).tolist()
-    shapes = [(3, 9, [1]), (1, 4, [low]), (12, 2, [1, 1]), (5, 5, [low] * 2), (20, 1, []), (2, 3, [1, low, 1])]
+    draw = lambda n: torch.randint(32, (n,), generator=numbers).tolist()
+    shapes = [(3, 9, [1]), (1, 4, [0]), (12, 2, [1, 1]), (5, 5, [0, 0]), (20, 1, []), (2, 3, [1, 0, 1])]
     return [{"chosen": draw(a) + end, "rejected": draw(b) + end} for a, b, end in shapes]
 
 
-def scores_of(scalar, pairs: list[dict], budget: int) -> torch.Tensor:
-    interrupt = mock.Mock(agreed=lambda: False)
-    return score_pairs(scalar, pairs, budget, interrupt, utils.World(0, 1, CPU), contextlib.nullcontext)
-
-
 @pytest.mark.parametrize("family", HERE)
-def test_scores_by_a_plain_forward_of_each_side_alone(scalar, family):
+def test_scores_by_a_plain_forward_of_each_side_alone(model_folder, family):
     """The head times the last hidden state, number by number, in any cut and with padding that neighbours force."""
-    scalar, pairs = scalar(family), random_pairs()
+    scalar, is_new = models.load_scalar_model("--model", model_folder(family), F64, CPU)
+    assert is_new
+    scalar.model.score.weight.data = torch.randn(1, 16, generator=torch.Generator().manual_seed(5)).double()
+    pairs, world, interrupt = random_pairs(), utils.World(0, 1, CPU), mock.Mock(agreed=lambda: False)
     weight, expected = scalar.model.score.weight[0].tolist(), []
     for pair in pairs:
         hidden = [scalar.model.base_model(torch.tensor([pair[side]]))[0][0, -1] for side in ("chosen", "rejected")]
         expected.append([math.fsum(w * h for w, h in zip(weight, state.tolist())) for state in hidden])
     for budget in (1, 60, 10_000):
-        for cut in reward_model.cut_pairs(pairs, budget, utils.World(0, 1, CPU)):
+        for cut in reward_model.cut_pairs(pairs, budget, world):
             assert len(cut) == 1 or collate([pairs[i] for i in cut], CPU)[0].numel() <= budget
-        got = scores_of(scalar, pairs, budget)
+        got = score_pairs(scalar, pairs, budget, interrupt, world, contextlib.nullcontext)
         torch.testing.assert_close(got, double(*expected), rtol=0, atol=EXACT.get(family, 1e-5))
     assert got.dtype == F64 and not got.requires_grad
 
