@@ -1,6 +1,7 @@
-"""Every equation of grpo.py against hand values and against loops over plain Python numbers, values and gradients.
+"""The equations of grpo.py against hand values and against loops over plain Python numbers, values and gradients.
 
-The functions of the same names in rloo.py and ppo.py are the same, see test_drift.py.
+What is not here is in tests/agreement; the functions of the same names in rloo.py and ppo.py are the same, see
+test_drift.py.
 """
 
 import itertools
