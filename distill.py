@@ -410,10 +410,7 @@ def main(args: Args) -> None:
     tokenizer = loading.load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     if args.teacher:
-        loading.check_can_read("--teacher", args.teacher, tokenizer)
-        theirs, ours = (loading.load_config("", x).get_text_config().vocab_size for x in (args.teacher, args.model))
-        if theirs < ours:
-            utils.fail(f"--teacher {args.teacher}: has {theirs} tokens, less than the {ours} of --model")
+        loading.check_same_tokens("--teacher", args.teacher, args.model)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     imitated = stop_ids if args.on_policy_share < 1 else []
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations, imitated)

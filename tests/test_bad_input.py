@@ -62,9 +62,9 @@ def folder(tmp_path_factory) -> Path:
     tiny_model(folder / "model")
     tiny_model(folder / "chat", chat=True)
     tiny_model(folder / "small", vocab_size=9)
-    tiny_model(folder / "large", vocab_size=500)
     scalar_folder(folder / "model", folder / "scorer")
     scalar_folder(folder / "model", folder / "two labels", labels=2)
+    scalar_folder(folder / "model", folder / "other vocabulary", tokens=("ab", "12"))
     for name, (file, content) in BROKEN.items():
         shutil.copytree(folder / "model", folder / name)
         if content is None:
@@ -112,7 +112,8 @@ COMMANDS = {  # how the line begins
     "grpo --model nobody/nothing-of-this-name": "--model nobody/nothing-of-this-name: ",
     "grpo --model scorer": "--model scorer: its files lack weights of the model, such as lm_head.weight",
     "grpo --model small": "--model small: ",
-    "grpo --ref_model large": "--ref_model large: ",
+    "grpo --ref_model small": "--ref_model small: has 9 tokens, less than the ",
+    "grpo --ref_model 'other vocabulary'": "--ref_model other vocabulary: cannot read what --model writes: ",
     "reward_model --model 'two labels'": "--model two labels: its head has 2 labels",
     "ppo --value_model 'two labels'": "--value_model two labels: its head has 2 labels",
     "grpo --max_response_length 255": "--max_response_length 255",

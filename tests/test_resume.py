@@ -193,7 +193,6 @@ OTHERS = {  # what --model has become, flags, script
     "other ids": (other_ids, {}, "grpo"),
     "adapter": (None, {"lora_rank": 4}, "grpo"),
     "critic": (None, {}, "ppo"),
-    "deeper, of which the reference is made": (partial(helpers.tiny_model, vocab_size=300), {}, "grpo"),
 }
 
 

@@ -266,6 +266,14 @@ def check_can_read(flag: str, name: str, tokenizer) -> None:
         fail(f"{flag} {name}: cannot read what --model writes: its vocabulary {difference}")
 
 
+def check_same_tokens(flag: str, name: str, model: str) -> None:
+    """Exit with code 2 unless a model has a log-prob for each token of --model; it may be padded to more tokens."""
+    check_can_read(flag, name, read_tokenizer("--model", model))
+    theirs, ours = (load_config(flag, x).get_text_config().vocab_size for x in (name, model))
+    if theirs < ours:
+        fail(f"{flag} {name}: has {theirs} tokens, less than the {ours} of --model")
+
+
 def vocabulary_difference(ours, theirs) -> str:
     """Return how the vocabulary of a tokenizer, `theirs`, differs from that of --model; "" if it does not.
 
@@ -388,10 +396,9 @@ def load_policy_and_reference(args, make_policy: Callable, checkpoint: str | Non
     if args.lora_rank and not args.ref_model:
         return policy, wrapped, policy
     flag, name = "--ref_model" if args.ref_model else "--model", args.ref_model or args.model
+    if args.ref_model:
+        check_same_tokens(flag, name, args.model)
     name = refreshed_reference(checkpoint) or name
-    theirs, ours = (each.get_text_config().vocab_size for each in (load_config(flag, name), policy.model.config))
-    if theirs != ours:
-        fail(f"{flag} {name}: its vocabulary has {theirs} tokens, that of the policy {ours}")
     return policy, wrapped, load_frozen(flag, name, make_policy, precision.param_dtype, sharding)
 
 

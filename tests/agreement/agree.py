@@ -383,7 +383,7 @@ def gradient_of_parameters(step: str, folder: str, x: dict[str, Tensor], G: int)
         (module, "collect", lambda *_, **options: experience), (module, "Run", lambda *_: run),
         (module, "Rewards", mock.MagicMock()), (module, "CHUNK_TOKENS", 11), (utils.Optimizer, "step", update),
         (loading, "load_tokenizer", mock.MagicMock()), (loading, "stop_token_ids", lambda *_: [1]),
-        (loading, "check_can_read", lambda *_: None),
+        (loading, "check_can_read", lambda *_: None), (loading, "read_tokenizer", mock.MagicMock()),
         (module, "load_train_and_eval", lambda *_: ([{"query": []}], [])),
     ):  # fmt: skip
         replaced.enter_context(mock.patch.object(owner, name, value))
