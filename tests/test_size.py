@@ -44,9 +44,9 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     rows = {
         "Python outside tests, lines": (
-            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 10_770
+            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 10_760
         ),
-        "plumbing/, lines": (lines("plumbing/**/*.py"), 5_930),
+        "plumbing/, lines": (lines("plumbing/**/*.py"), 5_940),
         "plumbing/, files": (len(plumbing), 41),
         "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
         "web files of the report, lines": (lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))), 500),
