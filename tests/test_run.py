@@ -233,7 +233,7 @@ def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
 def test_k2_and_k3_times_the_ratio_have_the_same_gradient(base, tmp_path):
     """Off policy, too: a mini-batch of a step is trained on by a policy that has moved."""
     values = variant(base, tmp_path, kl_coef=1.0, precision="float64", total_episodes=16, eval_every=0)
-    values["ref_model"] = helpers.tiny_model(tmp_path / "other", initializer_range=0.1)
+    values["ref_model"] = helpers.tiny_model(tmp_path / "other", initializer_range=0.1, vocab_size=300)  # padded
     heads = []
     for estimator, weighting in (("k2", "ratio"), ("k3", "ratio"), ("k2", "none")):
         values |= {"kl_estimator": estimator, "kl_weighting": weighting, "run_name": f"{estimator} {weighting}"}
