@@ -62,6 +62,7 @@ def folder(tmp_path_factory) -> Path:
     tiny_model(folder / "model")
     tiny_model(folder / "chat", chat=True)
     tiny_model(folder / "small", vocab_size=9)
+    tiny_model(folder / "deep", num_hidden_layers=3)
     scalar_folder(folder / "model", folder / "scorer")
     scalar_folder(folder / "model", folder / "two labels", labels=2)
     scalar_folder(folder / "model", folder / "other vocabulary", tokens=("ab", "12"))
@@ -114,6 +115,7 @@ COMMANDS = {  # how the line begins
     "grpo --model small": "--model small: ",
     "grpo --ref_model small": "--ref_model small: has 9 tokens, less than the ",
     "grpo --ref_model 'other vocabulary'": "--ref_model other vocabulary: cannot read what --model writes: ",
+    "grpo --ref_model deep --ref_refresh_every 1": "--ref_refresh_every: --ref_model deep has other layers or shapes",
     "reward_model --model 'two labels'": "--model two labels: its head has 2 labels",
     "ppo --value_model 'two labels'": "--value_model two labels: its head has 2 labels",
     "grpo --max_response_length 255": "--max_response_length 255",

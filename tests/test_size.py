@@ -44,7 +44,7 @@ def table() -> dict[str, tuple[int, int]]:
     plumbing = [path for path in ROOT.glob("plumbing/**/*.py") if path.read_text()]
     rows = {
         "Python outside tests, lines": (
-            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 10_760
+            lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 10_765
         ),
         "plumbing/, lines": (lines("plumbing/**/*.py"), 5_940),
         "plumbing/, files": (len(plumbing), 41),

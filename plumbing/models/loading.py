@@ -399,7 +399,11 @@ def load_policy_and_reference(args, make_policy: Callable, checkpoint: str | Non
     if args.ref_model:
         check_same_tokens(flag, name, args.model)
     name = refreshed_reference(checkpoint) or name
-    return policy, wrapped, load_frozen(flag, name, make_policy, precision.param_dtype, sharding)
+    reference = load_frozen(flag, name, make_policy, precision.param_dtype, sharding)
+    ours, theirs = ([weight.shape for weight in x.parameters()] for x in (policy, reference))
+    if args.ref_refresh_every and ours != theirs:
+        fail(f"--ref_refresh_every: {flag} {name} has other layers or shapes than the policy")
+    return policy, wrapped, reference
 
 
 def refreshed_reference(checkpoint: str | None) -> str | None:
