@@ -187,9 +187,10 @@ class Policy(nn.Module):
         chunks, hidden_gradients, head_gradients = [], [], [torch.zeros_like(weight) for weight in weights]
         for start in range(0, max(1, len(labels)), CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
+            theirs = None if teacher is None else teacher(part)
             with torch.enable_grad():  # FSDP's first pass has none
                 inputs = hidden[part].detach().requires_grad_()
-                values = self.statistics(inputs, labels[part], teacher and teacher(part), rollout_logprobs[part])
+                values = self.statistics(inputs, labels[part], theirs, rollout_logprobs[part])
                 of_inputs, *of_head = torch.autograd.grad(values["losses"].sum(), [inputs, *weights])
             hidden_gradients.append(of_inputs)
             head_gradients = [total.add_(x) for total, x in zip(head_gradients, of_head)]
