@@ -5,20 +5,18 @@ folder, environment, output, signals and exit code are those of the call. It sav
 thirteen where vLLM is imported (helpers.vllm_preloaded).
 """
 
-import atexit
 import contextlib
 import json
 import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import socketserver
 import subprocess
 import sys
 import tempfile
 import threading
-import traceback
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -73,11 +71,6 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     request_queue_size = 100
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 @contextlib.contextmanager
 def python():
     """Path of the program, which works while this context lasts."""
@@ -122,20 +115,8 @@ def start(words: list[str], environment: dict) -> None:
     os.environ.clear()
     os.environ.update(environment)
     helpers.torch._dynamo.config.disable = environment.get("TORCH_COMPILE_DISABLE") == "1"  # read when it is imported
-    code = 1
-    try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
-        code = 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(bool(end.code))
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        atexit._run_exitfuncs()  # closes the reward processes, as the end of an interpreter does
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
+    if words[0] == "-m":
+        sys.argv, call = words[1:], partial(runpy.run_module, words[1], alter_sys=True)
+    else:
+        sys.argv, call = words, partial(runpy.run_path, words[0])
+    helpers.run_and_exit(partial(call, run_name="__main__"))

@@ -67,8 +67,11 @@ CHAT_TEMPLATE = """
 {%- if add_generation_prompt %}{{ '>' }}{% endif %}"""
 
 
-def tiny_model(folder, kind: str = "qwen2", chat: bool = False, **changes) -> str:
-    """Save a random model of two layers and its tokenizer (one token a character) in a folder."""
+def tiny_model(folder, kind: str = "qwen2", chat: bool = False, stop: float = 1.0, **changes) -> str:
+    """Save a random model of two layers and its tokenizer (one token a character) in a folder.
+
+    `stop` is a factor of the stop token's row of the output head: responses of many lengths, where it is larger than 1.
+    """
     tokenizer = make_tokenizer()
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
@@ -86,6 +89,7 @@ def tiny_model(folder, kind: str = "qwen2", chat: bool = False, **changes) -> st
     model = transformers.AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # far from uniform, so that a step changes something
         parameter.data += 0.2 * torch.randn_like(parameter)
+    model.get_output_embeddings().weight.data[tokenizer.eos_token_id] *= stop
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
@@ -210,6 +214,22 @@ def _signal_at(place: str) -> None:
             _before(name, send)
 
 
+def run_and_exit(main) -> None:
+    """Call a function, and end this process as an interpreter does."""
+    code = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()  # closes the reward processes
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
 def _main(script: str, flags: list[str], log: str, environment: dict, place: str) -> None:
     """What `python SCRIPT FLAGS` does, in a process that has its imports."""
     multiprocessing.current_process()._config["daemon"] = False  # else it could not start workers
@@ -226,18 +246,7 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
     elif place:
         _signal_at(place)
     run_log.plot_curves = lambda *args: None
-    code = 1
-    try:
-        module.main(cli.parse(module.Args, flags))
-        code = 0
-    except SystemExit as error:
-        code = error.code or 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # as the interpreter does
-    finally:
-        atexit._run_exitfuncs()  # closes the reward processes, as the end of an interpreter does
-        sys.stdout.flush(), sys.stderr.flush()
-        os._exit(code)
+    run_and_exit(lambda: module.main(cli.parse(module.Args, flags)))
 
 
 PRELOADED = ["helpers", "preloaded"]
@@ -332,10 +341,10 @@ def errors_in(err: str) -> list[str]:
     return [line for line in err.replace("\r", "\n").split("\n") if line.startswith("error:")]
 
 
-def refused(captured, call, *args) -> str:
+def refused(captured, call, *args, **options) -> str:
     """Call what has to end with exit code 2; return its one line of stderr that says why."""
     with pytest.raises(SystemExit) as end:
-        call(*args)
+        call(*args, **options)
     err = captured.readouterr().err
     assert end.value.code == 2 and len(errors_in(err)) == 1, err
     return errors_in(err)[0]
@@ -361,15 +370,17 @@ def run(values: dict, code: int = 0, **options) -> Running:
     return done
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def start_ranks(
     values: dict, size: int, places: dict | None = None, environment: dict | None = None, **options
 ) -> list[Running]:
     """The same over several ranks; `places` gives one rank a signal, {1: "grpo.generate:3:SIGTERM"}, or calls there
     what breaks something (picklable)."""
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    group = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     start_rank = lambda rank, **variables: Running(
         values,
         environment={name: str(x) for name, x in variables.items()} | (environment or {}),
@@ -478,7 +489,7 @@ def largest_difference(
         for key, x in theirs.items():
             size = (ours[key] - x).abs().max().item() / max(x.abs().max().item(), least)
             differences.append((size, f"{part}/{key}"))
-    return max(differences)
+    return max(differences, key=lambda x: (math.isnan(x[0]), x))  # NaN, which is not less than anything, counts most
 
 
 def steps_of(values: dict) -> list[str]:
@@ -501,7 +512,3 @@ def assert_same_run(values: dict, whole: dict) -> None:
 
 def all_finite(folder) -> bool:
     return all(tensor.isfinite().all() for tensor in weights_of(folder).values())
-
-
-def finite_or_null(rows: list[dict]) -> bool:
-    return all(math.isfinite(v) for row in rows for v in row.values() if isinstance(v, (int, float)))

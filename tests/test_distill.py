@@ -196,7 +196,7 @@ def test_conversations_that_fail_do_not_train(tmp_path, capfd):
     run_here({**values, "environment": f"{tmp_path / 'broken.py'}:Broken", "rollout_batch_size": 4}, "distill")
     rows = metrics_of(values)
     trained = [row["train/loss"] is not None for row in rows]
-    assert any(trained) and not all(trained) and helpers.finite_or_null(rows)
+    assert any(trained) and not all(trained)
     assert [row["val/skipped_updates"] for row in rows] == [0] * 4
     assert "responses are left out; the first: reset" in capfd.readouterr().err
 

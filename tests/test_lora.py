@@ -51,7 +51,7 @@ def test_what_is_saved_is_what_was_trained(base, tmp_path, script, monkeypatch):
     assert weights_of(final).keys() == weights_of(base["model"]).keys()
     assert all(".lora_" in name for name in tensors_of(final / "adapter"))
     rows = metrics_of(values)
-    assert rows[1]["objective/kl"] == 0 and rows[-1]["objective/kl"] != 0 and helpers.finite_or_null(rows)
+    assert rows[1]["objective/kl"] == 0 and rows[-1]["objective/kl"] != 0
     if script == "ppo":
         assert rows[-1]["loss/value_avg"] < rows[1]["loss/value_avg"]
         critic = tensors_of(folder_of(values) / "checkpoints/step_3/critic")

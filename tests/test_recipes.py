@@ -20,8 +20,7 @@ from pathlib import Path
 import forked_python
 import helpers
 import pytest
-from forked_python import free_port
-from helpers import ROOT, read_lines, scalar_folder, tiny_model, write_rows
+from helpers import ROOT, free_port, read_lines, scalar_folder, tiny_model, write_rows
 from transformers import AutoTokenizer
 
 from plumbing import cli

@@ -122,11 +122,8 @@ def test_equal_scores_have_advantage_exactly_zero(kind, dtype):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("rloo")
-    values = helpers.workspace(folder)
+    values = helpers.workspace(folder) | {"model": helpers.tiny_model(folder / "model", stop=4)}
     (folder / "gaps.py").write_text(helpers.REWARD.replace("% 7 / 7", "% 7 % 5 / 7 or None"))
-    model = AutoModelForCausalLM.from_pretrained(values["model"])
-    model.lm_head.weight.data[model.config.eos_token_id] *= 4  # responses of many lengths
-    model.save_pretrained(values["model"])
     values["ref_model"] = helpers.tiny_model(folder / "other", initializer_range=0.1)
     return {**values, "kl_coef": 0.01, "total_episodes": 16, "run_name": "run"}
 
@@ -151,7 +148,7 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
     steps, losses = record(monkeypatch, "token_advantages"), record(monkeypatch, "clipped_loss")
     run_here(values, "rloo")
     rows, samples = metrics_of(values), read_lines(folder_of(values) / "samples.jsonl")
-    assert helpers.finite_or_null(rows) and helpers.all_finite(folder_of(values) / "final") and len(steps) == 2
+    assert helpers.all_finite(folder_of(values) / "final") and len(steps) == 2
     assert any(row["val/missing_scores"] for row in rows)
     trained = {tuple(row) for (_, A, *_), _ in losses for row in A.tolist()}
     for step, ((how, scores, greedy, kl, mask, group, beta, gamma), advantages) in enumerate(steps):

@@ -10,20 +10,7 @@ import sys
 import helpers
 import pytest
 import torch
-from helpers import (
-    ROOT,
-    all_finite,
-    finite_or_null,
-    folder_of,
-    metrics_of,
-    read_lines,
-    run,
-    run_here,
-    run_ranks,
-    same_weights,
-    steps_of,
-    weights_of,
-)
+from helpers import all_finite, folder_of, metrics_of, read_lines, run, run_here, steps_of, variant, weights_of
 from test_equations import close, gdpo_by_hand
 
 import grpo
@@ -32,11 +19,6 @@ import grpo
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     return helpers.workspace(tmp_path_factory.mktemp("run"))
-
-
-def variant(base: dict, tmp_path, **changes) -> dict:
-    """The small run with other flags, in a folder of its own."""
-    return {**base, "output_dir": str(tmp_path / "runs"), "run_name": "run", **changes}
 
 
 # ---- what a run leaves ---------------------------------------------------------------------------------------------
@@ -55,7 +37,7 @@ def test_what_a_run_leaves(base, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     values = variant(base, tmp_path, total_episodes=16, save_every=1, output_dir="here")
-    words = [sys.executable, str(ROOT / "grpo.py"), *helpers.words(values)]
+    words = [sys.executable, str(helpers.ROOT / "grpo.py"), *helpers.words(values)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not re.search(r"\b(nan|inf)\b", done.stdout + done.stderr, re.IGNORECASE)
@@ -68,14 +50,13 @@ def test_what_a_run_leaves(base, tmp_path):
     assert facts["args"].keys() == {field.name for field in dataclasses.fields(grpo.Args)}
     assert all(facts["args"][name] in (value, [value]) for name, value in values.items())
     assert facts["versions"]["torch"] == torch.__version__ and {"python", "transformers"} <= facts["versions"].keys()
-    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
+    head = subprocess.run(["git", "-C", str(helpers.ROOT), "rev-parse", "HEAD"], capture_output=True, text=True)
     assert (facts["git_commit"] or "").rstrip("+") == head.stdout.strip()
 
     rows = read_lines(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2] and [row["episode"] for row in rows] == [0, 8, 16]
     assert all(set(METRICS) <= row.keys() for row in rows[1:])
     assert all("eval/accuracy" in rows[i] for i in (0, 2)) and "eval/accuracy" not in rows[1]
-    assert finite_or_null(rows)
     assert all(row["rollout/correction_mean"] == pytest.approx(1) for row in rows[1:])  # each token counts once
     assert [name for name, value in rows[2].items() if value is None] == (
         [] if torch.cuda.is_available() else ["perf/mfu"]
@@ -101,16 +82,14 @@ def test_what_a_run_leaves(base, tmp_path):
         assert model.generation_config.eos_token_id == tokenizer.eos_token_id
         weights = weights_of(folder / name)
         assert all_finite(folder / name) and any(not torch.equal(weights[key], start[key]) for key in start)
-    assert same_weights(folder / "checkpoints/step_2", folder / "final")
+    assert helpers.same_weights(folder / "checkpoints/step_2", folder / "final")
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
 # All that a step can depend on: schedule, Adam's moments, KL controller, a reference that moves, passes over the data.
-MOVING = dict(
-    kl_horizon=20, kl_target=0.05, ref_refresh_every=2,
-    lr_schedule="linear", warmup_ratio=0.3, seed=3,
-)  # fmt: skip
+SCHEDULE = dict(lr_schedule="linear", warmup_ratio=0.3, seed=3)
+MOVING = dict(SCHEDULE, kl_horizon=20, kl_target=0.05, ref_refresh_every=2)
 
 
 @pytest.fixture(scope="module")
@@ -128,53 +107,12 @@ def goes_on_after(done) -> list[int]:
     return [int(step) for step in re.findall(r"goes on after step (\d+)", done.out)]
 
 
-def resume(values: dict, straight: dict, after: int) -> None:
-    """Resume a stopped run, which has to go on after step `after` and end like the uninterrupted one, bit for bit."""
-    assert goes_on_after(run({**values, "resume": True})) == [after]
-    assert metrics_of(values) == metrics_of(straight)
-    ours, theirs = (read_lines(folder_of(each) / "samples.jsonl") for each in (values, straight))
-    assert ours == theirs
-    assert same_weights(folder_of(values) / "final", folder_of(straight) / "final")
-    assert not list((folder_of(values) / "checkpoints").glob(".*"))
-
-
-# Where a run that saves steps 2 and 4 is killed, and the step that the next one goes on after: in the middle of step 3,
-# in the saving of step 4, and after it. There are four updates a step; the first run has trained two steps by then.
-KILLS = {
-    "update": ("utils.Optimizer.step:10", 2),
-    "rollout": ("grpo.generate:1", 2),
-    "samples": ("log.RunLog.samples:1", 2),
-    "log": ("log.RunLog.log:2", 2),
-    "save, before writing": ("checkpoints.save_folder:1", 2),
-    "save, before the second model": ("checkpoints.save_model:2", 2),
-    "save, before the optimizer": ("torch.distributed.checkpoint.save:1", 2),
-    "save, before the rename": ("checkpoints.save_folder>os.rename:2", 2),
-    "log, after the save": ("log.RunLog.log:3", 4),
-    "final": ("checkpoints.save_final:1", 4),
-}
-
-
-def test_a_run_that_is_killed_again_and_again(straight, tmp_path):
-    """Each time where the resumed run got to. No row is lost or there twice; it ends like the straight run."""
-    values, after = {**straight, "output_dir": str(tmp_path)}, []
-    for phase, (where, step) in KILLS.items():
-        done = run({**values, "resume": bool(after)}, code=-9, place=f"{where}:SIGKILL")
-        assert goes_on_after(done) == after, phase
-        for part in ("metrics", "samples"):
-            ours, theirs = (read_lines(folder_of(each) / f"{part}.jsonl") for each in (values, straight))
-            assert [row["step"] for row in ours] == [row["step"] for row in theirs][: len(ours)], (phase, part)
-        assert not (folder_of(values) / "final").exists()
-        after = [step]
-    resume(values, straight, after=step)
-
-
-# ---- signals ---------------------------------------------------------------------------------------------------------
-
-# Runs that are stopped several times, each time where the resumed one got to: the phase, where the signal comes, and
-# the step that is saved. `generate` is called twice in an evaluation (before the first step,
-# after the second and the fourth) and once in a step, `torch.searchsorted` once a token, `forward_batch` twice a step.
+# Runs that are stopped several times, each time where the one that went on got to: the phase, where the signal comes,
+# and the step that the next one goes on after. `generate` is called twice in an evaluation (before the first step,
+# after the second and the fourth) and once in a step, `torch.searchsorted` once a token, `forward_batch` twice a step,
+# and there are four updates a step. The one that is killed saves steps 2 and 4, the one that is stopped none.
 STOPS = {
-    "between saves": [
+    "stopped": [
         ("first evaluation", "grpo.generate:1:SIGTERM", 0),
         ("rollout", "torch.searchsorted:13:SIGINT", 0),  # ten tokens in the first evaluation
         ("update", "utils.Optimizer.step:2:SIGTERM", 1),
@@ -182,27 +120,53 @@ STOPS = {
         ("scoring", "sources.Rewards.score:3:SIGTERM", 2),
         ("log-probs", "grpo.forward_batch:1:SIGTERM", 3),
     ],
-    "at saves": [
+    "stopped at saves": [
         ("save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
         ("last update", "utils.Optimizer.step:8:SIGTERM", 4),
+    ],
+    "killed": [
+        ("update", "utils.Optimizer.step:10:SIGKILL", 2),
+        ("rollout", "grpo.generate:1:SIGKILL", 2),
+        ("samples", "log.RunLog.samples:1:SIGKILL", 2),
+        ("log", "log.RunLog.log:2:SIGKILL", 2),
+        ("save, before writing", "checkpoints.save_folder:1:SIGKILL", 2),
+        ("save, before the second model", "checkpoints.save_model:2:SIGKILL", 2),
+        ("save, before the optimizer", "torch.distributed.checkpoint.save:1:SIGKILL", 2),
+        ("save, before the rename", "checkpoints.save_folder>os.rename:2:SIGKILL", 2),
+        ("log, after the save", "log.RunLog.log:3:SIGKILL", 4),
+        ("final", "checkpoints.save_final:1:SIGKILL", 4),
     ],
 }
 
 
-@pytest.mark.parametrize("name", STOPS)
-def test_signals(straight, tmp_path, name):
-    """Exit code 75, a complete checkpoint of the newest step, and nothing of it to be seen in the run that went on."""
-    values, after = {**straight, "output_dir": str(tmp_path), "save_every": 2 if name == "at saves" else 0}, []
-    for phase, where, step in STOPS[name]:
-        done = run({**values, "resume": bool(after)}, code=75, place=where)
+def stop_again_and_again(straight: dict, folder, stops: list[tuple], save_every: int, **options) -> None:
+    """Stop a run at each of some places. Each time: its exit code, what is saved and logged, where the next one begins;
+    and the last one ends like the straight run, bit for bit."""
+    values, after = {**straight, "output_dir": str(folder), "save_every": save_every}, []
+    for phase, place, step in stops:
+        killed = place.endswith("SIGKILL")
+        done = run({**values, "resume": bool(after)}, code=-9 if killed else 75, place=place, **options)
         assert goes_on_after(done) == after[-1:], phase
-        assert "Traceback" not in done.err, phase
         after.append(step)
-        assert steps_of(values) == [f"step_{each}" for each in sorted(set(after))[-2:]], phase
-        assert f"step {step} is saved" in done.out, phase
-        assert f"{where[-7:].strip(':')}: the run exits as soon as it has saved a checkpoint" in done.err, phase
-        assert not (folder_of(values) / "final").exists(), phase
-    resume(values, straight, after=step)
+        saved = [name for name in steps_of(values) if name[0] != "."]  # with a dot: what a kill left of a save
+        assert saved == [f"step_{each}" for each in sorted({*after})[-2:]], phase
+        assert "Traceback" not in done.err and not (folder_of(values) / "final").exists(), phase
+        if killed:  # no row is lost or there twice
+            for part in ("metrics.jsonl", "samples.jsonl"):
+                ours, theirs = (read_lines(folder_of(each) / part) for each in (values, straight))
+                assert [row["step"] for row in ours] == [row["step"] for row in theirs][: len(ours)], (phase, part)
+        else:
+            said = f"{place.split(':')[2]}: the run exits as soon as it has saved a checkpoint"
+            assert f"step {step} is saved" in done.out and said in done.err, phase
+    assert goes_on_after(run({**values, "resume": True}, **options)) == after[-1:]
+    helpers.assert_same_run(values, straight)
+    ours, theirs = (folder_of(each) / "final/config.json" for each in (values, straight))
+    assert ours.read_text() == theirs.read_text()
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_stopped_run_goes_on_without_a_trace(straight, tmp_path, name):
+    stop_again_and_again(straight, tmp_path, STOPS[name], 0 if name == "stopped" else 2)
 
 
 def test_a_second_sigint_ends_at_once(base, tmp_path):
@@ -214,20 +178,19 @@ def test_a_second_sigint_ends_at_once(base, tmp_path):
 @pytest.fixture(scope="module")
 def two_ranks(base) -> dict:
     values = {**base, **MOVING, "run_name": "two_ranks"}
-    run_ranks(values, 2, (0, 0))
+    helpers.run_ranks(values, 2, (0, 0))
     return values
 
 
 def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
     values, after = {**two_ranks, "output_dir": str(tmp_path), "save_every": 0}, []
-    for (_, where, step), rank in zip(STOPS["between saves"][1:4], (1, 1, 0)):
-        ranks = run_ranks({**values, "resume": bool(after)}, 2, (75, 75), {rank: where})
+    for (_, where, step), rank in zip(STOPS["stopped"][1:4], (1, 1, 0)):
+        ranks = helpers.run_ranks({**values, "resume": bool(after)}, 2, (75, 75), {rank: where})
         assert goes_on_after(ranks[0]) == after[-1:]
         after.append(step)
         assert steps_of(values) == [f"step_{each}" for each in after[-2:]]
-    run_ranks({**values, "resume": True}, 2, (0, 0))
-    assert metrics_of(values) == metrics_of(two_ranks)
-    assert same_weights(folder_of(values) / "final", folder_of(two_ranks) / "final")
+    helpers.run_ranks({**values, "resume": True}, 2, (0, 0))
+    helpers.assert_same_run(values, two_ranks)
 
 
 def test_k2_and_k3_times_the_ratio_have_the_same_gradient(base, tmp_path):
@@ -275,7 +238,6 @@ def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, scale)
     if scale == "gdpo":
         scores = [[math.nan if x[name] is None else x[name] for x in samples] for name in values["reward"]]
         close([sample["advantage"] for sample in samples], gdpo_by_hand(scores, (1.0, 0.5), 4), 1e-5)
-    assert finite_or_null([row])
 
 
 def test_a_step_without_scores_ends_the_run(base, tmp_path, failing):
@@ -329,12 +291,12 @@ def test_options(base, tmp_path, changes):
     values = variant(base, tmp_path, total_episodes=8, eval_every=0, save_every=0, **changes)
     run_here(values)
     (row,) = metrics_of(values)
-    assert finite_or_null([row]) and row["val/skipped_updates"] == 0
+    assert row["val/skipped_updates"] == 0
     empty = [name for name, value in row.items() if value is None]
     assert set(empty) <= ({"objective/kl", "objective/non_score_reward"} if values["kl_coef"] == 0 else set()), empty
     assert all_finite(folder_of(values) / "final")
     if not {"gsm8k", "+"} & {*values["reward"], values.get("stop_token")}:  # else all scores are equal
-        assert row["loss/grad_norm"] > 0 and not same_weights(folder_of(values) / "final", values["model"])
+        assert row["loss/grad_norm"] > 0 and not helpers.same_weights(folder_of(values) / "final", values["model"])
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])

@@ -8,7 +8,6 @@ import helpers
 import pytest
 import torch
 from helpers import folder_of, metrics_of, run_here, variant, weights_of
-from transformers import AutoModelForCausalLM
 
 import grpo
 from plumbing.data import mixture
@@ -177,10 +176,7 @@ def base(tmp_path_factory) -> dict:
     values = {**helpers.workspace(folder), "precision": "float64", "kl_coef": 0.01}
     values |= {"rollout_batch_size": 4, "num_epochs": 1, "eval_every": 0}
     (folder / "scores.py").write_text(SCORES)
-    values["model"] = helpers.tiny_model(folder / "neox", "gpt_neox")
-    model = AutoModelForCausalLM.from_pretrained(values["model"])
-    model.get_output_embeddings().weight.data[model.config.eos_token_id] *= 4
-    model.save_pretrained(values["model"])
+    values["model"] = helpers.tiny_model(folder / "neox", "gpt_neox", stop=4)
     return {**values, "reward": f"{folder / 'scores.py'}:coarse", "ref_model": values["model"]}
 
 
@@ -213,7 +209,7 @@ def test_a_step_without_any_signal_changes_nothing(base, tmp_path, script):
     run_here(values, script)
     (row,) = metrics_of(values)
     assert all(row[name] is None for name in ("loss/policy_avg", "loss/grad_norm", "rollout/prob_diff_mean"))
-    assert row["objective/scores"] == row["val/zero_std_fraction"] == 1 and helpers.finite_or_null([row])
+    assert row["objective/scores"] == row["val/zero_std_fraction"] == 1
     before, after = weights_of(base["model"]), weights_of(folder_of(values) / "final")
     assert all(torch.equal(before[name], after[name]) for name in after)
 

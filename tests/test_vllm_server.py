@@ -17,8 +17,7 @@ import torch
 import transformers
 import vllm_server
 from engine_checks import alike, converse, failure_of, greedy, largest_difference, spoken
-from forked_python import free_port
-from helpers import ROOT, refused, tiny_model
+from helpers import ROOT, free_port, refused, tiny_model
 from test_reward_client import Server
 
 import utils
