@@ -139,7 +139,8 @@ def test_missing_scores_are_counted_and_not_zero(tmp_path, capsys):
     assert 0 < missing < 72 and results["rewards"][some]["missing"] == missing
     assert results["rewards"][some]["value"] == 2 and results["scores"]["pass@1"]["value"] > 0.9
     assert f"{missing} of 72 responses got no score" in capsys.readouterr().err
-    assert "no response got a score" in refused(tmp_path, capsys, reward=f"{tmp_path / 'r.py'}:bad", run_name="bad")
+    bad = f"{tmp_path / 'r.py'}:bad"
+    assert "no response got a score" in helpers.refused(capsys, measure, tmp_path, reward=bad, run_name="bad")
 
 
 def test_rows_of_several_data_sets_that_name_their_sources(tmp_path):
@@ -185,15 +186,10 @@ def test_conversations(tmp_path):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-def refused(tmp_path, capsys, **changes) -> str:
-    """Return the one line with which evaluate.py exits."""
-    return helpers.refused(capsys, lambda: measure(tmp_path, **changes))
-
-
 def test_bad_input_exits_with_one_line(tmp_path, capsys):
     model = helpers.tiny_model(tmp_path / "mamba", "mamba", state_size=8)
-    line = refused(tmp_path, capsys, model=model)
+    line = helpers.refused(capsys, measure, tmp_path, model=model)
     assert line.startswith(f"error: --model {model}: ") and "the decode loop; use --backend vllm: " in line
     assert not list(tmp_path.glob("run*"))
     (tmp_path / "run").mkdir()
-    assert "--run_name run" in refused(tmp_path, capsys) and not list((tmp_path / "run").iterdir())
+    assert "--run_name run" in helpers.refused(capsys, measure, tmp_path) and not list((tmp_path / "run").iterdir())
