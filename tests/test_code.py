@@ -4,7 +4,6 @@ import ctypes
 import json
 import math
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -195,10 +194,13 @@ class Caller:
     def __init__(self, folder, before=None):
         self.temporary = folder
         environment = {**os.environ, "TMPDIR": str(folder), "SECRET": "do-not-tell"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CALLER, str(ROOT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment, preexec_fn=before,
-        )  # fmt: skip
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", CALLER, str(ROOT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                env=environment, preexec_fn=before,
+            )  # fmt: skip
+        except subprocess.SubprocessError:
+            pytest.skip("this kernel does not allow the namespace in which to forbid namespaces")
         self.missing = json.loads(self.process.stdout.readline())
 
     def send(self, code: str, text: str = "", seconds: float = 20.0) -> None:
@@ -211,22 +213,22 @@ class Caller:
         results = json.loads(self.process.stdout.readline())
         return tuple(results[0]) if results else (137, "")
 
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
 
 @pytest.fixture(scope="module", params=["namespaces", "no namespaces"])
 def caller(request, tmp_path_factory):
     private = request.param == "namespaces"
-    try:
-        started = Caller(tmp_path_factory.mktemp("caller"), None if private else without_namespaces)
-    except subprocess.SubprocessError:
-        pytest.skip("this kernel does not allow the namespace in which to forbid namespaces")
+    started = Caller(tmp_path_factory.mktemp("caller"), None if private else without_namespaces)
     started.private = private
     if "no Landlock" in started.missing or (private and "no namespaces" in started.missing):
         pytest.skip(f"this kernel has {started.missing}")
     assert private or started.missing.startswith("no namespaces")
     yield started
     assert os.listdir(started.temporary) == []
-    started.process.kill()
-    started.process.wait()
+    started.end()
 
 
 IGNORE_SIGNALS = """
@@ -264,9 +266,8 @@ def test_limits_are_in_force(caller):
 
 
 def test_the_time_limit_keeps_what_was_printed():
-    printed = sandbox.run(
-        "print(1, flush=True)\nimport time; time.sleep(1.5); print(input(), flush=True)", ["2"] * 9, 4.0
-    )
+    code = "print(1, flush=True)\nimport time; time.sleep(1.5); print(input(), flush=True)"
+    printed = sandbox.run(code, ["2"] * 9, 4.0)
     assert len(printed) < 4 and printed[-1] == (137, "1\n")
 
 
@@ -339,8 +340,7 @@ def test_the_end_of_the_caller_is_the_end_of_its_programs(caller, tmp_path):
     other = Caller(tmp_path, None if caller.private else without_namespaces)
     other.send("import time; time.sleep(60)", seconds=100.0)
     wait_until(lambda: programs_of(other))
-    os.kill(other.process.pid, signal.SIGKILL)
-    other.process.wait()
+    other.end()
     wait_until(lambda: not programs_of(other))
 
 
@@ -358,17 +358,13 @@ def programs_of(caller) -> set[str]:
 
 def test_without_namespaces_and_landlock(tmp_path):
     """It says so, and programs run. The caller's memory and environment stay hidden."""
-    try:
-        caller = Caller(tmp_path, without_landlock)
-    except subprocess.SubprocessError:
-        pytest.skip("this kernel does not allow the namespace in which to forbid namespaces")
+    caller = Caller(tmp_path, without_landlock)
     assert "no Landlock" in caller.missing and "no namespaces" in caller.missing
     assert caller.run(READ, "1 2") == (0, "3\n")
     hidden = "for name in ('environ', 'mem', 'fd/0'):\n try: open(f'/proc/{}/{{name}}'); print(name)\n"
     hidden += " except PermissionError: print(1)"
     assert caller.run(hidden.format(caller.process.pid)) == (0, "1\n1\n1\n")
-    caller.process.kill()
-    caller.process.wait()
+    caller.end()
 
 
 # ---- SandboxFusion ---------------------------------------------------------------------------------------------------
