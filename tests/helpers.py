@@ -324,7 +324,7 @@ class Running:
     @property
     def errors(self) -> list[str]:
         """The lines that say why a run ended. (A progress bar shares its line with what comes after it.)"""
-        return errors_in(self.err)
+        return [line for line in self.err.replace("\r", "\n").split("\n") if line.startswith("error:")]
 
 
 def processes_of(running: Running) -> list[int]:
@@ -337,24 +337,18 @@ def processes_of(running: Running) -> list[int]:
     return processes
 
 
-def errors_in(err: str) -> list[str]:
-    return [line for line in err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+def refused(captured, call, *args, noisy: bool = False, **options) -> str:
+    """Call what has to end with exit code 2; return its one line of stderr that says why.
 
-
-def refused(captured, call, *args, **options) -> str:
-    """Call what has to end with exit code 2; return its one line of stderr that says why."""
+    Nothing else may be there but warnings, unless it is `noisy`: a progress bar, a traceback of the user's function.
+    """
     with pytest.raises(SystemExit) as end:
         call(*args, **options)
     err = captured.readouterr().err
-    assert end.value.code == 2 and len(errors_in(err)) == 1, err
-    return errors_in(err)[0]
-
-
-def refusal(err: str) -> str:
-    """Return the one line on stderr, apart from warnings, with which a run exits with code 2."""
     lines = [line for line in err.splitlines() if line and not line.startswith("warning:")]
-    assert len(lines) == 1 and lines[0].startswith("error: "), err
-    return lines[0]
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert end.value.code == 2 and len(errors) == 1 and (noisy or lines == errors), err
+    return errors[0]
 
 
 _logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)

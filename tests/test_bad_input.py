@@ -9,8 +9,9 @@ import shlex
 import shutil
 from pathlib import Path
 
+import helpers
 import pytest
-from helpers import ROWS, refusal, run_here, scalar_folder, tiny_model, write_rows
+from helpers import ROWS, run_here, scalar_folder, tiny_model, write_rows
 
 BASE = (
     "--model model --dataset data.jsonl --reward exact --system_prompt= --rollout_batch_size 2 --group_size 4 "
@@ -85,11 +86,8 @@ def refused(folder, monkeypatch, capsys):
 
     def run_command(command: str) -> str:
         script, *words = shlex.split(command)
-        with pytest.raises(SystemExit) as end:
-            run_here([*shlex.split(FLAGS[script]), *words], script)
-        out, err = capsys.readouterr()
-        line = refusal(err)
-        assert end.value.code == 2 and len(line) < 1000 and not [*Path("runs").glob("*")]
+        line = helpers.refused(capsys, run_here, [*shlex.split(FLAGS[script]), *words], script)
+        assert len(line) < 1000 and not [*Path("runs").glob("*")]
         return line.removeprefix("error: ")
 
     return run_command

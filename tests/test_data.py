@@ -302,7 +302,8 @@ def test_a_folder_without_the_split(tokenizers, tmp_path, capsys):
     helpers.write_rows(tmp_path / "folder" / "train.jsonl", helpers.ROWS)
     name = str(tmp_path / "folder")
     assert read_rows("--dataset", name, "train") == helpers.ROWS
-    line = refused(capsys, data.load_train_and_eval, args_of(dataset=name), tokenizers[False, None], check_reference)
+    args = args_of(dataset=name), tokenizers[False, None], check_reference
+    line = refused(capsys, data.load_train_and_eval, *args, noisy=True)
     assert line.startswith(f"error: --eval_dataset {name}: ") and "test" in line and "['train']" in line
 
 

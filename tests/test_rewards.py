@@ -61,7 +61,7 @@ def make():
 
 
 def test_a_function_that_fails_in_the_trial_call(file, make, capfd):
-    line = refused(capfd, lambda: make(f"{file}:too_few", rows=[row("1")]))
+    line = refused(capfd, lambda: make(f"{file}:too_few", rows=[row("1")]), noisy=True)
     assert line.startswith(f"error: --reward {file}:too_few: a trial")
 
 

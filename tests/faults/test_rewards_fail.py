@@ -122,4 +122,4 @@ def test_files(tmp_path, capfd, monkeypatch, text):
         assert scores_of(rewards, name) == ([1.0] * 20, "")
         rewards.close()
         return
-    assert refused(capfd, rewards_of, name).startswith(f"error: --reward {name}: {FILES[text]}")
+    assert refused(capfd, rewards_of, name, noisy=True).startswith(f"error: --reward {name}: {FILES[text]}")
