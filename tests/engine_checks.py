@@ -25,11 +25,9 @@ def largest_difference(model, queries, responses, logprobs, temperature: float =
 
 
 def greedy(model, query: list[int], stop_ids: list[int], length: int) -> list[int]:
-    ids = list(query)
-    while len(ids) < len(query) + length and (len(ids) == len(query) or ids[-1] not in stop_ids):
-        with torch.no_grad():
-            ids.append(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax().item())
-    return ids[len(query) :]
+    """Return the greedy response of transformers."""
+    options = dict(do_sample=False, eos_token_id=stop_ids, max_new_tokens=length)
+    return model.generate(torch.tensor([query]), **options)[0, len(query) :].tolist()
 
 
 def alike(one: tuple, other: tuple) -> bool:

@@ -351,10 +351,8 @@ def refused(captured, call, *args, noisy: bool = False, **options) -> str:
     return errors[0]
 
 
-_logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
-
-
 start = Running
+_logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
 
 
 def run(values: dict, code: int = 0, **options) -> Running:

@@ -76,20 +76,16 @@ def test_torchrun_starts_again_and_resumes(base, tmp_path):
     assert [row["step"] for row in helpers.metrics_of(values)] == [1, 2, 3, 4, 5, 6]
 
 
-def slow() -> None:
+def slow(seconds: float) -> None:
     """Let this rank wait in a reward, and print tracebacks soon."""
     of_ranks.STUCK_AFTER = 1.0
-    helpers._before("sources.Rewards.score", lambda calls: time.sleep(4.0) if calls == 1 else None)
-
-
-def eager() -> None:
-    of_ranks.STUCK_AFTER = 1.0
+    helpers._before("sources.Rewards.score", lambda calls: time.sleep(seconds) if calls == 1 else None)
 
 
 def test_ranks_that_wait_print_where(base, tmp_path):
     """The one that is slow and the one that waits for it, again and again; the run goes on."""
     values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 8, "save_every": 0}
-    ranks = helpers.run_ranks(values, 2, (0, 0), {0: eager, 1: slow})
+    ranks = helpers.run_ranks(values, 2, (0, 0), {0: partial(slow, 0.0), 1: partial(slow, 4.0)})
     assert ranks[1].err.count("Timeout (0:00:0") >= 2 and " in <lambda>\n" in ranks[1].err
     assert "distributed_c10d.py" in ranks[0].err
 

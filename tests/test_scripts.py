@@ -58,10 +58,6 @@ def base(tmp_path_factory) -> dict[str, dict]:
     }
 
 
-def run(values: dict, script: str, code: int = 0, **options) -> helpers.Running:
-    return helpers.run(values, code, script=script, environment=ONE_CHECKER, **options)
-
-
 # ---- signals and resuming -------------------------------------------------------------------------------------------
 
 # As in test_run.py. (rloo: test_shard.py)
@@ -105,7 +101,7 @@ def straight(base) -> dict[str, dict]:
 @pytest.mark.parametrize("name", STOPS)
 def test_a_stopped_run_goes_on_without_a_trace(straight, tmp_path, name):
     script, save_every = name.split()[0], 2 if "killed" in name else 0
-    options = dict(script=script, environment=ONE_CHECKER)
+    options = {"script": script, "environment": ONE_CHECKER}
     stop_again_and_again(straight[script], tmp_path, STOPS[name], save_every, **options)
 
 
@@ -116,14 +112,14 @@ def test_a_stopped_run_goes_on_without_a_trace(straight, tmp_path, name):
 def test_a_step_without_scores_stops(base, straight, tmp_path, script, call):
     """With step 2 saved, from which the run goes on, once the reward works again, as if nothing had been."""
     values = {**straight[script], "output_dir": str(tmp_path), "save_every": 0}
+    options = {"script": script, "environment": ONE_CHECKER}
     fails = helpers.Path(base[script]["reward"].replace(":score", ".fails"))
     fails.write_text(str(call))
-    done = run(values, script, code=2)
-    (line,) = done.errors
+    (line,) = helpers.run(values, 2, **options).errors
     assert all(word in line for word in ("--reward", "step 3", base[script]["reward"], "the judge is away")), line
     fails.unlink()
     assert steps_of(values) == ["step_2"]
-    assert "after step 2" in run({**values, "resume": True}, script).out
+    assert "after step 2" in helpers.run({**values, "resume": True}, **options).out
     assert metrics_of(values) == metrics_of(straight[script])
 
 

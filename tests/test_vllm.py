@@ -26,8 +26,11 @@ KEPT = []  # engines: one that is shut down takes the others' process group alon
 
 
 @pytest.fixture(scope="module", autouse=True)
-def preloaded():
-    with helpers.vllm_preloaded():
+def preloaded_and_kept():
+    """Fork the runs from a server that has vLLM, and keep all engines."""
+    made = vllm_engine.Engine.__init__
+    with helpers.vllm_preloaded(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_engine.Engine, "__init__", lambda self, *args: KEPT.append(self) or made(self, *args))
         yield
 
 
@@ -38,12 +41,6 @@ def base(tmp_path_factory) -> dict:
     for name, tied, stop in (("model", True, 2), ("untied", False, 4)):  # of heads of 32 or more
         helpers.tiny_model(folder / name, hidden_size=64, tie_word_embeddings=tied, stop=stop)
     return {**values, "eval_every": 0, "kl_coef": 0.01, "save_every": 0}
-
-
-@pytest.fixture(autouse=True)
-def keep_engines(monkeypatch):
-    made = vllm_engine.Engine.__init__
-    monkeypatch.setattr(vllm_engine.Engine, "__init__", lambda self, *args: KEPT.append(self) or made(self, *args))
 
 
 def untied(base: dict) -> str:
@@ -59,7 +56,6 @@ def setting(base):
     engine = vllm_engine.Engine(args, utils.World(0, 1, torch.device("cpu")), None)
     model = AutoModelForCausalLM.from_pretrained(args.model)
     engine.sync(model)
-    KEPT.append(engine)
     return engine, model, AutoTokenizer.from_pretrained(args.model), args
 
 

@@ -73,10 +73,14 @@ def engine(running):
     started, path = running
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for seed in range(2):
-        servers = Servers(replace(ARGS, rollout_servers=tuple(started)), WORLD, None)
+        servers = connect(*started)
         perturb(model, seed)
         servers.sync(model)
     return servers, model
+
+
+def connect(*urls: str, **values) -> Servers:
+    return Servers(replace(ARGS, rollout_servers=urls, **values), WORLD, None)
 
 
 def sample(servers, queries, seeds, interrupted=lambda: False, **values):
@@ -161,7 +165,7 @@ def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeyp
     assert requests.get(f"{url}/health", timeout=60).ok
     for key in ("another", ""):
         monkeypatch.setenv("VLLM_API_KEY", key)
-        line = refused(capsys, lambda: Servers(replace(ARGS, rollout_servers=(url,)), WORLD, None))
+        line = refused(capsys, connect, url)
         assert f"{url}: /v1/models failed" in line and "VLLM_API_KEY is not the one of the server" in line
 
 
@@ -183,14 +187,8 @@ def test_a_run(running, tmp_path, async_steps, ranks):
 def test_bad_addresses(running, engine, capsys, monkeypatch):
     monkeypatch.setattr(vllm_servers, "SERVER_START", 1.0)
     model, url, nobody = running[1], list(running[0])[0], f"http://127.0.0.1:{free_port()}"
-
-    def end(*servers: str, **values) -> str:
-        return refused(
-            capsys, lambda: Servers(replace(ARGS, rollout_servers=servers, model=model, **values), WORLD, None)
-        )
-
-    assert f"{nobody}: /health failed for" in end(url, nobody)
-    assert "its limit is 250 tokens" in end(url, max_prompt_length=300)
+    assert f"{nobody}: /health failed for" in refused(capsys, connect, url, nobody, model=model)
+    assert "its limit is 250 tokens" in refused(capsys, connect, url, model=model, max_prompt_length=300)
 
 
 def test_what_a_server_answers():
@@ -214,7 +212,7 @@ def test_a_server_that_others_reach_requires_a_key(capsys, monkeypatch):
 
 
 def test_weights_that_a_server_is_not_sent_are_an_error(engine, running, monkeypatch):
-    servers = Servers(replace(ARGS, rollout_servers=tuple(running[0])[:1]), WORLD, None)
+    servers = connect(*list(running[0])[:1])
     sent = [entry for entry in lora.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]
     monkeypatch.setattr(vllm_servers, "base_weights", lambda model: sent)
     servers.sync(engine[1])
@@ -225,7 +223,7 @@ def test_a_server_that_is_killed_is_a_failure(engine, running, monkeypatch):
     """Last, as it ends the second server."""
     monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 3.0)
     url, process = list(running[0].items())[1]
-    servers, model = Servers(replace(ARGS, rollout_servers=(url,)), WORLD, None), engine[1]
+    servers, model = connect(url), engine[1]
     kill = threading.Timer(0.5, os.killpg, (forked_python.FORKED[process.pid], signal.SIGKILL))
     kill.start()
     assert sample(servers, prompts(2000), list(range(2000)), **LONG) is None

@@ -112,17 +112,3 @@ def test_logits_of_minus_infinity(base, tmp_path, script, changes):
     bias = next(tensor for name, tensor in weights.items() if name.endswith("lm_head.bias"))
     assert (bias[100:200] == -torch.inf).all() and bias.isfinite().sum() == len(bias) - 100
     assert not any(tensor.isnan().any() for tensor in weights.values())
-
-
-# ---- padding --------------------------------------------------------------------------------------------------------
-
-
-def test_the_embedding_of_a_pad_token_that_is_a_word_trains(base, tmp_path):
-    """torch gives the row of `padding_idx`, which transformers takes from a model's configuration, no gradient."""
-    token = helpers.make_tokenizer().convert_tokens_to_ids("+")  # of every prompt
-    model = helpers.tiny_model(tmp_path / "model", pad_token_id=token, tie_word_embeddings=False)
-    values = variant(base, tmp_path, model=model, total_episodes=8, kl_coef=0.0)
-    helpers.run_here(values)
-    name = "model.embed_tokens.weight"
-    before, after = (helpers.weights_of(folder)[name] for folder in (model, folder_of(values) / "final"))
-    assert not torch.equal(before[token], after[token])
