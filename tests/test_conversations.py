@@ -240,28 +240,17 @@ def test_advantages_pass_over_observations(batch):
 
 
 @pytest.mark.parametrize("script", [grpo, rloo, ppo])
-def test_failed_environments_are_left_out(batch, script):
+def test_failed_environments_are_left_out(batch, script, monkeypatch):
     """Their score is NaN; a limit of turns is no cut, and a limit of tokens has the penalty."""
     row = row_of(make_tokenizer())
     stopped = Conversation(row, [5], {"rollout_logprobs": [-1.0], "response_mask": [1]}, [], [1.0], "done")
     failed = dataclasses.replace(stopped, stop_reason="error", error="it is broken")
     others = [dataclasses.replace(stopped, stop_reason=reason) for reason in ("max_turns", "length")]
-
-    class FourConversations(Conversations):
-        def __init__(self):
-            pass
-
-        def sample(self, *_):
-            return [failed, stopped, *others]
-
-    class ModelRewards(EnvironmentRewards):
-        verifiers = ()
-
-        def score(self, rows, texts, responses, interrupted):
-            return {"model": [2.0, 3.0, 3.0, 3.0]}
-
+    monkeypatch.setattr(Conversations, "sample", lambda *_: [failed, stopped, *others])
+    monkeypatch.setattr(EnvironmentRewards, "verifiers", ())
+    monkeypatch.setattr(EnvironmentRewards, "score", lambda *_: {"model": [2.0, 3.0, 3.0, 3.0]})
     args = args_of(script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none")
-    sampler = sampler_of(batch[1].model, ModelRewards(), FourConversations(), args)
+    sampler = sampler_of(batch[1].model, EnvironmentRewards(), conversations_of(), args)
     statistics = [[0.0, 0.0, 0.0]] if script is ppo else []
     found = script.collect(sampler, [row], 1, 0, 0, *statistics)
     assert found.batch.reward_components["model"].tolist() == pytest.approx([math.nan, 3.0, 3.0, 3.0], nan_ok=True)

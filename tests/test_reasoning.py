@@ -73,39 +73,29 @@ def test_references_without_constraints_have_no_score(answer):
         verifier.constraints_of(answer)
 
 
-@pytest.mark.parametrize(
-    "response, score",
-    [
-        ("one two three four", 1.0),
-        ("one, two, three, four", 0.5),
-        ("one two", 0.5),
-        ("one, two", 0.0),
-        ("<think>one, two</think>one two three four", 1.0),  # the thought is not part of the response
-        ("", 0.0),
-    ],
-)
-def test_the_share_that_is_followed(response, score):
-    pytest.importorskip("if_verifiable")
-    assert verifier.ifeval(response, BOTH) == score
+def tulu(name: str, **arguments) -> str:
+    """The column ground_truth of a row of Tulu 3."""
+    return json.dumps({"func_name": name, "N": 3, "quantifier": None, "language": None, **arguments})
+
+
+AT_MOST_THREE = tulu("validate_word_constraint", quantifier="at most")
+GERMAN = {"instruction_id": ["language:response_language"], "kwargs": [{"language": "de"}]}
 
 
 @pytest.mark.parametrize(
     "answer, response, score",
     [
-        ({"func_name": "validate_no_commas"}, "one, two", 0),
-        ({"func_name": "validate_word_constraint", "quantifier": "at most"}, "one two three", 1),
-        ({"func_name": "validate_word_constraint", "quantifier": "at most"}, "one two three four", 0),
-        ({"func_name": "validate_paragraphs", "i": 2, "first_word": "Dogs"}, "a\n\nDogs b\n\nc", 1),
-        ({"func_name": "verify_keywords", "keyword_list": ["two", "six"]}, "one two", 0),
+        (BOTH, "one two three four", 1.0), (BOTH, "one, two, three, four", 0.5), (BOTH, "one two", 0.5),
+        (BOTH, "one, two", 0.0), (BOTH, "", 0.0),
+        (BOTH, "<think>one, two</think>one two three four", 1.0),  # the thought is not part of the response
+        (GERMAN, "Das ist ein ganz gewöhnlicher deutscher Satz.", 1),
+        (GERMAN, "This is an ordinary English sentence.", 0),
+        (tulu("validate_no_commas"), "one, two", 0),
+        (AT_MOST_THREE, "one two three", 1), (AT_MOST_THREE, "one two three four", 0),
+        (tulu("validate_paragraphs", i=2, first_word="Dogs"), "a\n\nDogs b\n\nc", 1),
+        (tulu("verify_keywords", keyword_list=["two", "six"]), "one two", 0),
     ],
 )  # fmt: skip
-def test_constraints_of_tulu_3(answer, response, score):
+def test_the_share_that_is_followed(answer, response, score):
     pytest.importorskip("if_verifiable")
-    assert verifier.ifeval(response, json.dumps({"N": 3, "quantifier": None, "language": None, **answer})) == score
-
-
-def test_languages():
-    pytest.importorskip("if_verifiable")
-    german = {"instruction_id": ["language:response_language"], "kwargs": [{"language": "de"}]}
-    assert verifier.ifeval("Das ist ein ganz gewöhnlicher deutscher Satz.", german) == 1
-    assert verifier.ifeval("This is an ordinary English sentence.", german) == 0
+    assert verifier.ifeval(response, answer) == score

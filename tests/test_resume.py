@@ -171,8 +171,9 @@ def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "changed since: --total_episodes 32 -> 40\n" in out and "--learning_rate 0.003 -> 0.001\n" in out
     assert err.count("warning: --resume: the rows to train on have changed") == 1
+    (folder_of(copy) / "checkpoints" / ".step_9").mkdir()  # of a save that was killed
     run_here({**copy, "total_episodes": 40, "dataset": shutil.copy(fewer, tmp_path / "the_same.jsonl")})
-    assert "--resume" not in capsys.readouterr().err
+    assert "--resume" not in capsys.readouterr().err and not [*folder_of(copy).glob("checkpoints/.step*")]
     assert log.read_args(str(folder_of(copy)))["args"]["total_episodes"] == 40
     assert [row["step"] for row in metrics_of(copy)] == [0, 1, 2, 3, 4, 5]
 

@@ -75,24 +75,17 @@ def listen():
         server.should_exit = True
 
 
-def save_reward_model(source: str, folder, template: str | None, bos: bool = False) -> str:
-    """A tiny random reward model, far from uniform, and its tokenizer of one token a character, after one at the
-    beginning with `bos`."""
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
-    if bos:
-        tokenizer.bos_token, special = "<eos>", [("<eos>", tokenizer.eos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=special)
-    return helpers.scalar_folder(source, folder, tokenizer=tokenizer)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
+    """A function, and two reward models: one with a chat template, one whose texts begin with a token."""
     folder = tmp_path_factory.mktemp("reward_server")
     (folder / "judge.py").write_text(FUNCTION)
     causal = helpers.tiny_model(folder / "causal", max_position_embeddings=64)
-    save_reward_model(causal, folder / "model", TEMPLATE)
-    save_reward_model(causal, folder / "bos", None, bos=True)
+    helpers.scalar_folder(causal, folder / "model", tokenizer=make_tokenizer(chat_template=TEMPLATE))
+    tokenizer = make_tokenizer(bos_token="<eos>")
+    special = [("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=special)
+    helpers.scalar_folder(causal, folder / "bos", tokenizer=tokenizer)
     return folder
 
 
@@ -124,13 +117,9 @@ def test_health_says_what_is_served(servers, folder):
 
 def test_rows_that_name_their_source(servers):
     """A column of the request says which one scores a row; case does not matter."""
-    rows = [
-        ["q"] * 3,
-        ["1", "1", ""],
-        ["1", "<think>2</think><answer>2</answer>", "<think>3</think><answer>3</answer>"],
-    ]
-    scores = servers["by row"].scores(*rows, columns={"verifier": ["Exact", ["format"], "format"]})
-    assert scores == [2, 1, 1]
+    responses = ["1", "<think>2</think><answer>2</answer>", "<think>3</think><answer>3</answer>"]
+    columns = {"verifier": ["Exact", ["format"], "format"]}
+    assert servers["by row"].scores(["q"] * 3, ["1", "1", ""], responses, columns=columns) == [2, 1, 1]
 
 
 def test_a_reference_that_is_missing_scores_nothing(servers):
