@@ -50,7 +50,7 @@ def table() -> dict[str, tuple[int, int]]:
         "plumbing/, files": (len(plumbing), 41),
         "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
         "web files of the report, lines": (lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))), 500),
-        "tests/, lines": (lines("tests/**/*.py"), 13_340),
+        "tests/, lines": (lines("tests/**/*.py"), 13_000),
         "docs/, lines": (lines("docs/*.md"), 1_000),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 90),
