@@ -109,6 +109,7 @@ COMMANDS = {  # how the line begins
     "reward_model --dataset data.jsonl": "--dataset data.jsonl row 1: ",
     "reward_model --batch_size 99": "--batch_size 99: ",
     "grpo --model nobody/nothing-of-this-name": "--model nobody/nothing-of-this-name: ",
+    "grpo --model runs/of/mine": "--model runs/of/mine: there is no such folder",
     "grpo --model scorer": "--model scorer: its files lack weights of the model, such as lm_head.weight",
     "grpo --model small": "--model small: ",
     "grpo --ref_model small": "--ref_model small: has 9 tokens, less than the ",
@@ -138,6 +139,7 @@ def test_commands(refused, command, monkeypatch):
 
 BAD_ROWS = [  # (script, row 3 of its data set, further flags); more are in test_data.py and test_reward_model.py
     ("grpo", {"prompt": " \n"}, ""),
+    ("grpo", {"prompt": 12}, ""),
     ("grpo", {"prompt": "1+1=", "answer": float("nan")}, ""),
     ("grpo", {"prompt": [{"role": "user", "content": " "}]}, "--model chat"),
     ("grpo", ["1+1=", "2"], ""),

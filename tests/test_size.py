@@ -46,7 +46,7 @@ def table() -> dict[str, tuple[int, int]]:
         "Python outside tests, lines": (
             lines("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py"), 10_765
         ),
-        "plumbing/, lines": (lines("plumbing/**/*.py"), 5_940),
+        "plumbing/, lines": (lines("plumbing/**/*.py"), 5_941),
         "plumbing/, files": (len(plumbing), 41),
         "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
         "web files of the report, lines": (lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))), 500),
@@ -57,14 +57,8 @@ def table() -> dict[str, tuple[int, int]]:
         "our modules that import grpo loads": (len(modules()[0]), 30),
         "files of one step": (len(files_of_a_step()), 9),
     }  # fmt: skip
-    for name, limit in {
-        "grpo": 760,
-        "rloo": 800,
-        "ppo": 1000,
-        "reward_model": 350,
-        "distill": 500,
-        "utils": 460,
-    }.items():
+    scripts = {"grpo": 760, "rloo": 800, "ppo": 1000, "reward_model": 350, "distill": 500, "utils": 460}
+    for name, limit in scripts.items():
         rows[f"{name}.py, lines"] = (lines(f"{name}.py"), limit)
     return rows
 

@@ -182,9 +182,8 @@ def interleave(where: str, src, tgt) -> list[dict]:
 def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
     """Return a prompt, text or messages, as messages with texts, the system turn included."""
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    messages = [
-        {**turn, "content": message.text} for turn, message in zip(turns, check(where, turns, MESSAGES, "turn"))
-    ]
+    checked = check(f"{where} prompt", turns, MESSAGES, "turn")
+    messages = [{**turn, "content": message.text} for turn, message in zip(turns, checked)]
     if not messages[-1]["content"].strip():
         fail(f"{where}: the last turn of the prompt is empty")
     if system_prompt and messages[0]["role"] != "system":

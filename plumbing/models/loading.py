@@ -49,6 +49,8 @@ def find_hub() -> None:
 def read_tokenizer(flag: str, name: str):
     """Return the tokenizer of the model `name`, which pads on the left; exit with code 2 if there is none."""
     if not os.path.isdir(name):
+        if name.count("/") > 1:
+            fail(f"{flag} {name}: there is no such folder")
         find_hub()
     with loading(f"{flag} {name}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
