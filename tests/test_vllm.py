@@ -334,8 +334,8 @@ def test_evaluate(base, tmp_path):
 TORCHVISION = """
 import sys
 from unittest.mock import MagicMock
-for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
-    sys.modules["torchvision" + name] = MagicMock(__spec__=__spec__)
+for name in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
+    sys.modules["torchvision" + name] = MagicMock(__spec__=__spec__, __version__="0.28")
 """
 
 
@@ -344,6 +344,7 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     (tmp_path / "torchvision.py").write_text(TORCHVISION)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the process in which vLLM inspects the class
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # not what an earlier run has found
     text = dict(model_type="mistral", head_dim=32)  # as the CPU build requires
     shape = test_families.reads_images(dict(model_type="pixtral"), **text)
     monkeypatch.setitem(test_families.FAMILIES, "mistral3", shape)
@@ -354,8 +355,6 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     engine.sync(model)
     made = sample((engine, model, None, args), [[5, 6, 7], [8]], [1, 2])
     assert largest_difference(model, [[5, 6, 7], [8]], *made) < 1e-4
-    monkeypatch.setattr(
-        vllm_engine, "base_weights", lambda model: [x for x in lora.base_weights(model) if "layers.1" not in x[0]]
-    )
+    monkeypatch.setattr(vllm_engine, "base_weights", lambda model: list(lora.base_weights(model))[:9])
     engine.sync(model)
     assert "of its weights are none of the trained model's" in failure_of(engine)
