@@ -391,7 +391,7 @@ def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None,
     finally:
         for rank in ranks:
             rank.process.kill()
-    assert tuple(rank.code for rank in ranks) == codes, [rank.err[-3000:] for rank in ranks]
+    assert tuple(rank.code for rank in ranks) == codes, "\n".join(rank.err[-6000:] for rank in ranks)
     return ranks
 
 
