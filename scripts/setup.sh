@@ -29,7 +29,8 @@ else
         .venv/bin/uv pip install --quiet --python .venv/bin/python --torch-backend cpu "$torch"
     fi
     grep -v '^vllm==' requirements.txt | install -r /dev/stdin
-    pip uninstall --quiet --yes torchvision torchaudio torchcodec # CUDA builds, left by an interrupted test.sh
+    # CUDA builds, left by an interrupted test.sh; twice quiet: mostly there are none.
+    pip uninstall --quiet --quiet --yes torchvision torchaudio torchcodec
 fi
 # As pip would, but on all cores. It fails at files that are no Python.
 .venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib || true

@@ -237,7 +237,8 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
         descriptor = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    faulthandler.enable(sys.stderr)  # shows where it is when it crashes
+    faulthandler.register(signal.SIGUSR1, sys.stderr)
     os.environ.clear()  # the server's is that of the test which started it
     os.environ.update(environment)
     module = __import__(script)
@@ -302,7 +303,7 @@ class Running:
             os.kill(self.process.pid, signal.SIGUSR1)  # shows where it is
             time.sleep(0.5)
             self.process.kill()
-            raise TimeoutError(f"still running after {seconds} s\n{self.err[-3000:]}")
+            raise TimeoutError(f"still running after {seconds} s\n{self.err}")
         return self
 
     @property
@@ -351,14 +352,13 @@ def refused(captured, call, *args, noisy: bool = False, **options) -> str:
     return errors[0]
 
 
-start = Running
 _logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
 
 
 def run(values: dict, code: int = 0, **options) -> Running:
     """Run to the end, and check the exit code."""
     done = Running(values, **options).wait()
-    assert done.code == code, f"exit code {done.code}\n{done.err[-4000:]}"
+    assert done.code == code, f"exit code {done.code}\n{done.err}"
     return done
 
 
@@ -391,7 +391,7 @@ def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None,
     finally:
         for rank in ranks:
             rank.process.kill()
-    assert tuple(rank.code for rank in ranks) == codes, "\n".join(rank.err[-6000:] for rank in ranks)
+    assert tuple(rank.code for rank in ranks) == codes, "\n".join(rank.err for rank in ranks)
     return ranks
 
 

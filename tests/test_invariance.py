@@ -107,12 +107,12 @@ class Runs:
         script, (ranks, shard, *_) = TRAINED[name][0], CUTS[cut]
         values, whole = self.flags(name, precision, CUTS[cut]), self.flags(name, precision, WHOLE)
         if (name, precision) not in self.whole:
-            self.whole[name, precision] = helpers.start(whole, script=script)
+            self.whole[name, precision] = helpers.Running(whole, script=script)
         first = run_ranks(values, ranks, (0,) * ranks, script=script)[0]
         offloaded = ", offloaded to the CPU" if shard == "fsdp_offload" else ""
         assert (f"sharding: fsdp over {ranks} ranks{offloaded}" in first.out) == (shard != "none")
         reference = self.whole[name, precision].wait()
-        assert reference.code == 0, reference.err[-3000:]
+        assert reference.code == 0, reference.err
         if "filter_groups" in values:
             assert any(row["val/sampled_prompts"] > 2 for row in metrics_of(whole))  # groups were replaced
         if precision == "float64":

@@ -214,7 +214,7 @@ def test_a_signal_while_a_run_starts(whole, tmp_path):
     """It waits for a vLLM server that does not exist, and ends with one line within seconds."""
     servers = {"rollout_backend": "server", "rollout_servers": "http://127.0.0.1:9"}
     values = {**whole, **servers, "output_dir": str(tmp_path)}
-    running = helpers.start(values)
+    running = helpers.Running(values)
     while "waiting for " not in running.out:
         assert running.process.is_alive(), running.err
         time.sleep(0.05)

@@ -212,7 +212,7 @@ def test_a_source_that_fails(servers, capsys):
 def test_a_server_with_a_key(monkeypatch):
     """Every POST needs the key, a run sends it, /health is open, and SIGTERM ends the server."""
     values = {"reward": "exact", "host": "0.0.0.0", "port": 0}
-    run = helpers.start(values, script="reward_server", environment={"REWARD_API_KEY": "a key"})
+    run = helpers.Running(values, script="reward_server", environment={"REWARD_API_KEY": "a key"})
     try:
         end = time.monotonic() + 120
         while not run.out.strip():

@@ -90,8 +90,8 @@ MOVES = {  # metrics of the straight runs that differ from step to step, else eq
 def straight(base) -> dict[str, dict]:
     """Four steps of each script in one go."""
     runs = {script: {**base[script], "run_name": f"straight {script}"} for script in SCRIPTS}
-    started = [helpers.start(runs[script], script=script, environment=ONE_CHECKER) for script in SCRIPTS]
-    assert [each.wait().code for each in started] == [0, 0, 0], [each.err[-2000:] for each in started]
+    started = [helpers.Running(runs[script], script=script, environment=ONE_CHECKER) for script in SCRIPTS]
+    assert [each.wait().code for each in started] == [0, 0, 0], [each.err for each in started]
     for script, names in MOVES.items():
         rows = metrics_of(runs[script])[1:]
         assert all(len({row.get(name) for row in rows}) >= 2 for name in names.split()), script

@@ -64,7 +64,7 @@ class Chain:
         """Start or resume the run, with signals to itself at `places`, by rank."""
         values = {**self.values, "resume": True}
         if self.size == 1:
-            return [helpers.start(values, script=self.script, place=places.get(0, ""))]
+            return [helpers.Running(values, script=self.script, place=places.get(0, ""))]
         return helpers.start_ranks(values, self.size, places, script=self.script)
 
     def stop(self, draw: np.random.Generator, how: str, instants: dict) -> bool:
@@ -86,7 +86,7 @@ class Chain:
         codes = [each.code for each in running]
         saved = [int(step) for step in re.findall(r"interrupted: step (\d+) is saved", running[0].out)]
         print(f"rank {ranks} at {place}: exit codes {codes}, saved: {saved}")
-        errors = place, [each.err[-3000:] for each in running]
+        errors = place, [each.err for each in running]
         stopped = codes != [0] * self.size
         assert not stopped or first.code == (-9 if how == "SIGKILL" else 75), errors
         if saved:  # else it had not begun a step
@@ -112,7 +112,7 @@ class Chain:
     def finish(self) -> None:
         """The run that nobody kills any more ends like the undisturbed one, bit for bit, clocks aside."""
         running = self.start({})
-        assert [each.wait().code for each in running] == [0] * self.size, [each.err[-3000:] for each in running]
+        assert [each.wait().code for each in running] == [0] * self.size, [each.err for each in running]
         self.check(running, "the end")
         helpers.assert_same_run(self.values, self.whole)
 

@@ -52,7 +52,7 @@ def test_all_end_where_one_does(base, tmp_path, long):
         for rank in both:
             rank.wait(60)
         first, other = both[victim], both[1 - victim]
-        fault = f"{place} {kind} {victim} {shard}\n{first.err[-2000:]}\n----\n{other.err[-2000:]}"
+        fault = f"{place} {kind} {victim} {shard}\n{first.err}\n----\n{other.err}"
         assert first.code == (1 if kind == "raises" else -9), fault
         end = [line.removeprefix(f"[rank{victim}]: ") for line in first.err.splitlines()[-2:]]
         note = f"(rank {victim} of 2, in the phase '{PHASES[place]}')"

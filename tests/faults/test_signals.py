@@ -76,7 +76,7 @@ def test_a_run_that_waits(base, tmp_path, marker, name):
     values = {**base, **changes, "output_dir": str(tmp_path)}
     values |= {key: str(tmp_path / x) for key, x in changes.items() if str(x).startswith("slow.py")}
     marker.touch()
-    running = helpers.start(values)
+    running = helpers.Running(values)
     wait_for(Path(f"{marker}.reached"), running.process.is_alive)
     marker.unlink()
     begin = time.monotonic()
