@@ -104,6 +104,6 @@ class Prefetch:
 
     def _leave(self) -> None:
         """Let the engine return before the interpreter ends around it, which may crash; wait for 10 seconds at most."""
-        self.interrupt.requested = True
         if self.future is not None:
+            self.interrupt.requested = True
             concurrent.futures.wait([self.future], timeout=10)
