@@ -587,44 +587,6 @@ def generate(
     ]
 
 
-def rollout(sampler: Sampler, rows: list[dict], samples: int, key: tuple) -> Batch | None:
-    """Sample and score responses to some prompts, spread over the ranks.
-
-    Args:
-        rows: prompts of all ranks. samples: responses a prompt; 0 for a single greedy one.
-        key: names the random numbers, see `utils.generator`.
-    Returns:
-        The Batch, the same on every rank; None if the run is interrupted.
-    """
-    world, args, rewards, conversations = sampler.world, sampler.args, sampler.rewards, sampler.conversations
-    rows = [row for row in rows for _ in range(samples or 1)]
-    local = world.shard(list(range(len(rows))))  # the responses of this rank
-    # Each response of all ranks has a row of random numbers, whichever rank samples it: uniform numbers for the tokens
-    # of the decode loop, or seeds for the turns of an engine.
-    rng = utils.generator(*key)
-    tool_seeds = rng.integers(2**62, size=len(rows))[local].tolist() if conversations else []
-    if sampler.engine is None:
-        draws = rng.random((len(rows), args.max_response_length))[local]
-    else:
-        draws = rng.integers(2**62, size=(len(rows), args.max_turns if conversations else 1))[local]
-    responses = sampler.sample(generate, [rows[i] for i in local], draws if samples else None, tool_seeds)
-    if world.any(sampler.interrupted() or responses is None):
-        return None
-    for response in responses:
-        response.text = sampler.tokenizer.decode(response.response, skip_special_tokens=True)
-    rewards.score_samples(responses, sampler.interrupted)
-    if world.any(sampler.interrupted()):  # then some scores may be missing
-        return None
-    responses = world.unshard(responses, len(rows))
-    rewards.score_equal_responses_alike(responses)
-    if conversations:
-        conversations.leave_out_failed(responses)
-    batch = Batch.from_samples(responses, model_device(sampler.model))
-    if not batch.tokens["rollout_logprobs"].isfinite().all():
-        utils.fail("--model or --learning_rate: log-probabilities are not finite; bad weights, or too large an update")
-    return batch
-
-
 # ----------------------------------------------------------------------------------------------------------------
 # What a fork changes first: how reward components become one score, and scores become advantages
 # ----------------------------------------------------------------------------------------------------------------
@@ -687,7 +649,7 @@ def collect(
     for refill in range(1 + (MAX_REFILLS if args.filter_groups == "refill" else 0)):
         rows = take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
-        latest = rollout(sampler, rows, size, key)
+        latest = sampler.rollout(rows, size, key)
         if latest is None:
             return None
         position, samples = position + count, samples + latest.samples
@@ -790,10 +752,19 @@ def main(args: Args) -> None:
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype)
     sampler = Sampler(
-        policy.model, engine, tokenizer, stop_ids, rewards, conversations, args, run.interrupt, rollout_world,
-        precision.autocast,
-    )  # fmt: skip
-    evaluate = functools.partial(evaluation.evaluate, rollout, sampler, eval_prompts)
+        generate=generate,
+        model=policy.model,
+        engine=engine,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        rewards=rewards,
+        conversations=conversations,
+        args=args,
+        interrupt=run.interrupt,
+        world=rollout_world,
+        autocast=precision.autocast,
+    )
+    evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
     saved_models = loading.models_to_save(args, policy, reference, run.checkpoint) | {"critic": critic.scalar.model}
     run.start(total_steps, tokenizer, saved_models, {"": optimizer, "critic": critic_optimizer}, engine)
     run.check_rows(prompts + ptx_rows, token_lengths(prompts, eval_prompts, ptx_rows))

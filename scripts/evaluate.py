@@ -173,7 +173,17 @@ def main(args: Args) -> None:
         loading.check_decodes(f"--model {args.model}", model, precision.compute_dtype, "--backend vllm")
     rewards.load_models(args, precision)
     sampler = Sampler(
-        model, engine, tokenizer, stop_ids, rewards, conversations, args, Interrupt(world), world, precision.autocast
+        generate=grpo.generate,
+        model=model,
+        engine=engine,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        rewards=rewards,
+        conversations=conversations,
+        args=args,
+        interrupt=Interrupt(world),
+        world=world,
+        autocast=precision.autocast,
     )
 
     # ---- sample and score ----
@@ -181,7 +191,7 @@ def main(args: Args) -> None:
     with tqdm(total=len(prompts), desc="prompts", dynamic_ncols=True, disable=None if world.main else True) as bar:
         for first in range(0, len(prompts), PROMPTS_AT_ONCE):
             rows, key = prompts[first : first + PROMPTS_AT_ONCE], ("evaluate", args.seed, first)
-            batch = grpo.rollout(sampler, rows, n if args.temperature else 0, key)
+            batch = sampler.rollout(rows, n if args.temperature else 0, key)
             if batch is None:
                 utils.fail(f"--backend {args.backend}: {sampler.engine.failure}")
             samples += batch.samples

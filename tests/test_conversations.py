@@ -161,7 +161,7 @@ class EnvironmentRewards(Rewards):
 
 def sampler_of(model, rewards, conversations, args) -> Sampler:
     return Sampler(
-        model, None, make_tokenizer(), [make_tokenizer().eos_token_id], rewards, conversations, args,
+        grpo.generate, model, None, make_tokenizer(), [make_tokenizer().eos_token_id], rewards, conversations, args,
         Interrupt(WORLD), WORLD, contextlib.nullcontext,
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def batch(tmp_path_factory):
     policy = grpo.Policy(load_model("--model", folder, torch.float64, CPU), args)
     rows = [row_of(make_tokenizer()), row_of(make_tokenizer(), "another", mode="adds")]
     sampler = sampler_of(policy.model, EnvironmentRewards(), conversations_of(**flags), args)
-    return grpo.rollout(sampler, rows, 2, ("test",)), policy, args
+    return sampler.rollout(rows, 2, ("test",)), policy, args
 
 
 def sampled_positions(conversation: Conversation) -> list[int]:

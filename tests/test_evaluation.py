@@ -27,10 +27,10 @@ def batch_of(scores: list[float], stopped: list[bool] | None = None, names: str 
 
 def evaluated(greedy: list[float], sampled: list[float], names: str = "") -> dict:
     """Metrics of an evaluation of as many prompts as there are greedy scores."""
-    rollout = lambda sampler, rows, samples, key: batch_of(sampled, None, names) if samples else batch_of(greedy)
+    rollout = lambda rows, samples, key: batch_of(sampled, None, names) if samples else batch_of(greedy)
     args = grpo.Args(eval_samples=len(sampled) // len(greedy))
-    sampler = SimpleNamespace(rewards=REWARDS, args=args)
-    return evaluation.evaluate(rollout, sampler, [{}] * len(greedy))[0]
+    sampler = SimpleNamespace(rewards=REWARDS, args=args, rollout=rollout)
+    return evaluation.evaluate(sampler, [{}] * len(greedy))[0]
 
 
 def test_all_scores_are_there(capsys):

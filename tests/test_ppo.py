@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import ppo
 import utils
 from plumbing.models import loading
-from plumbing.rollout.batch import pad_rows
+from plumbing.rollout.batch import Sampler, pad_rows
 from ppo import Critic, explained_variance, filter_weights, resample, token_rewards, update_statistics
 
 NAN, INF, F64 = math.nan, math.inf, torch.float64
@@ -185,8 +185,8 @@ def base(tmp_path_factory) -> dict:
 @pytest.fixture
 def batches(monkeypatch) -> list:
     """The rollouts of a run in this process."""
-    seen, rollout = [], ppo.rollout
-    monkeypatch.setattr(ppo, "rollout", lambda *args: seen.append(rollout(*args)) or seen[-1])
+    seen, rollout = [], Sampler.rollout
+    monkeypatch.setattr(Sampler, "rollout", lambda *args: seen.append(rollout(*args)) or seen[-1])
     return seen
 
 

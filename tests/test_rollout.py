@@ -3,6 +3,7 @@ token ids."""
 
 import contextlib
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,8 @@ from tiny_models import CPU, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import DynamicCache, GenerationConfig
 
-import grpo
 import utils
-from grpo import Args, generate, rollout
+from grpo import Args, generate
 from plumbing.data import prompts
 from plumbing.rewards.sources import Rewards
 from plumbing.rollout.batch import Batch, Sampler
@@ -210,12 +210,12 @@ class Scores(Rewards):
 
 @pytest.fixture
 def setting(load, tokenizer) -> tuple[Sampler, list[dict]]:
-    """What `rollout` samples with, and five prompts of different lengths."""
+    """What a rollout samples with, and five prompts of different lengths."""
     vocabulary = len(tokenizer)
     stops = [1, *range(40, vocabulary, 9)]  # many of 259 tokens, so that most responses stop
     rows = [{"query": q, "answer": i, "prompt": ""} for i, q in enumerate(queries_of([4, 9, 1, 6, 3], vocabulary))]
     sampler = Sampler(
-        load("qwen2", F64, vocab_size=vocabulary), None, tokenizer, stops, Scores(), None,
+        generate, load("qwen2", F64, vocab_size=vocabulary), None, tokenizer, stops, Scores(), None,
         Args(max_response_length=10, temperature=0.8), SimpleNamespace(requested=False), utils.World(0, 1, CPU),
         contextlib.nullcontext,
     )  # fmt: skip
@@ -242,7 +242,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 def test_rollout_lays_out_the_batch(setting):
     sampler, rows = setting
-    batch = rollout(sampler, rows, 3, KEY)
+    batch = sampler.rollout(rows, 3, KEY)
     numbers = torch.from_numpy(utils.generator(*KEY).random((15, 10)))
     widest = max(map(len, responses_of(batch)))
     for i, sample in enumerate(batch.samples):  # the three responses of a prompt stand next to each other
@@ -264,13 +264,13 @@ def test_rollout_lays_out_the_batch(setting):
 
 def test_rollout_is_a_function_of_its_key_however_it_is_cut(setting):
     sampler, rows = setting
-    whole = rollout(sampler, rows, 3, KEY)
+    whole = sampler.rollout(rows, 3, KEY)
     torch.rand(100)
     for size in (1, 2, 4, 100):
         args = Args(max_response_length=10, temperature=0.8, generation_batch_size=size)
-        assert same(rollout(sampler._replace(args=args), rows, 3, KEY), whole)
+        assert same(replace(sampler, args=args).rollout(rows, 3, KEY), whole)
     for other in (("rollout", 1, 2), ("rollout", 2, 1)):
-        assert responses_of(rollout(sampler, rows, 3, other)) != responses_of(whole)
+        assert responses_of(sampler.rollout(rows, 3, other)) != responses_of(whole)
     assert len(set(map(tuple, responses_of(whole)[:3]))) > 1  # and samples of a prompt differ
 
 
@@ -292,14 +292,14 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count,
 
     monkeypatch.setattr(utils.dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: None)
-    monkeypatch.setattr(grpo, "generate", repeating)  # all that is stored of a token comes along
     sampler, rows = setting
-    whole, batches, seen = rollout(sampler, rows[:count], samples, KEY), [], []
+    sampler = replace(sampler, generate=repeating)  # all that is stored of a token comes along
+    whole, batches, seen = sampler.rollout(rows[:count], samples, KEY), [], []
     for rank in [*range(size), *range(size)]:
         rewards = Scores()
-        of_rank = sampler._replace(rewards=rewards, world=utils.World(rank, size, CPU))
+        of_rank = replace(sampler, rewards=rewards, world=utils.World(rank, size, CPU))
         with contextlib.suppress(KeyError):
-            batches.append(rollout(of_rank, rows[:count], samples, KEY))
+            batches.append(of_rank.rollout(rows[:count], samples, KEY))
             seen.append(len(rewards.seen))
     assert len(batches) == size + 1 and all(same(batch, whole) for batch in batches)
     for again, mask, response in zip(whole.tokens["again"], whole.response_mask, responses_of(whole)):
@@ -309,14 +309,14 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count,
 
 def test_an_interrupted_rollout_is_none(setting):
     sampler, rows = setting
-    assert rollout(sampler._replace(interrupt=SimpleNamespace(requested=True)), rows, 3, KEY) is None
+    assert replace(sampler, interrupt=SimpleNamespace(requested=True)).rollout(rows, 3, KEY) is None
     assert not sampler.rewards.seen
 
 
 def test_a_model_that_gives_no_numbers_is_refused(setting, capsys):
     sampler, rows = setting
     sampler.model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits * math.nan)
-    assert refused(capsys, rollout, sampler, rows, 3, KEY).startswith("error: --model or --learning_rate: ")
+    assert refused(capsys, sampler.rollout, rows, 3, KEY).startswith("error: --model or --learning_rate: ")
 
 
 # ---- text to token ids ------------------------------------------------------------------------------------------

@@ -22,16 +22,16 @@ SCRIPTS = ["grpo", "rloo", "ppo"]
 
 
 class Rollout:
-    """Stands for `rollout`: prompt i gets the scores of `table[i % len(table)]`; a response is as long as its place."""
+    """Stands for `Sampler.rollout`: prompt i gets `table[i % len(table)]`; a response is as long as its place."""
 
-    def __init__(self, table: list[list[float]], end: int | None = None):
-        self.table, self.end, self.calls = table, end, []
+    def __init__(self, sources: tuple[str, ...], table: list[list[float]], end: int | None = None):
+        self.sources, self.table, self.end, self.calls = sources, table, end, []
 
-    def __call__(self, sampler, rows, count, key):
+    def __call__(self, rows, count, key):
         self.calls.append(([row["i"] for row in rows], count, key))
         if len(self.calls) == self.end:
             return None
-        scores = lambda score: dict(zip(sampler.args.reward, (score, -2 * score)))
+        scores = lambda score: dict(zip(self.sources, (score, -2 * score)))
         samples = [
             Sample(row, [7] * (n + 1), {"rollout_logprobs": [-0.5] * (n + 1)}, n + 1 < count, scores=scores(score))
             for row in rows
@@ -50,13 +50,12 @@ def collected(monkeypatch):
     """A function that collects a step from a table of scores: (Experience, calls of `rollout`, order of prompts)."""
 
     def collect(table, position=0, end=None, max_refills=9, **flags):
-        rollout, size = Rollout(table, end), len(table[0])
-        monkeypatch.setattr(grpo, "rollout", rollout)
+        size = len(table[0])
         monkeypatch.setattr(grpo, "MAX_REFILLS", max_refills)
         common = {"reward": ("exact",), "rollout_batch_size": 4, "non_stop_penalty": False, "group_size": size}
-        sampler = types.SimpleNamespace(
-            args=grpo.Args(**{"mini_batch_size": 4 * size, **common, **flags}), rewards=REWARDS
-        )
+        args = grpo.Args(**{"mini_batch_size": 4 * size, **common, **flags})
+        rollout = Rollout(args.reward, table, end)
+        sampler = types.SimpleNamespace(args=args, rewards=REWARDS, rollout=rollout)
         prompts = [{"i": i, "query": [i]} for i in range(40)]
         order = [row["i"] for row in mixture.take_prompts(prompts, 0, 80, sampler.args.seed)]
         return grpo.collect(sampler, prompts, 3, position, 2), rollout.calls, order

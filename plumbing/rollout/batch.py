@@ -5,17 +5,17 @@ from then on padded and sliced with the rest, by name. To carry a further one, a
 """
 
 import contextlib
-import functools
 from dataclasses import dataclass
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import logits_process
 
 import utils
-from plumbing.models.sharding import unsharded
+from plumbing.models.sharding import model_device, unsharded
 
 
 @dataclass
@@ -31,9 +31,11 @@ class Sample:
     scores: dict[str, float] | None = None  # by reward source; NaN where it gave none
 
 
-class Sampler(NamedTuple):
-    """What `rollout` samples and scores with, the same for the whole run."""
+@dataclass(frozen=True)
+class Sampler:
+    """What samples and scores responses, the same for the whole run."""
 
+    generate: Callable  # the script's decode loop
     model: torch.nn.Module  # the causal language model that trains
     engine: object  # samples in place of the model, see plumbing/rollout/engines.py; None for none
     tokenizer: object
@@ -63,25 +65,73 @@ class Sampler(NamedTuple):
         """Return what the engine logs of a step."""
         return {} if self.engine is None else self.engine.metrics()
 
-    def sample(self, generate: Callable, rows: list[dict], draws, tool_seeds: list[int]) -> list[Sample] | None:
+    def rollout(self, rows: list[dict], samples: int, key: tuple) -> "Batch | None":
+        """Sample and score responses to some prompts, spread over the ranks.
+
+        Args:
+            rows: prompts of all ranks.
+            samples: responses per prompt; 0 for a single greedy one.
+            key: names the random numbers, see `utils.generator`.
+        Returns:
+            The Batch, the same on every rank; None if the run is interrupted.
+        """
+        rows = [row for row in rows for _ in range(samples or 1)]
+        local = self.world.shard(list(range(len(rows))))  # the responses of this rank
+        draws, tool_seeds = self.random_numbers(len(rows), key)
+        responses = self.sample([rows[i] for i in local], draws[local] if samples else None, tool_seeds[local].tolist())
+        if self.world.any(self.interrupted() or responses is None):
+            return None
+        for response in responses:
+            response.text = self.tokenizer.decode(response.response, skip_special_tokens=True)
+        self.rewards.score_samples(responses, self.interrupted)
+        if self.world.any(self.interrupted()):  # then some scores may be missing
+            return None
+        responses = self.world.unshard(responses, len(rows))
+        self.rewards.score_equal_responses_alike(responses)
+        if self.conversations:
+            self.conversations.leave_out_failed(responses)
+        batch = Batch.from_samples(responses, model_device(self.model))
+        if not batch.tokens["rollout_logprobs"].isfinite().all():
+            utils.fail(
+                "--model or --learning_rate: log-probabilities are not finite; bad weights, or too large an update"
+            )
+        return batch
+
+    def random_numbers(self, responses: int, key: tuple) -> tuple[np.ndarray, np.ndarray]:
+        """Return a row of random numbers for each response of all ranks, whichever rank samples it.
+
+        Returns:
+            (N, T) uniform numbers for the tokens of the decode loop, or (N, turns) seeds for an engine; and (N,) seeds
+            for the random numbers of tools.
+        """
+        rng = utils.generator(*key)
+        tool_seeds = np.zeros(responses, dtype=int)
+        if self.conversations:
+            tool_seeds = rng.integers(2**62, size=responses)
+        if self.engine is None:
+            return rng.random((responses, self.args.max_response_length)), tool_seeds
+        turns = self.args.max_turns if self.conversations else 1
+        return rng.integers(2**62, size=(responses, turns)), tool_seeds
+
+    def sample(self, rows: list[dict], draws: np.ndarray | None, tool_seeds: list[int]) -> list[Sample] | None:
         """Sample a response to each row, by the engine or by the script's decode loop; None if interrupted.
 
         Args:
-            generate: the decode loop. rows: prompts of this rank, one for each response.
-            draws: random numbers, a line for each row: seeds of its turns for an engine, or else uniform numbers of its
-                tokens; None for greedy decoding. tool_seeds: of the random numbers of tools, one a row.
+            rows: prompts of this rank, one for each response.
+            draws, tool_seeds: see `random_numbers`, a row for each response; no draws for greedy decoding.
         """
-        decode = functools.partial(self.in_batches, generate)
         with contextlib.ExitStack() as stack:
             if self.engine is None:
                 stack.enter_context(unsharded(self.model))
                 stack.enter_context(self.autocast())
             if self.conversations:
-                ended = self.conversations.sample(rows, tool_seeds, draws, self.interrupted, self.engine, decode)
+                ended = self.conversations.sample(
+                    rows, tool_seeds, draws, self.interrupted, self.engine, self.in_batches
+                )
                 return ended and [Sample(x.row, x.response, x.values, x.stop_reason != "length", x) for x in ended]
             queries = [row["query"] for row in rows]
             if self.engine is None:
-                sampled = decode(queries, None if draws is None else torch.from_numpy(draws))
+                sampled = self.in_batches(queries, None if draws is None else torch.from_numpy(draws))
             else:
                 seeds = None if draws is None else draws[:, 0].tolist()
                 sampled = self.engine.generate(queries, seeds, self.stop_ids, self.args, self.interrupted)
@@ -91,9 +141,12 @@ class Sampler(NamedTuple):
         ]
 
     def in_batches(
-        self, generate: Callable, queries: list[list[int]], uniforms: Tensor | None, lengths: list[int] | None = None,
+        self,
+        queries: list[list[int]],
+        uniforms: Tensor | None,
+        lengths: list[int] | None = None,
         stop_strings: Callable | None = None,
-    ) -> tuple[list[list[int]], list[dict[str, list[float]]]]:  # fmt: skip
+    ) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
         """Call the script's decode loop with --generation_batch_size queries at a time; if interrupted, not with all.
 
         See `generate` of a script for the arguments and what it returns.
@@ -104,7 +157,7 @@ class Sampler(NamedTuple):
                 break
             part = slice(start, start + self.args.generation_batch_size)
             numbers, limits = None if uniforms is None else uniforms[part], lengths and lengths[part]
-            sampled = generate(
+            sampled = self.generate(
                 self.model, queries[part], numbers, self.stop_ids, self.args, self.interrupted, limits, stop_strings
             )
             responses, values = responses + sampled[0], values + sampled[1]

@@ -1,7 +1,6 @@
 """Accuracy on held-out prompts, and the metrics of a batch."""
 
 import math
-from typing import Callable
 
 import torch
 
@@ -39,11 +38,11 @@ def unscored(batch: Batch, rewards: Rewards, args) -> str:
     return ""
 
 
-def evaluate(rollout: Callable, sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | None:
+def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | None:
     """Measure greedy and sampled accuracy, with the same random numbers at every call; warn of missing scores.
 
     Args:
-        rollout: of a script. rows: held-out prompts.
+        rows: held-out prompts.
     Returns:
         Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no score), and samples
         as `sample_rows` gives them, one a prompt; None if interrupted.
@@ -51,7 +50,7 @@ def evaluate(rollout: Callable, sampler: Sampler, rows: list[dict]) -> tuple[dic
     rewards, args = sampler.rewards, sampler.args
     metrics, k = {}, args.eval_samples
     for name, samples in (("greedy_", 0), ("", k)):
-        batch = rollout(sampler, rows, samples, ("evaluation", args.seed))
+        batch = sampler.rollout(rows, samples, ("evaluation", args.seed))
         if batch is None:
             return None
         for source, scores in batch.reward_components.items():
