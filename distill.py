@@ -36,7 +36,7 @@ from torch.special import entr
 
 import utils
 from plumbing import cli
-from plumbing.cli import PositiveFloat, PositiveInt, PositiveShare, Share
+from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share
 from plumbing.data.mixture import load_train_and_eval, take_prompts, token_lengths
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, gather_head, gradient_sync, model_device
@@ -58,8 +58,8 @@ class Args(
     """Responses after which the run ends (rounded down to whole steps); GSM8K has 7,473 a pass."""
     rollout_batch_size: PositiveInt = 128
     """Prompts a step, over all ranks."""
-    mini_batch_size: PositiveInt = 128
-    """Responses an optimizer update, over all ranks."""
+    mini_batch_size: NonNegativeInt = 0
+    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0: the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -363,7 +363,7 @@ def main(args: Args) -> None:
     imitated = stop_ids if args.on_policy_share < 1 else []
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations, imitated)
     rewards = Rewards(args, tokenizer, eval_prompts, conversations is not None)
-    updates_a_step = args.num_epochs * args.rollout_batch_size // args.mini_batch_size
+    updates_a_step = utils.count_updates(args.rollout_batch_size, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // args.rollout_batch_size
 
     # ---- setting up: models, optimizer, rollout ----

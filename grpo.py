@@ -82,8 +82,8 @@ class Args(
     """Prompts a step, over all ranks."""
     group_size: PositiveInt = 8
     """Responses a prompt (G)."""
-    mini_batch_size: PositiveInt = 512
-    """Responses an optimizer update, over all ranks."""
+    mini_batch_size: NonNegativeInt = 0
+    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0: the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -560,7 +560,7 @@ def main(args: Args) -> None:
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
-    updates_a_step = args.num_epochs * N // args.mini_batch_size
+    updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
     variant = VARIANTS[args.loss]
     aggregation, scale = args.loss_aggregation or variant.aggregation, args.advantage_scale or variant.scale

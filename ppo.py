@@ -63,8 +63,8 @@ class Args(
     """Prompts a step, over all ranks."""
     group_size: PositiveInt = 1
     """Responses a prompt (G)."""
-    mini_batch_size: PositiveInt = 128
-    """Responses an optimizer update, over all ranks."""
+    mini_batch_size: NonNegativeInt = 128
+    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0: the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -88,7 +88,7 @@ class Args(
     critic_num_epochs: NonNegativeInt = 0
     """Passes of the critic over one rollout; 0: --num_epochs."""
     critic_mini_batch_size: NonNegativeInt = 0
-    """Responses an update of the critic, over all ranks; 0: --mini_batch_size."""
+    """Most responses of an update of the critic, over all ranks; 0: --mini_batch_size."""
     critic_gradient_checkpointing: bool = False
     """Recompute the critic's activations in the backward pass, also where --gradient_checkpointing is off."""
     critic_warmup_steps: NonNegativeInt = 0
@@ -150,9 +150,6 @@ class Args(
     """Drop the groups whose scores are all equal; refill samples other prompts in their place (DAPO)."""
 
     RULES = {
-        "--critic_mini_batch_size must divide --rollout_batch_size x --group_size": lambda a: (
-            a.rollout_batch_size * a.group_size % (a.critic_mini_batch_size or a.mini_batch_size) == 0
-        ),
         "--critic_warmup_steps must be less than the steps of --total_episodes": lambda a: (
             a.critic_warmup_steps < a.total_episodes // (a.rollout_batch_size * a.group_size)
         ),
@@ -467,7 +464,7 @@ def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) 
 def critic_schedule(args: Args) -> tuple[int, int, int]:
     """Return the critic's passes over a rollout, the responses of an update, and the updates of a whole step."""
     epochs, size = args.critic_num_epochs or args.num_epochs, args.critic_mini_batch_size or args.mini_batch_size
-    return epochs, size, epochs * args.rollout_batch_size * args.group_size // size
+    return epochs, size, utils.count_updates(args.rollout_batch_size * args.group_size, size, epochs)
 
 
 def update_critic(
@@ -729,7 +726,7 @@ def main(args: Args) -> None:
         loading.check_can_read("--value_model", args.value_model, tokenizer)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
     N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
-    updates_a_step = args.num_epochs * N // args.mini_batch_size
+    updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
     # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
     # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.

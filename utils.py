@@ -336,13 +336,18 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
 
 
 def mini_batches(items: list[int], size: int, epochs: int, key: tuple) -> list[tuple[int, list[int]]]:
-    """Shuffle items anew for each epoch and cut them into mini-batches of at most `size`: [(epoch, items)].
+    """Shuffle items anew for each epoch and cut them into mini-batches of at most `size`, 0 for all: [(epoch, items)].
 
     Args:
         key: names the random order, see `generator`.
     """
     orders = [generator("mini-batches", *key, epoch).permutation(items).tolist() for epoch in range(epochs)]
-    return [(epoch, part) for epoch, order in enumerate(orders) for part in even_parts(order, size)]
+    return [(epoch, part) for epoch, order in enumerate(orders) for part in even_parts(order, size or len(items) or 1)]
+
+
+def count_updates(count: int, size: int, epochs: int) -> int:
+    """Return how many mini-batches `mini_batches` makes of so many items."""
+    return epochs * math.ceil(count / (size or count))
 
 
 def even_parts(items: list, most: int) -> list[list]:

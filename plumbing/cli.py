@@ -271,9 +271,6 @@ class RolloutArgs(SamplingArgs):
     """Neighbouring ranks that share one vLLM engine."""
 
     RULES = {
-        "--mini_batch_size must divide --rollout_batch_size x --group_size": lambda a: (
-            a.rollout_batch_size * getattr(a, "group_size", 1) % a.mini_batch_size == 0
-        ),
         "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
             a.total_episodes >= a.rollout_batch_size * getattr(a, "group_size", 1)
         ),

@@ -94,9 +94,8 @@ def test_every_number_has_a_range(script):
 # ---- rules and warnings ----------------------------------------------------------------------------------------------
 
 RULES = {
-    "grpo --mini_batch_size 3": "--mini_batch_size must divide --rollout_batch_size x --group_size (mini_batch_size",
-    "rloo --total_episodes 511": "--total_episodes must be at least a step",
-    "grpo --group_size 1 --mini_batch_size 1": "--group_size must be 2 or more",
+    "rloo --total_episodes 511": "--total_episodes must be at least a step, --rollout_batch_size x --group_size (total",
+    "grpo --group_size 1": "--group_size must be 2 or more",
     "grpo --min_response_length 1025": "--min_response_length must be at most --max_response_length",
     "ppo --min_learning_rate 1": "--min_learning_rate must be at most --learning_rate",
     "reward_model --min_learning_rate 1": "--min_learning_rate must be at most --learning_rate",
@@ -114,11 +113,10 @@ RULES = {
     "grpo --loss reinforce --clip_high 0.1": "--clip_low and --clip_high require a --loss that clips the ratio",
     "grpo --overlong_buffer 1025": "--overlong_buffer must be at most --max_response_length",
     "ppo --filter_groups drop": "--filter_groups requires a --group_size of 2 or more",
-    "rloo --group_size 1 --mini_batch_size 1": "--group_size must be 2 or more with this --advantage",
+    "rloo --group_size 1": "--group_size must be 2 or more with this --advantage",
     "rloo --advantage remax --filter_groups drop": "--filter_groups requires another --advantage",
     "ppo --ptx_coef 1": "--ptx_coef and --ptx_dataset require each other",
     "ppo --ptx_dataset data.jsonl": "--ptx_coef and --ptx_dataset require each other",
-    "ppo --critic_mini_batch_size 3": "--critic_mini_batch_size must divide",
     "ppo --critic_warmup_steps 351": "--critic_warmup_steps must be less than the steps of --total_episodes",
     "grpo --reward math math": "--reward must not name a source twice",
     "grpo --reward http://": "--reward: the address of a reward server must be of the form http://10.0.0.2:8000",
@@ -156,7 +154,9 @@ WARNINGS = {
     "grpo --kl_estimator k1 --kl_in reward": "",
     "grpo --kl_estimator k1 --kl_coef 0": "",
     "grpo --kl_estimator k1 --kl_weighting ratio": "",
-    "distill --teacher a": "",
+    "distill --teacher a --rollout_batch_size 8": "",
+    "grpo --rollout_batch_size 3": "",
+    "ppo --rollout_batch_size 100": "",
 } | {script: "" for script in SCRIPTS if script not in ("distill", "vllm_server")}  # of the defaults
 
 
@@ -181,7 +181,7 @@ def test_the_system_prompt_goes_by_the_first_reward(reward, capsys):
 
 def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    for line in ("grpo --kl_coef -1", "grpo --kl_ceof 1", "grpo --mini_batch_size 3"):
+    for line in ("grpo --kl_coef -1", "grpo --kl_ceof 1", "grpo --total_episodes 3"):
         with pytest.raises(SystemExit) as end:
             parse(line)
         assert end.value.code == 2 and capsys.readouterr() == ("", "")
@@ -221,7 +221,7 @@ CONFIGS = {
     "model: yes": "model: Input should be a valid string",
     "loss: ppo": "loss: Input should be 'grpo', 'dr_grpo'",
     "reward: [[exact]]": "reward: 0: Input should be a valid string",
-    "mini_batch_size: 3": "--mini_batch_size must divide",
+    "total_episodes: 3": "--total_episodes must be at least a step",
     "- a": "Input should be a dictionary",
     "": "Input should be a dictionary",
     "a: [": "while parsing a flow node",

@@ -413,7 +413,9 @@ def test_micro_batches_have_the_least_padding(lengths, budget, size):
     assert cost == min(costs)
 
 
-@pytest.mark.parametrize("count, size, epochs", [(8, 4, 2), (7, 3, 3), (1, 4, 1), (0, 4, 2), (10, 4, 1)])
+@pytest.mark.parametrize(
+    "count, size, epochs", [(8, 4, 2), (7, 3, 3), (1, 4, 1), (0, 4, 2), (10, 4, 1), (9, 0, 2), (0, 0, 1)]
+)
 def test_mini_batches(count, size, epochs):
     """Each item once an epoch, in an order that depends on key and epoch; sizes differ by one at most."""
     items = [10 * i for i in range(count)]
@@ -422,8 +424,8 @@ def test_mini_batches(count, size, epochs):
     orders = [[i for epoch, part in updates if epoch == e for i in part] for e in range(epochs)]
     assert all(sorted(order) == items for order in orders)
     sizes = [len(part) for _, part in updates]
-    assert len(sizes) == epochs * math.ceil(count / size)
-    assert not sizes or max(sizes) <= size and max(sizes) - min(sizes) <= 1
+    assert not sizes or max(sizes) <= (size or count) and max(sizes) - min(sizes) <= 1
+    assert len(sizes) == (utils.count_updates(count, size, epochs) if count else 0)
     if count > 6:
         assert len(set(map(str, orders))) == epochs and updates != utils.mini_batches(items, size, epochs, (1, 3))
 

@@ -105,7 +105,7 @@ RL = {
     "min_response_length": (1, 6), "top_p": (0.5, 1e-6), "repetition_penalty": (0.7, 1.3), "rollout_backend": ("hf",),
     "tools": (("@game:add",),), "environment": ("@game:Game", "@game:Game", "@game:Counter"), "max_turns": (1, 2),
     "tool_call_pattern": (CALL,), "turn_stop": (("a", "1", "+"),), "rollout_batch_size": (1, 3),
-    "group_size": (2, 5), "mini_batch_size": (1, 2, 6, 8), "num_epochs": (1, 3), "max_response_length": (2, 25),
+    "group_size": (2, 5), "mini_batch_size": (0, 1, 3, 8), "num_epochs": (1, 3), "max_response_length": (2, 25),
     "temperature": (0.1, 0.7, 3.0), "clip_low": (0.0, 1.0), "clip_high": (0.0, 1.0, 20.0), "dual_clip": (1.1, 3.0),
     "entropy_coef": (0.01,), "rollout_correction": ("truncate", "mask", "sequence_mask"),
     "rollout_correction_cap": (1.0, 3.0), "kl_coef": (0.0, 10.0), "kl_in": ("loss", "reward"),
