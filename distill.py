@@ -37,7 +37,7 @@ from torch.special import entr
 import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share
-from plumbing.data.mixture import load_train_and_eval, take_prompts, token_lengths
+from plumbing.data.mixture import count_steps, load_train_and_eval, take_prompts
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, gather_head, gradient_sync, model_device
 from plumbing.rewards.sources import Rewards, check_reference
@@ -54,8 +54,8 @@ CHUNK_TOKENS = 256  # response tokens whose logits are held at once
 class Args(
     cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.ScoringArgs, cli.RolloutArgs, cli.ConversationArgs, cli.OptimizerArgs
 ):  # fmt: skip
-    total_episodes: PositiveInt = 30_000
-    """Responses after which the run ends (rounded down to whole steps); GSM8K has 7,473 a pass."""
+    passes: PositiveFloat = 4.0
+    """Passes over the rows of --dataset; the run ends after them (rounded down to whole steps)."""
     rollout_batch_size: PositiveInt = 128
     """Prompts a step, over all ranks."""
     mini_batch_size: NonNegativeInt = 0
@@ -364,7 +364,7 @@ def main(args: Args) -> None:
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations, imitated)
     rewards = Rewards(args, tokenizer, eval_prompts, conversations is not None)
     updates_a_step = utils.count_updates(args.rollout_batch_size, args.mini_batch_size, args.num_epochs)
-    total_steps = args.total_episodes // args.rollout_batch_size
+    total_steps = count_steps(args.passes, prompts, args.rollout_batch_size)
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
@@ -397,7 +397,7 @@ def main(args: Args) -> None:
     )
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
     run.start(total_steps, tokenizer, {"": policy.model}, {"": optimizer}, engine)
-    run.check_rows(prompts, token_lengths(prompts, eval_prompts))
+    run.check_rows(prompts, eval_prompts)
     prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
     sampler.sync()
 

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.data.mixture import load_supervised, load_train_and_eval, take_prompts, token_lengths
+from plumbing.data.mixture import load_supervised, load_train_and_eval, take_prompts
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import Rewards, check_reference, reward_weights
@@ -764,7 +764,7 @@ def main(args: Args) -> None:
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
     saved_models = loading.models_to_save(args, policy, reference, run.checkpoint) | {"critic": critic.scalar.model}
     run.start(total_steps, tokenizer, saved_models, {"": optimizer, "critic": critic_optimizer}, engine)
-    run.check_rows(prompts + ptx_rows, token_lengths(prompts, eval_prompts, ptx_rows))
+    run.check_rows(prompts, eval_prompts, ptx_rows)
     prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
     sampler.sync()
 

@@ -35,7 +35,7 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from plumbing.data import prompts
-from plumbing.data.mixture import take_prompts
+from plumbing.data.mixture import count_steps, take_prompts
 from plumbing.data.rows import arithmetic_pairs, is_number, leave_out, read_rows, split_of
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync
@@ -60,8 +60,8 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
     """System turn put before each prompt that has none; "" for none."""
     max_length: PositiveInt = 1024
     """Most tokens of prompt and response together; longer pairs are left out, and counted."""
-    num_epochs: PositiveInt = 1
-    """Passes over the pairs."""
+    passes: PositiveFloat = 1.0
+    """Passes over the rows of --dataset; the run ends after them (rounded down to whole steps)."""
     batch_size: PositiveInt = 64
     """Pairs an optimizer update, over all ranks."""
     learning_rate: PositiveFloat = 1e-5
@@ -199,8 +199,6 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
     evaluated = set(map(about, held_out))
     kept = [pair for pair in pairs if about(pair) not in evaluated]
     kept = leave_out(f"--dataset {args.dataset}", pairs, kept, "whose prompts are evaluated on")
-    if len(kept) < args.batch_size:
-        utils.fail(f"--batch_size {args.batch_size}: --dataset {args.dataset} has only {len(kept)} pairs to train on")
     sequences = [pair[side] for pair in kept + held_out for side in ("chosen", "rejected")]
     loading.check_fits(args.model, sequences, f"--dataset {args.dataset}")
     return kept, held_out
@@ -268,15 +266,14 @@ def main(args: Args) -> None:
     tokenizer = loading.load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
     stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
-    total_steps = args.num_epochs * len(pairs) // args.batch_size
+    total_steps = count_steps(args.passes, pairs, args.batch_size)
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
     scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, precision.param_dtype, sharding.load_device)
     config, wrapped = scorer.model.config, sharding.wrap(scorer)
     optimizer = utils.Optimizer(scorer, args, total_steps)
-    sides = lambda pairs: [len(pair[side]) for pair in pairs for side in ("chosen", "rejected")]
     run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer})
-    run.check_rows(pairs, {"sides of pairs": sides(pairs), "sides of held-out pairs": sides(eval_pairs)})
+    run.check_rows(pairs, eval_pairs)
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict]] | None:
         """Score pairs, keep mean and deviation in the model's config, and return metrics and samples."""
@@ -322,7 +319,8 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
         }
         samples = sample_pairs(batch[: args.log_samples], scores)
-        run.finish_step(metrics, samples, sum(sides(batch)), position=position)
+        tokens = sum(len(pair[side]) for pair in batch for side in ("chosen", "rejected"))
+        run.finish_step(metrics, samples, tokens, position=position)
     if not eval_pairs and evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None:
         run.leave()
     run.finish()

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.data.mixture import load_train_and_eval, take_prompts, token_lengths
+from plumbing.data.mixture import load_train_and_eval, take_prompts
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import Rewards, check_reference, reward_weights
@@ -595,7 +595,7 @@ def main(args: Args) -> None:
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
     saved_models = loading.models_to_save(args, policy, reference, run.checkpoint)
     run.start(total_steps, tokenizer, saved_models, {"": optimizer}, engine)
-    run.check_rows(prompts, token_lengths(prompts, eval_prompts))
+    run.check_rows(prompts, eval_prompts)
     prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
     sampler.sync()
 

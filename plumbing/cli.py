@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Iterable, Literal
 
 import tyro
 import yaml
@@ -38,14 +38,32 @@ SYSTEM_PROMPTS = {  # by the first source of --reward: they read an answer in th
     "math": "Please reason step by step, and put your final answer within \\boxed{}.",
     "gsm8k": 'Let us think step by step and output the final answer after "####".',
 }
-OTHER_NAMES = {  # what users of TRL, PaddleNLP and verl type first, and what it is here
-    "model_name_or_path": "model", "dataset_name": "dataset", "num_generations": "group_size", "beta": "kl_coef",
-    "per_device_train_batch_size": "rollout_batch_size mini_batch_size", "num_iterations": "num_epochs",
-    "gradient_accumulation_steps": "mini_batch_size micro_batch_tokens", "max_steps": "total_episodes",
-    "num_train_epochs": "total_episodes", "max_completion_length": "max_response_length", "use_vllm": "rollout_backend",
-    "data.train_files": "dataset", "actor_rollout_ref.model.path": "model", "actor_rollout_ref.rollout.n": "group_size",
-    "data.train_batch_size": "rollout_batch_size",
-}  # fmt: skip
+OTHER_NAMES = {  # a flag, or what stands in its place: its names in TRL, PaddleNLP and verl, and earlier ones here
+    "model": "model_name_or_path actor_rollout_ref.model.path",
+    "dataset": "dataset_name data.train_files",
+    "eval_dataset": "data.val_files",
+    "reward": "reward_funcs",
+    "loss": "loss_type",
+    "clip_low": "epsilon",
+    "clip_high": "epsilon epsilon_high",
+    "kl_coef": "beta",
+    "group_size": "num_generations actor_rollout_ref.rollout.n",
+    "rollout_batch_size": "per_device_train_batch_size data.train_batch_size",
+    "batch_size": "per_device_train_batch_size",
+    "mini_batch_size": "per_device_train_batch_size gradient_accumulation_steps",
+    "micro_batch_tokens": "gradient_accumulation_steps",
+    "num_epochs": "num_iterations",
+    "total_episodes": "max_steps num_train_epochs trainer.total_epochs",
+    "passes": "max_steps num_train_epochs trainer.total_epochs num_epochs total_episodes",
+    "max_prompt_length": "data.max_prompt_length",
+    "max_response_length": "max_completion_length data.max_response_length",
+    "rollout_backend": "use_vllm",
+    "precision": "bf16 fp16",
+    "track": "report_to trainer.logger",
+    "always 1": "logging_steps",
+    "torchrun --nproc_per_node": "trainer.n_gpus_per_node",
+    "the script (grpo.py, ppo.py, or rloo.py with --advantage)": "algorithm.adv_estimator",
+}
 
 
 def parse(cls: type, line: list[str] | None = None):
@@ -59,11 +77,8 @@ def parse(cls: type, line: list[str] | None = None):
     line = sys.argv[1:] if line is None else line
     if len(line) == 1 and line[0].endswith((".json", ".yaml")):
         line = ["--config", *line]
-    for word in line:
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        flags = [f"--{flag}" for flag in OTHER_NAMES.get(name, "").split() if flag in cls.__dataclass_fields__]
-        if flags and (word.startswith("--") or "." in name):  # verl's have no dashes
-            fail(f"{name}: is {' and '.join(flags)} here")
+    words = [word.partition("=")[0] for word in line]
+    refuse_other_names(cls, [word for word in words if word.startswith("--") or "." in word])  # verl's have no dashes
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default="")
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
@@ -88,13 +103,29 @@ def parse(cls: type, line: list[str] | None = None):
 
 def from_file(cls: type, path: str):
     """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json of a run."""
+    fields = cls.__dataclass_fields__
+    lists = [name for name, field in fields.items() if isinstance(field.default, tuple)]
     with loading(f"--config {path}"), open(path) as file:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
-    values = values.get("args", values) if isinstance(values, dict) else values
+        if isinstance(values, dict):
+            values = values.get("args", values)
+            values |= {name: [values[name]] for name in lists if not isinstance(values.get(name, []), list)}
     args = rows.check(f"--config {path}", values, TypeAdapter(cls))
-    for name in values.keys() - cls.__dataclass_fields__.keys():
+    refuse_other_names(cls, values, f"--config {path}: ")
+    for name in values.keys() - fields.keys():
         fail(f"--config {path}: there is no flag {name!r}")
     return args
+
+
+def refuse_other_names(cls: type, words: Iterable[str], where: str = "") -> None:
+    """Exit with code 2 if words are names of flags elsewhere, after a line that says what all of them are here."""
+    hints, flags = [], cls.__dataclass_fields__
+    for name in (word.lstrip("-").replace("-", "_") for word in words):
+        here = [flag for flag, names in OTHER_NAMES.items() if name in names.split() and (flag in flags or " " in flag)]
+        if here and name not in flags:
+            hints.append(f"{name}: is {' and '.join(f'--{flag}' if flag in flags else flag for flag in here)} here")
+    if hints:
+        fail(where + "; ".join(hints))
 
 
 def check(args) -> None:
@@ -271,9 +302,6 @@ class RolloutArgs(SamplingArgs):
     """Neighbouring ranks that share one vLLM engine."""
 
     RULES = {
-        "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
-            a.total_episodes >= a.rollout_batch_size * getattr(a, "group_size", 1)
-        ),
         "--rollout_backend server and --rollout_servers require each other": lambda a: (
             (a.rollout_backend == "server") == bool(a.rollout_servers)
         ),
@@ -360,6 +388,9 @@ class PolicyArgs(OptimizerArgs):
     """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
 
     RULES = {
+        "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
+            a.total_episodes >= a.rollout_batch_size * a.group_size
+        ),
         "--overlong_buffer must be at most --max_response_length": lambda a: a.overlong_buffer <= a.max_response_length,
         "--filter_groups requires a --group_size of 2 or more": lambda a: a.filter_groups == "none" or a.group_size > 1,
         "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,

@@ -12,15 +12,16 @@ demo=${1:-grpo}
 algorithm=${demo#environment-}
 [ "$demo" = environment ] && algorithm=grpo
 
-# What the three that sample share; the rest is each one's own, or the task's.
-sampling=(--system_prompt "" --max_prompt_length 16 --total_episodes 30720 --micro_batch_tokens 4096
-    --learning_rate 3e-4 --warmup_ratio 0.04 --eval_every 20 --eval_prompts 256 --eval_samples 4 --save_every 60)
+# What those that sample share; the rest is each one's own, or the task's.
+sampling=(--system_prompt "" --max_prompt_length 16 --micro_batch_tokens 4096 --learning_rate 3e-4 --warmup_ratio 0.04
+    --eval_every 20 --eval_prompts 256 --eval_samples 4 --save_every 60)
+rl=("${sampling[@]}" --total_episodes 30720 --kl_coef 0.001)
 case "$algorithm" in
-grpo | rloo) own=("${sampling[@]}" --kl_coef 0.001 --rollout_batch_size 32 --group_size 8 --mini_batch_size 256) ;;
-ppo) own=("${sampling[@]}" --kl_coef 0.001 --rollout_batch_size 256 --mini_batch_size 128 --critic_learning_rate 1e-3) ;;
-distill) own=("${sampling[@]}" --rollout_batch_size 128 --learning_rate 1e-3 --total_episodes 5120 --eval_every 10) ;;
+grpo | rloo) own=("${rl[@]}" --rollout_batch_size 32 --group_size 8 --mini_batch_size 256) ;;
+ppo) own=("${rl[@]}" --rollout_batch_size 256 --mini_batch_size 128 --critic_learning_rate 1e-3) ;;
+distill) own=("${sampling[@]}" --rollout_batch_size 128 --learning_rate 1e-3 --passes 0.256 --eval_every 10) ;;
 reward_model)
-    own=(--max_length 64 --batch_size 64 --num_epochs 3 --micro_batch_tokens 4096 --learning_rate 1e-3
+    own=(--max_length 64 --batch_size 64 --passes 3 --micro_batch_tokens 4096 --learning_rate 1e-3
         --centre_coef 0.001 --eval_every 100 --eval_pairs 500 --save_every 500)
     ;;
 esac

@@ -25,8 +25,6 @@ MAY_DIFFER = {  # what has one name and may differ, and why
     "Args.clip_low": "its default depends on grpo's --loss",
     "Args.clip_high": "its default depends on grpo's --loss",
     "Args.loss_aggregation": "its default depends on grpo's --loss and on rloo's --ratio",
-    "Args.total_episodes": "distill.py has one response a prompt",
-    "Args.num_epochs": "passes over a rollout, in reward_model.py over the data set",
 }
 
 

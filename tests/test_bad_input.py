@@ -107,7 +107,7 @@ COMMANDS = {  # how the line begins
     "ppo --ptx_coef 1 --ptx_dataset unanswered.jsonl": "--ptx_dataset unanswered.jsonl: left out 9 of 9 rows",
     "ppo --ptx_coef 1 --ptx_dataset long.jsonl --max_response_length 100": "--ptx_dataset long.jsonl",
     "reward_model --dataset data.jsonl": "--dataset data.jsonl row 1: ",
-    "reward_model --batch_size 99": "--batch_size 99: ",
+    "reward_model --batch_size 99": "--passes 1.0: a step takes 99 rows, and there are 13",
     "grpo --model nobody/nothing-of-this-name": "--model nobody/nothing-of-this-name: ",
     "grpo --model runs/of/mine": "--model runs/of/mine: there is no such folder",
     "grpo --model scorer": "--model scorer: its files lack weights of the model, such as lm_head.weight",

@@ -55,6 +55,15 @@ COMMAND_LINES = {
     "rloo --per-device-train-batch-size=8": "is --rollout_batch_size and --mini_batch_size here",
     "reward_model --model_name_or_path a/b": "is --model here",
     "ppo data.train_batch_size=8": "data.train_batch_size: is --rollout_batch_size here",
+    "grpo --reward_funcs f --loss-type=bnpo --epsilon 0.1": "error: reward_funcs: is --reward here; "
+    "loss_type: is --loss here; epsilon: is --clip_low and --clip_high here",
+    "rloo --report_to none --bf16 --logging_steps=1": "error: report_to: is --track here; "
+    "bf16: is --precision here; logging_steps: is always 1 here",
+    "ppo data.max_prompt_length=9 trainer.n_gpus_per_node=8": "max_prompt_length here; "
+    "trainer.n_gpus_per_node: is torchrun --nproc_per_node here",
+    "rloo algorithm.adv_estimator=grpo": "algorithm.adv_estimator: is the script (grpo.py",
+    "reward_model --num_epochs 3": "num_epochs: is --passes here",
+    "distill --total_episodes=300 --num_epochs 3": "error: total_episodes: is --passes here",
 }
 
 
@@ -202,6 +211,7 @@ def test_flags_of_the_command_line_override_the_file(tmp_path):
     changed |= dict(non_stop_penalty=False, system_prompt="")
     assert args == dataclasses.replace(grpo.Args(), **changed)
     assert with_file(tmp_path, content).reward == ("math", "format")
+    assert with_file(tmp_path, "reward: exact\nreward_weights: 2\n").reward_weights == (2.0,)
     texts = {"system_prompt": "- think\n--seed 3 = 'x'", "reward_weights": [-0.5], "adam_betas": [0.9, 0.95]}
     args = with_file(tmp_path, json.dumps(texts), name="config.json")
     assert (args.system_prompt, args.reward_weights, args.adam_betas) == (texts["system_prompt"], (-0.5,), (0.9, 0.95))
@@ -224,6 +234,8 @@ CONFIGS = {
     "total_episodes: 3": "--total_episodes must be at least a step",
     "- a": "Input should be a dictionary",
     "": "Input should be a dictionary",
+    "beta: 1": "beta: is --kl_coef here",
+    "1: 2": "Keys should be strings",
     "a: [": "while parsing a flow node",
     "!!python/object/apply:os.mkdir [made]": "could not determine a constructor",
 }

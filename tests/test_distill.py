@@ -121,17 +121,18 @@ def test_what_is_learned_from_a_row(tmp_path, name):
 
 def flags(folder, **changes) -> dict:
     values = {**helpers.workspace(folder), "precision": "float64", "run_name": "run", "num_epochs": 1}
-    for name in ("group_size", "non_stop_penalty", "kl_coef"):
+    for name in ("group_size", "non_stop_penalty", "kl_coef", "total_episodes"):
         del values[name]
-    return {**values, "rollout_batch_size": 4, "total_episodes": 8, "eval_every": 0, "save_every": 0, **changes}
+    return {**values, "rollout_batch_size": 4, "passes": 8 / 13, "eval_every": 0, "save_every": 0, **changes}
 
 
-def test_supervised_updates_are_those_of_cross_entropy(tmp_path):
+def test_supervised_updates_are_those_of_cross_entropy(tmp_path, capsys):
     """Loss and gradient norm of the first update, of rows of messages: each turn of the assistant, and nothing else."""
     model = tiny_model(tmp_path / "chat", chat=True)
     rows = [{"messages": [{**turn, "content": f"{i}{turn['content']}"} for turn in MESSAGES]} for i in range(2)]
-    values = flags(tmp_path, model=model, dataset=write_rows(tmp_path / "rows.jsonl", rows), temperature=0.7)
+    values = flags(tmp_path, model=model, dataset=write_rows(tmp_path / "rows.jsonl", rows), passes=2, temperature=0.7)
     run_here({**values, "on_policy_share": 0}, "distill")
+    assert "\n2 steps of 4 rows: 2 passes over 4 rows\n" in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     total, count = 0.0, 0
@@ -155,7 +156,7 @@ def test_supervised_updates_are_those_of_cross_entropy(tmp_path):
 def test_who_answers_a_prompt(tmp_path, share):
     teacher = tiny_model(tmp_path / "teacher", "llama", hidden_size=48)
     values = flags(
-        tmp_path, teacher=teacher, on_policy_share=share, total_episodes=80, rollout_batch_size=20, mini_batch_size=20
+        tmp_path, teacher=teacher, on_policy_share=share, passes=80 / 13, rollout_batch_size=20, mini_batch_size=20
     )
     run_here(values, "distill")
     answers = {row["prompt"]: row["answer"] for row in helpers.ROWS}
@@ -172,7 +173,7 @@ def test_who_answers_a_prompt(tmp_path, share):
 def test_a_student_becomes_its_teacher(tmp_path):
     """By the sampled form of the reverse KL. (Runs with a whole divergence: test_golden.py.)"""
     teacher = tiny_model(tmp_path / "teacher", initializer_range=0.1)
-    changes = dict(rollout_batch_size=16, mini_batch_size=16, total_episodes=480, learning_rate=2e-2)
+    changes = dict(rollout_batch_size=16, mini_batch_size=16, passes=480 / 13, learning_rate=2e-2)
     values = flags(tmp_path, teacher=teacher, estimator="sampled", **changes)
     run_here(values, "distill")
     divergences = [row["objective/divergence"] for row in metrics_of(values)]
@@ -192,7 +193,7 @@ class Broken:
 def test_conversations_that_fail_do_not_train(tmp_path, capfd):
     """Nor does a step of which all fail, in which nothing changes."""
     (tmp_path / "broken.py").write_text(BROKEN)
-    values = flags(tmp_path, teacher=tiny_model(tmp_path / "teacher", "llama"), total_episodes=16, num_epochs=2)
+    values = flags(tmp_path, teacher=tiny_model(tmp_path / "teacher", "llama"), passes=16 / 13, num_epochs=2)
     run_here({**values, "environment": f"{tmp_path / 'broken.py'}:Broken", "rollout_batch_size": 4}, "distill")
     rows = metrics_of(values)
     trained = [row["train/loss"] is not None for row in rows]

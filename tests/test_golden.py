@@ -38,7 +38,8 @@ CASES = {
     "rloo": GROUPS,
     "ppo": {**SAMPLING, "rollout_batch_size": 32, "group_size": 1, "critic_learning_rate": 1e-3},
     "distill": {
-        **{name: x for name, x in SAMPLING.items() if name != "kl_coef"}, "teacher": str(ROOT / "assets/guess"),
+        **{name: x for name, x in SAMPLING.items() if name not in ("kl_coef", "total_episodes")},
+        "passes": 0.0057, "teacher": str(ROOT / "assets/guess"),
         "divergence": "jsd", "on_policy_share": 0.5, "num_epochs": 2, "rollout_batch_size": 32,
     },
     "reward_model": {"dataset": "pairs.jsonl", "max_length": 48, "batch_size": 12, "learning_rate": 1e-3},

@@ -12,7 +12,7 @@ import grpo
 import utils
 
 SMALL = dict(
-    total_episodes=16, max_response_length=6, num_epochs=1, mini_batch_size=8, micro_batch_tokens=400, eval_every=0,
+    max_response_length=6, num_epochs=1, mini_batch_size=8, micro_batch_tokens=400, eval_every=0,
     save_every=0,
 )  # fmt: skip
 GAME = dict(environment=helpers.GAME, reward="environment")

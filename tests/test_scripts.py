@@ -49,7 +49,7 @@ def base(tmp_path_factory) -> dict[str, dict]:
     kept = ("model", "system_prompt", "output_dir", "learning_rate", "eval_every", "save_every", "micro_batch_tokens")
     pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 13)  # a pass ends in the middle of a batch
     held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
-    of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6, "num_epochs": 2, "centre_coef": 0.01}
+    of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6, "passes": 2, "centre_coef": 0.01}
     return {
         "grpo": {**common, **MOVING},
         "rloo": {**common, **MOVING, "advantage": "remax"},

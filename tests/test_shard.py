@@ -32,9 +32,10 @@ def exact_runs(folder) -> dict[str, dict]:
     pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 18)
     held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
     of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6}
-    no_part = ("group_size", "non_stop_penalty", "kl_coef")
+    no_part = ("group_size", "non_stop_penalty", "kl_coef", "total_episodes")
     of_distill = {name: x for name, x in common.items() if name not in no_part}
     of_teacher = {"teacher": helpers.tiny_model(folder / "teacher", "llama", hidden_size=48), "rollout_batch_size": 8}
+    of_teacher["passes"] = 24 / len(helpers.ROWS)
     rewards = {"reward": (common["reward"], judge), "reward_weights": (1.0, 0.1)}
     return {
         "grpo": {**common, **exact, **rewards, **MOVING, "kl_in": "loss", "entropy_coef": 0.01},

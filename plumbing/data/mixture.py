@@ -114,14 +114,6 @@ def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     return supervised
 
 
-def token_lengths(train: list[dict], held_out: list[dict], supervised: list[dict] = ()) -> dict[str, list[int]]:
-    """Return the tokens of each row by what it is for, {name: [tokens]}, for the statistics that a run prints."""
-    rows = {"prompts": train, "held-out prompts": held_out, "supervised rows": supervised}
-    return {
-        name: [len(row["query"]) + len(row.get("response", ())) for row in part] for name, part in rows.items() if part
-    }
-
-
 # ---- mixtures, and the order in which a run reads its prompts --------------------------------------------------------
 
 
@@ -150,6 +142,14 @@ def take_prompts(rows: list[dict], position: int, count: int, seed) -> list[dict
     """Return the prompts `position ... position + count - 1` of an endless stream of passes, each shuffled anew."""
     size = len(rows)
     return [rows[pass_order(seed, i // size, size)[i % size]] for i in range(position, position + count)]
+
+
+def count_steps(passes: float, rows: list[dict], size: int) -> int:
+    """Return how many steps of `size` rows --passes over the rows make; exit with code 2 if they make none."""
+    steps = round(passes * len(rows)) // size
+    if not steps:
+        fail(f"--passes {passes}: a step takes {size} rows, and there are {len(rows)} to train on")
+    return steps
 
 
 @functools.lru_cache(maxsize=64)

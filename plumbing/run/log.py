@@ -76,9 +76,14 @@ class RunLog:
     def lengths(self, data: dict[str, list[int]]) -> None:
         """Print how many items of each name there are, and how long they are in tokens."""
         for name, lengths in data.items():
-            if lengths and self.world.main:
+            if lengths:
                 span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
-                tqdm.write(f"{name}: {len(lengths):,} of {span}")
+                self.say(f"{name}: {len(lengths):,} of {span}")
+
+    def say(self, line: str) -> None:
+        """Print a line above the progress bar."""
+        if self.world.main:
+            tqdm.write(line)
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""

@@ -52,11 +52,19 @@ class Run:
         self.log = RunLog(self.folder, self.origin.run_id, self.args, self.world, total_steps, step)
         self.clock = utils.Clock(self.world, self.state["seconds"], utils.parameter_count(models[""]))
 
-    def check_rows(self, rows: list[dict], lengths: dict[str, list[int]]) -> None:
-        """Print how long rows are, see `RunLog.lengths`; warn if those to train on are not the ones before --resume."""
-        self.log.lengths(lengths)
+    def check_rows(self, rows: list[dict], held_out: list[dict], supervised: list[dict] = ()) -> None:
+        """Print how long rows are and how often they are read; warn if they are not the ones before --resume.
+
+        Args:
+            rows: what steps read, prompts or pairs. supervised: further ones to train on.
+        """
+        named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
+        self.log.lengths({name: list(map(count_tokens, part)) for name, part in named.items()})
+        size = getattr(self.args, "rollout_batch_size", 0) or self.args.batch_size
+        passes = self.total_steps * size / len(rows)
+        self.log.say(f"{self.total_steps:,} steps of {size:,} rows: {passes:.3g} passes over {len(rows):,} rows")
         digest = hashlib.sha256()
-        for row in rows:
+        for row in [*rows, *supervised]:
             digest.update(repr(row | {"dataset": ""}).encode())  # a file may have moved
         if self.state.setdefault("rows", digest.hexdigest()) != digest.hexdigest():
             self.state["rows"] = digest.hexdigest()
@@ -155,3 +163,10 @@ class Run:
         self.save()
         self.log.close(f"step {self.state['step']} is saved, continue with --resume")
         utils.fail(message)
+
+
+def count_tokens(row: dict) -> int:
+    """Return the tokens of a row: of prompt and response, or of the longer side of a pair."""
+    if "chosen" in row:
+        return max(len(row["chosen"]), len(row["rejected"]))
+    return len(row["query"]) + len(row.get("response", ()))

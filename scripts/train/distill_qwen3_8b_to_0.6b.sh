@@ -7,5 +7,5 @@ cd "$(dirname "$0")/../.."
 torchrun --nproc_per_node 8 distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B \
     --chat_template_kwargs '{"enable_thinking": false}' --dataset openai/gsm8k \
     --reward math --system_prompt "Please reason step by step, and put your final answer within \\boxed{}." \
-    --rollout_batch_size 512 --mini_batch_size 256 --total_episodes 59392 --learning_rate 1e-5 --lr_schedule linear \
+    --rollout_batch_size 512 --mini_batch_size 256 --passes 8 --learning_rate 1e-5 --lr_schedule linear \
     --max_prompt_length 512 --max_response_length 1024 --rollout_backend vllm "$@"

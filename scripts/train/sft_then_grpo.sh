@@ -6,6 +6,6 @@ cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 common=(--dataset openai/gsm8k --reward gsm8k --system_prompt "" --max_prompt_length 512 --max_response_length 512)
 python distill.py --model Qwen/Qwen2.5-0.5B --run_name sft-gsm8k "${common[@]}" --on_policy_share 0 \
-    --total_episodes 14848 --rollout_batch_size 128 --learning_rate 1e-5 --lr_schedule cosine "$@"
+    --passes 2 --rollout_batch_size 128 --learning_rate 1e-5 --lr_schedule cosine "$@"
 python grpo.py --model runs/sft-gsm8k/final "${common[@]}" --rollout_batch_size 128 --group_size 8 \
     --mini_batch_size 512 --total_episodes 119808 --learning_rate 1e-6 "$@"

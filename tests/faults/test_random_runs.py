@@ -75,7 +75,7 @@ def files(tmp_path_factory):
 # ---- what is drawn ---------------------------------------------------------------------------------------------------
 
 LEFT_OUT = {
-    "run_name", "output_dir", "resume", "total_episodes",  # of each run
+    "run_name", "output_dir", "resume", "total_episodes", "passes",  # of each run
     "track", "config", "push_to_hub",  # test_run.py, test_cli.py, test_hub.py
     "rollout_servers", "kv_cache_gb", "async_steps", "vllm_tensor_parallel",  # test_vllm.py, test_vllm_server.py
     "prompt_column", "answer_column",  # test_data.py
@@ -138,7 +138,7 @@ DRAWN = {
     },
     "reward_model": COMMON | {
         "dataset": ("@margins.jsonl",), "eval_dataset": ("@other_pairs.jsonl",), "eval_pairs": (0, 1),
-        "max_length": (1000,), "num_epochs": (1, 2), "batch_size": (12, 13), "centre_coef": (0.1,),
+        "max_length": (1000,), "batch_size": (12, 13), "centre_coef": (0.1,),
     },
 }  # fmt: skip
 
@@ -170,8 +170,10 @@ def command(script: str, changes: dict, files: dict, folder: Path) -> tuple[dict
     if values.get("teacher") == "":
         values["on_policy_share"] = 0
     ranks = values.pop("ranks")
-    if script != "reward_model":
-        values["total_episodes"] = 3 * values["rollout_batch_size"] * values.get("group_size", 1)
+    if script in ("reward_model", "distill"):
+        values["passes"] = 2 if script == "reward_model" else values["rollout_batch_size"] / 4  # of 13 rows
+    else:
+        values["total_episodes"] = 3 * values["rollout_batch_size"] * values["group_size"]
     values = {name: resolved(value, files) for name, value in values.items()}
     return values | {"output_dir": str(folder), "run_name": "run"}, ranks
 
