@@ -1,15 +1,14 @@
 """Runs programs of a model: in processes under limits on this machine, or on a SandboxFusion server.
 
-caller -> this file as a program of its own (namespaces) -> a process for each input (limits, Landlock)
+caller -> this file as a program of its own (namespaces) -> a process for each input (limits, Landlock, seccomp)
 
-docs/data_and_rewards.md says what holds the program: limits, Landlock and namespaces. Each input has a new process,
-without a secret, an expected output or the caller's environment. The program sees names and sizes of files and names of
-processes. One that attacks on purpose may do more: run all of this in a container.
+docs/data_and_rewards.md says what holds the program. Each input has a new process, without a secret, an expected
+output or the caller's environment. The program sees names and sizes of files and names of processes. What attacks the
+kernel itself may do more: run all of this in a container.
 
 Imports the standard library only: the interpreter of the programs is isolated (-I).
 """
 
-import contextlib
 import ctypes
 import functools
 import json
@@ -23,18 +22,98 @@ import time
 import types
 
 CPU_SECONDS = 10
-MEMORY = 1 << 30  # bytes of address space, of which the interpreter uses about 50 MB
+MEMORY = 1 << 30  # bytes of address space of its one process, of which the interpreter uses about 50 MB
 FILE_SIZE = 16 << 20  # bytes of each file
 OUTPUT = 4 << 20  # bytes of what it prints, of which the rest is dropped
 FOLDER_SIZE = 64 << 20  # bytes of all files together, where there are namespaces
 OPEN_FILES = 64
-PROCESSES = 256  # and threads, where there are namespaces and the user is not root, whom no limit holds
+THREADS = 256
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 READABLE = (  # and Python with its packages
     "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share", "/etc/ld.so.cache", "/etc/localtime",
     "/etc/mime.types", "/proc/self", "/sys/devices/system/cpu",
 )  # fmt: skip
+# System calls that are refused, with their numbers on x86_64 and aarch64. "only": unless an argument,
+# counted from 0, equals a number or has a bit; "not": if it does. A program keeps to one process, so
+# that the limits of this process hold all its memory, and nothing survives it.
+SYSTEM_CALLS = """
+socket             41 198
+socketpair         53 199  not 1 & 2          # SOCK_DGRAM, which sends to any address
+io_uring_setup    425 425                     # what it carries out passes no filter
+fork               57   -
+vfork              58   -
+clone              56 220  only 0 & 0x10000   # CLONE_THREAD
+unshare           272  97
+setns             308 268
+mount             165  40
+bpf               321 280
+perf_event_open   298 241
+userfaultfd       323 282
+add_key           248 217
+request_key       249 218
+keyctl            250 219
+shmget             29 194                     # what these four make stays in memory
+msgget             68 186
+semget             64 190
+mq_open           240 180
+io_setup          206   0                     # of a number that is limited for all users together
+syslog            103 116                     # the kernel's log
+memfd_create      319 279                     # memory that is not address space
+memfd_secret      447 447
+truncate           76  45                     # Landlock holds it from Linux 6.2 on
+kill               62 129  only 0 = {pid}
+tgkill            234 131  only 0 = {pid}
+tkill             200 130
+rt_sigqueueinfo   129 138
+rt_tgsigqueueinfo 297 240
+pidfd_send_signal 424 424
+fcntl              72  25  not 1 = 8          # F_SETOWN: signals to others, like the next three
+fcntl              72  25  not 1 = 15         # F_SETOWN_EX
+ioctl              16  29  not 1 = 0x8901     # FIOSETOWN
+ioctl              16  29  not 1 = 0x8902     # SIOCSPGRP
+prctl             157 167  not 0 = 1          # PR_SET_PDEATHSIG: it ends with its parent
+ptrace            101 117
+pidfd_getfd       438 438
+process_vm_readv  310 270
+process_vm_writev 311 271
+prlimit64         302 261  only 0 = 0         # of itself
+sched_setaffinity 203 122  only 0 = 0
+sched_setparam    142 118
+sched_setscheduler 144 119
+sched_setattr     314 274
+setpriority       141 140
+ioprio_set        251  30
+"""
+# What Landlock leaves alone: modes, owners, times and other attributes of files. Without a read-only
+# file system these calls do nothing and succeed, as shutil.copy requires.
+ATTRIBUTES = """
+chmod              90   -
+fchmod             91  52
+fchmodat          268  53
+fchmodat2         452 452
+chown              92   -
+fchown             93  55
+lchown             94   -
+fchownat          260  54
+utime             132   -
+utimes            235   -
+futimesat         261   -
+utimensat         280  88
+setxattr          188   5
+lsetxattr         189   6
+fsetxattr         190   7
+setxattrat        463 463
+removexattr       197  14
+lremovexattr      198  15
+fremovexattr      199  16
+removexattrat     466 466
+file_setattr      469 469
+ioctl              16  29  not 1 = 0x40086602  # FS_IOC_SETFLAGS
+ioctl              16  29  not 1 = 0x401C5820  # FS_IOC_FSSETXATTR
+"""
+# The column above, 0 for none, and AUDIT_ARCH_*
+COLUMN, ARCHITECTURE = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}.get(os.uname().machine, (0, 0))
 libc = ctypes.CDLL(None, use_errno=True)
 LANDLOCK = libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)  # the kernel's version, below 1 for none
 
@@ -58,24 +137,31 @@ def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[tu
     import subprocess  # not in the process of a program, which imports this file as well and starts faster without
     import tempfile
 
-    job = json.dumps([code, inputs, time.monotonic() + seconds]).encode()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, tempfile.TemporaryFile() as output:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        tempfile.TemporaryFile("w+") as job,
+        tempfile.TemporaryFile() as output,
+    ):
+        json.dump([code, inputs, time.monotonic() + seconds], job)
+        job.seek(0)
         home = f"{folder}/home"
+        # One core a program, and one heap: each thread would get another one of 64 MiB.
+        sizes = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         process = subprocess.Popen(
             [sys.executable, "-I", "-X", "utf8", os.path.abspath(__file__), folder, str(os.getpid())],
-            stdin=subprocess.PIPE,
+            stdin=job,
             stdout=output,
             stderr=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1"},  # one core a program
+            env={"PATH": os.defpath, "HOME": home, "TMPDIR": home, **sizes},
             start_new_session=True,
         )
+        ended = os.pidfd_open(process.pid)  # process.wait(timeout) would look every 50 ms
         try:
-            process.communicate(job, timeout=1.2 * seconds)  # its clock ends it before
-        except subprocess.TimeoutExpired:
-            return "", []
+            if not is_ready(ended, 1.2 * seconds):  # its clock ends it before
+                return "", []
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what the program has left behind
+            os.close(ended)
+            os.killpg(process.pid, signal.SIGKILL)  # also what a program without filter left
             process.wait()
         if process.returncode:
             raise RuntimeError(f"the process of a program ended with exit code {process.returncode}")
@@ -123,10 +209,17 @@ def check(result: int) -> int:
     return result
 
 
+def is_ready(process: int, seconds: float) -> bool:
+    """Return whether the process of this descriptor ends within so many seconds."""
+    poll = select.poll()  # select.select takes no descriptor above 1023
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
+
+
 def end_with(parent: int) -> None:
     """Let this process end with the parent of this descriptor, which may have ended already."""
     check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
-    if select.select([parent], [], [], 0)[0]:
+    if is_ready(parent, 0):
         os._exit(1)
 
 
@@ -134,37 +227,49 @@ def main(folder: str, caller: int) -> None:
     """Run the program on stdin, and print [what does not hold it, [(status, stdout) of each input]]."""
     end_with(os.pidfd_open(caller))
     code, inputs, deadline = json.load(sys.stdin)
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, the kernel ends programs first
     missing = [] if LANDLOCK > 0 else ["no Landlock: they can read and write every file of this user"]
+    if not COLUMN:
+        missing.append("no filter of system calls: they can use sockets and start processes")
+    private = True
     try:
         enter_namespaces(folder)
     except OSError as error:
-        missing.append(f"no namespaces ({error.strerror}): they can use the network and fill the disk")
+        private = False
+        missing.append(f"no namespaces ({error.strerror}): they can fill the disk")
     results = []
     for text in inputs:
-        results.append(run_once(code, text, deadline, folder))
+        results.append(run_once(code, text, deadline, folder, private))
         if results[-1][0]:
             break
     print(json.dumps(["; ".join(missing), results]))
 
 
 def enter_namespaces(folder: str) -> None:
-    """Go on in a process that sees no other one and no network, with the folder in memory. Raise OSError if refused."""
+    """Go on in a process that sees no other one and no network, and changes files in the folder only.
+
+    The folder is in memory. Raise OSError if refused, after which programs can be run all the same.
+    """
     uid, gid = os.getuid(), os.getgid()
     # NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET
     check(libc.unshare(0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000))
-    for file, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{file}", "w") as mapping:
-            mapping.write(line)
-    check(libc.mount(None, b"/", None, 0x4000 | 0x40000, None))  # MS_REC | MS_PRIVATE
-    options = b"mode=700,size=%d,nr_inodes=4096" % FOLDER_SIZE
-    check(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
     parent = os.pidfd_open(os.getpid())
     if child := os.fork():  # process 1 of the new namespace, whose end is the end of all processes there
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     end_with(parent)
+    for file, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{file}", "w") as mapping:
+            mapping.write(line)
+    # mount_setattr (Linux 5.12), AT_RECURSIVE for all mounts: MOUNT_ATTR_RDONLY, MS_PRIVATE
+    attributes = struct.pack("QQQQ", 1, 0, 0x40000, 0)
+    size = ctypes.c_size_t(len(attributes))
+    check(libc.syscall(ctypes.c_long(442), -100, b"/", 0x8000, attributes, size))
+    options = b"mode=700,size=%d,nr_inodes=4096" % FOLDER_SIZE
+    check(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
 
 
-def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, str]:
+def run_once(code: str, text: str, deadline: float, folder: str, private: bool) -> tuple[int, str]:
     """Return the exit code of a program (128 + signal, as in a shell) and what it printed before the deadline."""
     os.makedirs(os.environ["HOME"], exist_ok=True)
     with open(f"{folder}/stdin", "wb") as file:
@@ -180,13 +285,17 @@ def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, s
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
         os.closerange(3, 1024)
-        restrict(folder)
+        restrict(folder, private)
         sys.argv[:] = ["code.py"]
         sys.modules["__main__"] = module = types.ModuleType("__main__")
         exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
         sys.exit()
     ended = os.pidfd_open(child)
-    select.select([ended], [], [], max(0.0, deadline - time.monotonic()))
+    with open(f"/proc/self/fdinfo/{ended}") as file:  # the number that /proc has for the child
+        threads = f"/proc/{file.read().partition('Pid:')[2].split()[0]}/task"
+    while (left := deadline - time.monotonic()) > 0 and not is_ready(ended, min(0.05, left)):
+        if len(os.listdir(threads)) > THREADS:  # RLIMIT_NPROC would not hold root
+            break
     os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     for descriptor in (stdin, ended, parent):
@@ -196,17 +305,21 @@ def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, s
         return status if status >= 0 else 128 - status, file.read(OUTPUT).decode(errors="replace")
 
 
-def restrict(folder: str) -> None:
-    """Give up for good what this process may do, except to compute, to read READABLE and to use `folder`."""
+def restrict(folder: str, private: bool) -> None:
+    """Give up for good what this process may do, except to compute, read READABLE and use `folder`.
+
+    Args:
+        private: whether this process is in namespaces, where only `folder` can be written to.
+    """
     limits = dict(CPU=CPU_SECONDS, AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0)
-    if os.getppid() == 1:  # without a namespace, the kernel counts all processes of the user
-        limits["NPROC"] = PROCESSES
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
     check(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
     if LANDLOCK > 0:
         confine(folder)
+    if COLUMN:
+        filter_system_calls(private)
 
 
 def confine(folder: str) -> None:
@@ -227,6 +340,36 @@ def confine(folder: str) -> None:
             os.close(opened)
     check(libc.syscall(ctypes.c_long(446), rules, 0))
     os.close(rules)
+
+
+def filter_system_calls(private: bool) -> None:
+    """Refuse SYSTEM_CALLS for good, and let ATTRIBUTES do nothing unless `private`.
+
+    https://docs.kernel.org/userspace-api/seccomp_filter.html
+    """
+    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF_*
+    # SECCOMP_RET_*: EPERM, no error, ENOSYS
+    allowed, killed, refused, done, absent = 0x7FFF0000, 0x80000000, 0x50001, 0x50000, 0x50026
+    # A step: operation, how many steps to skip if it holds and if not, operand. "load" reads the
+    # number of the call at 0, the architecture at 4, and from 16 on the arguments, of 8 bytes each.
+    steps = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURE), (end, 0, 0, killed), (load, 0, 0, 0)]
+    # Calls of x32 or newer than this table, and clone3, whose flags no filter can read: for ENOSYS,
+    # the C library takes older ones.
+    steps += [(at_least, 0, 1, 470), (end, 0, 0, absent), (equal, 0, 1, 435), (end, 0, 0, absent)]
+    for table, answer in ((SYSTEM_CALLS, refused), ("" if private else ATTRIBUTES, done)):
+        for line in table.format(pid=os.getpid()).strip().splitlines():
+            words = line.partition("#")[0].split()
+            if words[COLUMN] == "-":
+                continue
+            row = [(end, 0, 0, answer)]
+            if rule := words[3:]:
+                only, argument, test, value = rule[0] == "only", int(rule[1]), rule[2], int(rule[3], 0)
+                row.insert(0, (any_bit if test == "&" else equal, only, not only, value))
+                row = [(load, 0, 0, 16 + 8 * argument), *row, (load, 0, 0, 0)]
+            steps += [(equal, 0, len(row), int(words[COLUMN])), *row]
+    steps.append((end, 0, 0, allowed))
+    filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    check(libc.prctl(22, 2, struct.pack("HP", len(steps), ctypes.addressof(filters)), 0, 0))  # PR_SET_SECCOMP
 
 
 if __name__ == "__main__":
