@@ -75,8 +75,10 @@ class Args(
     """Model to learn from: a causal language model's folder or hub name, with the vocabulary of --model; "" for none,
     which is supervised fine-tuning on the data set's responses."""
     on_policy_share: Share = 1.0
-    """Probability lambda with which a prompt is answered by the student; else by the response of its row: the last turn
-    of the assistant, or the column response, completion, solution, tgt or answer."""
+    """Probability lambda with which a prompt is answered by the student; else by the response of its row."""
+    response_column: str = ""
+    """Column of the text that supervised rows teach; default: the last turn of the assistant, or else the first of
+    response, completion, solution, tgt, answer, output in which any row has something."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """Divergence from the teacher that is minimised."""
     jsd_beta: PositiveShare = 0.5
@@ -90,6 +92,9 @@ class Args(
     RULES = {
         "--on_policy_share above 0 requires a --teacher; 0 is supervised fine-tuning": lambda a: (
             a.teacher or not a.on_policy_share
+        ),
+        "--response_column requires an --on_policy_share below 1": lambda a: (
+            not a.response_column or a.on_policy_share < 1
         ),
         "--teacher must be another model than --model": lambda a: (
             not a.teacher or os.path.realpath(a.teacher) != os.path.realpath(a.model)

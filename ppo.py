@@ -126,8 +126,10 @@ class Args(
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimator of the KL per token."""
     ptx_dataset: str = ""
-    """Rows for a supervised loss added to the policy's (PPO-ptx, arXiv:2203.02155), named as those of --dataset: a
-    prompt, and the text to imitate in an answer column or in a last turn of the assistant."""
+    """Rows for a supervised loss added to the policy's (PPO-ptx, arXiv:2203.02155), named as those of --dataset."""
+    response_column: str = ""
+    """Column of the text that supervised rows teach; default: the last turn of the assistant, or else the first of
+    response, completion, solution, tgt, answer, output in which any row has something."""
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the cross-entropy on --ptx_dataset."""
     ptx_batch_size: PositiveInt = 64
@@ -154,6 +156,7 @@ class Args(
             a.critic_warmup_steps < a.total_episodes // (a.rollout_batch_size * a.group_size)
         ),
         "--ptx_coef and --ptx_dataset require each other": lambda a: bool(a.ptx_coef) == bool(a.ptx_dataset),
+        "--response_column requires a --ptx_dataset": lambda a: a.ptx_dataset or not a.response_column,
     }
     WARNINGS = {"--value_clip: above 10 a clip hardly ever acts": lambda a: a.value_clip <= 10}
 

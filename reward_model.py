@@ -46,8 +46,8 @@ from plumbing.run.run import Run
 @dataclass
 class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
     dataset: str = "trl-lib/ultrafeedback_binarized"
-    """Preference pairs: arithmetic (built in), a .jsonl, .json or .parquet file, a folder, or owner/name[:config] on
-    the hub, each with @split after it for another split than train. Columns: chosen and rejected, text or messages,
+    """Preference pairs: arithmetic (built in), a .jsonl, .json, .csv or .parquet file, a folder, or owner/name[:config]
+    on the hub, each with @split after it for another split than train. Columns: chosen and rejected, text or messages,
     with a prompt or without; or src, tgt, response, sort; where there are any, margin (a number) and subset."""
     eval_dataset: str = ""
     """Pairs to evaluate on, split test unless @split is given; default: those of --dataset, or for a single file a
@@ -129,14 +129,15 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
     """
     if "response" in row and "sort" in row:  # PaddleNLP's form
         responses, sort = row["response"], row["sort"]
-        prompt, reference = prompts.prompt_and_answer(where, row, "src", "tgt")
+        prompt, reference = prompts.prompt_and_answer(where, prompts.with_messages(where, row, "src"), "src", "tgt")
         if reference is not None or not all(isinstance(x, list) and len(x) == 2 for x in (responses, sort)):
             utils.fail(f"{where}: src requires one turn more than tgt, response and sort two entries each")
         if not all(map(is_number, sort)) or sort[0] == sort[1]:
             utils.fail(f"{where}: sort must be two different numbers, the higher for the chosen response, not {sort}")
         sides = [[prompt, responses[i]] for i in ((0, 1) if sort[0] > sort[1] else (1, 0))]
     else:
-        prompt = next((row[name] for name in prompts.COLUMNS["prompt"] if row.get(name) not in (None, "", [])), None)
+        column = next((name for name in prompts.COLUMNS["prompt"] if row.get(name) not in (None, "", [])), None)
+        prompt = column and prompts.with_messages(where, row, column)[column]
         sides = [[prompt, row.get(side)] for side in ("chosen", "rejected")]
     for side, name in zip(sides, ("chosen", "rejected")):
         if isinstance(side[1], list):  # messages: the last turn is the response, the others belong to the prompt
@@ -168,10 +169,10 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
     pairs = []
     for number, row in enumerate(rows, 1):
         where = f"{flag} {name} row {number}"
-        pair = {"margin": row.get("margin"), "subset": None if row.get("subset") is None else str(row["subset"])}
-        pair["margin"] = 0.0 if pair["margin"] is None else pair["margin"]
-        if not is_number(pair["margin"]):
-            utils.fail(f"{where}: margin must be a number, not {str(pair['margin'])[:60]!r}")
+        margin = 0.0 if row.get("margin") is None else row["margin"]
+        pair = {"margin": margin, "subset": None if row.get("subset") is None else str(row["subset"])}
+        if not is_number(margin):
+            utils.fail(f"{where}: margin must be a number, not {str(margin)[:60]!r}")
         for side, (prompt, text) in zip(("chosen", "rejected"), read_pair(where, row)):
             query = []
             if prompt is not None:

@@ -44,6 +44,12 @@ def fail(message: str, local: bool = False) -> NoReturn:
     sys.exit(EXIT_BAD_INPUT)
 
 
+def say(message: str) -> None:
+    """Print one line on stdout, above the progress bars, from rank 0 only."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        tqdm.write(message)
+
+
 def warn(message: str) -> None:
     """Print one line on stderr, from rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:

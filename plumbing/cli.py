@@ -20,7 +20,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapte
 from pydantic.dataclasses import dataclass
 
 from plumbing.data import rows
-from utils import fail, loading, warn
+from utils import ROOT, fail, loading, warn
 
 ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"  # of a server, such as http://10.0.0.2:8000
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
@@ -38,32 +38,6 @@ SYSTEM_PROMPTS = {  # by the first source of --reward: they read an answer in th
     "math": "Please reason step by step, and put your final answer within \\boxed{}.",
     "gsm8k": 'Let us think step by step and output the final answer after "####".',
 }
-OTHER_NAMES = {  # a flag, or what stands in its place: its names in TRL, PaddleNLP and verl, and earlier ones here
-    "model": "model_name_or_path actor_rollout_ref.model.path",
-    "dataset": "dataset_name data.train_files",
-    "eval_dataset": "data.val_files",
-    "reward": "reward_funcs",
-    "loss": "loss_type",
-    "clip_low": "epsilon",
-    "clip_high": "epsilon epsilon_high",
-    "kl_coef": "beta",
-    "group_size": "num_generations actor_rollout_ref.rollout.n",
-    "rollout_batch_size": "per_device_train_batch_size data.train_batch_size",
-    "batch_size": "per_device_train_batch_size",
-    "mini_batch_size": "per_device_train_batch_size gradient_accumulation_steps",
-    "micro_batch_tokens": "gradient_accumulation_steps",
-    "num_epochs": "num_iterations",
-    "total_episodes": "max_steps num_train_epochs trainer.total_epochs",
-    "passes": "max_steps num_train_epochs trainer.total_epochs num_epochs total_episodes",
-    "max_prompt_length": "data.max_prompt_length",
-    "max_response_length": "max_completion_length data.max_response_length",
-    "rollout_backend": "use_vllm",
-    "precision": "bf16 fp16",
-    "track": "report_to trainer.logger",
-    "always 1": "logging_steps",
-    "torchrun --nproc_per_node": "trainer.n_gpus_per_node",
-    "the script (grpo.py, ppo.py, or rloo.py with --advantage)": "algorithm.adv_estimator",
-}
 
 
 def parse(cls: type, line: list[str] | None = None):
@@ -77,8 +51,7 @@ def parse(cls: type, line: list[str] | None = None):
     line = sys.argv[1:] if line is None else line
     if len(line) == 1 and line[0].endswith((".json", ".yaml")):
         line = ["--config", *line]
-    words = [word.partition("=")[0] for word in line]
-    refuse_other_names(cls, [word for word in words if word.startswith("--") or "." in word])  # verl's have no dashes
+    refuse_other_names(cls, line)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default="")
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
@@ -104,12 +77,13 @@ def parse(cls: type, line: list[str] | None = None):
 def from_file(cls: type, path: str):
     """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json of a run."""
     fields = cls.__dataclass_fields__
-    lists = [name for name, field in fields.items() if isinstance(field.default, tuple)]
     with loading(f"--config {path}"), open(path) as file:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
         if isinstance(values, dict):
             values = values.get("args", values)
-            values |= {name: [values[name]] for name in lists if not isinstance(values.get(name, []), list)}
+            for name in values.keys() & fields:  # a word is a list of one
+                if isinstance(fields[name].default, tuple) and not isinstance(values[name], list):
+                    values[name] = [values[name]]
     args = rows.check(f"--config {path}", values, TypeAdapter(cls))
     refuse_other_names(cls, values, f"--config {path}: ")
     for name in values.keys() - fields.keys():
@@ -118,12 +92,20 @@ def from_file(cls: type, path: str):
 
 
 def refuse_other_names(cls: type, words: Iterable[str], where: str = "") -> None:
-    """Exit with code 2 if words are names of flags elsewhere, after a line that says what all of them are here."""
+    """Exit with code 2 if words are other names of flags, after a line that says what all of them are here.
+
+    Args:
+        words: of a command line, or the names in the file that `where` names.
+    """
     hints, flags = [], cls.__dataclass_fields__
-    for name in (word.lstrip("-").replace("-", "_") for word in words):
-        here = [flag for flag, names in OTHER_NAMES.items() if name in names.split() and (flag in flags or " " in flag)]
-        if here and name not in flags:
-            hints.append(f"{name}: is {' and '.join(f'--{flag}' if flag in flags else flag for flag in here)} here")
+    with open(f"{ROOT}/plumbing/other_names.yaml") as file:
+        other_names = yaml.safe_load(file)
+    for word in words:
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        here = [x for x in other_names.get(name, []) if x.removeprefix("--") in flags or " " in x]
+        is_name = where or word.startswith("--") or "." in name  # verl's have no dashes
+        if here and is_name and name not in flags:
+            hints.append(f"{name}: is {' and '.join(here)} here")
     if hints:
         fail(where + "; ".join(hints))
 
@@ -210,15 +192,15 @@ class ModelArgs(PretrainedArgs):
 @dataclass
 class PromptArgs:
     dataset: str = "openai/gsm8k"
-    """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json or .parquet file, a folder, owner/name or
-    owner/name:config on the hub, each with @split after it for another split than train; or a .json list of {"prob":
+    """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json, .csv or .parquet file, a folder, owner/name
+    or owner/name:config on the hub, each with @split after it for another split than train; or a .json list of {"prob":
     weight, "filepath": any of these}."""
     prompt_column: str = ""
     """Column of the prompt, text or messages; a dot goes into an object. Default: the first of prompt, question,
-    messages, problem, quiz, src in which any row has something."""
+    messages, problem, quiz, src, instruction, conversations in which any row has something."""
     answer_column: str = ""
     """Column of the reference answer, likewise; default: the first of answer, ground_truth, reward_model.ground_truth,
-    solution_text, solution, tgt, completion, or else the turn of the assistant that messages end with."""
+    solution_text, solution, tgt, completion, output, or else the turn of the assistant that messages end with."""
     system_prompt: str | None = None
     """System turn put before each prompt that has none; "" for none. Default: what the first source of --reward reads,
     with math an answer in \\boxed{}, with gsm8k one behind ####, else none."""
@@ -230,11 +212,16 @@ class PromptArgs:
 class DataArgs(PromptArgs):
     eval_dataset: str = ""
     """Prompts to evaluate on, named as those of --dataset, split test unless @split is given; default: those of
-    --dataset, or for a single file nothing. Of a list, each data set has an accuracy, too."""
+    --dataset, or for a single file nothing but --eval_share. Of a list, each data set has an accuracy, too."""
+    eval_share: Decay = 0.0
+    """Share of the rows of --dataset that is held out and evaluated on, in place of --eval_dataset: chosen by a hash of
+    the prompt, so that it is the same in each run."""
     eval_prompts: NonNegativeInt = 256
     """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
     eval_samples: PositiveInt = 4
     """Sampled responses a prompt for accuracy and pass@k, in addition to the greedy one."""
+
+    RULES = {"--eval_share and --eval_dataset exclude each other": lambda a: not (a.eval_share and a.eval_dataset)}
 
 
 @dataclass

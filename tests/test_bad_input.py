@@ -93,41 +93,9 @@ def refused(folder, monkeypatch, capsys):
     return run_command
 
 
-COMMANDS = {  # how the line begins
-    "grpo --dataset=": "--dataset",
-    "grpo --dataset empty": "--dataset empty: ",
-    "grpo --dataset 'second line.jsonl'": "--dataset second line.jsonl: row 2: ",
-    "grpo --dataset 'not utf8.jsonl'": "--dataset not utf8.jsonl: ",
-    "grpo --dataset lists.json": "--dataset lists.json row 1",
-    "grpo --dataset empty.jsonl": "--dataset empty.jsonl: has no rows",
-    "grpo --dataset text.parquet": "--dataset text.parquet: ",
-    "grpo --dataset 'other columns.jsonl'": "--dataset other columns.jsonl: ",
-    "grpo --prompt_column text": "--dataset data.jsonl: has nothing in column 'text'",
-    "grpo --dataset mixed.jsonl": "--dataset mixed.jsonl row 1: has nothing in column 'prompt'",
-    "ppo --ptx_coef 1 --ptx_dataset unanswered.jsonl": "--ptx_dataset unanswered.jsonl: left out 9 of 9 rows",
-    "ppo --ptx_coef 1 --ptx_dataset long.jsonl --max_response_length 100": "--ptx_dataset long.jsonl",
-    "reward_model --dataset data.jsonl": "--dataset data.jsonl row 1: ",
-    "reward_model --batch_size 99": "--passes 1.0: a step takes 99 rows, and there are 13",
-    "grpo --model nobody/nothing-of-this-name": "--model nobody/nothing-of-this-name: ",
-    "grpo --model runs/of/mine": "--model runs/of/mine: there is no such folder",
-    "grpo --model scorer": "--model scorer: its files lack weights of the model, such as lm_head.weight",
-    "grpo --model small": "--model small: ",
-    "grpo --ref_model small": "--ref_model small: has 9 tokens, less than the ",
-    "grpo --ref_model 'other vocabulary'": "--ref_model other vocabulary: cannot read what --model writes: ",
-    "grpo --ref_model deep --ref_refresh_every 1": "--ref_refresh_every: --ref_model deep has other layers or shapes",
-    "reward_model --model 'two labels'": "--model two labels: its head has 2 labels",
-    "ppo --value_model 'two labels'": "--value_model two labels: its head has 2 labels",
-    "grpo --max_response_length 255": "--max_response_length 255",
-    "grpo --stop_token ☃": "--stop_token ",
-    "grpo --chat_template template.jinja": "the chat template of --model: ",
-    "grpo --reward maths": "--reward maths",
-    "grpo --reward model": "--reward model: ",
-    "grpo --reward none.py:score": "--reward none.py:score: ",
-    "grpo --reward reward.py:score": "--reward reward.py:score: ",
-    "grpo --reward imports.py:score": "--reward imports.py:score: ",
-    "grpo --output_dir data.jsonl": "--output_dir data.jsonl",
-    "grpo --output_dir /proc": "--output_dir /proc: ",  # where nobody can write
-} | {f"grpo --model '{name}'": f"--model {name}: " for name in BROKEN}
+# How the line begins.
+CASES = json.loads((helpers.ROOT / "tests/data/command_lines.json").read_text())
+COMMANDS = CASES["files"] | {f"grpo --model '{name}'": f"--model {name}: " for name in BROKEN}
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: ascii(command)[1:60])

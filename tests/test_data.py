@@ -18,17 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+import ppo
 from plumbing.data import mixture as data
 from plumbing.data import prompts
 from plumbing.data.rows import BUILT_IN, read_rows
 from plumbing.models import loading as models
 from plumbing.rewards.sources import check_reference
 
-ARGS = dict(
-    prompt_column="", answer_column="", system_prompt="", max_prompt_length=512, reward=("math",), eval_every=20,
-    eval_prompts=256, eval_dataset="", max_response_length=64, model=str(helpers.ROOT / "assets" / "tiny"),
-    chat_template="", ptx_dataset="", verifier_column="", seed=1, reward_weights=(), rollout_batch_size=4,
-)  # fmt: skip
+ARGS = vars(ppo.Args(model=str(helpers.ROOT / "assets" / "tiny"), max_response_length=64, system_prompt=""))
 
 # The templates of Llama (which begins with the BOS) and of Qwen (which has none), as far as they matter here.
 WITH_BOS = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
@@ -88,6 +85,10 @@ RECOGNISED = {  # name: row, its answer, --reward
     "TRL, as messages": (
         {"prompt": [TURN], "completion": [{"role": "assistant", "content": "42"}]}, "42", "exact",
     ),
+    "Alpaca": ({"instruction": TEXT, "input": "", "output": "42"}, "42", "math"),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": TEXT}, {"from": "gpt", "value": "42"}]}, "42", "math",
+    ),
     "parts of text": ({"prompt": [{"role": "user", "content": PARTS}], "answer": "42"}, "42", "exact"),
     "verl": (
         {"data_source": "openai/gsm8k", "prompt": [TURN], "reward_model": {"style": "rule", "ground_truth": "42"}},
@@ -135,14 +136,13 @@ turns = st.lists(st.text("ab \n", min_size=1).filter(str.strip), min_size=1, max
 @given(turns, turns)
 def test_both_readings_of_src_and_tgt(src, tgt):
     """The turns alternate and begin with the user; what is left of tgt, if anything, is the reference."""
-    read = functools.partial(prompts.prompt_and_answer, "row", {"src": src, "tgt": tgt}, "src", "tgt")
+    read = functools.partial(prompts.with_messages, "row", {"src": src, "tgt": tgt}, "src")
     if not len(src) - 1 <= len(tgt) <= len(src):
         with pytest.raises(SystemExit):
             read()
         return
-    prompt, reference = read()
-    assert reference == (tgt[-1] if len(tgt) == len(src) else None) and isinstance(prompt, str) == (len(src) == 1)
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages, reference = prompts.prompt_and_answer("row", read(), "src", "tgt")
+    assert reference == (tgt[-1] if len(tgt) == len(src) else None)
     assert [turn["content"] for turn in messages[::2]] == src
     assert [turn["content"] for turn in messages[1::2]] == tgt[: len(src) - 1]
     assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(src) - 1) + ["user"]
@@ -185,7 +185,9 @@ def test_without_a_template_text_stays_as_it_is(bos, tokenizers, tmp_path, capsy
     (row,) = load([ROWS["text"][0]], tmp_path, tokenizer)
     assert row["query"] == tokenizer.encode("1+1?") and row["query"].count(2) == bos and row["prompt"] == "1+1?"
     line = refused(capsys, load, [ROWS["src and tgt"][0]], tmp_path, tokenizer)
-    assert "row 1: has messages or several turns, but the tokenizer of --model has no chat template" in line
+    assert "row 1: has several turns, and the tokenizer of --model has no chat template" in line
+    assert line.endswith("name a file of one with --chat_template")
+    assert load([{"prompt": DIALOGUE[:1], "answer": "2"}], tmp_path, tokenizer)[0]["query"] == row["query"]
 
 
 # ---- messages ----------------------------------------------------------------------------------------------------
@@ -278,7 +280,10 @@ def test_rows_that_no_response_can_answer_are_left_out_and_counted(source, token
         assert len(load(others, tmp_path, tokenizers[False, None], reward=(source, "format"), **flags)) == len(rows)
 
 
-@pytest.mark.parametrize("text", ["<|im_start|>user\n1+1=<|im_end|>\n", "[INST] 1+1= [/INST]", "1+1="])
+TEMPLATES = "<|im_start|>user\n1+1=<|im_end|>\n", "[INST] 1+1= [/INST]", "USER: 1+1= ASSISTANT:", "1+1="
+
+
+@pytest.mark.parametrize("text", TEMPLATES)
 def test_text_that_holds_a_chat_template(text, tokenizers, tmp_path, capsys):
     for template in (WITHOUT_BOS, None):
         for name in ("", "none"):
@@ -287,13 +292,44 @@ def test_text_that_holds_a_chat_template(text, tokenizers, tmp_path, capsys):
             assert warned == (template is not None and not name and text != "1+1=")
 
 
-def test_more_prompts_a_step_than_there_are_and_prompts_that_are_all_evaluated_on(tokenizers, tmp_path, capsys):
+def test_prompts_that_are_all_evaluated_on(tokenizers, tmp_path, capsys):
     file = helpers.write_rows(tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": "1"} for i in range(3)])
     args = args_of(dataset=file, eval_dataset=file)
     train, held_out = data.load_train_and_eval(args, tokenizers[False, None], check_reference)
     assert train == held_out and len(train) == 3
-    evaluated, repeats = capsys.readouterr().err.splitlines()
-    assert "every row is evaluated on" in evaluated and "has 3 rows, so --rollout_batch_size 4 repeats some" in repeats
+    assert "every row is evaluated on" in capsys.readouterr().err
+
+
+def test_a_share_is_held_out_by_its_prompts(tokenizers, tmp_path, capsys):
+    """The same rows in any order, and a line if nothing is evaluated."""
+    rows = [{"prompt": f"{i // 2}", "answer": "1", "number": i} for i in range(400)]  # each prompt twice
+    load_both = lambda rows, **changes: data.load_train_and_eval(
+        args_of(dataset=helpers.write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, **changes),
+        tokenizers[False, None], check_reference,
+    )  # fmt: skip
+    parts = load_both(rows, eval_share=0.2)
+    train, held_out = ({row["prompt"] for row in part} for part in parts)
+    assert not train & held_out and len(train | held_out) == 200 and 25 < len(held_out) < 55
+    assert sum(map(len, parts)) == 400 and "nothing is evaluated" not in capsys.readouterr().out
+    assert {row["prompt"] for row in load_both(rows[::-1], eval_share=0.2)[1]} == held_out
+    assert load_both(rows)[1] == [] and "so nothing is evaluated; --eval_share" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        load_both(rows, eval_share=1e-9)
+    assert f"--eval_share 1e-09 of {tmp_path}/rows.jsonl: holds out none of 400 rows" in capsys.readouterr().err
+
+
+def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
+    """In one short line each, of both ends; .csv holds texts."""
+    name = str(tmp_path / "rows.csv")
+    with open(name, "w", encoding="utf-8-sig") as file:  # as Excel writes them
+        file.write('question,solution,note\n"' + "first\n" + 99 * "x, " + 'last",007,\n2+2?,"4 ""four""",\n')
+    rows = prompts_of(name, tokenizers[False, None], prompt_column="question")
+    assert [row["answer"] for row in rows] == ["007", '4 "four"'] and rows[1]["columns"]["note"] == ""
+    prompt, answer = capsys.readouterr().out.splitlines()
+    assert prompt.startswith(f"--dataset {name} row 1: prompt (question): 'first\\nx, ") and prompt.endswith("x, last'")
+    assert len(prompt) < 150 + 150 and answer == f"--dataset {name} row 1: answer (solution): '007'"
+    (tmp_path / "rows.csv").write_text("prompt,answer\na,b,c\n")
+    assert refused(capsys, prompts_of, name, None).startswith(f"error: --dataset {name} row 1: ")
 
 
 def test_a_folder_without_the_split(tokenizers, tmp_path, capsys):
@@ -420,6 +456,11 @@ def test_supervised_rows(tmp_path, tokenizers, capsys):
     rows = data.load_supervised(args_of(ptx_dataset=file), tokenizers[False, None], [1])
     assert [tokenizers[False, None].decode(row["response"]) for row in rows] == ["b<eos>", "bb<eos>"]
     assert "left out 1 of 3 rows" in capsys.readouterr().err
+    args = args_of(ptx_dataset=file, response_column="prompt")
+    assert (
+        tokenizers[False, None].decode(data.load_supervised(args, tokenizers[False, None], [1])[0]["response"])
+        == "a<eos>"
+    )
 
 
 @pytest.mark.parametrize(

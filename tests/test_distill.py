@@ -4,6 +4,7 @@ tests/agreement/ compares the divergences and their gradients with TRL's GKD, te
 batch.
 """
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -91,10 +92,14 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
 
 TURNS = [("user", "1+1="), ("assistant", "2"), ("user", "and 3?"), ("assistant", "5")]
 MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
+SHARED = [{"from": "gpt", "value": "Hi"}, {"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
 LEARNED = {  # a row, and the prompts and responses that are made of it
     "conversation": ({"messages": MESSAGES}, [("[user]1+1=>", "2"), ("[user]1+1=[assistant]2[user]and 3?>", "5")]),
     "reference": ({"messages": MESSAGES, "answer": "7"}, [(None, "2"), (None, "5")]),
     "PaddleNLP's": ({"src": ["1+1=", "and 3?"], "tgt": ["2", "5"]}, [("[user]1+1=>", "2"), (None, "5")]),
+    "ShareGPT": ({"conversations": SHARED}, [("[assistant]Hi[user]1+1=>", "2")]),
+    "Alpaca": ({"instruction": "Add.", "input": "1+1", "output": "2"}, [("[user]Add.\n\n1+1>", "2")]),
+    "a named column": ({"messages": MESSAGES, "thought": "so 5"}, [("[user]1+1=[assistant]2[user]and 3?>", "so 5")]),
     "completion": ({"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}, [(None, "5")]),
     "solution": ({"problem": "1+1=", "answer": "2", "solution": "it is 2"}, [("[user]1+1=>", "it is 2")]),
     "response": ({"question": "1+1=", "response": "so 2", "answer": "2"}, [("[user]1+1=>", "so 2")]),
@@ -104,8 +109,10 @@ LEARNED = {  # a row, and the prompts and responses that are made of it
 @pytest.mark.parametrize("name", LEARNED)
 def test_what_is_learned_from_a_row(tmp_path, name):
     row, expected = LEARNED[name]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model(tmp_path / "model", chat=True))
-    args = distill.Args(system_prompt="", max_response_length=50)
+    model = tiny_model(tmp_path / "model", chat=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    named = "thought" if "thought" in row else ""
+    args = distill.Args(model=model, max_response_length=50, response_column=named)
     path = write_rows(tmp_path / "rows.jsonl", [row])
     load = lambda stops: mixture.load_prompts("--dataset", path, "train", tokenizer, args, lambda *_: "", None, stops)
     [(rows, _)], [(alone, _)] = load([1]), load([])  # with responses, and prompts alone
@@ -131,6 +138,7 @@ def test_supervised_updates_are_those_of_cross_entropy(tmp_path, capsys):
     model = tiny_model(tmp_path / "chat", chat=True)
     rows = [{"messages": [{**turn, "content": f"{i}{turn['content']}"} for turn in MESSAGES]} for i in range(2)]
     values = flags(tmp_path, model=model, dataset=write_rows(tmp_path / "rows.jsonl", rows), passes=2, temperature=0.7)
+    values["max_response_length"] = 300  # with a prompt more than the model's positions: it does not matter here
     run_here({**values, "on_policy_share": 0}, "distill")
     assert "\n2 steps of 4 rows: 2 passes over 4 rows\n" in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -204,22 +212,8 @@ def test_conversations_that_fail_do_not_train(tmp_path, capfd):
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
-REFUSED = {  # flags -> what the line names
-    "--teacher model": "--teacher must be another model",
-    "--teacher other_vocabulary": "--teacher other_vocabulary",
-    "--teacher nowhere/at/all": "--teacher nowhere/at/all",
-    "--teacher smaller": "--teacher smaller: has 150 tokens, less than",
-    "--teacher teacher --precision fp16": "--precision fp16",
-    "--dataset unanswered.jsonl --on_policy_share 0": "--dataset unanswered.jsonl",
-    "--on_policy_share 0.5": "--on_policy_share",
-    "--on_policy_share 0 --divergence jsd": "--divergence",
-    "--on_policy_share 0 --teacher_temperature 2": "--teacher_temperature",
-    "--teacher teacher --jsd_beta 0.3": "--jsd_beta",
-    "--teacher teacher --divergence jsd --jsd_beta 1": "--jsd_beta",
-    "--teacher teacher --estimator sampled --divergence jsd": "--estimator",
-    "--teacher teacher --estimator sampled --on_policy_share 0.5": "--estimator",
-    "--teacher teacher --on_policy_share 0 --environment a.py:A": "--tools and --environment",
-}
+# Flags, and what the line names.
+REFUSED = json.loads((helpers.ROOT / "tests/data/command_lines.json").read_text())["distill"]
 
 
 @pytest.fixture(scope="module")

@@ -131,6 +131,7 @@ FORMATS = {  # row: the prompt, or one for each side
         {"prompt": "hi", "chosen": [*HISTORY[1:], FOUR], "rejected": [*HISTORY[1:], FIVE]}, HISTORY,
     ),
     "messages of two prompts": ({"chosen": [ASK, FOUR], "rejected": [*HISTORY, FIVE]}, ([ASK], HISTORY)),
+    "instruction and input": ({"instruction": "Add.", "input": "2+2=", **TEXTS}, "Add.\n\n2+2="),
     "one message and text": ({"prompt": "2+2=", "chosen": [FOUR], "rejected": "5"}, "2+2="),
     "src": ({"src": ["2+2="], "tgt": [], **SRC}, "2+2="),
     "src, text, the other order": ({"src": "2+2=", "response": ["5", "4"], "sort": [0, 1]}, "2+2="),
@@ -159,7 +160,7 @@ def test_formats(load, tmp_path, tokenizer, name, system_prompt):
     """Each side: the prompt as a rollout of the policy has it, the response, the end; the beginning not doubled."""
     row, prompts = FORMATS[name]
     prompts = prompts if isinstance(prompts, tuple) else (prompts, prompts)
-    if tokenizer.chat_template is None and any(isinstance(prompt, list) for prompt in prompts):
+    if tokenizer.chat_template is None and any(isinstance(prompt, list) and prompt[1:] for prompt in prompts):
         with pytest.raises(SystemExit):
             load([row], tokenizer)
         return

@@ -3,6 +3,8 @@
 import functools
 import math
 import os
+import reprlib
+import zlib
 from types import SimpleNamespace
 from typing import Callable
 
@@ -11,7 +13,10 @@ from tqdm import tqdm
 from plumbing.data import prompts
 from plumbing.data.rows import leave_out, read_parts, split_of
 from plumbing.models.loading import check_fits
-from utils import fail, generator, warn
+from utils import fail, generator, say, warn
+
+SHORT = reprlib.Repr()  # one line of 150 characters, of both ends of a text
+SHORT.maxstring = SHORT.maxother = 150
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------
 
@@ -25,41 +30,49 @@ def load_train_and_eval(
         check_reference, conversations: see `load_prompts`. stop_ids: see there, for the prompts to train on.
     """
     given = tokenizer, args, check_reference, conversations
-    train = mix(load_prompts("--dataset", args.dataset, "train", *given, stop_ids), args.seed)
-    held_out, (dataset, _) = [], split_of(args.dataset)
-    if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
-        name = args.eval_dataset or dataset
-        held_out = first_prompts(load_prompts("--eval_dataset", name, "test", *given), args.eval_prompts)
+    train = mix(load_prompts("--dataset", args.dataset, "train", *given, stop_ids, False), args.seed)
+    where, (dataset, _) = f"--dataset {args.dataset}", split_of(args.dataset)
+    parts = []
+    if args.eval_share:
+        parts = load_prompts(f"--eval_share {args.eval_share} of", args.dataset, "train", *given, None, True)
+    elif args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
+        parts = load_prompts("--eval_dataset", args.eval_dataset or dataset, "test", *given)
+    elif args.eval_every:
+        say(f"{where}: a file has no test split, so nothing is evaluated; --eval_share 0.1 holds out a tenth")
+    held_out = first_prompts(parts, args.eval_prompts)
     evaluated = {row["prompt"] for row in held_out}
-    kept, where = [row for row in train if row["prompt"] not in evaluated], f"--dataset {args.dataset}"
+    kept = [row for row in train if row["prompt"] not in evaluated]
     if not kept:
         warn(f"{where}: every row is evaluated on, too, which shows how well the run fits them and nothing else")
     kept = leave_out(where, train, kept or train, "whose prompts are evaluated on")
-    if len(kept) < args.rollout_batch_size:
-        warn(f"{where}: has {len(kept)} rows, so --rollout_batch_size {args.rollout_batch_size} repeats some in a step")
-    check_responses_fit(args, kept + held_out)
+    check_responses_fit(args, held_out + kept * bool(getattr(args, "on_policy_share", 1)))
     return kept, held_out
 
 
 def check_responses_fit(args, rows: list[dict]) -> None:
     """Exit with code 2 if the model cannot read all prompts, the longest with a response of --max_response_length."""
-    room = args.max_response_length
-    check_fits(args.model, [row["query"] for row in rows], f"--max_response_length {room}", room)
+    if rows:
+        room = args.max_response_length
+        check_fits(args.model, [row["query"] for row in rows], f"--max_response_length {room}", room)
 
 
 def load_prompts(
     flag: str, name: str, split: str, tokenizer, args, check_reference: Callable, conversations=None,
-    stop_ids: list[int] | None = None,
+    stop_ids: list[int] | None = None, held_out: bool | None = None,
 ) -> list[tuple[list[dict], float]]:  # fmt: skip
     """Read a data set, or a list of them, and turn each row into a prompt, once and for all, as token ids.
 
+    Prints the first prompt of each data set, with its reference, and the columns that they are from.
+
     Args:
         flag, name, split: as in `plumbing.data.rows.read_parts`.
-        args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length.
+        args: --prompt_column, --answer_column, --system_prompt, --chat_template, --max_prompt_length; with `stop_ids`
+            --response_column.
         check_reference: returns why nothing can score a row, see `plumbing.rewards.sources.check_reference`.
         conversations: plumbing.turns.conversations.Conversations, with --tools or --environment.
         stop_ids: of rows to learn from, which no source scores: each turn of the assistant is a row of its own; [] for
             their prompts alone.
+        held_out: read the rows that --eval_share holds out, or the others; None for all.
     Returns:
         Of each data set its weight and its rows {"prompt": the text that the model sees, "query": its token ids,
         "messages": the same as messages, None with --chat_template none, "answer": the reference or None, "dataset":
@@ -71,21 +84,46 @@ def load_prompts(
         where, encoded, problems = f"{flag} {part}", [], []
         prompt_column = prompts.find_column(where, "prompt", args.prompt_column, rows)
         answer_column = prompts.find_column(where, "answer", args.answer_column, rows)
+        by_turns = stop_ids is not None and not args.response_column
+        if stop_ids:
+            response_column = prompts.find_column(where, "response", args.response_column, rows)
         for number, row in enumerate(tqdm(rows, desc=f"reading {where}", delay=2, leave=False, disable=None), 1):
             at = f"{where} row {number}"
             for column in {"prompts", "responses"} & row.keys():
                 fail(f"{at}: has a column {column!r}, the name of another argument of reward functions")
-            for turn in prompts.rows_of_turns(row, prompt_column) if stop_ids is not None else [row]:
+            whole = prompts.with_messages(at, row, prompt_column)
+            if held_out is not None and is_held_out(whole[prompt_column], args.eval_share) != held_out:
+                continue
+            for turn in prompts.rows_of_turns(whole, prompt_column) if by_turns else [whole]:
                 prompt, answer = prompts.prompt_and_answer(at, turn, prompt_column, answer_column)
                 sources = prompts.named_sources(at, row, args) if stop_ids is None else []
                 text, query = prompts.encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
                 messages = None if as_is else prompts.as_messages(at, prompt, args.system_prompt)
-                seen = {"prompt": text, "query": query, "messages": messages, "answer": answer}
-                encoded.append({**seen, "dataset": part, "sources": sources, "columns": row})
-                problems.append(check_reference(at, encoded[-1], args))
-                if stop_ids and (response := prompts.response_to_imitate(at, turn, prompt_column)):
-                    encoded[-1]["response"] = prompts.encode_response(at, response, tokenizer, stop_ids)
-        if tokenizer.chat_template and not as_is and any(map(prompts.holds_template, encoded)):
+                made = {
+                    "prompt": text,
+                    "query": query,
+                    "messages": messages,
+                    "answer": answer,
+                    "dataset": part,
+                    "sources": sources,
+                    "columns": row,
+                }
+                has_turn = prompts.is_turn_of_assistant(turn[prompt_column])
+                column = answer_column
+                if stop_ids:  # a last turn of the assistant counts before a column that no flag names
+                    column = None if by_turns and has_turn else response_column
+                    _, answer = prompts.prompt_and_answer(at, turn, prompt_column, column)
+                    if isinstance(answer, str) and answer.strip():
+                        made["response"] = prompts.encode_response(at, answer, tokenizer, stop_ids)
+                if not encoded:  # the first row
+                    column = column or ("last turn" if has_turn else "no column")
+                    say(f"{at}: prompt ({prompt_column}): {SHORT.repr(text)}")
+                    say(f"{at}: answer ({column}): {SHORT.repr(answer)}")
+                encoded.append(made)
+                problems.append(check_reference(at, made, args))
+        if not encoded:
+            fail(f"{where}: {'holds out' if held_out else '--eval_share leaves'} none of {len(rows)} rows")
+        if not as_is and tokenizer.chat_template and 2 * sum(map(prompts.holds_template, encoded)) > len(encoded):
             warn(f"{where}: its prompts hold a chat template, and get another one; --chat_template none leaves them")
         scorable = [row for row, problem in zip(encoded, problems) if not problem]
         leave_out(where, encoded, scorable, f"which have no score: {next(filter(None, problems), '')}")
@@ -95,6 +133,7 @@ def load_prompts(
             fitting = [row for row in scorable if len(row["response"]) <= args.max_response_length]
             why = f"whose responses have more tokens than --max_response_length {args.max_response_length}"
             scorable = leave_out(where, scorable, fitting, why)
+            check_fits(args.model, [row["query"] + row["response"] for row in scorable], where)
         fitting = [row for row in scorable if len(row["query"]) <= args.max_prompt_length]
         why = f"which have more tokens than --max_prompt_length {args.max_prompt_length}"
         parts.append((leave_out(where, scorable, fitting, why), weight))
@@ -103,15 +142,17 @@ def load_prompts(
     return parts
 
 
+def is_held_out(prompt, share: float) -> bool:
+    """Return whether --eval_share holds out the rows with a prompt, text or messages: a hash decides."""
+    return zlib.crc32(repr(prompt).encode()) < share * 2**32
+
+
 def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
     args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})  # they are of --dataset
-    flag, no_reference = "--ptx_dataset", lambda where, row, args: ""
-    parts = load_prompts(flag, args.ptx_dataset, "train", tokenizer, args, no_reference, stop_ids=stop_ids)
-    supervised = mix(parts, args.seed)
-    sequences = [row["query"] + row["response"] for row in supervised]
-    check_fits(args.model, sequences, f"--ptx_dataset {args.ptx_dataset}")
-    return supervised
+    no_reference = lambda where, row, args: ""
+    parts = load_prompts("--ptx_dataset", args.ptx_dataset, "train", tokenizer, args, no_reference, stop_ids=stop_ids)
+    return mix(parts, args.seed)
 
 
 # ---- mixtures, and the order in which a run reads its prompts --------------------------------------------------------

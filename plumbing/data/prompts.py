@@ -11,12 +11,14 @@ from utils import fail, loading
 
 # The columns that are looked for, in this order; a dot goes into an object. They are those of GSM8K, MATH,
 # open-instruct (messages, ground_truth), verl (reward_model.ground_truth), TRL (prompt, solution, completion),
-# PaddleNLP (src, tgt), and Knights-and-Knaves, whose solution as text stands before the one as a list.
+# PaddleNLP (src, tgt), Alpaca (instruction, input, output), ShareGPT (conversations), and Knights-and-Knaves, whose
+# solution as text stands before the one as a list.
 COLUMNS = {
-    "prompt": "prompt question messages problem quiz src".split(),
-    "answer": "answer ground_truth reward_model.ground_truth solution_text solution tgt completion".split(),
-    "response": "response completion solution tgt answer".split(),  # to imitate: the solution rather than its result
+    "prompt": "prompt question messages problem quiz src instruction conversations".split(),
+    "answer": "answer ground_truth reward_model.ground_truth solution_text solution tgt completion output".split(),
+    "response": "response completion solution tgt answer output".split(),  # the solution rather than its result
 }
+ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT's turns
 
 
 class TextPart(BaseModel):
@@ -68,7 +70,7 @@ def find_column(where: str, kind: str, named: str, rows: list[dict]) -> str | No
     Exit with code 2 if no row has anything in a named column, or in any known one of a prompt.
 
     Args:
-        kind: "prompt" or "answer". named: by --prompt_column or --answer_column; "" for none.
+        kind: "prompt", "answer" or "response". named: by --prompt_column and so on; "" for none.
     """
     for column in [named] if named else COLUMNS[kind]:
         if any(is_filled(value_at(row, column)) for row in rows):
@@ -82,22 +84,35 @@ def find_column(where: str, kind: str, named: str, rows: list[dict]) -> str | No
 # ---- the prompt and the answer of a row ------------------------------------------------------------------------------
 
 
-def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_column: str | None) -> tuple:
-    """Return the prompt of a row (text or messages, not yet checked) and its reference answer (anything, or None).
+def with_messages(where: str, row: dict, prompt_column: str) -> dict:
+    """Return a row whose prompt is text, or messages that end with the assistant's turn if the row has it there.
 
-    Messages that end with a turn of the assistant lose it: it is the reference, unless the row has another one.
+    PaddleNLP's src and tgt, Alpaca's instruction and input, and ShareGPT's turns are turned into these forms.
     """
-    prompt, answer = value_at(row, prompt_column), value_at(row, answer_column)
+    prompt = value_at(row, prompt_column)
     if not is_filled(prompt):
         fail(f"{where}: has nothing in column {prompt_column!r}")
     if prompt_column == "src":
-        prompt = interleave(where, prompt, row.get("tgt"))
-        answer = None if answer_column == "tgt" else answer
+        return {**row, "src": interleave(where, prompt, row.get("tgt")), "tgt": None}
+    if prompt_column == "instruction" and is_filled(row.get("input")):
+        prompt = f"{prompt}\n\n{row['input']}"
+    elif isinstance(prompt, list) and all(isinstance(turn, dict) and "from" in turn for turn in prompt):
+        prompt = [{"role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")} for turn in prompt]
+    return {**row, prompt_column: prompt}
+
+
+def prompt_and_answer(where: str, row: dict, prompt_column: str, answer_column: str | None) -> tuple:
+    """Return the prompt of a row (text or messages, not yet checked) and its reference answer (anything, or None).
+
+    Messages that end with a turn of the assistant lose it: it is the reference, unless the row has another one.
+
+    Args:
+        row: as `with_messages` gives it.
+    """
+    prompt, answer = row[prompt_column], value_at(row, answer_column)
     if is_turn_of_assistant(prompt):
         last_turn = check(where, prompt, MESSAGES, "turn")[-1].text
         prompt, answer = prompt[:-1], answer if is_filled(answer) else last_turn
-    if prompt_column == "src" and len(prompt) == 1:  # text, which requires no chat template
-        prompt = prompt[0]["content"]
     if answer is None and is_filled(row.get("instruction_id_list")):  # IFEval's rows, for the reward ifeval
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
     if is_turn_of_assistant(answer):  # TRL's completions are messages, too
@@ -106,23 +121,15 @@ def prompt_and_answer(where: str, row: dict, prompt_column: str | None, answer_c
 
 
 def rows_of_turns(row: dict, prompt_column: str) -> list[dict]:
-    """Return a row for each turn of the assistant, cut after it, if the messages of a row end with such a turn."""
-    turns, answers = value_at(row, prompt_column), row.get("tgt")
-    if prompt_column == "src" and isinstance(turns, list) and isinstance(answers, list) and len(turns) == len(answers):
-        return [{**row, "src": turns[:i], "tgt": answers[:i]} for i in range(1, len(turns) + 1)]
+    """Return a row for each turn of the assistant, cut after it, if the messages of a row end with such a turn.
+
+    A turn with nothing before it is left out, unless it is the only one.
+    """
+    turns = row[prompt_column]
     if not is_turn_of_assistant(turns):
         return [row]
-    ends = [i for i in range(1, len(turns) + 1) if is_turn_of_assistant(turns[:i])]
-    return [{**row, prompt_column: turns[:end]} for end in ends]
-
-
-def response_to_imitate(where: str, row: dict, prompt_column: str) -> str | None:
-    """Return the text of a row's last turn, if the assistant's, or else of its response column; None if it has none."""
-    _, text = prompt_and_answer(where, row, prompt_column, None)
-    if text is None:
-        column = find_column(where, "response", "", [row])
-        _, text = prompt_and_answer(where, row, prompt_column, column)
-    return text if isinstance(text, str) and text.strip() else None
+    ends = [end for end, turn in enumerate(turns, 1) if end > 1 and is_turn_of_assistant([turn])]
+    return [{**row, prompt_column: turns[:end]} for end in ends or [1]]
 
 
 def named_sources(where: str, row: dict, args) -> list[str] | None:
@@ -154,9 +161,10 @@ def is_turn_of_assistant(messages) -> bool:
 
 
 def holds_template(row: dict) -> bool:
-    """Return whether the text of a prompt looks like the output of a chat template."""
+    """Return whether the text of a prompt looks like the output of a chat template, or ends as one of plain text."""
     marks = r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|<｜User｜>|\[INST\]"
-    return re.search(marks, row["messages"][-1]["content"]) is not None
+    plain = r"(?i:assistant|bot|### response):\s*(<think>)?\s*$"
+    return re.search(f"{marks}|{plain}", row["messages"][-1]["content"]) is not None
 
 
 def interleave(where: str, src, tgt) -> list[dict]:
@@ -197,18 +205,18 @@ def encode_prompt(
     """Return a prompt as the text and as the token ids that the model sees; exit with code 2 if it is not valid.
 
     Args:
-        prompt: text, which becomes one user turn; or messages, a list of {"role", "content"}. A tokenizer without a
-            chat template requires text.
+        prompt: text, which is one user turn; or messages, a list of {"role", "content"}. A tokenizer without a chat
+            template requires a single user turn.
         system_prompt: stands before a prompt that has no system turn; "" for none.
         as_is: leave a text without chat template and system prompt, for one that holds both already.
         tools: the schemas that the chat template shows to the model.
     """
-    messages = as_messages(where, prompt, system_prompt)
+    messages = as_messages(where, prompt, "" if as_is else system_prompt)
     if as_is or tokenizer.chat_template is None:
-        if not isinstance(prompt, str):
-            reason = "--chat_template none requires text" if as_is else "the tokenizer of --model has no chat template"
-            fail(f"{where}: has messages or several turns, but {reason}")
-        text = prompt if as_is or not system_prompt else f"{system_prompt}\n{prompt}"
+        if len(as_messages(where, prompt, "")) > 1:
+            lacks = "--chat_template is none" if as_is else "the tokenizer of --model has no chat template"
+            fail(f"{where}: has several turns, and {lacks}; name a file of one with --chat_template")
+        text = "\n".join(turn["content"] for turn in messages)
         ids = encode_text(where, text, tokenizer)
     else:
         with loading(f"{where}: the chat template of --model"):

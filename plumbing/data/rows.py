@@ -1,5 +1,6 @@
 """Rows, as dicts, of built-in tasks, files, folders and hub data sets."""
 
+import csv
 import json
 import os
 import random
@@ -103,7 +104,7 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
 
     Args:
         flag: the option that named it, for messages.
-        name: "arithmetic"; "reasoning_gym:TASK"; a .jsonl, .json or .parquet file; a folder; "owner/name" or
+        name: "arithmetic"; "reasoning_gym:TASK"; a .jsonl, .json, .csv or .parquet file; a folder; "owner/name" or
             "owner/name:config" on the hub; each with or without "@split".
         split: the split to read where `name` has none. A single file has only one split, whatever it is called.
     """
@@ -128,7 +129,7 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
 
 
 def read_file(flag: str, name: str) -> list[dict]:
-    """Return the rows of a .jsonl, .json (a list of rows) or .parquet file.
+    """Return the rows of a .jsonl, .json (a list of rows), .csv (all columns are text) or .parquet file.
 
     `datasets` reads these, too, but gives each column one type for all rows.
     """
@@ -136,12 +137,14 @@ def read_file(flag: str, name: str) -> list[dict]:
         import pyarrow.parquet
 
         return pyarrow.parquet.read_table(name).to_pylist()
-    if not name.endswith((".jsonl", ".json")):
-        raise ValueError("a file has to end in .jsonl, .json or .parquet")
+    if not name.endswith((".jsonl", ".json", ".csv")):
+        raise ValueError("a file has to end in .jsonl, .json, .csv or .parquet")
     rows = []
-    with open(name, encoding="utf-8") as file:
+    with open(name, encoding="utf-8-sig", newline="") as file:
         if name.endswith(".json"):
             return json.load(file)
+        if name.endswith(".csv"):
+            return list(csv.DictReader(file, strict=True))
         for number, line in enumerate(file, 1):
             with loading(f"{flag} {name}: row {number}"):
                 rows += [json.loads(line)] if line.strip() else []

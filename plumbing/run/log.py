@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.ranks import begin_phase
-from utils import World, first_line, loading, progress_bars, warn
+from utils import World, first_line, loading, progress_bars, say, warn
 
 PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
     "objective/scores": "score",
@@ -78,12 +78,7 @@ class RunLog:
         for name, lengths in data.items():
             if lengths:
                 span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
-                self.say(f"{name}: {len(lengths):,} of {span}")
-
-    def say(self, line: str) -> None:
-        """Print a line above the progress bar."""
-        if self.world.main:
-            tqdm.write(line)
+                say(f"{name}: {len(lengths):,} of {span}")
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""

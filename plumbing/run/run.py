@@ -61,8 +61,8 @@ class Run:
         named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
         self.log.lengths({name: list(map(count_tokens, part)) for name, part in named.items()})
         size = getattr(self.args, "rollout_batch_size", 0) or self.args.batch_size
-        passes = self.total_steps * size / len(rows)
-        self.log.say(f"{self.total_steps:,} steps of {size:,} rows: {passes:.3g} passes over {len(rows):,} rows")
+        passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
+        utils.say(f"{self.total_steps:,} steps of {size:,} rows: {passes}")
         digest = hashlib.sha256()
         for row in [*rows, *supervised]:
             digest.update(repr(row | {"dataset": ""}).encode())  # a file may have moved
@@ -166,7 +166,5 @@ class Run:
 
 
 def count_tokens(row: dict) -> int:
-    """Return the tokens of a row: of prompt and response, or of the longer side of a pair."""
-    if "chosen" in row:
-        return max(len(row["chosen"]), len(row["rejected"]))
-    return len(row["query"]) + len(row.get("response", ()))
+    """Return the tokens of a row: of prompt and response, or of both sides of a pair."""
+    return sum(len(row.get(part, ())) for part in ("query", "response", "chosen", "rejected"))

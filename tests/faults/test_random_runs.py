@@ -78,7 +78,7 @@ LEFT_OUT = {
     "run_name", "output_dir", "resume", "total_episodes", "passes",  # of each run
     "track", "config", "push_to_hub",  # test_run.py, test_cli.py, test_hub.py
     "rollout_servers", "kv_cache_gb", "async_steps", "vllm_tensor_parallel",  # test_vllm.py, test_vllm_server.py
-    "prompt_column", "answer_column",  # test_data.py
+    "prompt_column", "answer_column", "response_column",  # test_data.py
     "chat_template_kwargs",  # test_models.py
 }  # fmt: skip
 
@@ -96,7 +96,8 @@ COMMON = {
 }  # fmt: skip
 RL = {
     "dataset": ("@messages.jsonl", "@named.jsonl", "@mixture.json", "@one.json"), "max_prompt_length": (200,),
-    "eval_dataset": ("", "@rows.jsonl", "@mixture.json"), "eval_prompts": (0, 1), "eval_samples": (1, 4),
+    "eval_dataset": ("", "@rows.jsonl", "@mixture.json"), "eval_share": (0.3,),
+    "eval_prompts": (0, 1), "eval_samples": (1, 4),
     "reward": (
         ("exact",), ("@rewards.py:score", "format"), ("@rewards.py:some",), ("@rewards.py:some", "@rewards.py:score"),
         ("@rewards.py:equal",), ("@rewards.py:trl", "gsm8k"), ("@scorer",), ("@other_vocabulary", "math"),
