@@ -35,12 +35,12 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from plumbing.data import prompts
-from plumbing.data.mixture import count_steps, take_prompts
+from plumbing.data.mixture import SHORT, count_steps, take_prompts
 from plumbing.data.rows import arithmetic_pairs, is_number, leave_out, read_rows, split_of
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync
 from plumbing.run.ranks import record
-from plumbing.run.run import Run
+from plumbing.run.run import Run, count_tokens
 
 
 @dataclass
@@ -181,6 +181,8 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
             ids = query + prompts.encode_response(where, text, tokenizer, stop_ids, special=prompt is None)
             pair |= {side: ids, f"{side}_text": text}
         pairs.append({"prompt": "", **pair})
+    for part in ("prompt", "chosen_text", "rejected_text"):
+        utils.say(f"{flag} {name} row 1: {part}: {SHORT.repr(pairs[0][part])}")
     fitting = [pair for pair in pairs if max(len(pair["chosen"]), len(pair["rejected"])) <= args.max_length]
     return leave_out(f"{flag} {name}", pairs, fitting, f"which have more tokens than --max_length {args.max_length}")
 
@@ -320,8 +322,7 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
         }
         samples = sample_pairs(batch[: args.log_samples], scores)
-        tokens = sum(len(pair[side]) for pair in batch for side in ("chosen", "rejected"))
-        run.finish_step(metrics, samples, tokens, position=position)
+        run.finish_step(metrics, samples, sum(map(count_tokens, batch)), position=position)
     if not eval_pairs and evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None:
         run.leave()
     run.finish()

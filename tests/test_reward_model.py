@@ -177,11 +177,12 @@ def test_formats(load, tmp_path, tokenizer, name, system_prompt):
     assert load([row], tokenizer, system_prompt=system_prompt) == [expected]
 
 
-def test_stop_token_stands_once_at_the_end(load):
+def test_stop_token_stands_once_at_the_end(load, capsys):
     row = {"prompt": "2+2=", "chosen": "4<eos>", "rejected": "5"}
     ids = PLAIN.encode("2+2=")
     four, five, dot = (PLAIN.encode(text)[0] for text in "45.")
     (pair,) = load([row])
+    assert "p.jsonl row 1: chosen_text: '4<eos>'\n" in capsys.readouterr().out
     assert (pair["chosen"], pair["rejected"]) == ([*ids, four, 1], [*ids, five, 1])
     (pair,) = load([row], stop_ids=[1, 0])  # the first, where there are several
     assert pair["rejected"] == [*ids, five, 1]

@@ -16,7 +16,7 @@ from plumbing.models.loading import check_fits
 from utils import fail, generator, say, warn
 
 SHORT = reprlib.Repr()  # one line of 150 characters, of both ends of a text
-SHORT.maxstring = SHORT.maxother = 150
+SHORT.maxstring = 150
 
 # ---- the data sets of a run ------------------------------------------------------------------------------------------
 
