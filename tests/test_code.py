@@ -99,6 +99,21 @@ def test_wrong_programs_fail(code, tests):
     assert score(code, tests) == 0
 
 
+def rows_of(name: str) -> list:
+    """Return the [program, asserts] of the lines of a file in tests/data."""
+    return [json.loads(line) for line in Path(ROOT, "tests/data", name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("program, asserts", rows_of("asserts_of_right_programs.jsonl"))
+def test_asserts_of_right_programs(program, asserts):
+    assert score(program, asserts) == 1
+
+
+@pytest.mark.parametrize("program, asserts", rows_of("attacks_on_asserts.jsonl"))
+def test_attacks_on_asserts(program, asserts):
+    assert score(program, asserts) == 0
+
+
 @pytest.mark.parametrize(
     "printed, expected, same",
     [
@@ -150,6 +165,7 @@ def test_code_of_a_response(response, code):
         None, "", "what is it?", "[1, 2", [1], "x = 1", {"inputs": []}, [{"input": 1, "output": 2}],
         "def check(candidate):\n    assert candidate(1) == 2",
         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        assert f(1) == 2",
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        pass\nunittest.main()",
         {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": ["1", "2"]}, {"inputs": ["1"], "outputs": [None]},
         {"inputs": [1], "outputs": [2], "fn_name": "f"}, {"inputs": [], "outputs": [], "fn_name": "f"},
     ],

@@ -3,15 +3,16 @@
 The program is the last ```python or ```py block of what counts of a response (`final_text` in
 plumbing/rewards/answers.py), without one the last bare ``` block, or all of it. The tests of a row are one of
   - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a list of texts, also
-    as JSON: run after the program, in the same interpreter, with __name__ == "__main__". Not unittest's;
+    as JSON: run after the program, in the same interpreter, with __name__ == "__main__". unittest's are refused;
   - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program reads and has to print,
     each a text or a list of lines. Compared line by line, without spaces at the ends; a number that the expected output
     writes with a point may differ by 1e-6;
   - the same with "fn_name": lists of arguments, and the values that this function (or method of a class Solution) has
     to return, compared as JSON. A value may be in a list of one, as in APPS. LIBRARIES are imported, as on LeetCode.
 
-Expected outputs never enter a process that runs a program. Asserts do: exiting early or printing does not pass them,
-but a program that attacks them can. For programs that are trained hard against their tests, prefer outputs.
+Expected outputs never enter a process that runs a program. Asserts do. Exiting, printing, other builtins or functions
+of math and numpy, and values that equal anything do not pass them (tests/data/attacks_on_asserts.jsonl); a program that
+searches the frames of its interpreter can. For programs that are trained hard against their tests, prefer outputs.
 """
 
 import ast
@@ -27,28 +28,90 @@ import pydantic
 
 from plumbing.rewards.answers import final_text
 
-# Runs a program and its asserts, then prints a secret, the values of its calls as JSON, and the secret again.
+# Runs a program and its asserts, then prints a secret, the values of its calls as JSON, and the secret
+# again. The program must not replace what checks it, so a name in the asserts is looked up
+#   1. in `own`: builtins and copies of modules, from before the program;
+#   2. in `names`, those of the program, to which the asserts add theirs.
+# What the asserts compare goes through `plain`, which refuses values that equal anything.
 HARNESS = """
-import builtins, json, os, sys, types
+import ast, builtins, importlib, json, os, sys, types
+run, write, leave, load, dumps = exec, os.write, os._exit, __import__, json.dumps
+before, copies, libraries, tests = dict(vars(builtins)), {{}}, {{}}, {asserts!r}
+copied = "cmath collections copy decimal fractions functools itertools json math numpy numpy.linalg numpy.testing"
+for name in copied.split():  # if the asserts use it; a copy of others would hide what asserts patch
+    package, _, last = name.rpartition(".")
+    if last in tests:
+        try:
+            original = importlib.import_module(name)
+        except ImportError:
+            continue
+        copies[name] = copy = types.ModuleType(name)
+        vars(copy).update(vars(original))
+        if package in copies:
+            setattr(copies[package], last, copy)
+
+def import_copy(name, names=None, local=None, wanted=(), level=0):
+    found = load(name, names, local, wanted, level)  # for "import a.b" this is a
+    return copies.get(name.partition(".")[0] if name in copies and not wanted else name, found)
+
+# Takes the names that the asserts store.
+class Shared(dict):
+    def __setitem__(self, name, value):
+        original = [key for key in copies if copies[key] is value]
+        if original or name in own:
+            own[name] = value
+        names[name] = sys.modules[original[0]] if original else value
+
+# Returns a value, unless it, or one that it holds, equals what no program can know.
+def plain(value, simple=frozenset((int, str, float, bool)), probes=(object(), 2**89 - 1, "{word}", ["{word}"])):
+    if type(value) not in simple:
+        if isinstance(value, (list, tuple, set, frozenset, dict)):
+            for held in value.values() if isinstance(value, dict) else value:
+                plain(held)
+        for probe in probes:
+            try:
+                equal = bool(value == probe)
+            except Exception:
+                continue
+            if equal:
+                raise AssertionError("a value that equals others, too")
+    return value
+
 module = types.ModuleType("response")
 sys.modules["__main__"] = sys.modules["response"] = module
 names = vars(module)
-libraries = {{}}
 for library in {libraries}:
     exec(f"import {{library}}\\nfrom {{library}} import *", libraries)
-vars(builtins).update(libraries | vars(builtins))  # where no function of theirs is taken for one of the program
-asserts = compile({asserts!r}, "tests.py", "exec")
+vars(builtins).update(libraries | before)  # where no function of theirs is taken for one of the program
+tests = ast.parse(tests)
+nodes = list(ast.walk(tests))
+used = {{node.id for node in nodes if isinstance(node, ast.Name)}}
+for node in nodes:
+    if isinstance(node, ast.Compare):
+        node.left, *node.comparators = [
+            x if isinstance(x, ast.Constant) else ast.Call(ast.Name("{word}", ast.Load()), [x], [])
+            for x in (node.left, *node.comparators)
+        ]
+tests = compile(ast.fix_missing_locations(tests), "tests.py", "exec")
 try:
     exec(compile({program!r}, "code.py", "exec"), names)
 except SystemExit:
     pass  # its functions are there to be tested
-names["__name__"] = "__main__"
-exec(asserts, names)
+vars(builtins).update(before)
 calls = json.loads({calls!r})
 owner = module.Solution() if calls and not hasattr(module, {function!r}) else module
-values = [json.dumps(getattr(owner, {function!r})(*call)) for call in calls]
-os.write(1, "{word}[{{}}]{word}".format(",".join(values)).encode())
-os._exit(0)
+# The second place of lookup is where Python looks for builtins.
+own = before | {{"{word}": plain, "__builtins__": names, "__name__": "__main__"}}
+if not used & names.keys() - before.keys():  # asserts of functions that have names of builtins
+    for name in used & names.keys():
+        del own[name]
+for name in libraries.keys() - before.keys():
+    names.setdefault(name, libraries[name])
+names.update(__import__=import_copy, __build_class__=before["__build_class__"])
+run(tests, own, Shared())
+values = [dumps(getattr(owner, {function!r})(*call)) for call in calls]
+write(1, "{word}[{{}}]{word}".format(",".join(values)).encode())
+leave(0)
 """
 Text = Annotated[str | list[str], pydantic.AfterValidator(lambda x: "\n".join(x) if isinstance(x, list) else x)]
 LIBRARIES = "typing bisect collections functools heapq itertools math operator re string".split()
@@ -78,6 +141,8 @@ def read_tests(answer) -> Outputs | Calls:
         answer = json.loads(answer)
     if isinstance(answer, (str, list)):
         asserts = answer if isinstance(answer, str) else "\n".join(answer)
+        if "TestCase" in asserts:
+            raise ValueError("unittest classes are not supported, only asserts")
         if all(isinstance(statement, DEFINITIONS) for statement in ast.parse(asserts).body):
             raise ValueError("asserts that nothing calls would pass every program")
         return Calls(inputs=[], outputs=[], fn_name="", asserts=asserts)

@@ -145,14 +145,18 @@ def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[tu
         json.dump([code, inputs, time.monotonic() + seconds], job)
         job.seek(0)
         home = f"{folder}/home"
-        # One core a program, and one heap: each thread would get another one of 64 MiB.
-        sizes = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         process = subprocess.Popen(
             [sys.executable, "-I", "-X", "utf8", os.path.abspath(__file__), folder, str(os.getpid())],
             stdin=job,
             stdout=output,
             stderr=subprocess.DEVNULL,
-            env={"PATH": os.defpath, "HOME": home, "TMPDIR": home, **sizes},
+            env={
+                "PATH": os.defpath,
+                "HOME": home,
+                "TMPDIR": home,
+                "OMP_NUM_THREADS": "1",  # one core a program
+                "MALLOC_ARENA_MAX": "1",  # else each thread gets a heap of 64 MiB of address space
+            },
             start_new_session=True,
         )
         ended = os.pidfd_open(process.pid)  # process.wait(timeout) would look every 50 ms
@@ -263,8 +267,7 @@ def enter_namespaces(folder: str) -> None:
             mapping.write(line)
     # mount_setattr (Linux 5.12), AT_RECURSIVE for all mounts: MOUNT_ATTR_RDONLY, MS_PRIVATE
     attributes = struct.pack("QQQQ", 1, 0, 0x40000, 0)
-    size = ctypes.c_size_t(len(attributes))
-    check(libc.syscall(ctypes.c_long(442), -100, b"/", 0x8000, attributes, size))
+    check(libc.syscall(ctypes.c_long(442), -100, b"/", 0x8000, attributes, ctypes.c_size_t(32)))
     options = b"mode=700,size=%d,nr_inodes=4096" % FOLDER_SIZE
     check(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
 
@@ -364,8 +367,8 @@ def filter_system_calls(private: bool) -> None:
             row = [(end, 0, 0, answer)]
             if rule := words[3:]:
                 only, argument, test, value = rule[0] == "only", int(rule[1]), rule[2], int(rule[3], 0)
-                row.insert(0, (any_bit if test == "&" else equal, only, not only, value))
-                row = [(load, 0, 0, 16 + 8 * argument), *row, (load, 0, 0, 0)]
+                test = (any_bit if test == "&" else equal, only, not only, value)
+                row = [(load, 0, 0, 16 + 8 * argument), test, *row, (load, 0, 0, 0)]
             steps += [(equal, 0, len(row), int(words[COLUMN])), *row]
     steps.append((end, 0, 0, allowed))
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
