@@ -62,10 +62,6 @@ def test_right_and_wrong(right, tests):
         ("import numpy, time, zoneinfo\ntime.localtime(), zoneinfo.available_timezones()\n" + READ, STDIN),
         ("def add(a, b): return [a + b, {'x': (a, 1)}]", CALLS | {"inputs": [[0.1, 0.2]] * 2,
                                                             "outputs": [[0.3, {"x": [0.1, 1]}]] * 2}),
-        ("count = 0\ndef add():\n    global count\n    count += 1", "add()\nassert count == 1"),
-        ("import sys, io\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\ndef add(): print(1)\n", "add()\nassert 1"),
-        (ADD, "from typing import *\ndef main():\n    assert add(1, 2) == 3\nif __name__ == '__main__':\n    main()"),
-        ("if __name__ == '__main__': input()\n" + ADD, ASSERTS),
         ("import atexit, sys\natexit.register(lambda: print(3))\nsys.exit()", {"inputs": [""], "outputs": ["3"]}),
         ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**28)\n"
          "def f(n): return n and 1 + f(n - 1)\nthreading.Thread(target=lambda: print(f(10**5))).start()",
@@ -92,7 +88,6 @@ def test_right_programs_pass(code, tests):
             "import os; os._exit(0)", "print([1])", "raise SystemExit", "import os; os.write(3, b'[]'); os._exit(0)",
             "import os, threading; threading.Timer(0.2, os._exit, [0]).start(); import time; time.sleep(9)",
         )],
-        ("import threading\nthreading.Thread(target=lambda: print(3)).start()", ASSERTS),
     ],
 )  # fmt: skip
 def test_wrong_programs_fail(code, tests):
