@@ -43,6 +43,9 @@ SYSTEM_PROMPTS = {  # by the first source of --reward: they read an answer in th
 def parse(cls: type, line: list[str] | None = None):
     """Read a command line into the dataclass `cls`. It overrides the flags of --config FILE, and these the defaults.
 
+    A class may have `from_model(model)`, which returns the defaults for a --model, and `from_run(flags)`, which returns
+    its flags for a --config that is the args.json of a run.
+
     Args:
         line: the arguments after the program's name, or FILE alone; None for those of this process.
     Raises:
@@ -54,14 +57,18 @@ def parse(cls: type, line: list[str] | None = None):
     refuse_other_names(cls, line)
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config", default="")
+    finder.add_argument("--model", nargs="?", default="")
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere if silent else sys.stdout),
         contextlib.redirect_stderr(nowhere if silent else sys.stderr),
     ):
-        path = finder.parse_known_args(line)[0].config
-        default = {"default": from_file(cls, path)} if path else {}
+        given = finder.parse_known_args(line)[0]
+        values = from_file(cls, given.config) if given.config else {}
+        if hasattr(cls, "from_model"):
+            values = cls.from_model(given.model or values.get("model", "")) | values
+        default = {"default": cls(**values)} if values else {}
         args = tyro.cli(
             cls, args=line, description=sys.modules[cls.__module__].__doc__, use_underscores=True, **default
         )
@@ -69,26 +76,27 @@ def parse(cls: type, line: list[str] | None = None):
         if getattr(args, "system_prompt", "") is None:
             args.system_prompt = "" if args.chat_template == "none" else SYSTEM_PROMPTS.get(args.reward[0], "")
             print(f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}", flush=True)
-    if path:
+    if given.config:
         args.config = ""  # its flags are those of the run now, and args.json is a --config itself
     return args
 
 
-def from_file(cls: type, path: str):
+def from_file(cls: type, path: str) -> dict:
     """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json of a run."""
     fields = cls.__dataclass_fields__
     with loading(f"--config {path}"), open(path) as file:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
         if isinstance(values, dict):
-            values = values.get("args", values)
+            if "args" in values:
+                values = getattr(cls, "from_run", dict)(values["args"])
             for name in values.keys() & fields:  # a word is a list of one
                 if isinstance(fields[name].default, tuple) and not isinstance(values[name], list):
                     values[name] = [values[name]]
-    args = rows.check(f"--config {path}", values, TypeAdapter(cls))
+    rows.check(f"--config {path}", values, TypeAdapter(cls))
     refuse_other_names(cls, values, f"--config {path}: ")
     for name in values.keys() - fields.keys():
         fail(f"--config {path}: there is no flag {name!r}")
-    return args
+    return values
 
 
 def refuse_other_names(cls: type, words: Iterable[str], where: str = "") -> None:

@@ -1,7 +1,6 @@
 """scripts/evaluate.py: its measures against enumeration, what a run leaves, and what it refuses."""
 
 import importlib
-import itertools
 import json
 import math
 import statistics
@@ -10,10 +9,13 @@ import helpers
 import pandas
 import pytest
 
+from plumbing import cli
 from plumbing.data.rows import arithmetic_rows
 from plumbing.rewards import answers
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
+
+CASES = json.loads((helpers.ROOT / "tests/data/evaluate.json").read_text())
 
 # ---- measures --------------------------------------------------------------------------------------------------------
 
@@ -29,38 +31,18 @@ def table(*prompts: str) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def test_measures_by_hand():
-    """Means over prompts; a missing score is left out; the standard error is that of the prompts."""
-    prompts = "a1 a1 b0 c0", "b0 a1 b0 a1", "-0 -0 -0 a1", "a1 b0 b? a1"
-    found = evaluate.measure(table(*prompts), 4)
-    shares = [2 / 4, 2 / 4, 1 / 4, 2 / 3]
-    assert found["avg@4"]["value"] == pytest.approx(statistics.fmean(shares))
-    assert found["pass@1"]["value"] == pytest.approx(statistics.fmean(shares))
-    assert found["avg@4"]["se"] == pytest.approx(statistics.stdev(shares) / 2)
-    correct = [[1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 1], [1, 0, 1]]
-    pairs = [[any(pair) for pair in itertools.combinations(row, 2)] for row in correct]
-    assert found["pass@2"]["value"] == pytest.approx(statistics.fmean(map(statistics.fmean, pairs)))
-    assert found["pass@4"] == {"value": 1.0, "se": 0.0}  # without the prompt that has three scores
-    assert found["maj@4"]["value"] == 3 / 4  # of a tie the answer that came first
-
-
-def test_measures_of_nothing():
-    assert evaluate.measure(table("-? -?"), 2) == {}
-    assert evaluate.measure(table("-0 -1"), 2).keys() == {"avg@2", "pass@1", "pass@2"}  # no answers: no vote
-    assert evaluate.measure(table("a1"), 1)["avg@1"] == {"value": 1.0, "se": None}
-
-
-VOTES = {  # where the answer stands is in test_answers.py
-    ("math", "<answer> Yes. </answer>"): "yes",
-    ("exact", "a  b\nc"): "a b c",
-    ("exact", " . "): None,
-    ("gsm8k", "#### 3 then #### $1,234."): "1234",
-    ("gsm8k", "\\boxed{3}"): None,
-}
+@pytest.mark.parametrize("case", CASES["measures"], ids=lambda case: " | ".join(case["prompts"]))
+def test_measures(case):
+    """Means over prompts, by enumeration; without what has no score. Of a tie, the answer that came first."""
+    found = evaluate.measure(table(*case["prompts"]), case["n"], [])
+    values = {name: x["value"] for name, x in found.items()} | {f"{name} se": x["se"] for name, x in found.items()}
+    assert values == pytest.approx(case["measures"])
 
 
 def test_answers_that_vote():
-    assert {case: answers.voted_answer(*case) for case in VOTES} == VOTES
+    """Where the answer stands is in test_answers.py."""
+    for reward, response, answer in CASES["votes"]:
+        assert answers.voted_answer(reward, response) == answer
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
@@ -87,35 +69,76 @@ def test_run_on_arithmetic(tmp_path):
     """What each response is and scored; two ranks, and other batches, make the same responses."""
     results, samples = measure(tmp_path)
     rows = arithmetic_rows("test", 12)
-    assert [(s["index"], s["sample"]) for s in samples] == [(i, j) for i in range(12) for j in range(6)]
+    assert [s["index"] for s in samples] == [i for i in range(12) for _ in range(6)]
     for sample in samples:
         row = rows[sample["index"]]
         assert sample["prompt"] == row["prompt"] and sample["answer"] == row["answer"]
-        assert sample["reward/gsm8k"] == float(sample["response"].endswith(f"#### {row['answer']}"))
-        assert sample["correct"] == (sample["reward/gsm8k"] == 1 and sample["stop_reason"] == "stop")
+        assert sample["gsm8k"] == float(sample["response"].endswith(f"#### {row['answer']}"))
+        assert sample["correct"] == (sample["gsm8k"] == 1 and sample["stop_reason"] == "stop")
     assert len({s["response"] for s in samples}) > 40  # each has random numbers of its own
-    scores = results["scores"]
-    assert list(scores) == ["avg@6", "pass@1", "pass@2", "pass@4", "maj@6"]
-    assert 0.2 < scores["avg@6"]["value"] < 0.9  # the model is neither, so that this test sees something
-    assert scores["avg@6"]["value"] == pytest.approx(sum(s["correct"] for s in samples) / 72)
-    assert (results["prompts"], results["samples"]) == (12, 6) and results["args"]["model"] == TINY["model"]
-    assert results["versions"]["torch"] and results["rewards"]["gsm8k"]["missing"] == 0
+    scores = {name: x["value"] for name, x in results["scores"].items()}
+    assert list(scores) == ["avg@6", "pass@1", "pass@2", "pass@4", "maj@6", "gsm8k", "stopped", "tokens"]
+    assert scores["avg@6"] == pytest.approx(sum(s["correct"] for s in samples) / 72)
+    assert 0.2 < scores["avg@6"] < 0.9
+    assert results["args"]["backend"] == "hf"
     values = {**TINY, "output_dir": str(tmp_path), "run_name": "ranks", "generation_batch_size": 7}
     helpers.run_ranks(values, 2, (0, 0), script="evaluate")
-    assert read(values)[1] == samples and read(values)[0]["generation"]["ranks"] == 2
+    assert read(values)[1] == samples
 
 
-def test_greedy_accuracy_is_that_of_training(tmp_path):
-    """As grpo.py evaluates the model that it starts from."""
-    results, samples = measure(tmp_path, temperature=0, samples=0, num_prompts=30)
-    assert len(samples) == 30 and list(results["scores"]) == ["avg@1", "pass@1", "maj@1"]
-    shared = ("model", "dataset", "system_prompt", "max_prompt_length", "max_response_length", "reward")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> dict:
+    """A run of grpo.py without a system prompt, and with short responses: neither is the default."""
+    folder = tmp_path_factory.mktemp("runs")
+    shared = ("model", "system_prompt", "max_prompt_length", "max_response_length", "reward", "run_name")
     values = {name: TINY[name] for name in shared} | {
-        "output_dir": str(tmp_path), "run_name": "grpo", "rollout_batch_size": 2, "group_size": 2, "mini_batch_size": 4,
-        "total_episodes": 4, "kl_coef": 0.0, "eval_prompts": 30, "eval_samples": 1, "save_every": 0,
+        "output_dir": str(folder), "dataset": helpers.write_rows(folder / "rows.jsonl", arithmetic_rows("test", 60)),
+        "eval_share": 0.4, "eval_prompts": 20, "eval_samples": 3, "rollout_batch_size": 2, "group_size": 4,
+        "mini_batch_size": 8, "total_episodes": 8, "learning_rate": 1e-4, "seed": 5,
     }  # fmt: skip
     helpers.run_here(values)
-    assert helpers.metrics_of(values)[0]["eval/greedy_accuracy"] == results["scores"]["avg@1"]["value"]
+    return values
+
+
+def parse(*words) -> evaluate.Args:
+    return cli.parse(evaluate.Args, list(map(str, words)))
+
+
+def test_the_accuracy_that_a_run_logged(run, tmp_path, capsys):
+    """Of its last model, as the run's args.json has prompts and lengths; with --config all else, too."""
+    logged, folder = helpers.metrics_of(run)[-1], helpers.folder_of(run)
+    given = {"model": str(folder / "final"), "output_dir": str(tmp_path)}
+    values = {**given, "temperature": 0, "num_prompts": 20, "run_name": "greedy"}
+    values |= {name: run[name] for name in ("dataset", "eval_share", "reward")}
+    helpers.run_here(values, "evaluate")
+    assert f"defaults by {folder}/args.json: {{'system_prompt': ''" in capsys.readouterr().out
+    assert read(values)[0]["scores"]["avg@1"]["value"] == logged["eval/greedy_accuracy"] > 0.9
+    values = {**given, "config": str(folder / "args.json"), "run_name": "sampled"}
+    helpers.run_here(values, "evaluate")
+    assert read(values)[0]["scores"]["avg@3"]["value"] == pytest.approx(logged["eval/accuracy"])
+    assert logged["eval/accuracy"] < 0.9
+
+
+def test_flags_of_the_run_that_saved_a_model(run, tmp_path, capsys):
+    """They are defaults: below --config, and below the command line, whatever it says."""
+    folder = helpers.folder_of(run)
+    for model in (folder / "final", folder / "checkpoints" / "step_1"):
+        args = parse("--model", model)
+        assert (args.system_prompt, args.max_prompt_length, args.max_response_length) == ("", 16, 48)
+        assert (args.seed, args.dataset, args.reward) == (1, "openai/gsm8k", ("math",))
+    assert parse("--model", model, "--max_response_length", 1024).max_response_length == 1024
+    (tmp_path / "flags.json").write_text(json.dumps({"model": str(model), "max_response_length": 1024}))
+    args = parse(tmp_path / "flags.json")
+    assert (args.max_prompt_length, args.max_response_length) == (16, 1024)
+    args = parse("--config", folder / "args.json", "--samples", 2)
+    assert (args.model, args.seed, args.run_name, args.num_prompts, args.samples) == (run["model"], 5, "", 20, 2)
+    capsys.readouterr()
+    assert parse("--model", run["model"]).max_response_length == 1024 and "args.json" not in capsys.readouterr().out
+
+
+def test_the_data_set_that_a_run_evaluates_on():
+    for flags, name in CASES["data sets of a run"]:
+        assert evaluate.Args.from_run({**flags, "eval_prompts": 5, "eval_samples": 2})["dataset"] == name
 
 
 def test_responses_that_are_cut_off(tmp_path):
@@ -125,7 +148,7 @@ def test_responses_that_are_cut_off(tmp_path):
     results, samples = measure(tmp_path, reward=name, max_response_length=3)
     assert {s["stop_reason"] for s in samples} == {"length"} and {s["tokens"] for s in samples} == {3}
     assert results["scores"]["avg@6"]["value"] == 0 and "maj@6" not in results["scores"]
-    assert results["stopped"] == 0 and results["rewards"][name]["value"] == 1
+    assert results["scores"]["stopped"]["value"] == 0 and results["scores"][name]["value"] == 1
 
 
 def test_missing_scores_are_counted_and_not_zero(tmp_path, capsys):
@@ -136,9 +159,9 @@ def test_missing_scores_are_counted_and_not_zero(tmp_path, capsys):
     some = f"{tmp_path / 'r.py'}:some"
     results, samples = measure(tmp_path, reward=(some, "format"))
     missing = sum("1" in s["prompt"] for s in samples)
-    assert 0 < missing < 72 and results["rewards"][some]["missing"] == missing
-    assert results["rewards"][some]["value"] == 2 and results["scores"]["pass@1"]["value"] > 0.9
-    assert f"{missing} of 72 responses got no score" in capsys.readouterr().err
+    assert 0 < missing < 72 and results["missing_scores"] == {some: missing, "format": 0}
+    assert results["scores"][some]["value"] == 2 and results["scores"]["pass@1"]["value"] > 0.9
+    assert f"without a score: {{{some!r}: {missing}, 'format': 0}}" in capsys.readouterr().out
     bad = f"{tmp_path / 'r.py'}:bad"
     assert "no response got a score" in helpers.refused(capsys, measure, tmp_path, reward=bad, run_name="bad")
 
@@ -156,7 +179,6 @@ def test_rows_of_several_data_sets_that_name_their_sources(tmp_path):
     right = [s["correct"] for s in samples[:6]]
     assert results["datasets"]["rows.jsonl"]["avg@2"]["value"] == pytest.approx(sum(right) / 6)
     assert results["datasets"]["zero.jsonl"]["avg@2"]["value"] == 0
-    assert results["rewards"]["gsm8k"]["value"] == pytest.approx(sum(right) / 6)
 
 
 def test_a_reward_model_alone(tmp_path):
@@ -164,9 +186,8 @@ def test_a_reward_model_alone(tmp_path):
     folder = helpers.tiny_model(tmp_path / "model")
     name = helpers.scalar_folder(folder, tmp_path / "scorer")
     results, samples = measure(tmp_path, model=folder, reward=name, num_prompts=5, samples=3)
-    means = [statistics.fmean(s[f"reward/{name}"] for s in samples[i : i + 3]) for i in range(0, 15, 3)]
-    assert results["scores"] == {} and results["rewards"][name]["value"] == pytest.approx(statistics.fmean(means))
-    assert results["rewards"][name]["se"] == pytest.approx(statistics.stdev(means) / math.sqrt(5))
+    assert results["scores"].keys() == {name, "stopped", "tokens"}
+    assert results["scores"][name]["value"] == pytest.approx(statistics.fmean(s[name] for s in samples))
 
 
 def test_conversations(tmp_path):
@@ -176,7 +197,7 @@ def test_conversations(tmp_path):
     results, samples = measure(tmp_path, **flags, num_prompts=6, samples=4, max_response_length=64)
     for s in samples:
         guesses = [turn["content"] for turn in s["turns"] if turn["role"] == "assistant"]
-        assert s["stop_reason"] == "done" and s["correct"] == s["reward/environment"] and 1 <= len(guesses) <= 5
+        assert s["stop_reason"] == "done" and s["correct"] == s["environment"] and 1 <= len(guesses) <= 5
         assert s["response"] == "".join(turn["content"] for turn in s["turns"])
         assert len("".join(guesses)) <= s["tokens"] <= len("".join(guesses)) + len(guesses)  # and the stops
     assert 0 < results["scores"]["avg@4"]["value"] < 1 and "maj@4" not in results["scores"]

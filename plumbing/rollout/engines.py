@@ -22,16 +22,12 @@ def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: to
     Args:
         model: that trains. world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.
     """
-    backend, engine, reason = args.rollout_backend, None, obstacle(args)
-    if backend == "auto":
-        backend = "vllm" if torch.cuda.is_available() and not reason else "hf"
+    backend, engine = backend_of("rollout_backend", args), None
     if backend == "hf":
         if args.async_steps:
             fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
         with unsharded(model):
             check_decodes(f"--model {args.model}", model, compute_dtype, "--rollout_backend vllm")
-    elif reason:
-        fail(f"--rollout_backend {backend}: {reason}")
     if backend == "vllm":
         from plumbing.rollout.vllm_engine import Engine
 
@@ -43,6 +39,16 @@ def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: to
     if world.main:
         print(f"rollout: {engine.about if engine else 'transformers'}", flush=True)
     return engine
+
+
+def backend_of(flag: str, args) -> str:
+    """Return what a flag says that samples, and for auto what it is here; exit with code 2 if vLLM cannot."""
+    backend, reason = getattr(args, flag), obstacle(args)
+    if backend == "auto":
+        return "vllm" if torch.cuda.is_available() and not reason else "hf"
+    if backend != "hf" and reason:
+        fail(f"--{flag} {backend}: {reason}")
+    return backend
 
 
 def obstacle(args) -> str:

@@ -77,7 +77,12 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1)."""
+    """Return the unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+
+    NaN for fewer than k samples.
+    """
+    if samples < k:
+        return math.nan
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
