@@ -1,21 +1,19 @@
 """Measure a step of grpo.py beside transformers and AdamW alone, on random weights. The first thing to run on a GPU:
 
     python scripts/benchmark.py --output results/training.md
+    python scripts/benchmark.py --shape 1.5b --variants "--precision pure_bf16" "--gradient_checkpointing"
 
-Runs that are compared take turns, each in a process of its own with one thread. Seconds are medians over the processes
+Runs that are compared take turns, each in a process of its own with one thread. Numbers are medians over the processes
 of the median step, the first two left out.
 """
 
 import os
 import platform
-import shlex
 import sys
 import tempfile
-import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Callable
 
 import pandas
 import torch
@@ -26,37 +24,58 @@ from torch.nn.functional import cross_entropy
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
+from plumbing import cli
 from plumbing.run.log import read_log
 
-TINY, GPU = os.path.join(utils.ROOT, "assets/tiny"), torch.cuda.is_available()
-SHAPES = {  # hidden size, layers, heads, key heads, intermediate size, vocabulary
+TINY = os.path.join(utils.ROOT, "assets/tiny")
+GPU = torch.cuda.is_available()
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+)
+SHAPES = {
+    "39m": (512, 8, 8, 2, 1536, 32_000),
     "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B
     "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B
-    "39m": (512, 8, 8, 2, 1536, 32_000),
-    "13m": (320, 8, 5, 5, 1280, 512),  # most parameters in the blocks
 }
-SEQUENCES, LENGTH = 16, 1024 if GPU else 128  # responses of a step, and tokens of each
+SEQUENCES = 16  # responses of a step
+LENGTH = 1024 if GPU else 128  # tokens of each
 WARM_UP = 2  # first steps of a run, which do not count
 FLAGS = {  # of grpo.py: one pass for log-probs, two updates of one micro-batch, nothing but the work of a step
-    "dataset": "arithmetic", "system_prompt": "", "reward": "gsm8k", "max_prompt_length": 16, "group_size": 8,
-    "rollout_batch_size": SEQUENCES // 8, "mini_batch_size": SEQUENCES, "num_epochs": 2, "warmup_ratio": 0,
-    "min_response_length": LENGTH, "max_response_length": LENGTH, "micro_batch_tokens": SEQUENCES * (LENGTH + 16),
-    "total_episodes": SEQUENCES * (WARM_UP + 3), "kl_coef": 0, "eval_every": 0, "save_every": 0, "log_samples": 0,
-    "rollout_backend": "hf", "run_name": "run",
-}  # fmt: skip
-PHASES = {"rollout, s": "time/rollout", "log-probs, s": "time/logprobs", "updates, s": "time/training"}
-VARIANTS = ("shard fsdp", "gradient_checkpointing", "lora_rank 16")
-VARIANTS += tuple(f"attention {name}" for name in ("sdpa", "eager", "flash_attention_2", "flex_attention"))
-VARIANTS += tuple(f"precision {name}" for name in ("float32", "bf16", "fp16", "pure_bf16"))
+    "dataset": "arithmetic",
+    "system_prompt": "",
+    "reward": "gsm8k",
+    "group_size": 8,
+    "rollout_batch_size": SEQUENCES // 8,
+    "mini_batch_size": SEQUENCES,
+    "num_epochs": 2,
+    "min_response_length": LENGTH,
+    "max_response_length": LENGTH,
+    "micro_batch_tokens": SEQUENCES * (LENGTH + 16),
+    "total_episodes": SEQUENCES * (WARM_UP + 3),
+    "kl_coef": 0,
+    "eval_every": 0,
+    "save_every": 0,
+    "rollout_backend": "hf",
+}
+METRICS = {
+    "step, s": "time/step",
+    "rollout, s": "time/rollout",
+    "log-probs, s": "time/logprobs",
+    "updates, s": "time/training",
+    "tokens/s": "perf/tokens_per_second",
+    "peak, GB": "perf/peak_memory_gb",
+}
 
 
-# ---- what is measured: (flags of grpo.py, further words of its command line) -> metrics of each step -----------------
-
-
-def run_grpo(flags: dict, words: list[str]) -> list[dict]:
-    """Train by grpo.py."""
+def run_grpo(flags: dict, further: list[str]) -> list[dict]:
+    """Train by grpo.py, and return the metrics of each step."""
     line = [f"--{name}={x}" for name, x in flags.items()]
-    grpo.main(tyro.cli(grpo.Args, args=[*line, "--no-non_stop_penalty", *words]))
+    grpo.main(cli.parse(grpo.Args, [*line, "--no-non_stop_penalty", *further]))
     return read_log(os.path.join(flags["output_dir"], flags["run_name"]))
 
 
@@ -64,19 +83,22 @@ def bare_logprobs(model, ids: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of each token (N, L) but the first, by transformers' whole logits."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=GPU):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-    return -cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+    return -cross_entropy(logits.mT, ids[:, 1:], reduction="none")
 
 
-def run_transformers(flags: dict, words: list[str]) -> list[dict]:
+def run_transformers(flags: dict) -> list[dict]:
     """Do the work of steps by transformers and AdamW alone: `generate`, a pass for log-probs, updates in one batch."""
-    device, length = torch.device("cuda" if GPU else "cpu"), flags["max_response_length"]
+    device = torch.device("cuda" if GPU else "cpu")
     model = transformers.AutoModelForCausalLM.from_pretrained(flags["model"], dtype=torch.float32).to(device)
-    stop, optimizer = model.config.eos_token_id, torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0)
+    length = flags["max_response_length"]
     ids = torch.randint(2, model.config.vocab_size, (flags["mini_batch_size"], 8 + length), device=device)
+    stop = model.config.eos_token_id
     sampling = transformers.GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length, eos_token_id=stop, pad_token_id=stop
     )
-    clock, steps = utils.Clock(utils.World(0, 1, device), 0.0, utils.parameter_count(model)), []
+    clock = utils.Clock(utils.World(0, 1, device), 0.0, utils.parameter_count(model))
+    steps = []
     for _ in range(flags["total_episodes"] // len(ids)):
         clock.start()
         clock.begin("rollout")
@@ -93,85 +115,76 @@ def run_transformers(flags: dict, words: list[str]) -> list[dict]:
     return steps
 
 
-def measure(function: Callable, *args) -> dict[str, float]:
-    """Call one of the functions above; return the medians over the steps that count, and the process's peak memory."""
-    steps = pandas.DataFrame(function(*args))
-    medians = steps[WARM_UP:].median(numeric_only=True)
-    numbers = {"step, s": medians["time/step"], **{name: medians[metric] for name, metric in PHASES.items()}}
-    return {**numbers, "tokens/s": medians["perf/tokens_per_second"], "peak, GB": steps["perf/peak_memory_gb"].max()}
+def measure(kind: str, flags: dict) -> pandas.Series:
+    """Return the medians of METRICS over the steps that count, of "transformers" or of "grpo.py" with further flags."""
+    name, *further = kind.split()
+    steps = run_transformers(flags) if name == "transformers" else run_grpo(flags, further)
+    counted = pandas.DataFrame(steps)[WARM_UP:]
+    return pandas.Series({name: counted[metric].median() for name, metric in METRICS.items()})
 
 
-def random_model(shape: str, folder: str) -> str:
+def random_model(shape: tuple, folder: str) -> str:
     """Save a random Qwen2 with the tokenizer of assets/tiny; return the folder."""
-    hidden, layers, heads, key_heads, inner, vocabulary = SHAPES[shape]
     config = transformers.Qwen2Config(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=key_heads, max_position_embeddings=8192, bos_token_id=None,
-        eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
+        **dict(zip(SIZES, shape)),
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
 
 
-def compare(flags: dict, kinds: dict[str, tuple], rounds: int) -> pandas.DataFrame:
-    """Return what `measure` returns, a row for each (kind, round). A kind that fails is left out, after a line why.
+def compare(flags: dict, kinds: list[str], rounds: int) -> pandas.DataFrame:
+    """Return what `measure` returns, a row for each (kind, round).
 
     Args:
         flags: of grpo.py, for all kinds; a round is its seed.
-        kinds: {name: (function from the section above, its second argument)}.
     """
     rows = {}
-    for seed in range(1, rounds + 1):
-        for kind, (function, words) in kinds.items():
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process,
-            ):
-                future = process.submit(measure, function, {**flags, "seed": seed, "output_dir": folder}, words)
-                if error := future.exception():
-                    print(f"{kind}: {type(error).__name__}: {error}", file=sys.stderr)
-                else:
-                    rows[kind, seed] = future.result()
-    return pandas.DataFrame.from_dict(rows, orient="index")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as process,
+    ):
+        for seed in range(1, rounds + 1):
+            for kind in kinds:
+                run = {**flags, "output_dir": folder, "run_name": f"{kind} {seed}", "seed": seed}
+                rows[kind, seed] = process.submit(measure, kind, run).result()
+    return pandas.DataFrame(rows).T
 
 
 def table(rows: pandas.DataFrame) -> str:
     """Return medians over the rounds, and the median, lowest and highest ratio to transformers alone, in a round."""
-    medians = rows.groupby(level=0, sort=False).median()
-    ratios = rows[list(PHASES)].div(rows.loc["transformers", list(PHASES)], level=1).groupby(level=0)
-    for name in PHASES:
-        cells = zip(*(ratios[name].agg(how)[medians.index] for how in ("median", "min", "max")))
-        medians[f"ratio of {name.split(',')[0]}"] = [f"{x:.2f} ({low:.2f} to {high:.2f})" for x, low, high in cells]
-    return medians.to_string(float_format="{:,.4g}".format)
+    medians = rows.groupby(level=0, sort=False).median().round(4)
+    ratios = rows.div(rows.loc["transformers"], level=1).groupby(level=0, sort=False)
+    ranges = ratios.agg(["median", "min", "max"]).round(2).T
+    return f"{medians.to_string()}\n\nratios to transformers, in a round\n{ranges.to_string()}"
 
 
-def main(rounds: int = 3, output: str = "") -> None:
+def main(
+    shape: str = "0.5b" if GPU else "39m", rounds: int = 3, variants: tuple[str, ...] = (), output: str = ""
+) -> None:
     """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights, beside transformers alone.
 
     Args:
+        shape: of the model: 39m, 0.5b or 1.5b.
         rounds: processes of each kind, in turns.
+        variants: flags of grpo.py to time, too, such as "--attention sdpa".
         output: Markdown file to write.
     """
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    kinds = {"transformers": (run_transformers, []), "grpo.py": (run_grpo, [])}
-    kinds |= {f"--{flag}": (run_grpo, f"--{flag}".split()) for flag in VARIANTS}
+    kinds = ["transformers", "grpo.py", *(f"grpo.py {flags}" for flags in variants)]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compare({**FLAGS, "model": random_model(SHAPES[shape], folder)}, kinds, rounds)
     device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
-    lines = [
-        "# A step of grpo.py, and of transformers alone", "",
-        f"`python scripts/benchmark.py {shlex.join(sys.argv[1:])}`", "",
-        f"- {time.strftime('%Y-%m-%d')}, {device}, torch {torch.__version__}",
-        f"- {rounds} processes of each; ratios to transformers: median (lowest to highest) of the rounds",
-        f"- a step: {SEQUENCES} responses of {LENGTH} tokens, one pass for log-probs, two updates of one micro-batch",
-    ]  # fmt: skip
-    for shape in ("0.5b", "1.5b") if GPU else ("39m", "13m"):
-        with tempfile.TemporaryDirectory() as folder:
-            rows = compare({**FLAGS, "model": random_model(shape, folder)}, kinds, rounds)
-        lines += ["", f"## {shape}", "", "```", table(rows), "```"]
-    print(*lines, sep="\n")
+    text = f"# {shape} on {device}, torch {torch.__version__}, {rounds} rounds\n\n```\n{table(rows)}\n```\n"
+    print(text)
     if output:
-        Path(output).write_text("\n".join(lines) + "\n")
+        Path(output).write_text(text)
 
 
 if __name__ == "__main__":

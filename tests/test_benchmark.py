@@ -14,28 +14,22 @@ FLAGS = benchmark.FLAGS | {
 }  # fmt: skip
 
 
-def fails(flags, words):
-    raise ValueError("there is no GPU")
-
-
-def test_processes(capsys, monkeypatch):
-    """What kinds measured, each in a process of its own, and the line that says why another cannot be."""
+def test_processes(monkeypatch):
+    """What kinds measure, each in a process of its own."""
     monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())  # one that has its imports
-    kinds = {"transformers": (benchmark.run_transformers, []), "grpo.py": (benchmark.run_grpo, []), "none": (fails, [])}
-    rows = benchmark.compare(FLAGS, kinds, 1)
-    assert "none: ValueError: there is no GPU" in capsys.readouterr().err
-    assert [kind for kind, _ in rows.index] == ["transformers", "grpo.py"] and (rows > 0).all(axis=None)
-    assert (rows[list(benchmark.PHASES)].sum(axis=1) <= rows["step, s"] * (1 + 1e-9)).all()
-    header, bare, ours = benchmark.table(rows).splitlines()
-    assert "ratio of updates" in header and "1.00 (1.00 to 1.00)" in bare and ours.startswith("grpo.py")
+    rows = benchmark.compare(FLAGS, ["transformers", "grpo.py --lora_rank 2"], 1)
+    assert [kind for kind, _ in rows.index] == ["transformers", "grpo.py --lora_rank 2"]
+    assert (rows > 0).all(axis=None)
+    assert (rows.filter(like=", s").drop(columns="step, s").sum(axis=1) <= rows["step, s"] * (1 + 1e-9)).all()
 
 
 def test_a_table_pairs_the_rounds():
     """Medians over the rounds; ratios round by round."""
     seconds = {("transformers", 1): 2.0, ("grpo.py", 1): 1.0, ("transformers", 2): 4.0, ("grpo.py", 2): 8.0}
-    rows = pandas.DataFrame.from_dict({key: dict.fromkeys(benchmark.PHASES, x) for key, x in seconds.items()}, "index")
-    _, bare, ours = benchmark.table(rows).splitlines()
-    assert bare.split()[1] == "3" and ours.split()[1] == "4.5" and "1.25 (0.50 to 2.00)" in ours
+    rows = pandas.DataFrame({key: {"step, s": x} for key, x in seconds.items()}).T
+    lines = [line.split() for line in benchmark.table(rows).splitlines()]
+    assert lines[1:3] == [["transformers", "3.0"], ["grpo.py", "4.5"]]
+    assert [line[-1] for line in lines[-3:]] == ["1.25", "0.50", "2.00"]  # median, min, max
 
 
 def test_transformers_alone_does_the_same_work():
