@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 import resource
 import sys
 import time
@@ -29,6 +30,11 @@ EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
 EXIT_INTERRUPTED = 75  # SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
 
 
+def one_line(message: str) -> str:
+    """Return a message without codes that a terminal obeys, line ends among them: texts from files may hold any."""
+    return re.sub(r"[\0-\x1f\x7f-\x9f]+", " ", message)
+
+
 def fail(message: str, local: bool = False) -> NoReturn:
     """Print one line on stderr and exit with code 2, for a reason that the user can mend.
 
@@ -37,7 +43,7 @@ def fail(message: str, local: bool = False) -> NoReturn:
     if local or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for bar in progress_bars:
             bar.close()  # ends its line
-        message = " ".join(message.splitlines())  # names from files may hold line ends
+        message = one_line(message)
         if len(message) > 1000:
             message = f"{message[:500]} ... {message[-400:]}"
         print(f"error: {message}", file=sys.stderr, flush=True)
@@ -47,13 +53,13 @@ def fail(message: str, local: bool = False) -> NoReturn:
 def say(message: str) -> None:
     """Print one line on stdout, above the progress bars, from rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
-        tqdm.write(message)
+        tqdm.write(one_line(message))
 
 
 def warn(message: str) -> None:
     """Print one line on stderr, from rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"warning: {message}", file=sys.stderr, flush=True)
+        print(f"warning: {one_line(message)}", file=sys.stderr, flush=True)
 
 
 @dataclass

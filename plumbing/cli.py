@@ -140,6 +140,12 @@ class OutputArgs:
     seed: NonNegativeInt = 1
     """Seed of everything random: the order of the data, the sampling, the mini-batches."""
 
+    RULES = {
+        "--run_name must name a folder in --output_dir": lambda a: (
+            not re.search(r"(^|/)\.{0,2}(/|$)", a.run_name or "default")
+        )
+    }
+
 
 @dataclass
 class RunArgs(OutputArgs):

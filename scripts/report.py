@@ -17,7 +17,7 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing.run.log import CURVES, read_args, read_log, replace_file, run_names
+from plumbing.run.log import CURVES, read_args, read_log, replace_file, run_names, without_secrets
 
 SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
 NAMES = {"seed", "run_name", "output_dir", "resume", "track", "push_to_hub"}  # flags that runs of a group differ by
@@ -58,7 +58,7 @@ def read_part(name: str) -> str:
 
 def read_run(folder: str, name: str, runs: int) -> dict:
     """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics alone will do."""
-    facts, rows = read_args(folder), read_log(folder)
+    facts, rows = without_secrets(read_args(folder)), read_log(folder)
     if not rows:
         raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
     samples, held_out = (

@@ -45,8 +45,10 @@ def data_of(page) -> dict:
 
 def test_a_page_needs_no_network_and_no_sample_ends_its_data(tmp_path):
     page = tmp_path / "report.html"
-    report.main((make_run(tmp_path / "<i>run & more"),), str(page))
+    address = "http://me:secret@judge:9/x?key=secret"
+    report.main((make_run(tmp_path / "<i>run & more", reward=[address], dataset=address),), str(page))
     text = page.read_text()
+    assert "secret" not in text and "http://judge:9/x" in text
     title = text.partition("<title>")[2].partition("</title>")[0]
     assert "<" not in title and html.unescape(title) == "<i>run & more"
     assert not any(word in text.lower() for word in ("src=", "<link", "@import", "url(http", "fetch("))
@@ -63,7 +65,7 @@ def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
     assert run["steps"] == [1] and run["metrics"] == {"objective/scores": [0.5]} and run["defaults"] is None
     (tmp_path / "empty").mkdir()
     (tmp_path / "metrics.jsonl").write_text("null\n{\n")
-    for runs, says in (((), ""), ((str(tmp_path / "empty"),), ""), ((str(tmp_path),), "metrics.jsonl: ")):
+    for runs, says in (((), ""), ((str(tmp_path / "empty"),), ""), ((str(tmp_path),), "metrics.jsonl line 1: ")):
         assert says in refused(capsys, report.main, runs, str(tmp_path / "b.html"))
     assert not (tmp_path / "b.html").exists()
 

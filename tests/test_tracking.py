@@ -14,7 +14,8 @@ from plumbing.run import log
 
 
 def log_of(folder, track: str = "", steps: int = 4, step: int = 1) -> log.RunLog:
-    return log.RunLog(str(folder), "7", grpo.Args(track=track), utils.World(0, 1, None), steps, step)
+    args = grpo.Args(track=track, reward=("http://me:secret@judge:9/x?key=secret", "math"))
+    return log.RunLog(str(folder), "7", args, utils.World(0, 1, None), steps, step)
 
 
 def logged(folder, name: str) -> log.RunLog:
@@ -48,6 +49,7 @@ def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch):
         calls.clear()
         run = logged(tmp_path, name)
         begin, *rest = calls
+        assert begin["config"]["reward"] == ["http://judge:9/x", "math"]
         assert begin["name"] == tmp_path.name and begin["resume"] == "allow" and begin["config"]["track"] == name
         assert begin.get("id") == (None if name == "trackio" else "7") and run.url == "https://there/run"
         samples = {"samples": (["prompt", "math"], [["1+1=", 1.0]])}
@@ -99,10 +101,16 @@ def test_lengths(tmp_path, capsys):
     assert first == "prompts: 101 of 3 to 7 tokens, median 3" and second == "held-out: 1 of 5 to 5 tokens, median 5"
 
 
-def test_no_control_code_of_a_sample_reaches_the_terminal(tmp_path, capsys):
-    log_of(tmp_path).table(1, [{"prompt": "a\nb", "response": "\x1b]52;c;cm0=\x07\x9b2J", "math": None}])
-    out = capsys.readouterr().out
-    assert "]52;c;cm0=" in out and not {*"\x1b\x07\x9b"} & {*out}
+def test_no_control_code_reaches_the_terminal(tmp_path, capsys):
+    """Neither of a sample nor of what a file or a server says."""
+    text = "\x1b]52;c;cm0=\x07\x9b2J"
+    log_of(tmp_path).table(1, [{"prompt": "a\nb", "response": text, "math": None}])
+    utils.say(text)
+    utils.warn(text)
+    with pytest.raises(SystemExit):
+        utils.fail(text)
+    printed = "".join(capsys.readouterr())
+    assert printed.count("]52;c;cm0=") == 4 and not {*"\x1b\x07\x9b"} & {*printed}
 
 
 ROW = {"val/zero_std_fraction": 0.5, "val/num_stop_token_ids": 3, "objective/scores": 1.0}

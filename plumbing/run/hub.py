@@ -1,12 +1,11 @@
 """A run's final model on the Hugging Face hub, with a model card: --push_to_hub."""
 
 import os
-import re
 import shlex
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 
-from plumbing.run.log import CURVES, read_args, read_log
+from plumbing.run.log import CURVES, read_args, read_log, without_secrets
 from utils import loading
 
 CARD = """---
@@ -37,16 +36,17 @@ def open_repository(name: str) -> str:
 
 def push(folder: str, repository: str, tracked: str | None) -> str:
     """Push a run's final model with its card, and return the address of both. For rank 0 alone."""
-    facts, last, final = read_args(folder), read_log(folder)[-1], os.path.join(folder, "final")
+    facts, last, final = without_secrets(read_args(folder)), read_log(folder)[-1], os.path.join(folder, "final")
     args = facts["args"]
     card = ModelCard.from_template(
         ModelCardData(base_model=None if os.path.exists(args["model"]) else args["model"]), template_str=CARD,
-        title=repository.rpartition("/")[2], base=args["model"], dataset=without_secrets(args["dataset"]),
+        title=repository.rpartition("/")[2], base=args["model"], dataset=args["dataset"],
         step=last["step"], numbers={title: last[key] for key, title in CURVES.items() if last.get(key) is not None},
         tracked=tracked, command=command(facts),
     )  # fmt: skip
     card.save(os.path.join(final, "README.md"))
-    with loading(f"--push_to_hub {repository}: {final} is saved, but not pushed; --resume pushes it"):
+    again = f"hf upload {repository} {shlex.quote(final)} . --delete '*.safetensors*'"
+    with loading(f"--push_to_hub {repository}: {final} is saved, but not pushed ({again} pushes it)"):
         # Weights that the repository had before would be loaded in place of the new ones if their files differ in name.
         HfApi().upload_folder(repo_id=repository, folder_path=final, delete_patterns="*.safetensors*")
     return f"{constants.ENDPOINT}/{repository}"
@@ -58,10 +58,5 @@ def command(facts: dict) -> str:
     for name, value in facts["args"].items():
         if value != facts["defaults"][name] and name not in ("run_name", "output_dir", "resume", "push_to_hub"):
             values = [] if isinstance(value, bool) else map(str, value if isinstance(value, list) else [value])
-            words += [f"--no-{name}" if value is False else f"--{name}", *map(without_secrets, values)]
+            words += [f"--no-{name}" if value is False else f"--{name}", *values]
     return shlex.join(words)
-
-
-def without_secrets(word: str) -> str:
-    """Return a word of a command line, of an address without user, password and query, which may hold a key."""
-    return re.sub(r"(?<=://)(?:[^/?#]*@)?([^?#]*)(?:[?#].*)?", r"\1", word)

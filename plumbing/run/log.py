@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import re
 from collections import deque
 from dataclasses import asdict
 
@@ -39,7 +40,7 @@ CURVES = {  # the metrics that a picture has, if a run has them, and those of ev
     "val/sequence_lengths": "response length (tokens)",
     "loss/grad_norm": "gradient norm",
 }
-CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd")  # codes that a terminal obeys
+CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f]"  # codes that a terminal obeys, but for tabs and line ends
 
 
 class RunLog:
@@ -69,7 +70,7 @@ class RunLog:
             options = {"id": run_id, "dir": self.folder} if args.track == "wandb" else {}
             run = library.init(
                 project=os.environ.get("WANDB_PROJECT", "rl-on-language-models"), name=os.path.basename(self.folder),
-                config=asdict(args), resume="allow", **options,
+                config=without_secrets(asdict(args)), resume="allow", **options,
             )  # fmt: skip
         self.library, self.url = library, getattr(run, "url", None)
 
@@ -136,7 +137,9 @@ class RunLog:
         title = f"held-out samples after step {step}"
         table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
         for row in rows:
-            cells = [f"{x:g}" if isinstance(x, float) else str(x).translate(CONTROL) for x in finite(row).values()]
+            cells = [
+                f"{x:g}" if isinstance(x, float) else re.sub(CONTROL, "\ufffd", str(x)) for x in finite(row).values()
+            ]
             # Both ends of a long text: the question ends a prompt, the answer a response.
             table.add_row(*(rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}") for c in cells))
         with tqdm.external_write_mode():
@@ -211,19 +214,34 @@ def read_log(folder: str, name: str = "metrics.jsonl") -> list[dict]:
         return []
     with open(path, encoding="utf-8") as file:
         lines = file.read().split("\n")[:-1]
-    try:
-        return json.loads("[" + ",\n".join(lines) + "]")  # one array, so that json's error has the number of the line
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return [parse(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
 
 
 def read_args(folder: str) -> dict:
-    """Return a run's args.json, {"args": {flag: value}, "defaults": ..., "script": ..., ...}; {} if there is none."""
+    """Return a run's args.json, {"args": {flag: value}, "defaults": ..., "script": ..., ...}; {} if there is none.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
     path = os.path.join(folder, "args.json")
     if not os.path.exists(path):
         return {}
     with open(path, encoding="utf-8") as file:
-        return json.load(file)
+        return parse(file.read(), path)
+
+
+def parse(text: str, where: str) -> dict:
+    """Return a JSON object; raise ValueError, which says where it stands, if the text is none."""
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: is not a JSON object") from error
+
+
+def without_secrets(flags: dict) -> dict:
+    """Return flags for others to see: addresses without user, password and query, which may hold a key."""
+    address = r"(?<=://)(?:[^\s\"\\/?#]*@)?([^\s\"\\?#]*)[^\s\"\\]*"
+    return json.loads(re.sub(address, r"\1", json.dumps(flags)))
 
 
 def run_names(folders: list[str]) -> list[str]:
