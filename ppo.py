@@ -13,8 +13,8 @@ micro-batches; the sampling temperature is in every log-probability; each (respo
 number; masks come from lengths, never from token ids; what could not be scored is left out and counted; per-token
 values live in `Batch.tokens`, a dict that carries whatever is put there (see grpo.py, choice 8). And:
 1. A value is read at the position that predicts its token, as the log-probabilities are. After the last token it is 0.
-2. The critic is a reward model (`--value_model`), its head fitted to the first returns, or the policy with a head of
-   zeros: values start at 0 then, and the first returns are the rewards alone.
+2. The critic starts as a reward model with its head (`--value_model`), or as a language model, by default --model, with
+   a head of zeros: then values start at 0, and the first returns are sums of rewards alone.
 3. Actor and critic share no weights: each has an optimizer, a schedule and gradient clipping.
 4. Returns are computed before the advantages are whitened, over the response tokens of the step, all ranks. They may
    have another lambda (`--critic_gae_lambda`), and the critic other epochs and mini-batches.
@@ -562,7 +562,7 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `rollout` fails once it has all responses
+            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `Sampler.rollout` fails once it has all responses
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])

@@ -16,7 +16,7 @@ Deliberate choices:
 4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens` changes it.
 5. The order of the pairs is a function of the seed and the step: a resumed run continues bit for bit.
 6. The output is a folder for AutoModelForSequenceClassification. Its config carries `score_mean` and `score_std` of the
-   held-out responses (of training ones where there are none), by which the other scripts can centre the scores.
+   held-out responses (of up to 1,000 training pairs where there are none) for whoever reads it: nothing here does.
 
     bash scripts/demo.sh reward_model                                                 # a tiny model on a CPU, minutes
     python reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct                         # one GPU, UltraFeedback

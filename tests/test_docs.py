@@ -13,6 +13,7 @@ from helpers import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAP = ROOT / "docs" / "reading_map.md"
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `grpo.py: group_advantages`
+LISTED = re.compile(r"^\d+\. `([\w/]+\.py)`: (.*)$", re.MULTILINE)  # 1. `grpo.py`: `main` calls `collect`
 # of torchrun, tyro, hf upload, pytest
 FOREIGN = {"nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts"}
 FOREIGN |= {"shutdown_timeout", "help", "delete", "long", "no"}
@@ -89,6 +90,7 @@ def broken_links(path: Path, text: str) -> list[str]:
 
 def broken_references(text: str) -> list[str]:
     found = REFERENCE.findall(text)
+    found += [(name, dotted) for name, line in LISTED.findall(text) for dotted in re.findall(r"`([\w.]+)`", line)]
     return [f"{name}: {dotted}" for name, dotted in found if not (ROOT / name).exists() or not defines(name, dotted)]
 
 
@@ -111,8 +113,10 @@ def test_what_does_not_exist_is_found():
     assert missing_paths(text) == {"scripts/nothing.sh", "sac.py"}
     links = "[a](docs/rollouts.md#vllm) [b](docs/no.md) [c](docs/rollouts.md#no) [d](https://a.b) ![e](assets/demo.png)"
     assert broken_links(ROOT / "README.md", links) == ["docs/no.md", "docs/rollouts.md#no"]
-    text = "`grpo.py: generate` `grpo.py: Args.seed` `grpo.py: generated` `grpo.py: Args.no` `sac.py: main`"
-    assert broken_references(text) == ["grpo.py: generated", "grpo.py: Args.no", "sac.py: main"]
+    text = (
+        "`grpo.py: generate` `grpo.py: Args.seed` `grpo.py: Args.no` `sac.py: main`\n2. `utils.py`: `Sums`, `Sampler`"
+    )
+    assert broken_references(text) == ["grpo.py: Args.no", "sac.py: main", "utils.py: Sampler"]
 
 
 def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
@@ -132,7 +136,8 @@ def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
 
 
 def test_the_reading_map_has_every_equation():
-    """Every function in the section of equations of an algorithm."""
+    """Every function in the section of equations of an algorithm. No name stands without its file."""
+    assert not re.findall(r"`([A-Za-z_][\w.]*(?<!\.py))`", LISTED.sub("", MAP.read_text()))
     named = {dotted for _, dotted in REFERENCE.findall(MAP.read_text())}
     for name in ("grpo.py", "rloo.py", "ppo.py", "reward_model.py", "distill.py"):
         section = re.search(r"\n# The equations.*?\n# -+\n(.*?)\n# -+\n", (ROOT / name).read_text(), re.DOTALL)[1]
