@@ -20,7 +20,6 @@ def test_processes(monkeypatch):
     rows = benchmark.compare(FLAGS, ["transformers", "grpo.py --lora_rank 2"], 1)
     assert [kind for kind, _ in rows.index] == ["transformers", "grpo.py --lora_rank 2"]
     assert (rows > 0).all(axis=None)
-    assert (rows.filter(like=", s").drop(columns="step, s").sum(axis=1) <= rows["step, s"] * (1 + 1e-9)).all()
 
 
 def test_a_table_pairs_the_rounds():

