@@ -153,8 +153,8 @@ def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, di
     if table["correct"].notna().any():
         measures[f"avg@{n}"] = prompts["correct"].mean()
         for k in (2**i for i in range(n.bit_length())):
-            pass_at_k = lambda correct, k: evaluation.pass_at_k(correct.count(), int(correct.sum()), k)
-            measures[f"pass@{k}"] = prompts["correct"].agg(pass_at_k, k)
+            pass_at_k = lambda x, k=k: evaluation.pass_at_k(x.count(), int(x.sum()), k)
+            measures[f"pass@{k}"] = prompts["correct"].agg(pass_at_k)
         if table["extracted"].notna().any():
             measures[f"maj@{n}"] = prompts[["extracted", "correct"]].apply(majority)
     measures |= {name: prompts[name].mean() for name in columns}
