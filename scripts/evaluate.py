@@ -97,7 +97,7 @@ class Args(cli.OutputArgs, cli.PretrainedArgs, cli.PromptArgs, cli.ScoringArgs, 
                 flags = read_args(folder).get("args", {})
             taken = {name: flags[name] for name in cls.FROM_RUN if name in flags}
             if taken:
-                print(f"defaults by {folder}/args.json: {taken}; --config takes its other flags, too", flush=True)
+                print(f"defaults by {folder}/args.json: {taken}; --config takes its other flags, too")
                 return taken
         return {}
 
@@ -242,7 +242,7 @@ def main(args: Args) -> None:
         print(f"{len(prompts)} prompts x {n} responses; without a score: {missing}")
         for name, scores in {"": results["scores"], **results["datasets"]}.items():
             print(name, pandas.DataFrame(scores).T.to_string(float_format="{:.4g}".format), sep="\n")
-        print(folder / "results.json", flush=True)
+        print(folder / "results.json")
 
 
 if __name__ == "__main__":
