@@ -15,9 +15,14 @@ from helpers import refused
 from plumbing.turns.conversations import EnvironmentFailure, ToolError, ToolProcess, ToolProcesses
 
 TOOLS = '''
-import os, random, signal, subprocess, sys, time
+import contextlib, os, random, signal, subprocess, sys, time
 
 calls = []
+
+def scribble(text):
+    for descriptor in range(3, 20):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, text)
 
 def add(a: int, b: float = 1) -> float:
     """Add two numbers.
@@ -210,7 +215,8 @@ def test_what_a_tool_returns(processes, code, result):
 
 DEAF = "signal.signal(signal.SIGALRM, signal.SIG_IGN) and time.sleep(60)"
 GONE = {DEAF: "run gave no answer within --timeout 1 s"}
-GONE |= dict.fromkeys(["os._exit(0)", "os.closerange(3, 50)"], "run ended its process")
+BROKEN = ["os._exit(0)", "os.closerange(3, 50)", "scribble(b'9' * 99)", "scribble(b'9\\n')", "scribble(b'9' * (1 << 22))"]
+GONE |= dict.fromkeys(BROKEN, "run ended its process, or wrote into its connection")
 
 
 @pytest.mark.parametrize("code", GONE)
@@ -242,7 +248,7 @@ ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
         ({}, "('x', False, 1.0)", [" go", ORDER]),
         ({"reset": "3"}, "", ["3"]),
         ({"secret": None, "x": 1}, "1 / 0", [" go", r"failure: step: ZeroDivisionError \(.*game.py:15\): division.*"]),
-        ({}, "os._exit(1)", [" go", "failure: step ended its process"]),
+        ({}, "os._exit(1)", [" go", "failure: step ended its process, or.*"]),
     ],
 )
 def test_what_an_environment_returns(processes, row, step, expected):
@@ -255,7 +261,7 @@ def test_tools_of_an_environment_that_fail(processes):
     # What a tool raises is for the model; an environment that is gone is a failure.
     calls = [("call", "peek", {"what": what}) for what in ("1 / 0", "os._exit(0)")]
     *_, raised, ended = converse(processes, *calls)
-    assert raised == "error: ZeroDivisionError: division by zero" and ended == "failure: peek ended its process"
+    assert raised == "error: ZeroDivisionError: division by zero" and ended == "failure: peek ended its process, or wrote into its connection"
 
 
 def test_random_numbers_are_the_rows(processes):
@@ -340,7 +346,7 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
         (["tools.py:no_hint"], "", "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint"),
         (["tools.py:add"] * 2, "", "--tools, --environment: two of the tools .*"),
         (["broken.py:x"], "", r"--tools .*broken.py:2\): division by zero"),
-        (["ends.py:x"], "", "--tools .* ended its process"),
+        (["ends.py:x"], "", "--tools .* ended its process, or wrote into its connection"),
         ([], "game.py:OnlyReset", "--environment .*: .*TypeError: requires a method reset, and a method step or tools"),
         ([], "game.py:Needs", "--environment .*game.py:Needs: .*TypeError: .*missing 1 required .*argument: 'size'"),
     ],

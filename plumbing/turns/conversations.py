@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 from dataclasses import dataclass, field
 from typing import Callable
 
@@ -30,6 +31,7 @@ from plumbing.turns.worker import EnvironmentFailure, ToolError
 from utils import ROOT, fail, warn
 
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
+LONGEST_ANSWER = 10 * worker.LONGEST_TEXT  # bytes of JSON
 STOP_REASONS = ("done", "max_turns", "length", "error")
 forked = multiprocessing.get_context("forkserver")
 
@@ -75,37 +77,42 @@ class ToolProcess:
         """
         gone = EnvironmentFailure if self.processes.environment else ToolError
         name = arguments[0] if method == "call" else method
+        request = json.dumps([self.timeout, method, *arguments], default=str)
         try:
             if self.process is None:
                 self._start()
                 await asyncio.sleep(0)  # until others, which start at once, have started, too
-            self.connection.send_bytes(json.dumps([self.timeout, method, *arguments], default=str).encode())
             async with asyncio.timeout(self.timeout + SECONDS_TO_GIVE_UP):
-                await self._answered()
-            answer = json.loads(self.connection.recv_bytes())
+                await asyncio.get_running_loop().sock_sendall(self.connection, f"{request}\n".encode())
+                answer = await self._read_answer()
         except TimeoutError:
             self.kill()
             raise gone(f"{name} gave no answer within --timeout {self.timeout:g} s") from None
-        except (OSError, EOFError):
+        except (OSError, EOFError, ValueError):
             self.kill()
-            raise gone(f"{name} ended its process") from None
+            raise gone(f"{name} ended its process, or wrote into its connection") from None
         if "result" in answer:
             return answer["result"]
         if method == "call":
             raise ToolError(answer["error"])
         raise EnvironmentFailure(" ".join(f"{method}: {answer['error'][:500]}".split()))
 
-    async def _answered(self) -> None:
-        """Wait until there is something to read."""
-        loop, readable, descriptor = asyncio.get_running_loop(), asyncio.Event(), self.connection.fileno()
-        loop.add_reader(descriptor, readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(descriptor)
+    async def _read_answer(self) -> dict:
+        """Return what the process answers; raise ValueError if what comes is not an answer, or the connection ends."""
+        loop, line = asyncio.get_running_loop(), bytearray()
+        while not line.endswith(b"\n"):
+            part = await loop.sock_recv(self.connection, 1 << 16)
+            line += part
+            if not part or len(line) > LONGEST_ANSWER:
+                raise ValueError
+        answer = json.loads(line)
+        if not isinstance(answer, dict):
+            raise ValueError
+        return answer
 
     def _start(self) -> None:
-        connection, of_process = forked.Pipe()
+        connection, of_process = socket.socketpair()
+        connection.setblocking(False)
         served = (of_process, self.processes.tools, self.processes.environment, self.seed)
         process = forked.Process(target=worker.serve, args=served)
         with of_process, without_main():

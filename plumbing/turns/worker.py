@@ -1,6 +1,7 @@
 """What a process of tools (--tools) and of an environment (--environment) does: it serves one conversation.
 
-Requests and answers are JSON on a pipe, each request with the seconds after which the user's code is interrupted:
+Requests and answers are lines of JSON on a socket. A request has the seconds after which the user's code is
+interrupted:
     [seconds, method, arguments...], where the methods are `describe`, `reset`, `step`, `done`, `reward` and `call`
     {"result": ...} or {"error": type and text of what was raised}
 
@@ -9,17 +10,19 @@ It imports no torch.
 """
 
 import asyncio
+import contextlib
 import inspect
 import json
 import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing import forkserver, resource_tracker
 
 from plumbing.rewards.functions import accepted, load_function
 
@@ -123,35 +126,43 @@ def as_text(value) -> str:
 # ---- the process -----------------------------------------------------------------------------------------------------
 
 
-def serve(connection: Connection, tools: list[str], environment: str, seed: int) -> None:
+def serve(connection: socket.socket, tools: list[str], environment: str, seed: int) -> None:
     """Answer the requests of one conversation; once the trainer is gone, end all that the tools have started."""
     os.setpgid(0, 0)  # a group of processes, to be killed with all that a tool starts
+    # What a tool writes to a descriptor that is not its own would end the fork server, or the tracker of resources.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
+    os.close(resource_tracker._resource_tracker._fd)
+    resource_tracker._resource_tracker._fd = None  # a tool that needs one starts its own
     threading.Thread(target=end_with_trainer, daemon=True).start()
     os.dup2(2, 1)  # output of tools goes to stderr
     sys.stdout = sys.stderr
     signal.signal(signal.SIGALRM, give_up)
     served, process = None, os.getpid()
-    while True:
-        try:
-            limit, method, *arguments = json.loads(connection.recv_bytes())
-        except (EOFError, ConnectionError):  # the trainer is gone
-            os.killpg(0, signal.SIGKILL)
-        try:
-            signal.setitimer(signal.ITIMER_REAL, limit)
-            served = served or Tools(tools, environment, seed)
-            answer = {"result": getattr(served, method)(*arguments)}
-        except BaseException as error:  # SystemExit, too
-            raised = traceback.TracebackException.from_exception(error)  # has a text even where str(error) raises
-            # load_function puts users' files into sys.modules by their paths. What a tool raises is for the model.
-            places = [f" ({frame.filename}:{frame.lineno})" for frame in raised.stack if frame.filename in sys.modules]
-            place = places[-1] if places and method != "call" else ""
-            answer = {"error": as_text(f"{type(error).__name__}{place}: {raised}")}
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        if os.getpid() != process:  # a tool has forked, and both have returned
-            os._exit(0)
-        # Half of a surrogate pair, which no tokenizer reads, becomes "?".
-        connection.send_bytes(json.dumps(answer, ensure_ascii=False).encode(errors="replace"))
+    with contextlib.suppress(OSError):  # the trainer is gone, or a tool has closed the connection
+        for request in connection.makefile("rb"):
+            try:
+                limit, method, *arguments = json.loads(request)
+                signal.setitimer(signal.ITIMER_REAL, limit)
+                served = served or Tools(tools, environment, seed)
+                answer = {"result": getattr(served, method)(*arguments)}
+            except BaseException as error:  # SystemExit, too
+                answer = {"error": as_text(describe_error(error, method))}
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            if os.getpid() != process:  # a tool has forked, and both have returned
+                os._exit(0)
+            # Half of a surrogate pair, which no tokenizer reads, becomes "?".
+            connection.sendall(json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n")
+    os.killpg(0, signal.SIGKILL)
+
+
+def describe_error(error: BaseException, method: str) -> str:
+    """Return type and text of what a method raised; unless it is for the model, with the line of the user's file."""
+    raised = traceback.TracebackException.from_exception(error)  # has a text even where str(error) raises
+    # load_function puts users' files into sys.modules by their paths.
+    places = [f" ({frame.filename}:{frame.lineno})" for frame in raised.stack if frame.filename in sys.modules]
+    place = places[-1] if places and method != "call" else ""
+    return f"{type(error).__name__}{place}: {raised}"
 
 
 def give_up(*_) -> None:
