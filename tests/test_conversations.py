@@ -86,6 +86,10 @@ CASES = {  # columns of the row, flags, turns of the model, expected text, stop 
         {}, ALONE | {"turn_stop": ("<unk>",), "max_response_length": 3}, ["ab<unk>"], "ab", "done", math.nan, 0, 0,
     ),
     "two calls": ({}, ALONE, [ADD * 2, "x"], f"{ADD * 2}33x", "done", math.nan, 2, 0),
+    "too many calls": (
+        {}, ALONE | {"max_response_length": 2000}, [ADD * 40, "x"],
+        f"{ADD * 40}{'3' * 32}Error: 8 further calls were not made: a turn may have 32x", "done", math.nan, 33, 1,
+    ),
     "bad arguments": (
         {}, ALONE, ['<add {"a": 1}>', "x"],
         "<add {\"a\": 1}>Error: TypeError: add() missing 1 required positional argument: 'b'x", "done", math.nan, 1, 1,

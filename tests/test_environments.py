@@ -59,7 +59,7 @@ def test_the_reward_and_the_pattern(folder):
     (base,) = [command for command in COMMANDS if "--tool_call_pattern" in command]
     args = cli.parse(importlib.import_module("grpo").Args, base[2:])
     schemas = ToolProcesses((f"{folder / args.tools[0]}",), "", 30.0).schemas
-    read = pattern_reader(args.tool_call_pattern, schemas)
+    read = pattern_reader(args.tool_call_pattern, schemas, 1.0)
     assert read("It is <search>rain</search>") == [("search", {"query": "rain"})]
     assert args.turn_stop == ("</search>",) and args.chat_template == "none"
 

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import test_data
-from helpers import refused
+from helpers import ROOT, refused
 from tiny_models import make_tokenizer
 
 from plumbing.data import mixture as data
@@ -80,8 +80,8 @@ def schema(name: str, **properties: str) -> dict:
 
 
 SEARCH, ADD = schema("search", query="string"), schema("add", a="integer", b="integer")
-SQUARE = schema("square", x="integer")
-ARGS = dict(tools=("t.py:search",), environment="", tool_call_pattern="", chat_template="")
+SCHEMAS = {"search": SEARCH, "add": ADD, "square": schema("square", x="integer")}
+ARGS = dict(tools=("t.py:search",), environment="", tool_call_pattern="", chat_template="", timeout=1.0)
 ENVIRONMENT = dict(tools=(), environment="e.py:Game")
 PATTERN = "<search>(?P<arguments>.*?)</search>"
 
@@ -113,20 +113,7 @@ def result(content: str, name: str = "search") -> dict:
 
 # ---- calls in a turn -------------------------------------------------------------------------------------------------
 
-HERMES = {
-    "no call": ("Just text, {}.", []),
-    "one": ('I look.\n<tool_call>\n{"name": "f", "arguments": {"q": "a}"}}\n</tool_call>', [("f", {"q": "a}"})]),
-    "two, the name last": (
-        '<tool_call>{"arguments":{},"name":"f"}</tool_call><tool_call>{"name":"g"}</tool_call>',
-        ["f", "g"],
-    ),
-    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [("f", {"a": 1})]),
-    "broken JSON": ('<tool_call>{"name": "f", }</tool_call>', "not valid JSON"),
-    "deep": ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not valid JSON"),
-    "name of the wrong type": ('<tool_call>{"name": 1, "arguments": {}}</tool_call>', '"name"'),
-    "arguments of the wrong type": ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "arguments of f"),
-    "not closed": ('<tool_call>{"name": "f", "arguments": {}}', "not closed"),
-}
+CALLS = json.loads((ROOT / "tests" / "data" / "tool_calls.json").read_text())
 
 
 def check_calls(calls: list, expected) -> None:
@@ -134,35 +121,20 @@ def check_calls(calls: list, expected) -> None:
     if isinstance(expected, str):
         assert len(calls) == 1 and isinstance(calls[0], str) and expected in calls[0] and len(calls[0]) < 200, calls
     else:
-        assert calls == [(e, {}) if isinstance(e, str) else e for e in expected]
+        assert list(map(list, calls)) == [[e, {}] if isinstance(e, str) else list(e) for e in expected]
 
 
-@pytest.mark.parametrize("case", HERMES)
+@pytest.mark.parametrize("case", CALLS["hermes"])
 def test_calls_of_hermes(case):
-    text, expected = HERMES[case]
-    check_calls(hermes_calls("", text), expected)
+    text, expected = CALLS["hermes"][case]
+    check_calls(hermes_calls("", text.replace("DEEP", "[" * 100_000)), expected)
 
 
-NAMED = r"```(?P<name>\w*)\n(?P<arguments>.*?)```"
-PATTERNS = {
-    "text": (PATTERN, [SEARCH], "a <search> who\nis </search> b", [("search", {"query": "who\nis"})]),
-    "object": (PATTERN, [SEARCH], '<search>{"query": "a"}</search>', [("search", {"query": "a"})]),
-    "other object": (PATTERN, [SEARCH], '<search>{"a": 1}</search>', [("search", {"query": '{"a": 1}'})]),
-    "number": (PATTERN, [SQUARE], "<search>12</search>", [("square", {"x": 12})]),
-    "nothing": (PATTERN, [SEARCH], "search", []),
-    "name": (NAMED, [SEARCH, ADD], '```add\n{"a": 1, "b": 2}\n```', [("add", {"a": 1, "b": 2})]),
-    "object for two parameters": (PATTERN, [ADD], '<search>{"a": 1}</search>', [("add", {"a": 1})]),
-    "text for two parameters": (PATTERN, [ADD], "<search>1</search>", "JSON object"),
-    "unknown name": (NAMED, [SEARCH, ADD], "```sub\n{}```", ["sub"]),
-    "nothing to call": (NAMED, [], "```sub\n{}```", ["sub"]),
-    "no object": (NAMED, [SEARCH, ADD], "```\n1```", "JSON object"),
-}
-
-
-@pytest.mark.parametrize("case", PATTERNS)
+@pytest.mark.parametrize("case", CALLS["patterns"])
 def test_calls_by_pattern(case):
-    pattern, schemas, text, expected = PATTERNS[case]
-    check_calls(pattern_reader(pattern, schemas)(text), expected)
+    pattern, names, text, expected = CALLS["patterns"][case]
+    schemas = [SCHEMAS[name] for name in names]
+    check_calls(pattern_reader(pattern, schemas, 1.0)(text), expected)
 
 
 @pytest.mark.parametrize("template", [QWEN25, QWEN3_THINKING])
@@ -297,6 +269,22 @@ def test_any_text_is_encoded(tokenizer_of):
     assert "\n{{ x }}\n" in text_between(turns, [{"role": "tool", "content": "{{ x }}"}], "<|im_end|>")
 
 
+DROPS_ALL = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+
+
+@pytest.mark.parametrize("template", [QWEN3, QWEN3_THINKING, DROPS_ALL])
+def test_turns_that_the_template_would_change_stay_as_sampled(template, tokenizer_of, capsys):
+    """Qwen3's drops the thoughts of turns before a message of the user: what it writes between the two is the same."""
+    turns = turns_of(tokenizer_of(template), [], **ENVIRONMENT)
+    assert "warning: --environment: the chat template of --model changes earlier turns" in capsys.readouterr().err
+    thinks = "<think>\n" if template == QWEN3_THINKING else ""
+    for last, begin in (("<|im_end|>", ""), ("a", "<|im_end|>")):
+        text = text_between(turns, [USER], last)
+        assert text == f"{begin}\n<|im_start|>user\nHigher.<|im_end|>\n<|im_start|>assistant\n{thinks}"
+    turns_of(tokenizer_of(QWEN3))  # keeps thoughts before results of tools
+    assert not capsys.readouterr().err
+
+
 def test_messages_that_the_template_refuses_raise(tokenizer_of):
     template = CHATML.replace("{{- '<|", "{{- raise_exception('it is empty') if not m.content }}{{- '<|", 1)
     turns = turns_of(tokenizer_of(template), [], **ENVIRONMENT)
@@ -308,25 +296,21 @@ def test_messages_that_the_template_refuses_raise(tokenizer_of):
 
 TOOLS = [SEARCH, ADD]
 TAGS = QWEN25.replace("""<tool_call>\\n{"name": "' + call""", "<tool_call>\\n<function=' + call")
-ENDS_DIFFERENTLY = QWEN25.replace("{%- for m in messages %}", "{%- for m in messages %}{% if loop.last %}.{% endif %}")
+ENDS_DIFFERENTLY = CHATML.replace("m.content +", "m.content + ('.' if loop.last else '') +")
 HIDES_RESULTS = QWEN25.replace("+ m.content + '\\n</tool_response>'", "+ '\\n</tool_response>'")
 RAISES = QWEN25.replace("{%- if m.role == 'tool' %}", "{%- if m.role == 'tool' %}{{- raise_exception('no tools') }}", 1)
-DROPS_ALL = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
-CHANGES = "changes earlier turns, such as by dropping thoughts"
 REFUSED = {
     "no template": (None, TOOLS, {}, "--tools: the chat template of --model: does not show tools"),
     "no tools in the template": (CHATML, TOOLS, {}, "--tools: the chat template of --model: does not show tools"),
     "tools of an environment": (CHATML, TOOLS, ENVIRONMENT, "--environment: the chat template of --model: does not"),
     "another form": (TAGS, TOOLS, {}, "writes calls in another form than <tool_call>; --tool_call_pattern"),
-    "another last turn": (ENDS_DIFFERENTLY, TOOLS, {}, CHANGES),
+    "another last turn": (ENDS_DIFFERENTLY, [], ENVIRONMENT, "shows the end of a turn differently"),
     "hidden results": (HIDES_RESULTS, TOOLS, {}, "does not show messages of tool after a turn"),
     "another stop token": (QWEN25.replace("<|im_end|>", "<bos>"), TOOLS, {}, "which holds no --stop_token"),
     "no results": (RAISES, TOOLS, {}, "--tools: the chat template of --model: no tools"),
     "no expression": (QWEN25, TOOLS, {"tool_call_pattern": "("}, "--tool_call_pattern '(': missing )"),
     "no arguments": (QWEN25, TOOLS, {"tool_call_pattern": "<a>(.*)</a>"}, "requires a group (?P<arguments>"),
     "no name": (QWEN25, TOOLS, {"tool_call_pattern": PATTERN}, "requires a group (?P<name>...)"),
-    "drops thoughts at a step": (QWEN3, TOOLS, ENVIRONMENT, CHANGES),
-    "drops all thoughts": (DROPS_ALL, [], ENVIRONMENT, CHANGES),
 }
 
 

@@ -32,6 +32,7 @@ from utils import ROOT, fail, warn
 
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
 LONGEST_ANSWER = 10 * worker.LONGEST_TEXT  # bytes of JSON
+MOST_CALLS = 32  # of a turn
 STOP_REASONS = ("done", "max_turns", "length", "error")
 forked = multiprocessing.get_context("forkserver")
 
@@ -318,7 +319,9 @@ class Conversations:
 
         A turn with calls is for the tools, any other turn for the environment. Without either there is no message.
         """
-        calls = self.turns.calls(text)
+        calls = await asyncio.to_thread(self.turns.calls, text)  # a pattern may take long
+        if (left_out := len(calls) - MOST_CALLS) > 0:
+            calls[MOST_CALLS:] = [f"{left_out} further calls were not made: a turn may have {MOST_CALLS}"]
         messages = [await self._call(conversation, call) for call in calls]
         if not self.args.environment:
             return messages, None, False

@@ -1,8 +1,8 @@
 """The text between the turns of a conversation, as token ids, and the calls of tools in a turn.
 
-Sampled tokens are never tokenised again. The text between two turns is the difference of two renderings of the chat
-template: of a conversation that ends with a turn, and of the same one with the messages that follow. A template that
-changes earlier turns for later messages, such as one that drops thoughts, is refused at the start.
+Sampled tokens are never tokenised again. The text between two turns is what the chat template
+writes behind a turn that messages follow. A template that changes earlier turns for them, such as
+one that drops thoughts, is warned of at the start: here turns stay as they were sampled.
 
 A reader returns the calls in a turn in order: (name, arguments) as the model wrote them, or a text for the model with
 the reason why a call cannot be read. Whether a call fits a tool is not checked.
@@ -11,13 +11,14 @@ the reason why a call cannot be read. Whether a call fits a tool is not checked.
 import functools
 import json
 import os
-import re
 from typing import Callable
+
+import regex
 
 from plumbing.data.prompts import encode_text, guarded
 from plumbing.rewards.answers import after_thought
 from plumbing.turns.worker import EnvironmentFailure
-from utils import first_line, loading
+from utils import first_line, loading, warn
 
 Call = tuple[str, dict]  # name and arguments
 MARK = "SAMPLED-TURN"  # where a rendering has the end of a sampled turn
@@ -44,16 +45,25 @@ class Turns:
         self.result_role = "tool" if "tool" in str(tokenizer.chat_template) else "user"
         if args.tool_call_pattern:
             with loading(f"--tool_call_pattern {args.tool_call_pattern!r}"):
-                self.calls = pattern_reader(args.tool_call_pattern, schemas)
-        with loading(f"{'--tools' if args.tools else '--environment'}: the chat template of --model"):
+                self.calls = pattern_reader(args.tool_call_pattern, schemas, args.timeout)
+        flag = "--tools" if args.tools else "--environment"
+        with loading(f"{flag}: the chat template of --model"):
             if schemas and not args.tool_call_pattern:
                 self.calls = self._template_reader()
             roles = [self.result_role] * bool(schemas) + ["user"] * bool(args.environment and has_step)
+            before = self._render([QUESTION, TURN]) if self.has_template else ""
+            self.after_last_turn = before.rpartition(MARK)[2]
             for role in roles if self.has_template else []:
-                if "A-RESULT" not in self._between([{"role": role, "name": "x", "content": "A-RESULT"}]):
+                follower = {"role": role, "name": "x", "content": "A-RESULT"}
+                if "A-RESULT" not in self._between([follower]):
                     raise ValueError(f"does not show messages of {role} after a turn")
-            # The first token ids of an observation, up to the stop token with which the template ends turns.
-            self.end = self._end_of_turn() if self.has_template else []
+                followed = self._render([QUESTION, TURN, follower], prompt=True)
+                if not ("A-THOUGHT" in before and followed.startswith(before)):
+                    warn(
+                        f"{flag}: the chat template of --model changes earlier turns, such as by dropping thoughts, "
+                        f"once messages of {role} follow; here they stay as they were sampled"
+                    )
+            self.end = self._end_of_turn()  # the first token ids of an observation
 
     def _template_reader(self) -> Callable[[str], list[Call | str]]:
         """Return the reader of the calls that the chat template writes; raise ValueError if there is none."""
@@ -78,7 +88,7 @@ class Turns:
 
         Raise ValueError if it ends turns by another token of the added vocabulary, which no turn would end with.
         """
-        ids = self._encode(self._render([QUESTION, TURN]).rpartition(MARK)[2])
+        ids = self._encode(self.after_last_turn)
         length = next((length for length, token in enumerate(ids, 1) if token in self.stop_ids), 0)
         if not length and any(token in self.tokenizer.added_tokens_decoder for token in ids):
             raise ValueError(f"ends turns by {self.tokenizer.decode(ids)!r}, which holds no --stop_token")
@@ -91,13 +101,13 @@ class Turns:
     def _between(self, messages: list[dict]) -> str:
         """Return the text between a turn and the next one: end of turn, messages, generation prompt.
 
-        Raise ValueError if the template changes the turn for them. It may raise other exceptions by itself.
+        Raise ValueError if the template does not show the turn then, or ends it in another way.
+        It may raise other exceptions by itself.
         """
-        before = self._render([QUESTION, TURN])
-        after = self._render([QUESTION, TURN, *messages], prompt=True)
-        if not ("A-THOUGHT" in before and after.startswith(before)):
-            raise ValueError("changes earlier turns, such as by dropping thoughts, once messages follow")
-        return after[before.rindex(MARK) + len(MARK) :]
+        between = self._render([QUESTION, TURN, *messages], prompt=True).partition(MARK)[2]
+        if not between.startswith(self.after_last_turn):
+            raise ValueError("shows the end of a turn differently once messages follow")
+        return between
 
     def observation_ids(self, messages: list[dict], last_token: int) -> list[int]:
         """Return the token ids between the turn just sampled and the next one; without chat template, of the contents.
@@ -117,8 +127,7 @@ class Turns:
             ids = self._encode(self._between(guarded(messages, self.tokenizer)))
         except Exception as error:  # templates may raise any exception
             raise EnvironmentFailure(f"the chat template of --model refuses messages: {first_line(error)}") from error
-        has_end = last_token in self.stop_ids and ids[: len(self.end)] == self.end
-        return ids[len(self.end) :] if has_end else ids
+        return ids[len(self.end) :] if last_token in self.stop_ids else ids
 
     def _encode(self, text: str) -> list[int]:
         """Return the token ids of a text; half of a surrogate pair, which models can write in JSON, becomes "?"."""
@@ -171,20 +180,23 @@ def response_template_calls(tokenizer, prompt: str, schemas: list[dict], text: s
     return [read_call(call.get("function")) for call in message.get("tool_calls") or []]
 
 
-def pattern_reader(pattern: str, schemas: list[dict]) -> Callable[[str], list[Call | str]]:
+def pattern_reader(pattern: str, schemas: list[dict], timeout: float) -> Callable[[str], list[Call | str]]:
     """Return a reader of the calls that match --tool_call_pattern; raise ValueError if the pattern lacks a group.
 
     The group "arguments" holds a JSON object with names of the tool's parameters, or else the value of the only
     parameter. The group "name" names the tool; without it the only tool is meant. A dot matches line ends, too.
+
+    A pattern can take exponential time. Unlike re, regex stops after `timeout` seconds, and lets
+    other threads run meanwhile.
     """
     tools = {schema["function"]["name"]: schema["function"]["parameters"]["properties"] for schema in schemas}
-    compiled = re.compile(pattern, re.DOTALL)
+    compiled = regex.compile(pattern, regex.DOTALL)
     if "arguments" not in compiled.groupindex:
         raise ValueError("requires a group (?P<arguments>...), which holds the arguments of a call")
     if "name" not in compiled.groupindex and len(tools) != 1:
         raise ValueError("requires a group (?P<name>...), which names the tool, unless there is exactly one")
 
-    def read(match: re.Match) -> Call | str:
+    def read(match: regex.Match) -> Call | str:
         groups = match.groupdict(default="")
         name, text = groups.get("name", next(iter(tools), "")).strip(), groups["arguments"].strip()
         value, parameters = json_or_text(text), tools.get(name, {})
@@ -193,4 +205,10 @@ def pattern_reader(pattern: str, schemas: list[dict]) -> Callable[[str], list[Ca
             return name, {parameter: text if schema.get("type") == "string" else value}
         return read_call({"name": name, "arguments": value})
 
-    return lambda text: [read(match) for match in compiled.finditer(text)]
+    def read_all(text: str) -> list[Call | str]:
+        try:
+            return [read(match) for match in compiled.finditer(text, timeout=timeout, concurrent=True)]
+        except TimeoutError:
+            return [f"the calls cannot be read within {timeout:g} s"]
+
+    return read_all

@@ -1,7 +1,7 @@
 """What a process of tools (--tools) and of an environment (--environment) does: it serves one conversation.
 
-Requests and answers are lines of JSON on a socket. A request has the seconds after which the user's code is
-interrupted:
+Requests and answers are lines of JSON on a socket, each request with the seconds after which the
+user's code is interrupted:
     [seconds, method, arguments...], where the methods are `describe`, `reset`, `step`, `done`, `reward` and `call`
     {"result": ...} or {"error": type and text of what was raised}
 
@@ -129,7 +129,7 @@ def as_text(value) -> str:
 def serve(connection: socket.socket, tools: list[str], environment: str, seed: int) -> None:
     """Answer the requests of one conversation; once the trainer is gone, end all that the tools have started."""
     os.setpgid(0, 0)  # a group of processes, to be killed with all that a tool starts
-    # What a tool writes to a descriptor that is not its own would end the fork server, or the tracker of resources.
+    # What a tool writes to descriptors that are not its own would end the fork server or its tracker.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     os.close(resource_tracker._resource_tracker._fd)
     resource_tracker._resource_tracker._fd = None  # a tool that needs one starts its own
@@ -146,7 +146,13 @@ def serve(connection: socket.socket, tools: list[str], environment: str, seed: i
                 served = served or Tools(tools, environment, seed)
                 answer = {"result": getattr(served, method)(*arguments)}
             except BaseException as error:  # SystemExit, too
-                answer = {"error": as_text(describe_error(error, method))}
+                # Has a text even where str(error) raises.
+                raised = traceback.TracebackException.from_exception(error)
+                # load_function puts users' files into sys.modules by their paths. What a tool
+                # raises is for the model, which does not need the place.
+                frames = [frame for frame in raised.stack if frame.filename in sys.modules and method != "call"]
+                places = [f" ({frame.filename}:{frame.lineno})" for frame in frames]
+                answer = {"error": as_text(f"{type(error).__name__}{''.join(places[-1:])}: {raised}")}
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             if os.getpid() != process:  # a tool has forked, and both have returned
@@ -154,15 +160,6 @@ def serve(connection: socket.socket, tools: list[str], environment: str, seed: i
             # Half of a surrogate pair, which no tokenizer reads, becomes "?".
             connection.sendall(json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n")
     os.killpg(0, signal.SIGKILL)
-
-
-def describe_error(error: BaseException, method: str) -> str:
-    """Return type and text of what a method raised; unless it is for the model, with the line of the user's file."""
-    raised = traceback.TracebackException.from_exception(error)  # has a text even where str(error) raises
-    # load_function puts users' files into sys.modules by their paths.
-    places = [f" ({frame.filename}:{frame.lineno})" for frame in raised.stack if frame.filename in sys.modules]
-    place = places[-1] if places and method != "call" else ""
-    return f"{type(error).__name__}{place}: {raised}"
 
 
 def give_up(*_) -> None:
