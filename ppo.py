@@ -50,6 +50,7 @@ from plumbing.run.ranks import record
 from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
+ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores of a token; vLLM returns no other
 MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
 
 
@@ -516,7 +517,6 @@ def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimi
 # ----------------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.set_stance("force_eager")  # its shapes change at every token
 @torch.no_grad()
 def generate(
     model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
@@ -542,7 +542,7 @@ def generate(
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
     mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
-    values = {"rollout_logprobs": torch.zeros(len(queries), length, device=device)}  # (N, T) each, see `Batch.tokens`
+    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}  # (N, T) each
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
@@ -750,7 +750,7 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step)
     critic_optimizer = utils.Optimizer(critic, args, total_steps * critic_schedule(args)[2], prefix="critic_")
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
-    engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype)
+    engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype, ROLLOUT_OUTPUTS)
     sampler = Sampler(
         generate=generate,
         model=policy.model,

@@ -57,7 +57,7 @@ def converse(engine, queries, seeds, stop_ids, args, waits=(), interrupted=lambd
         for number in range(turns):
             await asyncio.sleep(wait)
             turn = await engine.sample(query, 1000 * seed + number, length, stop_ids, args, interrupted)
-            made.append(None if turn is None else (query, *turn))
+            made.append(None if turn is None else (query, turn[0], *turn[1].values()))
             query = query if turn is None else query + turn[0] + OBSERVATION
         return made
 

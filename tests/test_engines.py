@@ -105,6 +105,7 @@ def test_an_error_in_either_thread_ends_the_run(asynchronous, monkeypatch, owner
     (False, True, {"rollout_backend": "vllm"}, "--rollout_backend vllm: vLLM is not installed"),
     (True, True, {"rollout_backend": "server", "precision": "float64"}, "does not compute with --precision float64"),
     (True, True, {"rollout_backend": "hf", "async_steps": 1}, "--async_steps 1: requires --rollout_backend vllm or"),
+    (True, True, {"outputs": ("logprobs", "mine")}, "--rollout_backend vllm: vLLM does not return mine"),
 ])  # fmt: skip
 def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, capsys):
     """auto is vLLM on a GPU where it is installed and can do what the flags ask."""
@@ -112,7 +113,9 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(vllm_engine, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
     monkeypatch.setattr(engines, "check_decodes", lambda *_: None)
-    choose = lambda: engines.rollout_engine(grpo.Args(**changes), None, utils.World(0, 1, torch.device("cpu")), None)
+    outputs, world = changes.get("outputs", ()), utils.World(0, 1, torch.device("cpu"))
+    args = grpo.Args(**{name: value for name, value in changes.items() if name != "outputs"})
+    choose = lambda: engines.rollout_engine(args, None, world, None, outputs)
     if expected in ("vllm", "hf"):
         assert (choose() is not None) == (expected == "vllm")
         printed = {"vllm": "rollout: the engine\n", "hf": "rollout: transformers\n"}[expected]

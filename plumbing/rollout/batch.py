@@ -123,6 +123,7 @@ class Sampler:
         with contextlib.ExitStack() as stack:
             if self.engine is None:
                 stack.enter_context(unsharded(self.model))
+                stack.enter_context(torch.compiler.set_stance("force_eager"))  # shapes change at every token
                 stack.enter_context(self.autocast())
             if self.conversations:
                 ended = self.conversations.sample(
@@ -182,7 +183,8 @@ class Batch:
         """Return a batch of some responses; their per-token values are padded to the longest."""
         padded = lambda rows: pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
         tokens = {"response_mask": padded([[1] * len(x.response) for x in samples])}
-        tokens |= {name: padded([x.values[name] for x in samples]) for name in samples[0].values}
+        for name in {name: None for x in samples for name in x.values}:
+            tokens[name] = padded([x.values.get(name, []) for x in samples])
         tokens["response_mask"] = tokens["response_mask"].bool()
         components = {
             name: torch.tensor([x.scores[name] for x in samples], dtype=torch.float64, device=device)

@@ -16,11 +16,14 @@ from plumbing.models.sharding import unsharded
 from utils import World, fail
 
 
-def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: torch.dtype | None):
+def rollout_engine(
+    args, model: torch.nn.Module, world: World, compute_dtype: torch.dtype | None, outputs: tuple[str, ...] = ()
+):
     """Return the engine of --rollout_backend, or None if the model itself samples; print its name.
 
     Args:
         model: that trains. world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.
+        outputs: names of what the script's `generate` stores of a token, log-probabilities first.
     """
     backend, engine = backend_of("rollout_backend", args), None
     if backend == "hf":
@@ -28,6 +31,8 @@ def rollout_engine(args, model: torch.nn.Module, world: World, compute_dtype: to
             fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
         with unsharded(model):
             check_decodes(f"--model {args.model}", model, compute_dtype, "--rollout_backend vllm")
+    if backend != "hf" and outputs[1:]:
+        fail(f"--rollout_backend {backend}: vLLM does not return {', '.join(outputs[1:])} (ROLLOUT_OUTPUTS); use hf")
     if backend == "vllm":
         from plumbing.rollout.vllm_engine import Engine
 

@@ -13,7 +13,7 @@ from plumbing.models.lora import base_weights, merged
 from utils import World, fail, first_line
 
 WATCH = "plumbing.rollout.vllm_engine.WeightWatch"  # vLLM's worker_extension_cls
-Response = tuple[list[int], list[float]]  # token ids up to and including a stop token, log-probabilities of each
+Response = tuple[list[int], dict[str, list]]  # token ids up to and including a stop token; by name, a value of each
 CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
     "enforce_eager": True,
     "enable_chunked_prefill": False,  # it would turn back a seeded request's generator, which a CPU's cannot do
@@ -87,7 +87,7 @@ class VllmSampling:
 
     def generate(
         self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
-    ) -> tuple[list[list[int]], list[dict[str, list[float]]]] | None:
+    ) -> tuple[list[list[int]], list[dict[str, list]]] | None:
         """Return a response to each of this rank's queries and, by name, the values of its tokens.
 
         Args:
@@ -101,7 +101,7 @@ class VllmSampling:
         responses = asyncio.run(all_responses())
         if None in responses:
             return None
-        return [ids for ids, _ in responses], [{"rollout_logprobs": logprobs} for _, logprobs in responses]
+        return [ids for ids, _ in responses], [values for _, values in responses]
 
     async def sample(
         self, query: list[int], seed: int | None, length: int, stop_ids: list[int], args, interrupted: Callable
@@ -219,7 +219,7 @@ class Engine(VllmSampling):
         if output is None:
             return None
         logprobs = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids)]
-        return list(output.token_ids), logprobs
+        return list(output.token_ids), {"rollout_logprobs": logprobs}
 
     async def _step(self, interrupted: Callable) -> None:
         """Make vLLM's steps while a request waits; after each step, resume the tasks whose responses are complete."""

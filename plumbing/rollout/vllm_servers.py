@@ -198,7 +198,7 @@ class Servers(VllmSampling):
             request.cancel()  # vLLM aborts a request whose connection is closed
 
     async def _sample(self, url: str, body: dict) -> Response:
-        """Return a response's token ids and log-probabilities."""
+        """Return a response's token ids and their log-probabilities."""
         slots = self.slots.setdefault(asyncio.get_running_loop(), {})
         async with slots.setdefault(url, asyncio.Semaphore(SERVER_REQUESTS)):
             answer = await self._request(url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE)
@@ -206,4 +206,5 @@ class Servers(VllmSampling):
         if choice["finish_reason"] == "abort":
             raise RuntimeError(f"{url}: another client aborts this run's requests")
         tokens = choice["logprobs"]["content"]
-        return [token["token_id"] for token in tokens], [token["logprob"] for token in tokens]
+        logprobs = [token["logprob"] for token in tokens]
+        return [token["token_id"] for token in tokens], {"rollout_logprobs": logprobs}

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt, guarded
+from plumbing.rewards.sources import reward_weights
 from plumbing.rewards.workers import SECONDS_TO_LOAD, without_main
 from plumbing.turns import worker
 from plumbing.turns.templates import Call, Turns
@@ -31,7 +32,6 @@ from plumbing.turns.worker import EnvironmentFailure, ToolError
 from utils import ROOT, fail, warn
 
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
-LONGEST_ANSWER = 10 * worker.LONGEST_TEXT  # bytes of JSON
 MOST_CALLS = 32  # of a turn
 STOP_REASONS = ("done", "max_turns", "length", "error")
 forked = multiprocessing.get_context("forkserver")
@@ -99,13 +99,12 @@ class ToolProcess:
         raise EnvironmentFailure(" ".join(f"{method}: {answer['error'][:500]}".split()))
 
     async def _read_answer(self) -> dict:
-        """Return what the process answers; raise ValueError if what comes is not an answer, or the connection ends."""
-        loop, line = asyncio.get_running_loop(), bytearray()
-        while not line.endswith(b"\n"):
-            part = await loop.sock_recv(self.connection, 1 << 16)
+        """Return what the process answers; raise ValueError if what comes is no answer of `serve`."""
+        line = bytearray()
+        while part := await asyncio.get_running_loop().sock_recv(self.connection, 1 << 16):
             line += part
-            if not part or len(line) > LONGEST_ANSWER:
-                raise ValueError
+            if part.endswith(b"\n") or len(line) > 10 * worker.LONGEST_TEXT:
+                break
         answer = json.loads(line)
         if not isinstance(answer, dict):
             raise ValueError
@@ -148,24 +147,24 @@ class Conversation:
     response: list[int] = field(default_factory=list)  # token ids of the turns, and of the observations between them
     values: dict[str, list] = field(default_factory=lambda: {"rollout_logprobs": [], "response_mask": []})  # per token
     turns: list[dict] = field(default_factory=list)  # the same as messages
-    rewards: list[float | None] = field(default_factory=list)  # of the environment; None where it gave none
+    rewards: dict[int, float] = field(default_factory=dict)  # of turns, by the place of their last token
     stop_reason: str = ""  # one of STOP_REASONS, once it has ended
     tool_calls: int = 0
     tool_errors: int = 0
     error: str = ""  # why the environment failed
     process: ToolProcess | None = None  # of its tools and its environment, until it ends
 
-    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
-        """Add the tokens of a turn, or those of an observation, which have no log-probabilities."""
+    def add(self, tokens: list[int], values: dict[str, list] | None = None) -> None:
+        """Add the tokens of a turn and what was stored of them, by name; or of an observation, with zeros."""
         self.response += tokens
-        self.values["rollout_logprobs"] += [0.0] * len(tokens) if logprobs is None else logprobs
-        self.values["response_mask"] += [int(logprobs is not None)] * len(tokens)
+        sampled = {} if values is None else {"response_mask": [1.0] * len(tokens), **values}
+        for name in self.values | sampled:
+            self.values.setdefault(name, []).extend(sampled.get(name, [0.0] * len(tokens)))
 
     @property
     def reward(self) -> float:
         """Return the sum of the environment's rewards; NaN if it gave none, or has failed."""
-        given = [reward for reward in self.rewards if reward is not None]
-        return sum(given) if given and not self.error else math.nan
+        return sum(self.rewards.values()) if self.rewards and not self.error else math.nan
 
     def metrics(self) -> dict[str, float]:
         """Return the counts of turns, calls and tokens."""
@@ -232,6 +231,10 @@ class Conversations:
             for conversation in conversations:
                 conversation.process.kill()
                 conversation.process = None
+                if getattr(self.args, "turn_rewards", False):  # parts of the score
+                    weight = dict(zip(self.args.reward, reward_weights(self.args)))["environment"]
+                    earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
+                    conversation.values["turn_rewards"] = [weight * reward for reward in earned]
                 # What reward sources read of a conversation.
                 conversation.row = {**conversation.row, "turns": conversation.turns, "environment": conversation.reward}
         return conversations if all(conversation.stop_reason for conversation in conversations) else None
@@ -277,10 +280,9 @@ class Conversations:
             if draws is not None:  # numbers of a response's tokens, of which the last ones are left
                 uniforms = [torch.from_numpy(draws[i][-length:]) for i, length in zip(running, lengths)]
                 uniforms = pad_sequence(uniforms, batch_first=True)
-            responses, values = generate(queries, uniforms, lengths, stop_strings=self.stop_strings)
-            logprobs = [value["rollout_logprobs"] for value in values]
+            turns = generate(queries, uniforms, lengths, stop_strings=self.stop_strings)
             # If interrupted, there are not responses for all.
-            await asyncio.gather(*map(self._add_turn, [conversations[i] for i in running], responses, logprobs))
+            await asyncio.gather(*map(self._add_turn, [conversations[i] for i in running], *turns))
 
     async def _reset(self, conversation: Conversation) -> None:
         """Begin a conversation: add to its prompt what the environment adds."""
@@ -290,9 +292,10 @@ class Conversations:
             if added:
                 conversation.row = self._prompt_with(conversation.row, added)
 
-    async def _add_turn(self, conversation: Conversation, tokens: list[int], logprobs: list[float]) -> None:
+    async def _add_turn(self, conversation: Conversation, tokens: list[int], values: dict[str, list]) -> None:
         """Add a turn of the model, and the observation that follows it; or end the conversation."""
-        conversation.add(tokens, logprobs)
+        conversation.add(tokens, values)
+        last_token = len(conversation.response) - 1
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
         conversation.turns.append({"role": "assistant", "content": content})
         stopped = tokens[-1] in self.stop_ids
@@ -300,7 +303,6 @@ class Conversations:
         stopped = stopped or any(stop in text for stop in self.args.turn_stop)
         with failure_as_end(conversation):
             messages, reward, done = await self._answer(conversation, text)
-            conversation.rewards.append(reward)
             observation = self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
             if done or (stopped and not messages):
                 conversation.stop_reason = "done"
@@ -312,7 +314,9 @@ class Conversations:
                 conversation.turns += messages
                 conversation.add(observation)
             if conversation.stop_reason and self.args.environment and not self.processes.has_step:
-                conversation.rewards.append(await conversation.process.ask("reward"))
+                reward = await conversation.process.ask("reward")
+            if reward is not None:
+                conversation.rewards[last_token] = reward
 
     async def _answer(self, conversation: Conversation, text: str) -> tuple[list[dict], float | None, bool]:
         """Return the messages that follow a turn, the environment's reward or None, and whether it is done.
