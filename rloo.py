@@ -464,7 +464,7 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
         utils.warn(f"step {step}: no response trains: each lacks a score, or was masked or filtered out")
     experience = Experience(batch, metrics, sampled_tokens, position, policy_step, unscored)
     if args.advantage == "remax":
-        greedy = sampler.rollout([x.row for x in batch.samples[::size]], 0, ("greedy", args.seed, step))
+        greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))
         if greedy is None:
             return None
         sums, lengths = weighted_sum(greedy.reward_components, args), greedy.response_lengths

@@ -261,6 +261,17 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     assert found.batch.scores.tolist() == pytest.approx([math.nan, 3.0, 3.0, 0.0], nan_ok=True)
 
 
+def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
+    """What the environment adds to the prompt of the data set is added once."""
+    flags = dict(max_response_length=60, turn_stop=SHORT)
+    args = args_of(rloo, **flags, advantage="remax", rollout_batch_size=1, group_size=2, filter_groups="none")
+    sampler = sampler_of(batch[1].model, EnvironmentRewards(), conversations_of(**flags), args)
+    rollouts, rollout = [], Sampler.rollout
+    monkeypatch.setattr(Sampler, "rollout", lambda *args: rollouts.append(rollout(*args)) or rollouts[-1])
+    rloo.collect(sampler, [row_of(make_tokenizer(), mode="adds")], 1, 0, 0)
+    assert [sample.row["prompt"] for made in rollouts for sample in made.samples] == ["go[more]"] * 3
+
+
 def test_rewards_that_are_not_finite_are_no_scores():
     source, rows = EnvironmentSource(), [{"environment": x} for x in (math.inf, math.nan, -1.0)]
     assert source.score(rows, [], []) == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
