@@ -101,6 +101,9 @@ class Args(
     """GAE's lambda: 1 for the reward-to-go minus the value, 0 for the one-step difference."""
     critic_gae_lambda: Share | None = None
     """Lambda of the returns to which the critic is trained (VC-PPO, arXiv:2503.01491: 1); default: --gae_lambda."""
+    turn_rewards: bool = False
+    """Give each reward of the --environment to the last token of its turn, not their sum to the last
+    token of the response."""
     whiten_advantages: bool = True
     """Whiten the advantages over all response tokens of the step."""
     pf_ppo: Literal["none", "pow", "max_min", "max_random"] = "none"
@@ -233,16 +236,24 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
-def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: float) -> Tensor:
-    """Return the reward of each token: -kl_coef * kl, and the score at the last one (arXiv:1909.08593, eq. 2).
+def token_rewards(
+    scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: float, turn_rewards: Tensor | None = None
+) -> Tensor:
+    """Return the reward of each token: r_t = u_t - beta * KL_t, at the last token + score - sum_t u_t, too.
+
+    Without --turn_rewards, u = 0 and the score stands at the last token (arXiv:1909.08593, eq. 2).
+    With them, u_t is what a turn earned of the score, at the turn's last token (MT-PPO,
+    arXiv:2505.11821). Either way the rewards add up to the score minus beta * KL.
 
     Args:
-        scores: (N,). kl: (N, T), or None for no penalty. mask: (N, T) bool.
+        scores: (N,). kl: (N, T), or None for no penalty. mask: (N, T) bool. kl_coef: beta.
+        turn_rewards: u, (N, T), 0 outside of the mask; None for 0.
     Returns:
         (N, T), 0 outside of the mask.
     """
-    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
-    rewards = torch.where(last, scores[:, None], 0.0)
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # a mask of turns has holes
+    earlier = torch.zeros_like(mask, dtype=scores.dtype) if turn_rewards is None else turn_rewards
+    rewards = earlier + torch.where(last, (scores - earlier.sum(1))[:, None], 0.0)
     return rewards if kl is None else torch.where(mask, rewards - kl_coef * kl, 0.0)
 
 
@@ -809,7 +820,8 @@ def main(args: Args) -> None:
         policy_trains = step > args.critic_warmup_steps
         scored = mask & scores.isfinite()[:, None]  # (N, T), the tokens that can train
         kl = batch.tokens["kl"] if kl_in == "reward" else None
-        rewards_t = token_rewards(scores.to(precision.loss_dtype), kl, mask, kl_coef)  # (N, T)
+        turn_rewards = batch.tokens.get("turn_rewards")
+        rewards_t = token_rewards(scores.to(precision.loss_dtype), kl, mask, kl_coef, turn_rewards)  # (N, T)
         old_values = forward_batch(critic, batch, args, world, precision.autocast)["values"]  # (N, T)
         advantages, returns = gae(rewards_t, old_values, scored, args.gamma, args.gae_lambda)  # (N, T)
         if args.critic_gae_lambda is not None:

@@ -83,6 +83,9 @@ class Args(
     """Importance ratio of each token, or one of the whole response."""
     gamma: Share = 1.0
     """Discount per token, where each token has a reward (GAE, reinforce++)."""
+    turn_rewards: bool = False
+    """Give each reward of the --environment to the last token of its turn, not their sum to the last
+    token of the response."""
     loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None = None
     """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
     of sequence sums, or sum / (sequences * max_response_length); default: token, with --ratio sequence sequence."""
@@ -195,28 +198,53 @@ def whiten(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
+def token_rewards(
+    scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: float, turn_rewards: Tensor | None = None
+) -> Tensor:
+    """Return the reward of each token: r_t = u_t - beta * KL_t, at the last token + score - sum_t u_t, too.
+
+    Without --turn_rewards, u = 0 and the score stands at the last token (arXiv:1909.08593, eq. 2).
+    With them, u_t is what a turn earned of the score, at the turn's last token (MT-PPO,
+    arXiv:2505.11821). Either way the rewards add up to the score minus beta * KL.
+
+    Args:
+        scores: (N,). kl: (N, T), or None for no penalty. mask: (N, T) bool. kl_coef: beta.
+        turn_rewards: u, (N, T), 0 outside of the mask; None for 0.
+    Returns:
+        (N, T), 0 outside of the mask.
+    """
+    last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # a mask of turns has holes
+    earlier = torch.zeros_like(mask, dtype=scores.dtype) if turn_rewards is None else turn_rewards
+    rewards = earlier + torch.where(last, (scores - earlier.sum(1))[:, None], 0.0)
+    return rewards if kl is None else torch.where(mask, rewards - kl_coef * kl, 0.0)
+
+
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Return G_t = r_t + gamma * G_{t+1} over the tokens of each row, (N, T); 0 outside of the mask (N, T) bool."""
+    """Return G_t = r_t + gamma * G_{t+1} over the tokens of each row (N, T).
+
+    Outside of the mask (N, T) bool stands the G of the next token.
+    """
     returns, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         following = torch.where(mask[:, t], rewards[:, t] + gamma * following, following)
-        returns[:, t] = torch.where(mask[:, t], following, 0.0)
+        returns[:, t] = following
     return returns
 
 
-def leave_one_out(grouped: Tensor) -> Tensor:
-    """Return R_i minus the mean of the others in its group: (P, G) -> (P, G); 0 for a lone score."""
-    scored = grouped.isfinite()
-    count = scored.sum(1, keepdim=True)
-    others = masked_sum(grouped, scored, 1)[:, None] - grouped
-    return (grouped - others / (count - 1)).masked_fill(count < 2, 0.0)
-
-
 def minus_mean(grouped: Tensor, weights: Tensor) -> Tensor:
-    """Return R_i minus the mean of its group, weighted by positive integers: (P, G), (P, G) -> (P, G)."""
+    """Return R_i minus the mean of its group, weighted by positive numbers: (P, G), (P, G) -> (P, G)."""
     scored = grouped.isfinite()
-    total = masked_sum(weights, scored, 1).clamp(min=1)
+    total = masked_sum(weights, scored, 1)
     return grouped - (masked_sum(weights * grouped, scored, 1) / total)[:, None]
+
+
+def leave_one_out(grouped: Tensor) -> Tensor:
+    """Return R_i minus the mean of the others in its group: (P, G) -> (P, G).
+
+    It is n / (n - 1) * (R_i - mean of all n); NaN for a lone score, whose group has `equal_scores`.
+    """
+    count = grouped.isfinite().sum(1, keepdim=True)
+    return minus_mean(grouped, torch.ones_like(grouped)) * count / (count - 1)
 
 
 def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
@@ -471,6 +499,7 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
         # A baseline cannot be left out: a greedy response without a stop token has its penalty.
         baselines = final_scores(sums, lengths, greedy.stopped, dataclasses.replace(args, mask_truncated=False))
         experience.baselines = baselines.repeat_interleave(size)
+        batch.scores = batch.scores.masked_fill(~experience.baselines.isfinite(), math.nan)
         experience.metrics["val/missing_greedy_scores"] = int((~baselines.isfinite()).sum())
         experience.sampled_tokens += sum(greedy.lengths)
         experience.unscored = unscored or evaluation.unscored(greedy, rewards, args)
@@ -478,39 +507,34 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
 
 
 def token_advantages(
-    kind: str, scores: Tensor, baselines: Tensor | None, kl: Tensor | None, mask: Tensor, group_size: int,
-    kl_coef: float, gamma: float,
-) -> Tensor:  # fmt: skip
+    kind: str, scores: Tensor, baselines: Tensor | None, rewards: Tensor, mask: Tensor, group_size: int, gamma: float
+) -> Tensor:
     """Return the advantage of every response token: where the algorithms of this file differ.
 
     Args:
         kind: as --advantage; each formula stands in the docstring at the top.
         scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is no score.
-        baselines: (N,), scores of the greedy response to the same prompt; read by remax only.
-        kl: (N, T) per token, subtracted from the reward times kl_coef; None for none. mask: (N, T) bool.
+        baselines: (N,), scores of the greedy response to the same prompt, for remax; NaN only where
+            `scores` are.
+        rewards: (N, T), see `token_rewards`. mask: (N, T) bool.
     Returns:
         (N, T), 0 outside of the mask and for a response without a score, which does not count in its group either;
         where there is a group and its R are all equal, exactly 0 (before any whitening over the batch).
     """
-    penalties = torch.zeros_like(mask, dtype=scores.dtype) if kl is None else kl_coef * kl
-    totals = scores - masked_sum(penalties, mask, 1)  # R, (N,)
     trained = mask & scores.isfinite()[:, None]
     if kind == "reinforce++":
-        last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # of a mask that may have holes: observations
-        rewards = torch.where(last, scores[:, None], 0.0) - penalties
         return whiten(reward_to_go(rewards, mask, gamma), trained)
+    totals = torch.where(scores.isfinite(), rewards.sum(1), math.nan)  # R, (N,)
     grouped, lengths = totals.view(-1, group_size), mask.sum(1).view(-1, group_size)  # (N / G, G)
     if kind == "remax":
         advantages = totals - baselines
-        trained = trained & baselines.isfinite()[:, None]
     else:
         if kind == "rloo":
             advantages = leave_one_out(grouped)
         else:
             advantages = minus_mean(grouped, lengths if kind == "opo" else torch.ones_like(lengths))
-        advantages = advantages.masked_fill(equal_scores(grouped)[:, None], 0.0).flatten()
-        # A KL that is not finite is not a missing score: `Optimizer.step` skips its update.
-        advantages = advantages.masked_fill(scores.isfinite() & ~totals.isfinite(), math.nan)
+        # A KL that is not finite is not a missing score: it stays, and `Optimizer.step` skips its update.
+        advantages = advantages.masked_fill(equal_scores(grouped)[:, None] & grouped.isfinite(), 0.0).flatten()
     advantages = torch.where(trained, advantages[:, None], 0.0)
     return whiten(advantages, trained) if kind == "reinforce++-baseline" else advantages
 
@@ -610,9 +634,7 @@ def main(args: Args) -> None:
         if args.async_steps and step < total_steps:  # samples while this step trains, with the weights from before
             prefetch.start(step + 1, experience.position, step - 1)
         batch, mask, scores = experience.batch, experience.batch.response_mask, experience.batch.scores  # (N, T), (N,)
-        baselines = experience.baselines  # (N,), of remax
-        has_advantage = scores.isfinite() if baselines is None else scores.isfinite() & baselines.isfinite()
-        trained = has_advantage.nonzero()[:, 0].tolist()  # the responses that train
+        trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
         kl_coef = run.state.get("kl_coef", args.kl_coef)
         sampler.sleep()
 
@@ -633,10 +655,11 @@ def main(args: Args) -> None:
             batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(precision.loss_dtype)
 
         # ---- 3. advantages ----
+        kl = batch.tokens["kl"] if kl_in == "reward" else None
+        rewards_t = token_rewards(scores, kl, mask, kl_coef, batch.tokens.get("turn_rewards"))  # (N, T)
         advantages = token_advantages(
-            args.advantage, scores, baselines, batch.tokens["kl"] if kl_in == "reward" else None, mask, args.group_size,
-            kl_coef, args.gamma,
-        )  # fmt: skip
+            args.advantage, scores, experience.baselines, rewards_t, mask, args.group_size, args.gamma
+        )
         batch.tokens["advantages"] = advantages.to(precision.loss_dtype)
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----

@@ -340,6 +340,13 @@ class ConversationArgs:
             re.fullmatch(r".+:\w+", name) for name in (*a.tools, a.environment) if name
         ),
         "--reward environment requires an --environment": lambda a: a.environment or "environment" not in a.reward,
+        "--turn_rewards requires environment in --reward, no --reward_normalization and no other --advantage than "
+        "reinforce++": lambda a: (
+            not getattr(a, "turn_rewards", False)
+            or "environment" in a.reward
+            and not getattr(a, "reward_normalization", False)
+            and getattr(a, "advantage", "reinforce++") == "reinforce++"
+        ),
         "--tool_call_pattern and --turn_stop require --tools or an --environment": lambda a: (
             a.tools or a.environment or not (a.tool_call_pattern or a.turn_stop)
         ),

@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run, run_ranks
+from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks
+from test_rloo import to_go_by_hand, whiten_by_hand
 from tiny_models import CPU, make_tokenizer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -28,9 +30,7 @@ never = lambda: False
 
 FILE = helpers.GAME.rpartition(":")[0]
 PATTERN = r"<(?P<name>\w+) (?P<arguments>.*?)>"
-COUNTER = {"environment": f"{FILE}:Counter", "tool_call_pattern": PATTERN}
-TOOLS = {"tools": (f"{FILE}:add",), "tool_call_pattern": PATTERN}
-ALONE = TOOLS | {"environment": ""}
+ALONE = {"tools": (f"{FILE}:add",), "tool_call_pattern": PATTERN, "environment": ""}
 SHORT = tuple("0123456789abcdefghijklm")  # as --turn_stop, for a random model: turns of a few tokens
 
 
@@ -56,52 +56,28 @@ def says(tokenizer, *texts: str):
 
     def generate(queries, uniforms, lengths, stop_strings=None):
         tokens = tokenizer.encode(next(turns)) + [tokenizer.eos_token_id]
-        responses = [tokens[:length] for length in lengths]
-        return responses, [{"rollout_logprobs": [-1.0] * len(response)} for response in responses]
+        responses = [tokens[:length] for length in lengths]  # a fork stores a further value of each token: itself
+        return responses, [{"rollout_logprobs": [-1.0] * len(response), "again": response} for response in responses]
 
     return generate
 
 
 # ---- how a conversation goes on and ends -----------------------------------------------------------------------------
 
-ADD, TWO = '<add {"a": 1, "b": 2}>', '<increment {"by": 2}>'
-CASES = {  # columns of the row, flags, turns of the model, expected text, stop reason, reward, tool calls and errors
-    "done": ({}, {}, ["ab", "c", "def"], "ab2>c3>def", "done", 0.6, 0, 0),
-    "adds": ({"mode": "adds"}, {}, ["a", "b", "c"], "a1>b2>c", "done", 0.3, 0, 0),
-    "max_turns": ({}, {"max_turns": 2}, ["ab", "c"], "ab2>c", "max_turns", 0.3, 0, 0),
-    "a last turn cut off": ({}, {"max_turns": 1, "max_response_length": 3}, ["abcd"], "abc", "length", 0.3, 0, 0),
-    "length of the whole": ({}, {"max_response_length": 6}, ["ab", "cdef"], "ab2>c", "length", 0.3, 0, 0),
-    "a long observation": ({"mode": "talks"}, {}, ["ab"], "ab", "length", 0.0, 0, 0),
-    "the environment raises": ({"mode": "raises"}, {}, ["ab", "c"], "ab2>c", "error", math.nan, 0, 0),
-    "the environment hangs": ({"mode": "hangs"}, {}, ["ab"], "ab", "error", math.nan, 0, 0),
-    "too long a prompt": ({"mode": "long"}, {"max_prompt_length": 100}, [], "", "error", math.nan, 0, 0),
-    "tools of TRL's form": ({}, COUNTER, [TWO, TWO], f"{TWO}2{TWO}", "done", 4, 2, 0),
-    "a method for the reward": (
-        {}, COUNTER | {"environment": f"{FILE}:Judged"}, [TWO, TWO], f"{TWO}2{TWO}", "done", 14, 2, 0
-    ),
-    "a reward at the end alone": ({"late": True}, COUNTER, [TWO, TWO], f"{TWO}2{TWO}", "done", 4, 2, 0),
-    "no reward so far": ({"late": True}, COUNTER | {"max_turns": 1}, [TWO], TWO, "max_turns", math.nan, 1, 0),
-    "a step after calls": ({}, TOOLS | {"max_turns": 2}, [ADD, "ab"], f"{ADD}3ab", "max_turns", 0.2, 1, 0),
-    "a special token ends a turn": (
-        {}, ALONE | {"turn_stop": ("<unk>",), "max_response_length": 3}, ["ab<unk>"], "ab", "done", math.nan, 0, 0,
-    ),
-    "two calls": ({}, ALONE, [ADD * 2, "x"], f"{ADD * 2}33x", "done", math.nan, 2, 0),
-    "too many calls": (
-        {}, ALONE | {"max_response_length": 2000}, [ADD * 40, "x"],
-        f"{ADD * 40}{'3' * 32}Error: 8 further calls were not made: a turn may have 32x", "done", math.nan, 33, 1,
-    ),
-    "bad arguments": (
-        {}, ALONE, ['<add {"a": 1}>', "x"],
-        "<add {\"a\": 1}>Error: TypeError: add() missing 1 required positional argument: 'b'x", "done", math.nan, 1, 1,
-    ),
-    "cut off": ({}, ALONE | {"max_response_length": 3}, ["abcdef"], "abc", "length", math.nan, 0, 0),
-}  # fmt: skip
+# columns of the row, flags, turns of the model, expected text, stop reason, reward, tool calls and errors
+CASES = json.loads((helpers.ROOT / "tests" / "data" / "conversations.json").read_text().replace("GAME", FILE))
+ADD = '<add {"a": 1, "b": 2}>'
+LEFT_OUT = "Error: 8 further calls were not made: a turn may have 32"
+CASES["too many calls"] = [
+    {}, ALONE | {"max_response_length": 2000}, [ADD * 40, "x"], f"{ADD * 40}{'3' * 32}{LEFT_OUT}x", "done", None, 33, 1,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_how_it_goes(name):
     columns, changes, said, text, stop_reason, reward, calls, errors = CASES[name]
-    tokenizer, conversations = make_tokenizer(), conversations_of(**changes)
+    tokenizer, reward = make_tokenizer(), math.nan if reward is None else reward
+    conversations = conversations_of(**{flag: tuple(x) if isinstance(x, list) else x for flag, x in changes.items()})
     rows = [row_of(tokenizer, **columns), row_of(tokenizer, "other", **columns)]
     for row, one in zip(rows, conversations.sample(rows, [1, 2], None, never, generate=says(tokenizer, *said))):
         assert tokenizer.decode(one.response, skip_special_tokens=True) == text
@@ -115,8 +91,31 @@ def test_how_it_goes(name):
         assert tokenizer.decode(masked, skip_special_tokens=True) == "".join(turns)
         assert one.metrics()["turns"] == len(turns)
         assert {len(column) for column in one.values.values()} == {len(one.response)}
+        mask = one.values["response_mask"]
+        assert one.values.get("again", []) == [token * sampled for token, sampled in zip(one.response, mask)]
         added = "[more]" if columns.get("mode") == "adds" else ""
         assert one.row["prompt"] == row["prompt"] + added and one.row["query"] == tokenizer.encode(one.row["prompt"])
+
+
+def test_a_slow_pattern_holds_up_no_other():
+    """It runs beside the event loop, which asks for interruptions meanwhile, and has a limit."""
+    tokenizer, asked = make_tokenizer(), []
+    conversations = conversations_of(**ALONE | {"tool_call_pattern": "<(?P<arguments>(x|xx)+)>"})
+    said = says(tokenizer, f"<{'x' * 60}!>", "y")
+    (one,) = conversations.sample([row_of(tokenizer)], [1], None, lambda: asked.append(1), generate=said)
+    assert [turn["content"] for turn in one.turns[1:]] == ["Error: the calls cannot be read within 2 s", "y"]
+    assert len(asked) > 10
+
+
+def test_rewards_of_turns_stand_at_their_last_tokens():
+    """Times the weight of the source: they are parts of the score."""
+    tokenizer = make_tokenizer()
+    args = args_of(ppo, turn_rewards=True, reward_weights=(2.0,))
+    conversations = Conversations(args, tokenizer, [tokenizer.eos_token_id])
+    said = says(tokenizer, "ab", "c", "def")
+    (one,) = conversations.sample([row_of(tokenizer)], [1], None, never, generate=said)
+    ends, earned = [token == tokenizer.eos_token_id for token in one.response], iter([0.4, 0.2, 0.6])
+    assert one.values["turn_rewards"] == pytest.approx([next(earned) if end else 0.0 for end in ends])
 
 
 def test_reset_is_tried_at_the_start(capsys):
@@ -224,31 +223,36 @@ def test_logprobs_and_loss_by_hand(batch):
 
 
 def test_advantages_pass_over_observations(batch):
-    """GAE over a conversation is GAE over the model's tokens alone, as is the place of the score."""
+    """GAE and reward-to-go over a conversation are those over the model's tokens alone, as is the place of rewards."""
     batch, _, _ = batch
     generator, mask = torch.Generator().manual_seed(0), batch.response_mask
     values, kl = (torch.randn(mask.shape, generator=generator, dtype=torch.float64) for _ in range(2))
     scores = batch.reward_components["environment"].double() + 1
-    rewards = ppo.token_rewards(scores, kl, mask, 0.1)
+    turn_rewards = torch.randn(mask.shape, generator=generator, dtype=torch.float64) * mask
+    rewards, to_go = ppo.token_rewards(scores, kl, mask, 0.1, turn_rewards), []
     advantages, returns = ppo.gae(rewards, values, mask, 0.9, 0.8)
     for i, row in enumerate(mask):
         sampled = row.nonzero()[:, 0]
-        expected = -0.1 * kl[i, sampled]
-        expected[-1] += scores[i]
+        expected = turn_rewards[i, sampled] - 0.1 * kl[i, sampled]
+        expected[-1] += scores[i] - turn_rewards[i].sum()
+        to_go += to_go_by_hand(expected.tolist(), 0.9)
         torch.testing.assert_close(rewards[i, sampled], expected)
         dense = torch.ones(1, len(sampled), dtype=torch.bool)
         alone = ppo.gae(expected[None], values[i, sampled][None], dense, 0.9, 0.8)
         torch.testing.assert_close(advantages[i, sampled], alone[0][0])
         torch.testing.assert_close(returns[i, sampled], alone[1][0])
     assert not rewards[~mask].any() and not advantages[~mask].any() and not returns[~mask].any()
+    whitened = rloo.token_advantages("reinforce++", scores, None, rewards, mask, 1, 0.9)
+    assert whitened[mask].tolist() == pytest.approx(whiten_by_hand(to_go), abs=1e-11)
 
 
 @pytest.mark.parametrize("script", [grpo, rloo, ppo])
 def test_failed_environments_are_left_out(batch, script, monkeypatch):
     """Their score is NaN; a limit of turns is no cut, and a limit of tokens has the penalty."""
     row = row_of(make_tokenizer())
-    stopped = Conversation(row, [5], {"rollout_logprobs": [-1.0], "response_mask": [1]}, [], [1.0], "done")
-    failed = dataclasses.replace(stopped, stop_reason="error", error="it is broken")
+    values = {"rollout_logprobs": [-1.0], "response_mask": [1], "again": [5]}
+    stopped = Conversation(row, [5], values, [], {0: 1.0}, "done")
+    failed = Conversation(row, stop_reason="error", error="it is broken")  # in its reset
     others = [dataclasses.replace(stopped, stop_reason=reason) for reason in ("max_turns", "length")]
     monkeypatch.setattr(Conversations, "sample", lambda *_: [failed, stopped, *others])
     monkeypatch.setattr(EnvironmentRewards, "verifiers", ())
@@ -259,6 +263,7 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     found = script.collect(sampler, [row], 1, 0, 0, *statistics)
     assert found.batch.reward_components["model"].tolist() == pytest.approx([math.nan, 3.0, 3.0, 3.0], nan_ok=True)
     assert found.batch.scores.tolist() == pytest.approx([math.nan, 3.0, 3.0, 0.0], nan_ok=True)
+    assert found.batch.tokens["again"].tolist() == [[0], [5], [5], [5]]
 
 
 def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
@@ -288,6 +293,20 @@ def test_a_string_ends_a_turn(load, tokenizer):
     cut, values = sample([20, 7, 20], StopStringCriteria(tokenizer, [text]))
     assert cut[0] == whole[0][:5] and cut[1] == whole[1][:7] and cut[2] == whole[2]
     assert [len(value["rollout_logprobs"]) for value in values] == [5, 7, len(whole[2])]
+
+
+@pytest.mark.parametrize("script", [ppo, rloo])
+def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
+    """In a run; they add up to today's score where nothing else is set."""
+    values = helpers.workspace(tmp_path) | {"turn_rewards": True, "turn_stop": SHORT, "non_stop_penalty": False}
+    values |= {"environment": helpers.GAME, "reward": "environment", "max_response_length": 40, "total_episodes": 8}
+    values |= {"advantage": "reinforce++"} if script is rloo else {}
+    calls, original = [], script.token_rewards
+    monkeypatch.setattr(script, "token_rewards", lambda *args: calls.append(args) or original(*args))
+    run_here(values, script.__name__)
+    for scores, _, _, _, turn_rewards in calls:
+        torch.testing.assert_close(turn_rewards.sum(1), scores.float())
+        assert (turn_rewards != 0).sum(1).max() == 3
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

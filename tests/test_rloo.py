@@ -13,7 +13,7 @@ from test_equations import close, double, mask_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rloo
-from rloo import token_advantages, whiten
+from rloo import token_advantages, token_rewards, whiten
 
 NAN, INF = math.nan, math.inf
 KINDS = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo"]
@@ -52,7 +52,7 @@ def advantages_by_hand(kind, scores, greedy, kl, lengths, size, beta, gamma) -> 
     for i, (total, n) in enumerate(zip(totals, lengths)):
         group = [j for j in range(i - i % size, i - i % size + size) if scored[j]]
         if kind == "remax":
-            A = total - greedy[i] if math.isfinite(greedy[i]) else 0.0
+            A = total - greedy[i]
         elif len({totals[j] for j in group}) < 2:
             A = 0.0
         elif kind == "rloo":
@@ -96,11 +96,17 @@ def test_advantages_by_loops(kind, size, beta, gamma, scores):
                 kl_table = torch.full(mask.shape, rng.choice([NAN, INF]), dtype=torch.float64)
                 kl_table[mask] = torch.tensor(sum(kl, []), dtype=torch.float64)
             rest = (size, beta or 0.0, gamma)
-            advantages = token_advantages(kind, double(*scores), double(*greedy), kl_table, mask, *rest)
-            expected = advantages_by_hand(kind, scores, greedy, kl, lengths, *rest)
+            given = [s if kind != "remax" or math.isfinite(g) else NAN for s, g in zip(scores, greedy)]
+            rewards = token_rewards(double(*given), kl_table, mask, rest[1])
+            advantages = token_advantages(kind, double(*given), double(*greedy), rewards, mask, size, gamma)
+            expected = advantages_by_hand(kind, given, greedy, kl, lengths, *rest)
             close(advantages[mask], sum(expected, []), 1e-11)
-            assert advantages[~mask].eq(0).all() and advantages[~double(*scores).isfinite()].eq(0).all()
+            assert advantages[~mask].eq(0).all() and advantages[~double(*given).isfinite()].eq(0).all()
             assert advantages.ne(0).any()
+
+
+def advantages_of_scores(kind, scores, mask, size):
+    return token_advantages(kind, scores, None, token_rewards(scores, None, mask, 0.0), mask, size, 1.0)
 
 
 @pytest.mark.parametrize("kind", COMPARING)
@@ -109,9 +115,9 @@ def test_equal_scores_have_advantage_exactly_zero(kind, dtype):
     """In a group next to another; the mean of equal floats is often another number."""
     for size, value in itertools.product((2, 3, 7), (0.1, 0.3, 0.7, 1 / 3, 123.456)):
         scores, mask = torch.full((2 * size,), value, dtype=dtype), mask_of(list(range(2 * size, 0, -1)), 2 * size)
-        assert token_advantages(kind, scores, None, None, mask, size, 0.0, 1.0).eq(0).all()
+        assert advantages_of_scores(kind, scores, mask, size).eq(0).all()
         scores[:size] = torch.linspace(0, 1, size, dtype=dtype)
-        first, equal = token_advantages(kind, scores, None, None, mask, size, 0.0, 1.0).split(size)
+        first, equal = advantages_of_scores(kind, scores, mask, size).split(size)
         assert first.ne(0).any() and len(equal[mask[size:]].unique()) == 1
         assert kind == "reinforce++-baseline" or equal.eq(0).all()
 
@@ -146,18 +152,23 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
     values |= dict(group_size=size, rollout_batch_size=8 // size, precision="float64", kl_estimator="k2")
     values |= dict(kl_target=0.01, eval_every=0, clip_high=0.3, dual_clip=1.5)
     steps, losses = record(monkeypatch, "token_advantages"), record(monkeypatch, "clipped_loss")
+    rewarded = record(monkeypatch, "token_rewards")
     run_here(values, "rloo")
     rows, samples = metrics_of(values), read_lines(folder_of(values) / "samples.jsonl")
     assert helpers.all_finite(folder_of(values) / "final") and len(steps) == 2
     assert any(row["val/missing_scores"] for row in rows)
     trained = {tuple(row) for (_, A, *_), _ in losses for row in A.tolist()}
-    for step, ((how, scores, greedy, kl, mask, group, beta, gamma), advantages) in enumerate(steps):
+    for step, ((how, scores, greedy, _, mask, group, gamma), advantages) in enumerate(steps):
+        (_, kl, _, beta, _), _ = rewarded[step]
         row, of_step = rows[step], samples[8 * step : 8 * step + 8]
         assert (how, group, beta, gamma) == (kind, size, row["objective/kl_coef"], 0.9)
-        assert [sample[gaps] for sample in of_step] == [None if math.isnan(s) else s for s in scores.tolist()]
-        assert row["val/missing_scores"] == scores.isnan().sum()
+        given, counts = [sample[gaps] for sample in of_step], scores.isfinite()
+        has_baseline = [True] * 8 if greedy is None else greedy.isfinite().tolist()
+        assert [s if has else None for s, has in zip(given, has_baseline)] == [
+            None if math.isnan(s) else s for s in scores.tolist()
+        ]
+        assert row["val/missing_scores"] == given.count(None)
         assert (kl is None) == (kl_in == "loss") == (row["objective/loss"] != row["loss/policy_avg"])
-        counts = scores.isfinite() if greedy is None else scores.isfinite() & greedy.isfinite()
         if kl is not None:
             total = kl[counts][mask[counts]].sum().item()
             assert kl[mask].gt(0).any() and row["objective/kl"] == pytest.approx(total / counts.sum().item(), rel=1e-9)

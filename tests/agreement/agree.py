@@ -231,7 +231,8 @@ def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
 
     def of_tokens(kind: str, scores: str = "scores", kl: Tensor | None = None, mask: Tensor = mask) -> Tensor:
         gamma = 0.9 if kind == "reinforce++" else 1.0
-        return rloo.token_advantages(kind, x[scores], x["greedy_scores"], kl, mask, G, BETA, gamma)
+        rewards = rloo.token_rewards(x[scores], kl, mask, BETA)
+        return rloo.token_advantages(kind, x[scores], x["greedy_scores"], rewards, mask, G, gamma)
 
     turns, kl = x["turn_mask"], x["old_logprobs"] - x["ref_logprobs"]  # conversations: observations leave holes
     for scale in ("group", "none"):
@@ -319,7 +320,8 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         return {}
     mask, leaf = x["mask"], x["logprobs"].clone().requires_grad_()
     if module is rloo:
-        advantages = rloo.token_advantages(args.advantage, x["scores"], None, None, mask, G, 0.0, 1.0)
+        rewards = rloo.token_rewards(x["scores"], None, mask, 0.0)
+        advantages = rloo.token_advantages(args.advantage, x["scores"], None, rewards, mask, G, 1.0)
         log_ratio = rloo.masked_sum(leaf - x["old_logprobs"], mask, 1)[:, None].expand_as(leaf)
         losses, _ = rloo.clipped_loss(log_ratio, advantages, args.clip_low, args.clip_high)
         how = args.loss_aggregation
