@@ -419,7 +419,6 @@ def main(args: Args) -> None:
 
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
-        policy.model.train()  # for gradient checkpointing; there is no dropout
         sums = utils.Sums(world)
         trained = [i for i, x in enumerate(batch.samples) if not (x.conversation and x.conversation.error)]
         updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
@@ -443,7 +442,6 @@ def main(args: Args) -> None:
                     sampled = m & t["rollout_logprobs"].isfinite()
                     evaluation.add_mismatch(sums, out["logprobs"], t["rollout_logprobs"], sampled)
             optimizer.step()
-        policy.model.eval()
 
         # ---- 3. sync: the prefetched rollout, the engine ----
         run.phase("sync")

@@ -645,7 +645,6 @@ def main(args: Args) -> None:
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
-        policy.model.train()  # for gradient checkpointing; there is no dropout
         sums = utils.Sums(world)
         updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
         optimizer.skip(updates_a_step - len(updates))
@@ -692,7 +691,6 @@ def main(args: Args) -> None:
                     if number == 0 or old_logprobs_from != "engine":  # the nearest to the weights that sampled
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             optimizer.step()
-        policy.model.eval()
 
         # ---- 5. sync: the prefetched rollout, the engine, the reference ----
         run.phase("sync")

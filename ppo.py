@@ -472,7 +472,7 @@ def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) 
     if args.lora_rank:
         lora.add_lora(scalar.model, args)
     if args.gradient_checkpointing or args.critic_gradient_checkpointing:
-        scalar.model.gradient_checkpointing_enable({"use_reentrant": False})
+        loading.checkpoint_blocks(f"--value_model {name}", scalar.model)
     return Critic(scalar)
 
 
@@ -836,8 +836,6 @@ def main(args: Args) -> None:
 
         # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
-        policy.model.train()  # for gradient checkpointing; there is no dropout
-        critic.train()
         sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, world, precision.autocast)
         updates = utils.mini_batches(drawn, args.mini_batch_size, args.num_epochs, (args.seed, step))
         if policy_trains:
@@ -882,8 +880,6 @@ def main(args: Args) -> None:
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             if policy_trains:
                 optimizer.step()
-        policy.model.eval()
-        critic.eval()
 
         # ---- 5. sync: the prefetched rollout, the engine, the reference ----
         run.phase("sync")

@@ -248,7 +248,7 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
     if args.lora_rank:
         lora.add_lora(scorer.model, args)
     if args.gradient_checkpointing:
-        scorer.model.gradient_checkpointing_enable({"use_reentrant": False})
+        loading.checkpoint_blocks(f"--model {args.model}", scorer.model)
     # transformers' forward reads it, and would treat a stop token that is the pad token as padding.
     config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
     config.score_token = stop_ids[0]  # for those that read text: where scores are read
@@ -293,7 +293,6 @@ def main(args: Args) -> None:
         run.phase("training")
         position = run.state.get("position", 0)
         batch = take_prompts(pairs, position, args.batch_size, args.seed)
-        scorer.train()  # for gradient checkpointing; there is no dropout
         total, local = torch.zeros((), dtype=torch.float64, device=world.device), []
         cuts = cut_pairs(batch, args.micro_batch_tokens, world)
         for number, cut in enumerate(cuts, 1):
@@ -310,7 +309,6 @@ def main(args: Args) -> None:
             total += loss.detach()
             local += zip(cut, scores.detach().T.tolist())
         optimizer.step()
-        scorer.eval()
 
         # ---- metrics ----
         scores = torch.tensor([scores for _, scores in sorted(world.all_gather(local))], dtype=torch.float64)  # (P, 2)

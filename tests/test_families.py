@@ -77,13 +77,14 @@ FAMILIES = {  # model_type: what its configuration has beside SHAPE
         EXPERTS, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=1, hybrid_override_pattern="M*"
     ),
     "olmo": {}, "olmo2": {}, "olmo3": dict(sliding_window=4), "olmo_hybrid": DELTA, "olmoe": EXPERTS,
-    "opt": dict(ffn_dim=48, word_embed_proj_dim=32), "phi": {}, "phi3": {}, "phimoe": EXPERTS, "qwen2": {},
+    "opt": dict(ffn_dim=48, word_embed_proj_dim=32), "phi": {}, "phi3": {},
+    "phimoe": dict(EXPERTS, router_jitter_noise=0.5, input_jitter_noise=0.01), "qwen2": {},
     "qwen2_moe": dict(EXPERTS, output_router_logits=True), "qwen3": {}, "qwen3_moe": EXPERTS,
     "qwen3_vl": reads_images(dict(deepstack_visual_indexes=[0]), rope_parameters=ROTARY),
     "qwen3_next": {**EXPERTS, **DELTA}, "qwen3_5": reads_images(**DELTA), "qwen3_5_moe_text": {**EXPERTS, **DELTA},
     "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "vaultgemma": {}, "youtu": LATENT, "zaya": {},
 }  # fmt: skip
-FEW = ("cohere2", "deepseek_v3", "falcon_h1", "gemma3", "llama4_text", "qwen2_moe", "qwen3_5")
+FEW = ("cohere2", "deepseek_v3", "falcon_h1", "gemma3", "llama4_text", "phimoe", "qwen2_moe", "qwen3_5")
 REFUSED = {  # by the decode loop; with vLLM they train
     "mamba": dict(state_size=8), "minimax": dict(EXPERTS, layer_types=["linear_attention", "full_attention"]),
     "recurrent_gemma": dict(lru_width=32, block_types=["recurrent", "attention"]), "openai-gpt": GPT,
@@ -109,8 +110,13 @@ def family_folder(family: str, folder) -> str:
 
 
 def largest_difference(family: str, folder) -> float:
-    """Train for two steps; return the largest difference between log-probabilities of rollout and training."""
+    """Train for two steps; return the largest difference between log-probabilities of rollout and training.
+
+    With an update a step, of which the metric compares the forward pass, and blocks that recompute, which transformers
+    has in training mode only: in it, some families compute something else.
+    """
     values = helpers.workspace(folder) | dict(total_episodes=16, eval_every=0, save_every=0, run_name="run")
+    values |= dict(mini_batch_size=0, num_epochs=1, gradient_checkpointing=True)
     values["model"] = family_folder(family, folder / "family")
     helpers.run_here(values)
     rows = helpers.metrics_of(values)
@@ -130,12 +136,12 @@ def check_gradient(folder: str) -> None:
     for own in (True, False):
         model = loading.load_model("--model", folder, torch.float64, CPU)
         if own:
+            loading.checkpoint_blocks("--model", model)
             logprobs = grpo.Policy(model, grpo.Args())(ids, mask)["logprobs"]
         else:
             logits = model(input_ids=ids[:, :length], use_cache=False).logits[0, begin - 1 : -1]
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, begin:length, None])[:, 0]
         logprobs.sum().backward()
-        assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys()
     largest = max(gradient.abs().max() for gradient in gradients[1].values())
@@ -174,6 +180,17 @@ def test_padding_that_changes_a_prediction_and_an_unknown_head_are_refused(tmp_p
     monkeypatch.setattr(loading, "LOGIT_FACTORS", {})
     line = helpers.refused(capsys, loading.check_head, "--model there", model, head)
     assert "changes its logits in a way unknown" in line
+
+
+def test_gradient_checkpointing_that_changes_what_is_computed_is_refused(load, capsys, monkeypatch):
+    model = load("qwen2")
+    block = model.model.layers[1]
+    block.input_layernorm.register_forward_hook(lambda norm, x, y: y + block.training)
+    line = helpers.refused(capsys, loading.checkpoint_blocks, "--model there", model)
+    assert line.endswith("there: gradient checkpointing: Qwen2ForCausalLM computes something else in training mode")
+    model = load("gpt2")
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    assert "does not support" in helpers.refused(capsys, loading.checkpoint_blocks, "--model there", model)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

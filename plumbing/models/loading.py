@@ -10,6 +10,7 @@ from typing import Callable, NamedTuple
 import torch
 import transformers
 from huggingface_hub import constants, get_session
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from plumbing.models.lora import add_lora
@@ -358,6 +359,34 @@ def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position
     return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[positions]
 
 
+def checkpoint_blocks(flag: str, model: torch.nn.Module) -> None:
+    """Recompute the blocks of a model in the backward pass, as --gradient_checkpointing asks for.
+
+    transformers' blocks do so in training mode. In that mode some families compute something else: phi-3.5-moe draws
+    its experts at random. So only the blocks themselves get into it, not the modules within them, and only while they
+    compute with gradient. Exit with code 2 if a model cannot do so, or if its hidden states are others then.
+    """
+    reason = f"{flag}: gradient checkpointing"
+    with loading(reason):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    blocks = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+    def set_mode(training: bool) -> None:
+        for block in blocks:
+            block.training = training
+
+    body(model).register_forward_pre_hook(lambda *_: set_mode(torch.is_grad_enabled()))
+    body(model).register_forward_hook(lambda *_: set_mode(False), always_call=True)
+    if model.device.type == "meta":  # rank 0 has the weights
+        return
+    ids = torch.arange(8, device=model.device)[None]
+    trained = last_hidden_states(model, ids, ids >= 0)  # (8, H)
+    with torch.no_grad():
+        expected = last_hidden_states(model, ids, ids >= 0)
+    if not torch.allclose(trained, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
+        fail(f"{reason}: {type(model).__name__} computes something else in training mode")
+
+
 def load_policy(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding) -> tuple:
     """Load the policy of --model, or of a checkpoint.
 
@@ -371,7 +400,7 @@ def load_policy(args, make_policy: Callable, checkpoint: str | None, precision: 
     if args.lora_rank:
         add_lora(model, args)
     if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_blocks(f"--model {args.model}", model)
     policy = make_policy(model)
     check_head(f"--model {args.model}", model, policy.logits)
     return policy, sharding.wrap(policy)
