@@ -42,7 +42,7 @@ from plumbing.models import loading
 from plumbing.models.sharding import Sharding, gather_head, gradient_sync, model_device
 from plumbing.rewards.sources import Rewards, check_reference
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_tokens, logits_processors
+from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_tokens, logits_processors, only_logged
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
@@ -181,8 +181,8 @@ class Policy(nn.Module):
             rollout_logprobs: (tokens,), which --estimator sampled reads.
             teacher: what the Teacher's forward returned; None for no teacher.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better, as `statistics` has them; only
-            "losses" has a gradient, which is right if all tokens have the same weight.
+            Values (tokens,), the set entries of the mask row by row, float32 or better, as `statistics` has them.
+            "losses" has a gradient, which is right if all tokens have the same weight; the others raise in a loss.
         """
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,), each is predicted at the position before
         hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
@@ -202,12 +202,13 @@ class Policy(nn.Module):
             head_gradients = [total.add_(x) for total, x in zip(head_gradients, of_head)]
             chunks.append({name: x.detach() for name, x in values.items()})
         values = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        losses = values.pop("losses")
         # The gradients are known: a function that is linear in hidden states and weights has the same ones.
         linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(weights, head_gradients):
             linear = linear + weight.flatten().dot(gradient.flatten()) / max(1, len(labels))
-        values["losses"] = values["losses"] + (linear - linear.detach())
-        return values
+        logged = {name: only_logged(name, x) for name, x in values.items()}
+        return {"losses": losses + (linear - linear.detach()), **logged}
 
     def statistics(
         self, hidden: Tensor, labels: Tensor, theirs: Tensor | None, rollout_logprobs: Tensor

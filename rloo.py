@@ -46,7 +46,15 @@ from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import Rewards, check_reference, reward_weights
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Experience, Sampler, forward_batch, forward_tokens, logits_processors
+from plumbing.rollout.batch import (
+    Batch,
+    Experience,
+    Sampler,
+    forward_batch,
+    forward_tokens,
+    logits_processors,
+    only_logged,
+)
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
@@ -307,7 +315,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.temperature = model, args.temperature
         self.recompute_logits = args.gradient_checkpointing
-        self.entropy_name = "entropies" if args.entropy_coef else "detached_entropies"
+        self.trains_entropy = args.entropy_coef > 0
 
     def forward(self, input_ids: Tensor, response_mask: Tensor, entropy: bool = True) -> dict[str, Tensor]:
         """Return statistics of the response tokens.
@@ -317,8 +325,8 @@ class Policy(nn.Module):
             response_mask: (N, L) bool, set on response tokens.
             entropy: whether to compute the entropies.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "entropies", or
-            "detached_entropies" (no gradient, for the log) unless they are trained.
+            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "entropies",
+            which have no gradient, and raise where a loss uses them, unless `trains_entropy` is set.
         """
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,), each is predicted at the position before
         hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
@@ -334,9 +342,10 @@ class Policy(nn.Module):
         """Return log-probability and entropy of each token of a chunk, from (chunk, H) and (chunk,); see `forward`."""
         logprobs = (self.logits(hidden) / self.temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        if entropy:  # at the end: recomputation stops after what has a gradient, so one without is not computed twice
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.entropy_name == "entropies"):
-                outputs[self.entropy_name] = entropy_from_logprobs(logprobs)
+        if entropy and self.trains_entropy:
+            outputs["entropies"] = entropy_from_logprobs(logprobs)
+        elif entropy:  # with a gradient, several tensors of the size of the logits would be kept for it
+            outputs["entropies"] = only_logged("entropies", entropy_from_logprobs(logprobs.detach()))
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -700,7 +709,7 @@ def main(args: Args) -> None:
                     # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts of all ranks.
                     optimizer.backward(loss * world.size)
                 sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
-                sums.add(entropy=masked_sum(out[policy.entropy_name], m), tokens=m.sum())
+                sums.add(entropy=masked_sum(out["entropies"], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
                 if epoch == 0:  # each response once
                     kl = t.get("kl", token_kl.detach())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+import torch
 from helpers import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -120,7 +121,7 @@ def test_what_does_not_exist_is_found():
 
 
 def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
-    """Its diff fits grpo.py, and what comes of it logs the new metric."""
+    """Its diff fits grpo.py; what comes of it logs the new metric, and trains by each of its flags."""
     diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "forking.md").read_text(), re.DOTALL)[1]
     fork = (ROOT / "grpo.py").read_text()
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
@@ -130,9 +131,14 @@ def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
         fork = fork.replace(before, after)
     (tmp_path / "my_method.py").write_text(fork)
     monkeypatch.syspath_prepend(tmp_path)
-    values = {**helpers.workspace(tmp_path), "run_name": "run", "uncertain_coef": 0.1, "total_episodes": 8}
-    helpers.run_here(values, "my_method")
-    assert 0 < helpers.metrics_of(values)[-1]["policy/uncertain_share"] <= 1
+    values = {**helpers.workspace(tmp_path), "eval_every": 0, "total_episodes": 8}
+    trained = []
+    for changed in ({}, {"uncertain_coef": 0.1}, {"entropy_floor": 9.0}):
+        values["run_name"] = " ".join(["run", *changed])
+        helpers.run_here(values | changed, "my_method")
+        assert 0 < helpers.metrics_of(values)[-1]["policy/uncertain_share"] <= 1
+        trained.append(helpers.weights_of(helpers.folder_of(values) / "final")["lm_head.weight"])
+    assert not any(torch.equal(trained[0], other) for other in trained[1:])
 
 
 def test_the_reading_map_has_every_equation():

@@ -150,12 +150,14 @@ def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(load, m
         assert relative(results[chunk][1], results[tokens][1]) < EXACT.get(family, 1e-6)
 
 
-def test_an_entropy_that_is_only_logged_cannot_enter_a_loss(load):
-    """Its name says so, and there is no other: a loss term of "entropies" without --entropy_coef is a KeyError."""
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_an_entropy_that_is_only_logged_cannot_enter_a_loss(load, recomputes):
+    """Such a term would train nothing, so it raises; as a weight of another term it is detached."""
     batch, model = random_batch(), load("gpt_neox", F64)
-    logged = policy_of(model, trains_entropy=False)(*batch.collate([0, 1]))
-    assert list(logged) == ["logprobs", "detached_entropies"]
-    assert not logged["detached_entropies"].requires_grad and logged["logprobs"].requires_grad
-    trained = policy_of(model)(*batch.collate([0, 1]))
-    assert trained["entropies"].requires_grad
-    assert torch.equal(trained["entropies"].detach(), logged["detached_entropies"])
+    inputs, mask = batch.collate(ALL), batch.response_mask
+    logged = forward_tokens(policy_of(model, trains_entropy=False, recomputes=recomputes), inputs, mask)
+    trained = forward_tokens(policy_of(model, recomputes=recomputes), inputs, mask)
+    assert all(torch.equal(logged[name], trained[name]) for name in ("logprobs", "entropies"))
+    (logged["logprobs"] * logged["entropies"].detach()).sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="entropies: a loss uses it, and it is computed without gradient"):
+        (logged["logprobs"] + logged["entropies"].clamp(max=1)).sum().backward()

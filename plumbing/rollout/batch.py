@@ -264,6 +264,17 @@ def pad_rows(flat: Tensor, mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape, dtype=flat.dtype, device=flat.device).masked_scatter(mask, flat)
 
 
+def only_logged(name: str, x: Tensor) -> Tensor:
+    """Return a tensor without gradient that raises where a loss uses it, since that term would train nothing."""
+
+    def refuse(_) -> None:
+        raise RuntimeError(f"{name}: a loss uses it, and it is computed without gradient, for the log")
+
+    x = x.detach().requires_grad_()
+    x.register_hook(refuse)
+    return x
+
+
 def forward_tokens(module, inputs: tuple[Tensor, Tensor], mask: Tensor, **options) -> dict[str, Tensor]:
     """Return `module(*inputs, **options)`, values (tokens,) by name, as (n, T) along the response mask (n, T)."""
     return {name: pad_rows(x, mask) for name, x in module(*inputs, **options).items()}
