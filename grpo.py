@@ -624,7 +624,8 @@ def main(args: Args) -> None:
             prefetch.start(step + 1, experience.position, step - 1)
         batch, mask, scores = experience.batch, experience.batch.response_mask, experience.batch.scores  # (N, T), (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
-        kl_coef = run.state.get("kl_coef", args.kl_coef)
+        adapted_kl_coef = run.state.get("kl_coef") if args.kl_target else None
+        kl_coef = adapted_kl_coef or args.kl_coef
         sampler.sleep()
 
         # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
@@ -721,9 +722,11 @@ def main(args: Args) -> None:
         }
         if reference is not None and args.kl_target:
             mean_kl = total["mean_kl"] / max(1, len(trained))
-            kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon)
+            adapted_kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon)
         samples = evaluation.sample_rows(batch, args.log_samples)
-        run.finish_step(metrics, samples, experience.sampled_tokens, position=experience.position, kl_coef=kl_coef)
+        run.finish_step(
+            metrics, samples, experience.sampled_tokens, position=experience.position, kl_coef=adapted_kl_coef
+        )
     run.finish()
 
 

@@ -208,7 +208,6 @@ class Optimizer:
     """
 
     MAX_SKIPPED = 5  # updates in a row without a finite gradient, before the run fails
-    COUNTERS = ("updates", "skipped_in_a_row", "loss_scale", "since_rescaled")
 
     def __init__(self, model: torch.nn.Module, args, total_updates: int, prefix: str = ""):
         setting = lambda name: getattr(args, prefix + name)
@@ -222,7 +221,11 @@ class Optimizer:
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=args.adam_betas, fused=True)
         self.total_updates = total_updates
         self.updates = self.skipped_in_a_row = self.since_rescaled = 0
-        self.rescales, self.loss_scale = args.precision == "fp16", 2.0**16 if args.precision == "fp16" else 1.0
+        self.rescales = args.precision == "fp16"
+        self.loss_scale = 2.0**16 if self.rescales else 1.0
+        self.counters = ["updates", "skipped_in_a_row"]  # what a resume goes on with
+        if self.rescales:
+            self.counters += ["loss_scale", "since_rescaled"]
         self.norms: list[float] = []  # of the gradients since the last `metrics`, before clipping
 
     @property
@@ -292,11 +295,11 @@ class Optimizer:
 
     def state_dict(self) -> dict:
         """Return the counters; plumbing/run/checkpoints.py saves Adam's state by the names of its parameters."""
-        return {name: getattr(self, name) for name in self.COUNTERS}
+        return {name: getattr(self, name) for name in self.counters}
 
     def load_state_dict(self, state: dict) -> None:
-        for name in self.COUNTERS:
-            setattr(self, name, state[name])
+        for name in self.counters:
+            setattr(self, name, state.get(name, getattr(self, name)))  # no scale of a run with another --precision
 
 
 def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:

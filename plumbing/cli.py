@@ -387,7 +387,8 @@ class PolicyArgs(OptimizerArgs):
     rollout_correction_cap: PositiveFloat = 2.0
     """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
     kl_target: NonNegativeFloat = 0.0
-    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive); 0 keeps beta fixed."""
+    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef on; a resume goes on
+    with the beta that it found. 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
     """Responses over which --kl_target acts."""
     ref_model: str = ""

@@ -1,5 +1,6 @@
 """Where a run begins (plumbing/run/resume.py): its checkpoint, changed flags, the lock, other models; whole folders."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,10 +11,14 @@ from pathlib import Path
 
 import helpers
 import pytest
+import torch
 from helpers import folder_of, metrics_of, read_lines, run_here, steps_of
+from tiny_models import CPU
 
 import grpo
+import ppo
 import utils
+from plumbing.models import loading
 from plumbing.run import checkpoints, log, resume
 
 # ---- a folder like that of a run, without a run ----------------------------------------------------------------------
@@ -136,6 +141,59 @@ def test_all_ranks_end_where_the_first_does(monkeypatch):
         with pytest.raises(SystemExit) as end:
             world.on_main(lambda: utils.fail("no"))
         assert end.value.code == 2
+
+
+# ---- flags that a resume changes -------------------------------------------------------------------------------------
+
+CHANGED = dict(
+    learning_rate=1e-2, lr_schedule="cosine", warmup_ratio=0.9, weight_decay=0.5, critic_learning_rate=1e-2,
+    critic_lr_schedule="cosine", critic_warmup_ratio=0.9, critic_weight_decay=0.5, min_learning_rate=1e-4,
+    adam_betas=(0.5, 0.9), max_grad_norm=1e-3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["", "critic_"])
+def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix):
+    """Each has an effect on the next update. Moments and counters go on; a scale of the loss only with fp16."""
+
+    def update(model, optimizer: utils.Optimizer) -> torch.Tensor:
+        optimizer.backward(sum(x.square().sum() for x in optimizer.parameters))
+        optimizer.step()
+        return torch.cat([x.detach().flatten() for x in optimizer.parameters])
+
+    def resumed(args: ppo.Args) -> torch.Tensor:
+        model = loading.load_model("--model", str(tmp_path / "checkpoints/step_1"), torch.float32, CPU)
+        optimizer = utils.Optimizer(model, args, 9, prefix)
+        checkpoints.load_checkpoint(model.name_or_path, world, tokenizer, {"": model}, {"": optimizer})
+        assert optimizer.loss_scale == (2.0**16 if args.precision == "fp16" else 1.0)
+        return update(model, optimizer)
+
+    for precision in ("fp16", "float32"):
+        args = ppo.Args(learning_rate=1e-3, critic_learning_rate=1e-3, precision=precision)
+        args.lr_schedule = args.critic_lr_schedule = "linear"
+        model = load("qwen2")
+        optimizer = utils.Optimizer(model, args, 9, prefix)
+        for _ in range(2):
+            update(model, optimizer)
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, {"step": 1}, {"": model}, {"": optimizer}, 0)
+        unchanged = update(model, optimizer)
+        for name in ("fp16", "float32"):
+            assert torch.equal(resumed(dataclasses.replace(args, precision=name)), unchanged)
+    changed = {x for x in CHANGED if not torch.equal(resumed(dataclasses.replace(args, **{x: CHANGED[x]})), unchanged)}
+    of_critic = {x for x in CHANGED if x.startswith("critic_")} | {"adam_betas", "max_grad_norm"}
+    assert changed == (of_critic if prefix else {x for x in CHANGED if not x.startswith("critic_")})
+
+
+@pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
+def test_a_changed_weight_of_the_kl(tmp_path, script):
+    """It is that of the flag, unless --kl_target has adapted it: then a resume goes on with it."""
+    values = {**helpers.workspace(tmp_path), "run_name": "run", "eval_every": 0, "kl_horizon": 10}
+    changes = [{}, {"kl_coef": 0.2}, {"kl_coef": 0.3, "kl_target": 9.0}, {"kl_coef": 0.4, "kl_target": 9.0}, {}]
+    for step, changed in enumerate(changes, 1):
+        run_here({**values, **changed, "total_episodes": 8 * step, "resume": step > 1}, script)
+    weights = [row["objective/kl_coef"] for row in metrics_of(values)]
+    assert weights == pytest.approx([0.1, 0.2, 0.3, 0.3 * (1 - 0.2 * 8 / 10), 0.1])  # far below the target
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

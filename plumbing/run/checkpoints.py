@@ -136,10 +136,11 @@ def load_checkpoint(
 
 
 def load_optimizer(path: str, model, optimizer: Optimizer) -> None:
-    """Load the state of Adam that a checkpoint has of a model, and the weights of its adapter."""
+    """Load the state of Adam that a checkpoint has of a model, and the weights of its adapter, but no flags."""
     if not os.path.isdir(path):  # saved before the first update
         return
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    flags = [{name: group[name] for name in ("betas", "weight_decay")} for group in optimizer.adam.param_groups]
     state = trained_state(model, optimizer)
     adam = state["adam"]["state"]
     # A parameter without a gradient so far has no state in the checkpoint. The names of the entries are dcp's.
@@ -149,6 +150,8 @@ def load_optimizer(path: str, model, optimizer: Optimizer) -> None:
     except dcp.api.CheckpointException as failed:  # a BaseException
         raise RuntimeError(first_line(next(iter(failed.failures.values()))[0])) from failed
     set_optimizer_state_dict(model, optimizer.adam, state["adam"], options=ALLOW_MISSING)
+    for group, values in zip(optimizer.adam.param_groups, flags):
+        group |= values
 
 
 def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None:
