@@ -437,7 +437,8 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     """
     if args.non_stop_penalty:
         value = args.penalty_reward_value
-        scores = torch.where(stopped, scores, scores.clamp(max=0) if value is None else value)
+        penalised = ~stopped & scores.isfinite()  # no penalty in place of a missing score
+        scores = torch.where(penalised, scores.clamp(max=0) if value is None else value, scores)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
         scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(min=0)

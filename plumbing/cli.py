@@ -412,6 +412,9 @@ class PolicyArgs(OptimizerArgs):
         "--ref_model and --kl_target require a --kl_coef above 0": lambda a: (
             a.kl_coef or not (a.ref_model or a.kl_target)
         ),
+        "--kl_horizon must be over a fifth of a step's responses: --kl_coef would fall to 0 or below": lambda a: (
+            not a.kl_target or 5 * a.kl_horizon > a.rollout_batch_size * a.group_size
+        ),
         "--clip_low and --clip_high require a --loss that clips the ratio": lambda a: (
             getattr(a, "loss", "") not in ("sapo", "reinforce") or (a.clip_low, a.clip_high) == (None, None)
         ),

@@ -326,7 +326,7 @@ def test_weighted_sum():
 FINAL = [  # flags, final scores of the six responses below
     ({}, [1.5, 0.5, NAN, NAN, 2.5, -2.0]),
     (dict(non_stop_penalty=True), [1.5, 0.5, NAN, NAN, 0.0, -2.0]),  # never better than its score
-    (dict(non_stop_penalty=True, penalty_reward_value=-1.0), [1.5, 0.5, NAN, -1.0, -1.0, -1.0]),
+    (dict(non_stop_penalty=True, penalty_reward_value=-1.0), [1.5, 0.5, NAN, NAN, -1.0, -1.0]),
     # From 7 tokens (no penalty) to 10 (a penalty of 1).
     (dict(overlong_buffer=3), [1.5 - 1 / 3, 0.5, NAN, NAN, 1.5, -3.0]),
     (dict(overlong_buffer=1), [1.5, 0.5, NAN, NAN, 1.5, -3.0]),  # no bonus for what is shorter

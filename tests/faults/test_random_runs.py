@@ -110,7 +110,7 @@ RL = {
     "temperature": (0.1, 0.7, 3.0), "clip_low": (0.0, 1.0), "clip_high": (0.0, 1.0, 20.0), "dual_clip": (1.1, 3.0),
     "entropy_coef": (0.01,), "rollout_correction": ("truncate", "mask", "sequence_mask"),
     "rollout_correction_cap": (1.0, 3.0), "kl_coef": (0.0, 10.0), "kl_in": ("loss", "reward"),
-    "kl_estimator": ("k1", "abs", "k2", "k3"), "kl_target": (1e-3,), "kl_horizon": (1, 20),
+    "kl_estimator": ("k1", "abs", "k2", "k3"), "kl_target": (1e-3,), "kl_horizon": (4, 20),
     "ref_model": ("@llama", "@qwen2"), "ref_refresh_every": (1, 2), "non_stop_penalty": (True,),
     "penalty_reward_value": (-1.0, 1.0), "overlong_buffer": (1, 8), "mask_truncated": (True,),
     "filter_groups": ("drop", "refill"),
