@@ -399,12 +399,11 @@ class Clock:
         """
         self.device, self.ranks, self.parameters = world.device, world.size, parameters
         self.start_time = time.perf_counter() - seconds_before
-        self.phase = ""
+        self.phase, self.seconds = "", {}
         self.start()
 
     def start(self) -> None:
         """Begin a step."""
-        self.seconds: dict[str, float] = {}
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -421,6 +420,13 @@ class Clock:
         """Return the seconds since the run began, those before a resume included."""
         return time.perf_counter() - self.start_time
 
+    def times(self) -> dict[str, float]:
+        """Return the seconds of the phases since the last call, and end the phase that lasts."""
+        self.begin("")
+        times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        self.seconds = {}
+        return times
+
     def metrics(self, tokens: int) -> dict[str, float]:
         """End the step; return the seconds of its phases, its speed and its peak memory.
 
@@ -428,11 +434,11 @@ class Clock:
             tokens: of the step's sequences, prompts included, over all ranks. The model FLOPs utilisation (perf/mfu)
                 counts 6 FLOPs a parameter and token, those of training; NaN where the device's peak is not known.
         """
-        self.begin("")
-        step = sum(self.seconds.values())
+        times = self.times()
+        step = sum(times.values())
         flops = 6 * self.parameters * tokens / self.ranks
         return {
-            **{f"time/{name}": seconds for name, seconds in self.seconds.items()},
+            **times,
             "time/step": step,
             "time/from_scratch": self.total(),
             "perf/tokens_per_second": tokens / step,

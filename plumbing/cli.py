@@ -152,9 +152,13 @@ class RunArgs(OutputArgs):
     resume: bool = False
     """Continue from the run's newest checkpoint; begin a new run if there is none."""
     save_every: NonNegativeInt = 50
-    """Steps between checkpoints; the last step always has one. 0: only then, or when interrupted."""
+    """Steps between checkpoints; the last step has one, too. 0: only where the run is interrupted or fails, so that its
+    end leaves final/ and no state of Adam."""
     keep_checkpoints: NonNegativeInt = 2
     """Number of checkpoints to keep, the newest ones; 0 for all."""
+    keep_best: str = ""
+    """Metric of the evaluation, such as eval/accuracy: keep the trained model with the highest value, without Adam's
+    state, in checkpoints/best/."""
     eval_every: NonNegativeInt = 20
     """Steps between evaluations; also before the first step and after the last. 0: never."""
     log_samples: NonNegativeInt = 16
@@ -164,6 +168,8 @@ class RunArgs(OutputArgs):
     push_to_hub: str = ""
     """Push the final model to the Hugging Face hub with a model card, as NAME or OWNER/NAME; requires a login (hf auth
     login, or HF_TOKEN). "": do not."""
+
+    RULES = {"--keep_best requires an --eval_every above 0": lambda a: not a.keep_best or a.eval_every}
 
 
 @dataclass

@@ -56,7 +56,7 @@ from plumbing.rewards.sources import Rewards, check_reference, is_scored_by
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sample, Sampler
 from plumbing.run import evaluation, resume
-from plumbing.run.log import append, finite, read_args, replace_file
+from plumbing.run.log import append, as_logged, read_args, replace_file
 from plumbing.run.ranks import Interrupt, record
 
 NO_ANSWERS = ("format", "code", "ifeval", "environment")  # sources whose responses have nothing to vote for
@@ -158,7 +158,7 @@ def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, di
         if table["extracted"].notna().any():
             measures[f"maj@{n}"] = prompts[["extracted", "correct"]].apply(majority)
     measures |= {name: prompts[name].mean() for name in columns}
-    return {name: finite({"value": by_prompt.mean(), "se": by_prompt.sem()}) for name, by_prompt in measures.items()}
+    return {name: as_logged({"value": by_prompt.mean(), "se": by_prompt.sem()}) for name, by_prompt in measures.items()}
 
 
 @record
@@ -237,7 +237,7 @@ def main(args: Args) -> None:
     }
     if world.main:
         folder.mkdir()
-        append(folder / "samples.jsonl", [finite(row) for row in table.to_dict("records")])
+        append(folder / "samples.jsonl", [as_logged(row) for row in table.to_dict("records")])
         replace_file(folder / "results.json", json.dumps(results, indent=2, allow_nan=False))
         print(f"{len(prompts)} prompts x {n} responses; without a score: {missing}")
         for name, scores in {"": results["scores"], **results["datasets"]}.items():

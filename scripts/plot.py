@@ -7,19 +7,26 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing.run.log import plot_curves
+from plumbing.run.log import plot_curves, read_log, run_names
 
 
 def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "curves.png", metrics: tuple[str, ...] = ()):
-    """Draw the curves of several runs into one picture, a line a run.
+    """Draw the curves of several runs into one picture, a color a run.
 
     Args:
         runs: Run folders, each with a metrics.jsonl.
         output: The picture to write: .png, .pdf or .svg.
-        metrics: Names from metrics.jsonl to draw; default: the main ones that the runs have.
+        metrics: Names from metrics.jsonl to draw, accuracies in one panel; default: the main ones that the runs have.
     """
+    with utils.loading("RUNS"):
+        rows = dict(zip(run_names(runs), map(read_log, runs)))
+    known = {key for of_run in rows.values() for row in of_run for key in row}
+    if not known:
+        utils.fail(f"RUNS: {' '.join(runs)} have no metrics.jsonl with a whole line")
+    if unknown := {*metrics} - known:
+        utils.fail(f"--metrics {' '.join(unknown)}: the runs have {', '.join(sorted(known))}")
     with utils.loading(f"--output {output}"):
-        plot_curves(list(map(os.path.normpath, runs)), output, metrics)
+        plot_curves(rows, output, metrics)
     print(output)
 
 

@@ -61,10 +61,10 @@ def score(prompts, responses, **columns):
 
 
 def test_torchrun_starts_again_and_resumes(base, tmp_path):
-    """With --max_restarts a killed rank ends all, and the next start goes on from the newest checkpoint by itself."""
+    """With --max_restarts a killed rank ends all, after the first one has saved; the next start goes on by itself."""
     (tmp_path / "deadly.py").write_text(DEADLY)
     marker, log = tmp_path / "marker", tmp_path / "log"
-    values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 48, "save_every": 1}
+    values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 48, "save_every": 0}
     values |= {"reward": f"{tmp_path / 'deadly.py'}:score", "resume": True}
     metrics, restarts = helpers.folder_of(values) / "metrics.jsonl", ("--max_restarts", "1")
     with forked_python.torchrun(helpers.ROOT / "grpo.py", values, log, *restarts, MARKER=str(marker)) as running:

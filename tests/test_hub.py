@@ -32,7 +32,7 @@ class Hub:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     values = helpers.workspace(tmp_path_factory.mktemp("hub"))
-    return values | {"total_episodes": 8, "save_every": 0, "eval_every": 1, "push_to_hub": "my-model"}
+    return values | {"total_episodes": 8, "save_every": 1, "eval_every": 1, "push_to_hub": "my-model"}
 
 
 def test_a_run_pushes_its_final_model(base, tmp_path, monkeypatch, capsys):
@@ -48,6 +48,8 @@ def test_a_run_pushes_its_final_model(base, tmp_path, monkeypatch, capsys):
     Hub(monkeypatch, fails="upload")
     line = refused(capsys, run_here, {**values, "resume": True})
     assert "503 Service Unavailable" in line and "--push_to_hub me/my-model: " in line
+    assert f"hf upload me/my-model {folder_of(values) / 'final'} . " in line
+    assert json.loads((folder_of(values) / "args.json").read_text())["args"]["push_to_hub"] == "me/my-model"
 
 
 def test_no_token(base, tmp_path, monkeypatch, capsys):

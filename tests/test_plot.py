@@ -1,10 +1,15 @@
 """scripts/plot.py."""
 
+import json
+
 import plot
 import pytest
-from helpers import write_rows
+import tyro
+from helpers import ROOT, refused, write_rows
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+
+WRONG = json.loads((ROOT / "tests/data/command_lines.json").read_text())["pictures"]
 
 
 @pytest.fixture
@@ -13,26 +18,27 @@ def runs(tmp_path) -> tuple[str, ...]:
     folders = [tmp_path / "monday" / "run", tmp_path / "tuesday" / "run"]
     for i, folder in enumerate(folders):
         folder.mkdir(parents=True)
-        write_rows(folder / "metrics.jsonl", [{"step": s, "objective/scores": (i + s) / 9} for s in range(4)])
+        rows = [{"step": s, "objective/scores": i + s, "eval/greedy_accuracy": 1.0} for s in range(4)]
+        write_rows(folder / "metrics.jsonl", [*rows, {"step": 4, "eval/accuracy": i / 2}])
     return tuple(map(str, folders))
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_two_runs_of_one_name(runs, tmp_path, monkeypatch, ending):
-    """Both are drawn, under names that tell them apart."""
+    """Both are drawn, under names that tell them apart; accuracies in one panel from 0 to 1, the sampled one first."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
-    plot.main(runs, str(tmp_path / f"a.{ending}"), ("objective/scores",))
-    (axis,) = drawn[0].axes
-    assert [line.get_label() for line in axis.get_lines()] == ["monday/run", "tuesday/run"]
-    assert [list(line.get_ydata()) for line in axis.get_lines()] == [[(i + s) / 9 for s in range(4)] for i in (0, 1)]
+    plot.main(runs, str(tmp_path / f"a.{ending}"))
+    first, second = drawn[0].axes
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["monday/run", "tuesday/run"]
+    values = lambda axis: [list(line.get_ydata()) for line in axis.lines]
+    assert values(first) == [[0.0], [0.5], [1.0] * 4, [1.0] * 4] and first.get_ylim() == (-0.02, 1.02)
+    assert values(second) == [[0, 1, 2, 3], [1, 2, 3, 4]]
     if ending == "png":
         assert imread(tmp_path / "a.png").std() > 0.01
 
 
-@pytest.mark.parametrize("output", ["no/such/folder/a.png", "a.xyz"])
-def test_what_cannot_be_drawn(runs, tmp_path, capsys, output):
-    for words in ((runs, output), ((str(tmp_path),), "a.png"), ((), "a.png")):
-        with pytest.raises(SystemExit) as end:
-            plot.main(*words)
-        assert end.value.code == 2 and capsys.readouterr().err.startswith(f"error: --output {words[1]}: ")
+@pytest.mark.parametrize("line", WRONG)
+def test_what_cannot_be_drawn(runs, tmp_path, monkeypatch, capsys, line):
+    monkeypatch.chdir(tmp_path)
+    assert refused(capsys, tyro.cli, plot.main, args=line.split()).startswith(f"error: {WRONG[line]}")

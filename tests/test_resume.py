@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -133,7 +135,7 @@ def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world):
 def test_all_ranks_end_where_the_first_does(monkeypatch):
     """`World.on_main` gives all ranks what rank 0 got, an exit code included."""
     gathered = []
-    first, second = (utils.World(rank, 2, helpers.torch.device("cpu")) for rank in (0, 1))
+    first, second = (utils.World(rank, 2, torch.device("cpu")) for rank in (0, 1))
     monkeypatch.setattr(utils.World, "all_gather", lambda self, items: gathered.extend(items) or gathered)
     assert first.on_main(lambda: 3) == 3 and second.on_main(lambda: 4) == 3
     gathered.clear()
@@ -176,7 +178,8 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
         for _ in range(2):
             update(model, optimizer)
         shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
-        checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, {"step": 1}, {"": model}, {"": optimizer}, 0)
+        state = {"step": 1, "optimizers": {"": optimizer.state_dict()}}
+        checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, state, {"": model}, {"": optimizer}, 0)
         unchanged = update(model, optimizer)
         for name in ("fp16", "float32"):
             assert torch.equal(resumed(dataclasses.replace(args, precision=name)), unchanged)
@@ -212,15 +215,61 @@ def copy(whole, tmp_path) -> dict:
     return {**whole, "output_dir": str(tmp_path / "runs"), "resume": True}
 
 
-def test_a_finished_run_changes_nothing(whole, tmp_path):
-    """Whatever --save_every is, as the last step is saved; and with fewer episodes it does not train on for ever."""
-    values = {**whole, "output_dir": str(tmp_path), "save_every": 0}
-    helpers.run(values)
-    assert steps_of(values) == ["step_4"]
-    helpers.run({**values, "resume": True})
-    helpers.run({**values, "resume": True, "total_episodes": 16})
+@pytest.mark.parametrize("save_every", [3, 0])
+def test_a_finished_run_changes_nothing(whole, tmp_path, capsys, save_every):
+    """And with fewer episodes it does not train on for ever. With --save_every 0 there is no checkpoint of it."""
+    values = {**whole, "output_dir": str(tmp_path), "save_every": save_every}
+    run_here(values)
+    assert [*folder_of(values).glob("checkpoints")] == [folder_of(values) / "checkpoints"][:save_every]
+    if save_every:
+        run_here({**values, "resume": True})
+        run_here({**values, "resume": True, "total_episodes": 16})
+    else:
+        capsys.readouterr()
+        assert "has 4 steps and no checkpoint" in helpers.refused(capsys, run_here, {**values, "resume": True})
     helpers.assert_same_run(values, whole)
     assert read_lines(folder_of(values) / "held_out.jsonl") == read_lines(folder_of(whole) / "held_out.jsonl")
+
+
+PLACES = [  # what raises at its n-th call; in a step are one call of `generate`, in an evaluation two; and four updates
+    ("grpo.generate", 5, "; step 2 is saved, continue with --resume)"),
+    ("utils.Optimizer.step", 9, "; step 2 is saved"),
+    ("torch.optim.AdamW.step", 9, "; nothing is saved"),
+]
+
+
+@pytest.mark.parametrize("place, call, said", PLACES)
+def test_an_exception_in_a_step(whole, tmp_path, monkeypatch, place, call, said):
+    """The steps before are saved unless a weight may have changed since; the run goes on as if nothing had been."""
+    values = {**whole, "output_dir": str(tmp_path), "save_every": 0}
+    original, calls = pkgutil.resolve_name(place), []
+
+    def raises(*args, **options):
+        calls.append(1)
+        assert len(calls) != call
+        return original(*args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError) as error:
+        patch.setattr(place, raises)
+        run_here(values)
+    assert said in error.value.__notes__[0] and len(calls) == call
+    if "nothing" not in said:
+        run_here({**values, "resume": True})
+        helpers.assert_same_run(values, whole)
+
+
+def test_the_best_model_is_kept(whole, tmp_path, monkeypatch, capsys):
+    """Of those that were trained, also where a run goes on; a metric that there is not is named."""
+    values, accuracies = {**whole, "output_dir": str(tmp_path), "eval_every": 1}, [0.9, math.nan, 0.5, 0.4, 0.5, 0.9]
+    evaluate = lambda *_: ({"eval/accuracy": accuracies.pop(0)}, [{"prompt": "1"}])
+    monkeypatch.setattr("plumbing.run.evaluation.evaluate", evaluate)
+    values |= {"keep_best": "eval/accuracy", "keep_checkpoints": 1}
+    run_here({**values, "total_episodes": 16})
+    run_here({**values, "resume": True})
+    assert steps_of(values) == ["best", "step_4"]
+    assert torch.load(folder_of(values) / "checkpoints/best/trainer_state.pt")["step"] == 2
+    line = helpers.refused(capsys, run_here, {**values, "keep_best": "eval/acuracy", "run_name": "other"})
+    assert "--keep_best eval/acuracy: " in line
 
 
 def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):

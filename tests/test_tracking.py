@@ -1,12 +1,13 @@
 """What a run prints, and what wandb and libraries like it get by --track."""
 
+import json
 import math
 import re
 import sys
 import types
 
 import pytest
-from helpers import refused, write_rows
+from helpers import ROOT, refused, write_rows
 
 import grpo
 import utils
@@ -21,7 +22,8 @@ def log_of(folder, track: str = "", steps: int = 4, step: int = 1) -> log.RunLog
 def logged(folder, name: str) -> log.RunLog:
     """Log a step of a run, with a sample."""
     run = log_of(folder, name)
-    run.table(2, [{"prompt": "1+1=", "math": 1.0}])
+    run.lengths(1, {"rows": [5, 5, 7], "none": []})
+    run.table(2, [{"prompt": "1+1=", "/a/b.py:f": 1.0, "length": 3}])
     run.log({"step": 2, "objective/scores": 0.5, "perf/mfu": math.nan})
     run.close("the end")
     return run
@@ -35,7 +37,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
-def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch):
+def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch, capsys):
     """trackio has the functions of wandb that are used; a resumed run goes on under its name or id."""
     calls = []
     for name in ("trackio", "wandb"):
@@ -43,17 +45,20 @@ def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch):
         library.init = lambda **options: calls.append(options) or types.SimpleNamespace(url="https://there/run")
         library.log = lambda row, step: calls.append((row, step))
         library.Table = lambda columns, data: (columns, data)
+        library.Histogram = tuple
         library.finish = lambda: calls.append("finished")
         monkeypatch.setitem(sys.modules, name, library)
     for name in ("trackio", "wandb"):
         calls.clear()
         run = logged(tmp_path, name)
+        assert capsys.readouterr().out.startswith("rows: 3 of 5 to 7 tokens, median 5\nheld-out samples: 1 of 3")
         begin, *rest = calls
         assert begin["config"]["reward"] == ["http://judge:9/x", "math"]
         assert begin["name"] == tmp_path.name and begin["resume"] == "allow" and begin["config"]["track"] == name
         assert begin.get("id") == (None if name == "trackio" else "7") and run.url == "https://there/run"
-        samples = {"samples": (["prompt", "math"], [["1+1=", 1.0]])}
-        assert rest == [(samples, 2), ({"step": 2, "objective/scores": 0.5}, 2), "finished"]
+        samples = {"samples": (["prompt", "b.py:f"], [["1+1=", 1.0]])}
+        lengths = [({"lengths/rows": (5, 5, 7)}, 1), ({"lengths/held-out samples": (3,)}, 2)]
+        assert rest == [*lengths, (samples, 2), ({"step": 2, "objective/scores": 0.5}, 2), "finished"]
 
 
 def test_a_library_that_is_missing(monkeypatch, capsys):
@@ -84,21 +89,15 @@ def test_a_bar_on_a_terminal_and_a_line_a_step_elsewhere(tmp_path, monkeypatch, 
 
 
 def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
-    """Which accuracy is trained comes last; curves.png only where it was drawn."""
+    """Which accuracy is trained comes first; curves.png only where it was drawn."""
     write_rows(tmp_path / "metrics.jsonl", [{"step": i, "eval/accuracy": i, "eval/greedy_accuracy": 1} for i in (0, 4)])
     monkeypatch.setattr(log, "plot_curves", lambda *args: None)
     log_of(tmp_path).close("the end")
     assert capsys.readouterr().out.splitlines() == [
         "the end",
-        "held-out accuracy, greedy: 1.000 at step 0, 1.000 at step 4",
         "held-out accuracy, sampled (what is trained): 0.000 at step 0, 4.000 at step 4",
+        "held-out accuracy, greedy: 1.000 at step 0, 1.000 at step 4",
     ]
-
-
-def test_lengths(tmp_path, capsys):
-    log_of(tmp_path).lengths({"prompts": [3] * 90 + [4] * 10 + [7], "held-out": [5], "none": []})
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "prompts: 101 of 3 to 7 tokens, median 3" and second == "held-out: 1 of 5 to 5 tokens, median 5"
 
 
 def test_no_control_code_reaches_the_terminal(tmp_path, capsys):
@@ -111,6 +110,12 @@ def test_no_control_code_reaches_the_terminal(tmp_path, capsys):
         utils.fail(text)
     printed = "".join(capsys.readouterr())
     assert printed.count("]52;c;cm0=") == 4 and not {*"\x1b\x07\x9b"} & {*printed}
+
+
+def test_names_in_logs_have_no_folders_and_no_secrets():
+    """Unless two would be the same."""
+    names = json.loads((ROOT / "tests/data/command_lines.json").read_text())["names in logs"]
+    assert log.as_logged(dict.fromkeys(names, math.nan)) == dict.fromkeys(names.values())
 
 
 ROW = {"val/zero_std_fraction": 0.5, "val/num_stop_token_ids": 3, "objective/scores": 1.0}

@@ -1,9 +1,9 @@
 """Checkpoints and the final model: what is saved of a run, and what is loaded to resume it."""
 
-import glob
 import os
 import shutil
 import warnings
+from pathlib import Path
 from typing import Callable
 
 import torch
@@ -27,9 +27,8 @@ ALLOW_MISSING = StateDictOptions(strict=False)  # a parameter that has had no gr
 
 def checkpoint_folders(folder: str) -> list[str]:
     """Return the complete checkpoints of a run, oldest first. A folder has its name only once all of it is written."""
-    paths = glob.glob(os.path.join(glob.escape(folder), "checkpoints", "step_*"))
-    steps = {path: path.rsplit("_", 1)[1] for path in paths}
-    return sorted((path for path in paths if steps[path].isdigit()), key=lambda path: int(steps[path]))
+    names = [path.name for path in Path(folder, "checkpoints").glob("step_*") if path.name[5:].isdigit()]
+    return [os.path.join(folder, "checkpoints", name) for name in sorted(names, key=lambda name: int(name[5:]))]
 
 
 def save_checkpoint(
@@ -41,29 +40,40 @@ def save_checkpoint(
     Args:
         state: the trainer's tensors and plain values; `state["step"]` names the folder.
         models: the policy as "", others by the names of their folders within the checkpoint, such as "critic".
-        optimizers: of the models of the same names.
-        keep: number of checkpoints that stay, the newest ones; 0 keeps all.
+        optimizers: of the models of the same names. Without any, the policy is saved alone, as `checkpoints/best`.
+        keep: number of checkpoints of steps that stay, the newest ones; 0 keeps all.
     """
 
     def write(path: str) -> None:
         for name, model in models.items():
-            save_model(model, os.path.join(path, name), world)
+            if optimizers or name == "":
+                save_model(model, os.path.join(path, name), world)
         for name, optimizer in optimizers.items():
             if optimizer.adam.state:  # else torch would make an update to get one
                 tensors = trained_state(models[name], optimizer)
                 dcp.save(tensors, checkpoint_id=os.path.join(path, name, "optimizer"), no_dist=world.size == 1)
-        counters = {name: optimizer.state_dict() for name, optimizer in optimizers.items()}
-        trainer_state = os.path.join(path, "trainer_state.pt")
         world.on_main(lambda: tokenizer.save_pretrained(path))
-        world.on_main(lambda: torch.save({**state, "optimizers": counters}, trainer_state))
+        world.on_main(lambda: torch.save(state, os.path.join(path, "trainer_state.pt")))
 
-    path = os.path.join(folder, "checkpoints", f"step_{state['step']}")
+    path = os.path.join(folder, "checkpoints", f"step_{state['step']}" if optimizers else "best")
     # There is one already where a run is interrupted again after the same step.
-    if not world.any(world.main and os.path.exists(path)):
+    if not optimizers or not world.any(world.main and os.path.exists(path)):
         save_folder(path, world, write)
     if world.main and keep:
         for old in checkpoint_folders(folder)[:-keep]:
             remove_folder(old)
+
+
+def checkpoint_gb(models: dict[str, torch.nn.Module]) -> float:
+    """Return the GB of a checkpoint once there was an update: weights, and two moments of those that train.
+
+    A model with an adapter has only what trains, once in peft's folder and once with the moments.
+    """
+    total = 0
+    for model in models.values():
+        adapter = bool(getattr(model, "peft_config", None))
+        total += sum(x.nbytes * (3 + adapter if x.requires_grad else 1 - adapter) for x in model.parameters())
+    return total / 1e9
 
 
 def save_final(folder: str, world: World, model, tokenizer, source: str) -> None:
@@ -128,9 +138,8 @@ def load_checkpoint(
         fail(f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}")
     with loading(f"--resume {folder}"):
         state = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
-        counters = state.pop("optimizers")
         for name, optimizer in optimizers.items():
-            optimizer.load_state_dict(counters[name])
+            optimizer.load_state_dict(state["optimizers"][name])
             load_optimizer(os.path.join(folder, name, "optimizer"), models[name], optimizer)
     return state
 

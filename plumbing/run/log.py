@@ -10,6 +10,7 @@ import os
 import re
 from collections import deque
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
@@ -26,12 +27,12 @@ PROGRESS = {  # the values in the progress bar, or in the line of a step, if a r
     "time/step": "seconds",
 }
 CURVES = {  # the metrics that a picture has, if a run has them, and those of eval/ that its last lines have
-    "eval/greedy_accuracy": "held-out accuracy, greedy",
     "eval/accuracy": "held-out accuracy, sampled (what is trained)",
+    "eval/greedy_accuracy": "held-out accuracy, greedy",
     "eval/pair_accuracy": "held-out pairs ranked right",
+    "train/pair_accuracy": "training pairs ranked right",
     "train/loss": "loss",
     "eval/margin": "held-out margin (chosen - rejected)",
-    "train/pair_accuracy": "training pairs ranked right",
     "objective/scores": "mean score",
     "objective/kl": "KL to the reference (sum over tokens)",
     "objective/divergence": "divergence from the teacher per token (nats)",
@@ -41,6 +42,8 @@ CURVES = {  # the metrics that a picture has, if a run has them, and those of ev
     "loss/grad_norm": "gradient norm",
 }
 CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f]"  # codes that a terminal obeys, but for tabs and line ends
+# The name of a metric or score of a file's function or a server; its groups are what stays.
+SOURCE = r"^((?:eval/)?reward(?:_\w+)?/|)(?:(?:.*/)?(?=[^/]+\.py:\w+$)|https?://(?:[^/?#]*@)?([^?#]*).*)"
 
 
 class RunLog:
@@ -74,12 +77,14 @@ class RunLog:
             )  # fmt: skip
         self.library, self.url = library, getattr(run, "url", None)
 
-    def lengths(self, data: dict[str, list[int]]) -> None:
-        """Print how many items of each name there are, and how long they are in tokens."""
+    def lengths(self, step: int, data: dict[str, list[int]]) -> None:
+        """Print how many items of each name there are, and how long they are in tokens; track histograms of that."""
         for name, lengths in data.items():
             if lengths:
                 span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
                 say(f"{name}: {len(lengths):,} of {span}")
+                if self.library:
+                    self.library.log({f"lengths/{name}": self.library.Histogram(lengths)}, step=step)
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
@@ -90,7 +95,7 @@ class RunLog:
         """Append a row of metrics, with "step", to metrics.jsonl, and track it; null stands for what is not finite."""
         if not self.world.main:
             return
-        row = finite(metrics)
+        row = as_logged(metrics)
         append(os.path.join(self.folder, "metrics.jsonl"), [row])
         if self.library:
             self.library.log({name: x for name, x in row.items() if x is not None}, step=row["step"])
@@ -123,23 +128,22 @@ class RunLog:
     def samples(self, step: int, rows: list[dict], name: str = "samples.jsonl") -> None:
         """Append rows to samples.jsonl, or to held_out.jsonl, which has those of evaluations."""
         if self.world.main:
-            append(os.path.join(self.folder, name), [{"step": step, **finite(row)} for row in rows])
+            append(os.path.join(self.folder, name), [{"step": step, **as_logged(row)} for row in rows])
 
     def table(self, step: int, rows: list[dict]) -> None:
-        """Print a few held-out samples, all with the same columns, as a table."""
+        """Print the first held-out samples, all with the same columns, as a table; track all, and their lengths."""
         if not self.world.main:
             return
         import rich.console
         import rich.table
         import rich.text
 
-        rows = [{name: x for name, x in row.items() if name not in ("length", "turns")} for row in rows]
+        self.lengths(step, {"held-out samples": [row["length"] for row in rows if "length" in row]})
+        rows = [as_logged({name: x for name, x in row.items() if name not in ("length", "turns")}) for row in rows]
         title = f"held-out samples after step {step}"
         table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
-        for row in rows:
-            cells = [
-                f"{x:g}" if isinstance(x, float) else re.sub(CONTROL, "\ufffd", str(x)) for x in finite(row).values()
-            ]
+        for row in rows[:4]:
+            cells = [f"{x:g}" if isinstance(x, float) else re.sub(CONTROL, "\ufffd", str(x)) for x in row.values()]
             # Both ends of a long text: the question ends a prompt, the answer a response.
             table.add_row(*(rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}") for c in cells))
         with tqdm.external_write_mode():
@@ -153,7 +157,7 @@ class RunLog:
         if not self.world.main:
             return
         try:
-            plot_curves([self.folder], os.path.join(self.folder, "curves.png"))
+            plot_curves({"": read_log(self.folder)}, os.path.join(self.folder, "curves.png"))
         except Exception as error:
             warn(f"{self.folder}/curves.png: {first_line(error)}")
 
@@ -167,10 +171,9 @@ class RunLog:
         self.draw()
         rows = read_log(self.folder)
         for key, name in CURVES.items():
-            values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+            values = [f"{row[key]:.3f} at step {row['step']}" for row in rows if row.get(key) is not None]
             if values and key.startswith("eval/"):
-                ends = dict.fromkeys((min(values), max(values)))  # one step if there is only one
-                print(f"{name}: " + ", ".join(f"{values[step]:.3f} at step {step}" for step in ends))
+                print(f"{name}: {', '.join(dict.fromkeys((values[0], values[-1])))}")  # one if there is only one
         if os.path.exists(path := os.path.join(self.folder, "curves.png")):
             print(f"curves: {path}", flush=True)
         if self.library:
@@ -185,9 +188,13 @@ def check_track(name: str) -> None:
             library.login()  # WANDB_MODE=offline requires none
 
 
-def finite(row: dict) -> dict:
-    """Return a row with None for numbers that are not finite, which JSON does not have."""
-    return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+def as_logged(row: dict) -> dict:
+    """Return a row as logs have it: None for what is not finite, and reward sources without folders and secrets."""
+    logged = {}
+    for key, x in row.items():
+        name = re.sub(SOURCE, r"\1\2", key)
+        logged[key if name in logged else name] = None if isinstance(x, float) and not math.isfinite(x) else x
+    return logged
 
 
 def replace_file(path: str, text: str) -> None:
@@ -209,11 +216,8 @@ def read_log(folder: str, name: str = "metrics.jsonl") -> list[dict]:
     Raises:
         ValueError: if another line cannot be read.
     """
-    path = os.path.join(folder, name)
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="utf-8") as file:
-        lines = file.read().split("\n")[:-1]
+    path = Path(folder, name)
+    lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
     return [parse(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
 
 
@@ -223,11 +227,8 @@ def read_args(folder: str) -> dict:
     Raises:
         ValueError: if it cannot be read.
     """
-    path = os.path.join(folder, "args.json")
-    if not os.path.exists(path):
-        return {}
-    with open(path, encoding="utf-8") as file:
-        return parse(file.read(), path)
+    path = Path(folder, "args.json")
+    return parse(path.read_text("utf-8"), str(path)) if path.exists() else {}
 
 
 def parse(text: str, where: str) -> dict:
@@ -253,33 +254,44 @@ def run_names(folders: list[str]) -> list[str]:
     return [os.path.relpath(path, shared) for path in paths]
 
 
-def plot_curves(folders: list[str], path: str, metrics: tuple[str, ...] = ()) -> None:
-    """Draw curves of run folders into a picture; raise ValueError if there is nothing to draw.
+def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...] = ()) -> None:
+    """Draw curves into a picture, a color a run. Accuracies share the first panel, from 0 to 1.
 
     Args:
+        runs: rows of metrics.jsonl by the name of the run.
         path: its ending names the format, such as .png, .svg or .pdf.
         metrics: what to draw, as in metrics.jsonl; default: the CURVES that the runs have.
+    Raises:
+        ValueError: if there is nothing to draw.
     """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from pandas import DataFrame
 
-    runs = dict(zip(run_names(folders), map(read_log, folders)))
-    keys = [k for k in metrics or CURVES if any(row.get(k) is not None for rows in runs.values() for row in rows)]
-    if not keys:
-        raise ValueError(f"there is nothing to draw in {' '.join(folders)}")
-    width = min(3, len(keys))
-    height = math.ceil(len(keys) / width)
+    tables = [DataFrame(rows).set_index("step").dropna(axis=1, how="all") for rows in runs.values()]
+    panels = {}  # {title: metrics}
+    for key in metrics or CURVES:
+        if any(key in table for table in tables):
+            panels.setdefault("accuracy" if "accuracy" in key else CURVES.get(key, key), []).append(key)
+    if not panels:
+        raise ValueError("there is nothing to draw")
+    width = min(3, len(panels))
+    height = math.ceil(len(panels) / width)
     figure = Figure((4.4 * width, 2.9 * height), layout="constrained")  # requires no display
-    for place, key in enumerate(keys, 1):
+    for place, (title, keys) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(height, width, place)
-        for number, (name, rows) in enumerate(runs.items()):
-            values = {row["step"]: row[key] for row in rows if row.get(key) is not None}
-            marker = "o" if len(values) < 20 else None
-            axis.plot(values.keys(), values.values(), f"C{number % 10}", marker=marker, markersize=3, label=name)
-        axis.set_title(CURVES.get(key, key), loc="left", fontsize=10)
-        axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        for key, style in zip(keys, ["-", "--", ":", "-."] * len(keys)):
+            for number, table in enumerate(tables):
+                curve = table[key].dropna() if key in table else []
+                marker = "o" if len(curve) < 20 else None
+                axis.plot(curve, f"C{number % 10}{style}", marker=marker, markersize=3)
+        if title == "accuracy":
+            axis.set_ylim(-0.02, 1.02)  # shows a line at 1, too
+            names = [CURVES.get(key, key) for key in keys]
+            axis.legend(axis.lines[:: len(runs)], names, frameon=False, fontsize=8).set_in_layout(False)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.locator_params("x", integer=True)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#ecebe6")
     if len(runs) > 1:
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False)
+        figure.legend(figure.axes[0].lines[: len(runs)], runs, loc="outside lower left", ncols=4, frameon=False)
     figure.savefig(path, dpi=130)

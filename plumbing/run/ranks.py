@@ -21,6 +21,7 @@ OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
     "shard the models (--shard fsdp or fsdp_offload), or train adapters (--lora_rank 32)"
 )
 phase = "start"  # of the run that this process is in
+on_error: Callable[[], str] = str  # called when `main` has raised an exception; returns what to say of it
 
 
 def begin_phase(name: str, world: World) -> None:
@@ -42,19 +43,22 @@ def record(main: Callable) -> Callable:
     @errors.record
     @functools.wraps(main)
     def recorded(args) -> None:
-        place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}"
+        global on_error
+        on_error = str  # not that of a run before in this process
         try:
             main(args)
-        except torch.OutOfMemoryError as error:
-            fail(f"{place}, in the phase {phase!r}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
         except Exception as error:
+            place = f"rank {os.environ.get('RANK', '0')} of {os.environ.get('WORLD_SIZE', '1')}, "
+            place += f"in the phase {phase!r}{on_error()}"
+            if isinstance(error, torch.OutOfMemoryError):
+                fail(f"{place}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
             if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
                 time.sleep(2)  # torchrun reports the rank that ended first, in whole seconds, as the root cause
-                fail(f"{place}, in the phase {phase!r}: another rank has ended; its message has the reason", local=True)
+                fail(f"{place}: another rank has ended; its message has the reason", local=True)
             if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
                 raised = traceback.extract_tb(error.__traceback__)[-1]
                 fail(f"{first_line(error)} ({os.path.basename(raised.filename)} line {raised.lineno})", local=True)
-            error.add_note(f"({place}, in the phase {phase!r})")
+            error.add_note(f"({place})")
             raise
         finally:
             faulthandler.cancel_dump_traceback_later()

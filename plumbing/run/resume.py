@@ -52,13 +52,13 @@ def find_origin(args, script: str) -> Origin:
         facts, rows, saved = read_args(folder), read_log(folder), checkpoint_folders(folder)
     steps = rows[-1]["step"] if rows else 0
     if not saved and (0 < args.save_every <= steps or os.path.exists(os.path.join(folder, "final"))):
-        fail(f"--resume {folder}: has {steps} steps and no checkpoint; remove it, or choose another --run_name")
+        fail(f"--resume {folder}: has {steps} steps and no checkpoint to go on from; choose another --run_name")
     if not saved and steps:
         warn(f"--resume {folder}: was killed before its first checkpoint, so it begins again")
     before = {**facts.get("args", {}), "script": facts.get("script", script)}
     now = {**as_json(args), "script": os.path.relpath(script, ROOT)}
     for name in now:
-        if name != "resume" and before.get(name, now[name]) != now[name]:
+        if name not in ("resume", "push_to_hub") and before.get(name, now[name]) != now[name]:
             print(f"changed since: --{name} {before[name]} -> {now[name]}", flush=True)
     return Origin(folder, saved[-1] if saved else None, facts.get("run_id", uuid.uuid4().hex))
 
@@ -105,6 +105,8 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
         "run_id": origin.run_id,
     }  # fmt: skip
     replace_file(os.path.join(folder, "args.json"), json.dumps(facts, indent=2))
+    replace_file(os.path.join(folder, "git.diff"), git("diff", "HEAD"))
+    shutil.copy(script, folder)
     print(f"run: {folder}" + (f" (goes on after step {step})" if origin.checkpoint else ""), flush=True)
 
 
@@ -119,7 +121,11 @@ def versions() -> dict[str, str]:
 
 def git_commit() -> str | None:
     """Return the commit of this code, with "+" if its files differ from it; None without git or outside a checkout."""
+    return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+").strip() or None
+
+
+def git(*words: str) -> str:
+    """Return what a command of git prints of this code; "" without git or outside a checkout."""
     if not shutil.which("git"):
-        return None
-    words = ["git", "-C", ROOT, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    return subprocess.run(words, capture_output=True, text=True).stdout.strip() or None
+        return ""
+    return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, errors="replace").stdout

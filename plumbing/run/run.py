@@ -1,14 +1,16 @@
 """A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop."""
 
 import hashlib
+import math
 import os
 import sys
 from typing import Callable, Iterator, NoReturn
 
+from torch.distributed.tensor import DTensor
+
 import utils
-from plumbing.run import checkpoints, resume
-from plumbing.run.log import RunLog, check_track
-from plumbing.run.ranks import Interrupt, begin_phase
+from plumbing.run import checkpoints, ranks, resume
+from plumbing.run.log import RunLog, as_logged, check_track
 
 
 class Run:
@@ -21,8 +23,8 @@ class Run:
 
     def __init__(self, args, script: str, world: utils.World):
         """Find the run's folder and the checkpoint to continue from (`checkpoint` or None); create nothing."""
-        begin_phase("load", world)
-        self.args, self.script, self.world, self.interrupt = args, script, world, Interrupt(world)
+        ranks.begin_phase("load", world)
+        self.args, self.script, self.world, self.interrupt = args, script, world, ranks.Interrupt(world)
         self.origin = world.on_main(lambda: resume.find_origin(args, script))
         self.folder, self.checkpoint = self.origin.folder, self.origin.checkpoint
         self.episodes_a_step = getattr(args, "rollout_batch_size", 0) * getattr(args, "group_size", 1)
@@ -31,7 +33,7 @@ class Run:
         if args.push_to_hub:
             from plumbing.run import hub
 
-            self.repository = world.on_main(lambda: hub.open_repository(args.push_to_hub))
+            args.push_to_hub = world.on_main(lambda: hub.open_repository(args.push_to_hub))
 
     def start(self, total_steps: int, tokenizer, models: dict, optimizers: dict[str, utils.Optimizer], engine=None):
         """Load the checkpoint, if there is one, and open the logs.
@@ -51,6 +53,10 @@ class Run:
         self.world.on_main(lambda: resume.open_folder(self.origin, self.args, self.script, size, step))
         self.log = RunLog(self.folder, self.origin.run_id, self.args, self.world, total_steps, step)
         self.clock = utils.Clock(self.world, self.state["seconds"], utils.parameter_count(models[""]))
+        utils.say(f"a checkpoint takes {checkpoints.checkpoint_gb(models):.3g} GB")
+        for optimizer in optimizers.values():
+            optimizer.adam.register_step_pre_hook(lambda *_: self.state.update(whole=False))
+        ranks.on_error = self.rescue
 
     def check_rows(self, rows: list[dict], held_out: list[dict], supervised: list[dict] = ()) -> None:
         """Print how long rows are and how often they are read; warn if they are not the ones before --resume.
@@ -59,15 +65,15 @@ class Run:
             rows: what steps read, prompts or pairs. supervised: further ones to train on.
         """
         named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
-        self.log.lengths({name: list(map(count_tokens, part)) for name, part in named.items()})
+        self.log.lengths(self.state["step"], {name: list(map(count_tokens, part)) for name, part in named.items()})
         size = getattr(self.args, "rollout_batch_size", 0) or self.args.batch_size
         passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
         utils.say(f"{self.total_steps:,} steps of {size:,} rows: {passes}")
         digest = hashlib.sha256()
         for row in [*rows, *supervised]:
             digest.update(repr(row | {"dataset": ""}).encode())  # a file may have moved
-        if self.state.setdefault("rows", digest.hexdigest()) != digest.hexdigest():
-            self.state["rows"] = digest.hexdigest()
+        before, self.state["rows"] = self.state.get("rows"), digest.hexdigest()
+        if before not in (None, self.state["rows"]):
             utils.warn("--resume: the rows to train on have changed, so what is left comes in another order")
 
     def steps(self, evaluate: Callable | None) -> Iterator[int]:
@@ -82,41 +88,53 @@ class Run:
         self.interrupt.can_save = True
         while True:
             step, every = self.state["step"], self.args.save_every
+            last = step >= self.total_steps
+            # Until an optimizer changes weights, models and these counters are what a checkpoint has to hold.
+            counters = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
+            self.state.update(whole=True, optimizers=counters)
             if not self.state["evaluated"]:
                 self._evaluate(step, evaluate)
-                if step and every and step % every == 0:
+                if step and every and (last or step % every == 0):
                     self.save()
             self._log_row(step)
             if self.interrupt.agreed():
                 self.leave()
-            if step >= self.total_steps:
+            if last:
                 break
             self.clock.start()
             yield step + 1
 
     def finish(self) -> None:
-        """Save the last checkpoint and the trained model in final/, push it with --push_to_hub, and end the run."""
-        self.save()
+        """Save the trained model in final/, push it with --push_to_hub, and end the run."""
+        self.state["whole"] = self.args.save_every > 0  # there is a checkpoint; the model's number format changes
         checkpoints.save_final(self.folder, self.world, self.models[""], self.tokenizer, self.args.model)
         self.log.close(f"model: {os.path.join(self.folder, 'final')}")
         if self.args.push_to_hub and self.world.main:
             from plumbing.run import hub
 
-            print(f"published: {hub.push(self.folder, self.repository, self.log.url)}", flush=True)
+            print(f"published: {hub.push(self.folder, self.args.push_to_hub, self.log.url)}", flush=True)
 
     def _evaluate(self, step: int, evaluate: Callable | None) -> None:
-        results, held_out, every = {}, [], self.args.eval_every
-        if evaluate and every and (step % every == 0 or step >= self.total_steps):
-            self.log.phase("evaluate")
+        results, held_out = {}, []
+        every, best = self.args.eval_every, self.args.keep_best
+        due = every and (step % every == 0 or step >= self.total_steps)
+        if evaluate and due:
+            self.phase("evaluation")
             evaluation = evaluate()
             if evaluation is None:
                 self.leave()
-            results, held_out = evaluation
-            self.log.table(step, held_out[:4])
+            results, held_out = as_logged(evaluation[0]), evaluation[1]
+            self.log.table(step, held_out)
         self.state.update(results=results, held_out=held_out[: self.args.log_samples], evaluated=True)
+        if due and best:
+            if best not in results:
+                self.fail(f"--keep_best {best}: is none of the evaluation's metrics, {', '.join(results) or 'no rows'}")
+            if step and results[best] is not None and results[best] > self.state.get(best, -math.inf):
+                self.state[best] = results[best]
+                self.save(best=True)
 
     def _log_row(self, step: int) -> None:
-        metrics = {**self.state["metrics"], **self.state["results"]}
+        metrics = {**self.state["metrics"], **self.state["results"], **self.clock.times()}
         if metrics:
             counts = {"step": step} | ({"episode": step * self.episodes_a_step} if self.episodes_a_step else {})
             self.log.log({**counts, **metrics})
@@ -140,14 +158,26 @@ class Run:
         self.state.update(step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state)
         self.log.samples(self.state["step"], samples)
 
-    def save(self) -> None:
-        """Save a checkpoint of the policy after `state["step"]` steps."""
-        self.log.phase("save")
+    def save(self, best: bool = False) -> None:
+        """Save a checkpoint after `state["step"]` steps, or the model alone in checkpoints/best/."""
+        self.phase("save")
         self.state["seconds"] = self.clock.total()
-        keep = self.args.keep_checkpoints
-        checkpoints.save_checkpoint(
-            self.folder, self.world, self.tokenizer, self.state, self.models, self.optimizers, keep
-        )
+        optimizers, keep = {} if best else self.optimizers, self.args.keep_checkpoints
+        checkpoints.save_checkpoint(self.folder, self.world, self.tokenizer, self.state, self.models, optimizers, keep)
+
+    def rescue(self) -> str:
+        """Save a checkpoint after an exception, if weights are still those after `state["step"]` steps; say so.
+
+        Rank 0 saves alone, as others may wait in a collective or have ended: nothing is saved of shards.
+        """
+        step, shards = self.state["step"], isinstance(next(self.models[""].parameters()), DTensor)
+        if not step or not self.world.main:
+            return ""
+        if not self.state["whole"] or shards and self.world.size > 1:
+            return "; nothing is saved, as the step had changed weights, or other ranks have shards"
+        self.world = utils.World(0, 1, self.world.device)
+        self.save()
+        return f"; step {step} is saved, continue with --resume"
 
     def leave(self) -> NoReturn:
         """Save a checkpoint and exit: with code 75 if the run was interrupted, 2 if the rollout engine has failed."""
