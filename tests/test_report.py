@@ -6,31 +6,17 @@ import shutil
 
 import pytest
 import report
-from helpers import refused, write_rows
+from helpers import ROOT, read_lines, refused, write_rows
 
 
-def make_run(folder, seed: int = 0, steps: int = 12, **args) -> str:
+def make_run(folder, seed: int = 0, **args) -> str:
     """Write a run folder as a run leaves it: at each step two samples, one of them of several turns."""
-    folder.mkdir(parents=True)
-    facts = {"script": "grpo.py", "args": {"seed": seed, "learning_rate": 1e-5, **args}, "ranks": 1}
-    facts["defaults"] = {"seed": 1, "learning_rate": 1e-6}
+    shutil.copytree(ROOT / "tests/data/run", folder)
+    facts = json.loads((folder / "args.json").read_text())
+    facts["args"] |= {"seed": seed, **args}
     (folder / "args.json").write_text(json.dumps(facts))
-    turns = [{"role": "assistant", "content": "29"}, {"role": "user", "content": "?"}]
-    turns.append({"role": "assistant", "content": "5"})
-    several = {"response": "29?5", "turns": turns, "math": 1.0, "advantage": 0.5, "stop_reason": "done", "length": 4}
-    cut = {"prompt": "</script><b>bold</b>", "math": 0.0, "advantage": -0.5, "stop_reason": "length"}
-    answer = {"prompt": "7+7=", "math": 0.5, "stop_reason": "stop", "length": 9}
-    rows, samples, held_out = [], [], []
-    for step in range(steps):
-        row = {"step": step, "objective/scores": (step + seed) / 20, "policy/entropy_avg": 0.5, "val/odd": None}
-        row |= {"time/rollout": 2.0, "time/training": 1.0, "time/step": 3.0, "time/from_scratch": 3.0 * step}
-        rows.append(row | {"perf/peak_memory_gb": 1.5} | ({"eval/accuracy": step / 20} if step % 4 == 0 else {}))
-        samples.append({"step": step, "prompt": f"{step}+1=", "answer": f"{step + 1}", **several})
-        samples.append({"step": step, "response": f"wrong {step}", "length": 40 + step, **cut})
-        if step % 4 == 0:
-            held_out.append({"step": step, "response": f"answer {step}", **answer})
-    for name, lines in (("metrics", rows), ("samples", samples), ("held_out", held_out)):
-        write_rows(folder / f"{name}.jsonl", lines)
+    rows = read_lines(folder / "metrics.jsonl")
+    write_rows(folder / "metrics.jsonl", [row | {"objective/scores": (row["step"] + seed) / 20} for row in rows])
     return str(folder)
 
 
@@ -105,11 +91,11 @@ def three(tmp_path_factory):
     """The page of two seeds and another run."""
     folder = tmp_path_factory.mktemp("three")
     runs = [make_run(folder / f"a-seed{seed}", seed, run_name=f"a{seed}") for seed in (1, 2)]
-    report.main((*runs, make_run(folder / "b", 7, learning_rate=0.1)), str(folder / "page.html"))
+    report.main((*runs, make_run(folder / "b", 7, learning_rate=0.1, gamma=1)), str(folder / "page.html"))
     return folder / "page.html"
 
 
-@pytest.mark.parametrize("width", [1400, 420])
+@pytest.mark.parametrize("width", [1400, 390])
 def test_clicks(chromium, three, width):
     """What a user does, on a wide and on a narrow screen: no error, nothing cut off at the side."""
     page = chromium.new_page(viewport={"width": width, "height": 900})
@@ -120,6 +106,8 @@ def test_clicks(chromium, three, width):
     inner = lambda selector: page.inner_text(selector)
     assert "3 runs" in inner("h1") and "a-seed1 (2 seeds)" in inner("#legend")
     assert page.locator("#headline tbody tr").count() == 3
+    assert page.locator("#charts .uplot").count() == page.locator("#charts .card").count() == 7  # before it is scrolled
+    assert inner("#phases").count("3.3 s a step") == 3  # an evaluation of 1.2 s every four steps
     # Curves: a band for two seeds; smoothed, with logarithms, a run hidden, a metric found.
     card = '[data-metric="objective/scores"]'
     page.locator(f"{card} canvas").wait_for()
@@ -138,8 +126,9 @@ def test_clicks(chromium, three, width):
     assert "step" in inner(f"{card} .readout")
     page.fill("#metric-search", "entropy")
     assert page.locator("#charts .card").count() == 1
-    # Arguments: only what differs.
+    # Arguments: only what differs, and no flag that other scripts do not have; none is cut into lines.
     assert "--learning_rate" in inner("#argument-table") and page.locator("tr.between").count() == 3
+    assert page.locator("#argument-table td >> text=--learning_rate").bounding_box()["height"] < 40
     # Samples: search, kind, reason, run, order. What a model writes is text here.
     listed = lambda: page.locator("#sample-list li[data-id]").count()
     assert listed() == 3 * (24 + 3)

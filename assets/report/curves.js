@@ -4,7 +4,7 @@
 const METRICS = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics)))];
 const GROUPS = [...new Set(RUNS.map((run) => run.group))].map((number) => RUNS.filter((run) => run.group === number));
 const HIDDEN = new Set(); // numbers of groups
-const cards = []; // {key, box, place, readout, plot}
+const cards = []; // {key, place, readout, plot}
 
 /** Return the points of a run's metric as a map, smoothed by an exponential moving average without bias. */
 function points(run, key, weight, log) {
@@ -35,8 +35,11 @@ function lines(key) {
   }).filter((line) => line.values.size);
 }
 
+/** Draw a card anew, at its width now, unless it is folded away. */
 function draw(card) {
   card.plot?.destroy();
+  card.plot = null;
+  if (card.place.closest("details:not([open])")) return;
   const all = lines(card.key);
   const steps = [...new Set(all.flatMap((line) => [...line.values.keys()]))].sort((a, b) => a - b);
   const style = getComputedStyle(document.documentElement);
@@ -63,8 +66,8 @@ function draw(card) {
     card.readout.replaceChildren(step === null ? "last" : `step ${step}`, ...parts);
   };
   const options = {
-    width: card.place.clientWidth || 300, height: 196, padding: [8, 20, 0, 0], series, bands, legend: { show: false },
-    scales: { x: { time: false }, y: { distr: $("log").checked ? 3 : 1 } },
+    width: card.place.clientWidth, height: 196, padding: [8, 20, 0, 0], series, bands, legend: { show: false },
+    scales: { x: { time: false }, y: $("log").checked ? { distr: 3 } : card.key.includes("accuracy") ? { range: [0, 1] } : {} },
     axes: [{ ...axis, size: 28 }, { ...axis, size: 48 }],
     cursor: { sync: { key: "step" }, drag: { x: true, y: false } },
     hooks: { setCursor: [(plot) => show(steps[plot.cursor.idx] ?? null)] },
@@ -73,29 +76,15 @@ function draw(card) {
   show(null);
 }
 
-/** Return a card, which is drawn once it is in sight. */
+/** Return a card, which `redraw` draws once it has a place in the page. */
 function makeCard(key) {
   const place = element("div", { class: "plot" });
   const readout = element("div", { class: "readout" });
-  const box = element("div", { class: "card", "data-metric": key }, element("h3", {}, DATA.titles[key] || key), readout, place);
-  const card = { key, box, place, readout, plot: null };
-  cards.push(card);
-  inSight.observe(box);
-  return box;
+  cards.push({ key, place, readout, plot: null });
+  return element("div", { class: "card", "data-metric": key }, element("h3", {}, DATA.titles[key] || key), readout, place);
 }
 
-const inSight = new IntersectionObserver((entries) => {
-  for (const { isIntersecting, target } of entries)
-    if (isIntersecting) draw(cards.find(({ box }) => box === target));
-}, { rootMargin: "300px" });
-
-/** Draw the cards anew: those in sight now, the others once they are. */
-function redraw() {
-  for (const { box } of cards) {
-    inSight.unobserve(box);
-    inSight.observe(box);
-  }
-}
+const redraw = () => cards.forEach(draw);
 
 function showCards() {
   const query = $("metric-search").value.toLowerCase();
@@ -103,18 +92,20 @@ function showCards() {
   const main = query ? matches : Object.keys(DATA.titles).filter((key) => METRICS.includes(key));
   const more = matches.filter((key) => !main.includes(key)).sort();
   cards.length = 0;
-  inSight.disconnect();
   $("charts").replaceChildren(...main.map(makeCard));
   $("more").hidden = !more.length;
   $("more").firstElementChild.textContent = `${more.length} more metrics`;
   $("more").lastElementChild.replaceChildren(...more.map(makeCard));
+  redraw();
 }
 
 function showCurves() {
   $("smooth").addEventListener("input", redraw);
   $("log").addEventListener("input", redraw);
   $("metric-search").addEventListener("input", showCards);
+  $("more").addEventListener("toggle", redraw);
   window.addEventListener("resize", redraw);
+  matchMedia("print").addEventListener("change", redraw);
   const items = GROUPS.map(([run, ...others]) => {
     const text = others.length ? `${run.name} (${others.length + 1} seeds)` : run.name;
     const toggle = (event) => {

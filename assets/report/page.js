@@ -67,7 +67,8 @@ function showPhases() {
   const isPhase = (key) => key.startsWith("time/") && !["time/step", "time/from_scratch"].includes(key);
   const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics).filter(isPhase)))];
   const rows = RUNS.map((run) => {
-    const seconds = names.map((key) => (known(run.metrics[key]).length ? mean(known(run.metrics[key])) : 0));
+    const steps = known(run.metrics["time/step"]).length; // an evaluation counts for the steps without one, too
+    const seconds = names.map((key) => known(run.metrics[key]).reduce((a, b) => a + b, 0) / steps);
     const step = seconds.reduce((a, b) => a + b, 0);
     const bars = seconds.map((x, i) => {
       const percent = (100 * x) / (step || 1);
@@ -86,7 +87,7 @@ function showPhases() {
 function showArguments() {
   const text = (value) => (Array.isArray(value) ? value.join(" ") : String(value ?? "–")) || '""';
   const changed = (run, name) => run.defaults && text(run.args[name]) !== text(run.defaults[name]);
-  const differs = (name) => RUNS.some((run) => text(run.args[name]) !== text(RUNS[0].args[name]));
+  const differs = (name) => new Set(RUNS.filter((run) => name in run.args).map((run) => text(run.args[name]))).size > 1;
   const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.args)))];
   names.sort((a, b) => differs(b) - differs(a));
   const chosen = names.filter(
