@@ -361,8 +361,7 @@ def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
-    stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
     if args.teacher:
         loading.check_same_tokens("--teacher", args.teacher, args.model)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)

@@ -266,8 +266,7 @@ def main(args: Args) -> None:
     # ---- setting up ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
-    stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = count_steps(args.passes, pairs, args.batch_size)
     precision = loading.precision(args.precision, world.device)

@@ -177,7 +177,8 @@ class PretrainedArgs:
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """Model to begin with: a causal language model's folder or hub name."""
     stop_token: str = "eos"
-    """Token that ends a response: eos (every end token of tokenizer and model) or the text of one token."""
+    """Token that ends a response: eos (every end token of tokenizer and model, and that of the chat template's turns)
+    or the text of one token."""
     chat_template: str = ""
     """File of a chat template (jinja) in place of the tokenizer's, as for a base model; none for prompts that hold a
     template already: texts that stay as they are, without --system_prompt. Default: the tokenizer's."""

@@ -173,8 +173,7 @@ def main(args: Args) -> None:
     with utils.loading(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
         folder.parent.mkdir(parents=True, exist_ok=True)
     n = args.samples if args.temperature else 1
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
-    stop_ids = loading.stop_token_ids(tokenizer, args.model, args.stop_token)
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     given = tokenizer, args, check_reference, conversations
     split, held_out = ("train", True) if args.eval_share else ("test", None)

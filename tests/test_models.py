@@ -57,7 +57,8 @@ TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ '<unk>\n' 
     "template, eos, config, expected",
     [
         (TURNS, [0, 1, 2], {}, [2, 0, 1]), (None, [0, 1, 2], {}, [1, 0, 2]), (TURNS, 1, {}, [1]),
-        (TURNS, [1, 2], {"score_token": 5}, [5, 1, 2]),
+        (TURNS, [1, 2], {"score_token": 5}, [5, 1, 2]), (TURNS.replace("<eos>", ""), 1, {}, [2, 1]),
+        (TURNS.replace("<eos>", "").replace("<unk>", "---"), 1, {}, [1]),
     ],
 )  # fmt: skip
 def test_the_first_stop_token_is_that_of_the_chat_template(model_folder, tokenizer, template, eos, config, expected):

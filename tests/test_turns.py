@@ -14,6 +14,7 @@ from tiny_models import make_tokenizer
 
 from plumbing.data import mixture as data
 from plumbing.data import prompts
+from plumbing.models import loading
 from plumbing.turns.templates import Turns, hermes_calls, pattern_reader
 from plumbing.turns.worker import EnvironmentFailure
 
@@ -319,6 +320,16 @@ def test_refused_with_one_line(case, tokenizer_of, capsys):
     template, schemas, flags, expected = REFUSED[case]
     line = refused(capsys, lambda: turns_of(tokenizer_of(template), schemas, **flags))
     assert line.startswith("error: --") and expected in line, line
+
+
+def test_an_end_of_turn_that_the_template_alone_names(tokenizer_of, model_folder, world, capsys, monkeypatch):
+    """As Qwen2.5-7B's; tokenizer and model name another token. It stops, and ends what is learned; tools work."""
+    monkeypatch.setattr(loading, "load_tokenizer", lambda *_: tokenizer_of(QWEN25))
+    args = types.SimpleNamespace(**ARGS, model=model_folder(), chat_template_kwargs="{}", stop_token="eos")
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
+    assert capsys.readouterr().out == "stop tokens: ['<|im_end|>', '<eos>']; texts to learn end with the first\n"
+    assert Turns(tokenizer, stop_ids, TOOLS, args).end == stop_ids[:1]
+    assert prompts.encode_response("", "4", tokenizer, stop_ids) == [*tokenizer.encode("4"), stop_ids[0]]
 
 
 def test_prompts_show_the_tools(tokenizer_of, tmp_path):

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from plumbing.models.lora import add_lora
-from utils import fail, first_line, loading, warn
+from utils import World, fail, first_line, loading, warn
 
 
 class Precision(NamedTuple):
@@ -94,8 +94,9 @@ def end_of_turn(tokenizer) -> str:
 def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
     """Return the ids that end a response; the first is the one that a policy writes, and that ends a text to learn.
 
-    With "eos" these are the end tokens of the tokenizer and of the model. First is that with which the rows of a reward
-    model ended (`score_token`), or that of the chat template, or else the tokenizer's. Otherwise it is one named token.
+    With "eos" these are the end tokens of the tokenizer and of the model, and that of the chat template's turns, which
+    base models may have there alone. First is that with which the rows of a reward model ended (`score_token`), or that
+    of the chat template, or else the tokenizer's. Otherwise it is one named token.
     """
     if stop_token != "eos":
         ids = tokenizer.encode(stop_token, add_special_tokens=False)
@@ -110,11 +111,23 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
         configured = None  # a model may come without generation defaults
     trained = getattr(load_config("--model", model_name), "score_token", None)
     ids = {tokenizer.eos_token_id, trained, *(configured if isinstance(configured, list) else [configured])} - {None}
+    ending = tokenizer.encode(end_of_turn(tokenizer), add_special_tokens=False)
+    of_turns = [x for x in ending if x in ids] or [x for x in ending if x in tokenizer.added_tokens_decoder]
+    ids |= set(of_turns[:1])
     if not ids:
         fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
-    ending = tokenizer.encode(end_of_turn(tokenizer), add_special_tokens=False)
-    first = next((token for token in [trained, *ending] if token in ids), tokenizer.eos_token_id)
+    first = next((token for token in [trained, *of_turns] if token is not None), tokenizer.eos_token_id)
     return sorted(ids, key=lambda token: (token != first, token))
+
+
+def load_tokenizer_and_stop_ids(args, world: World) -> tuple:
+    """Return the tokenizer of --model and the ids that end a response, which are printed; see the functions above."""
+    tokenizer = load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
+    stop_ids = stop_token_ids(tokenizer, args.model, args.stop_token)
+    if world.main:
+        names = [tokenizer.decode([token]) for token in stop_ids]
+        print(f"stop tokens: {names}; texts to learn end with the first", flush=True)
+    return tokenizer, stop_ids
 
 
 def base_of(name: str) -> str:
