@@ -11,90 +11,20 @@ import helpers
 import pytest
 import torch
 import transformers
+import yaml
 from tiny_models import CPU, make_tokenizer
 
 import grpo
 from plumbing.models import loading
 
-SHAPE = dict(
-    vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
-    num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1, eos_token_id=1, pad_token_id=0,
-)  # fmt: skip
-EXPERTS = dict(
-    num_experts=4, num_local_experts=4, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1,
-    topk_group=1, n_shared_experts=1, shared_expert_intermediate_size=16, moe_num_experts=4, moe_k=2,
-)  # fmt: skip
-LATENT = dict(
-    q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
-    num_key_value_heads=4,
-)  # fmt: skip
-DELTA = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
-    layer_types=["linear_attention", "full_attention"],
-)  # fmt: skip
-MAMBA = dict(mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1)
-GPT = dict(n_embd=32, n_layer=2, n_head=4, n_positions=256)
-ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
-IMAGES = dict(
-    hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=8, image_size=28,
-    patch_size=14, depth=1, num_heads=2, out_hidden_size=32, num_position_embeddings=4, vision_output_dim=16,
-    projector_input_dim=16, projector_output_dim=16, hidden_act="gelu",
-)  # fmt: skip
-
-
-def reads_images(vision: dict | None = None, **text) -> dict:
-    return dict(text_config={**SHAPE, **text}, vision_config={**IMAGES, **(vision or {})})
-
-
-FAMILIES = {  # model_type: what its configuration has beside SHAPE
-    "afmoe": EXPERTS, "apertus": {}, "arcee": {}, "bamba": dict(MAMBA, attn_layer_indices=[1]), "bitnet": {},
-    "bloom": dict(n_layer=2, n_head=4), "cohere": dict(logit_scale=0.25),
-    "cohere2": dict(logit_scale=0.25, sliding_window=4), "deepseek_v2": {**EXPERTS, **LATENT},
-    "deepseek_v3": {**EXPERTS, **LATENT}, "deepseek_v32": {**EXPERTS, **LATENT}, "diffllama": {}, "dots1": EXPERTS,
-    "ernie4_5": {}, "ernie4_5_moe": EXPERTS, "exaone4": dict(sliding_window=4),
-    "falcon_h1": dict(MAMBA, mamba_d_ssm=64, lm_head_multiplier=0.5), "flex_olmo": EXPERTS, "gemma": {},
-    "gemma2": dict(query_pre_attn_scalar=8, sliding_window=4, final_logit_softcapping=1.5),
-    "gemma3": reads_images(sliding_window=4), "gemma3_text": dict(sliding_window=4),
-    "gemma4": reads_images() | dict(audio_config=None), "gemma4_text": {}, "glm": {}, "glm4": {}, "glm4_moe": EXPERTS,
-    "glm_moe_dsa": {**EXPERTS, **LATENT}, "gpt2": GPT, "gpt_neox": {}, "gpt_oss": dict(EXPERTS, sliding_window=4),
-    "gptj": dict(GPT, rotary_dim=8), "granite": dict(logits_scaling=8.0),
-    "granitemoehybrid": {
-        **EXPERTS, **MAMBA, "logits_scaling": 8.0, "layer_types": ["mamba", "attention"],
-        "shared_intermediate_size": 32,
-    },
-    "helium": {}, "hunyuan_v1_dense": {}, "hunyuan_v1_moe": EXPERTS,
-    "jamba": dict(
-        EXPERTS, mamba_d_state=8, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1
-    ),
-    "lfm2": dict(layer_types=["conv", "full_attention"]),
-    "lfm2_moe": dict(EXPERTS, layer_types=["conv", "full_attention"]), "llama": {},
-    "llama4": reads_images(**EXPERTS, intermediate_size_mlp=48), "llama4_text": dict(EXPERTS, intermediate_size_mlp=48),
-    "minicpm3": dict(LATENT, dim_model_base=16), "minimax_m2": EXPERTS, "ministral3": {},
-    "mistral": dict(sliding_window=4),
-    "mistral3": reads_images(dict(model_type="pixtral"), model_type="mistral"), "mixtral": EXPERTS, "nanochat": {},
-    "nemotron": {},
-    "nemotron_h": dict(
-        EXPERTS, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, n_groups=1, hybrid_override_pattern="M*"
-    ),
-    "olmo": {}, "olmo2": {}, "olmo3": dict(sliding_window=4), "olmo_hybrid": DELTA, "olmoe": EXPERTS,
-    "opt": dict(ffn_dim=48, word_embed_proj_dim=32), "phi": {}, "phi3": {},
-    "phimoe": dict(EXPERTS, router_jitter_noise=0.5, input_jitter_noise=0.01), "qwen2": {},
-    "qwen2_moe": dict(EXPERTS, output_router_logits=True), "qwen3": {}, "qwen3_moe": EXPERTS,
-    "qwen3_vl": reads_images(dict(deepstack_visual_indexes=[0]), rope_parameters=ROTARY),
-    "qwen3_next": {**EXPERTS, **DELTA}, "qwen3_5": reads_images(**DELTA), "qwen3_5_moe_text": {**EXPERTS, **DELTA},
-    "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "vaultgemma": {}, "youtu": LATENT, "zaya": {},
-}  # fmt: skip
+PARTS, FAMILIES, REFUSED = yaml.safe_load((helpers.ROOT / "tests/data/families.yaml").read_text()).values()
 FEW = ("cohere2", "deepseek_v3", "falcon_h1", "gemma3", "llama4_text", "phimoe", "qwen2_moe", "qwen3_5")
-REFUSED = {  # by the decode loop; with vLLM they train
-    "mamba": dict(state_size=8), "minimax": dict(EXPERTS, layer_types=["linear_attention", "full_attention"]),
-    "recurrent_gemma": dict(lru_width=32, block_types=["recurrent", "attention"]), "openai-gpt": GPT,
-}  # fmt: skip
 
 
 def family_folder(family: str, folder) -> str:
     """Save a random model of a family and its tokenizer (one token a character) in a folder."""
     changes = (FAMILIES | REFUSED)[family]
-    shape = {} if "text_config" in changes else {key: x for key, x in SHAPE.items() if key not in changes}
+    shape = {} if "text_config" in changes else {key: x for key, x in PARTS["shape"].items() if key not in changes}
     config = transformers.AutoConfig.for_model(family, **shape, **changes)
     with_images = "text_config" in changes
     auto_class = transformers.AutoModelForImageTextToText if with_images else transformers.AutoModelForCausalLM
@@ -112,8 +42,7 @@ def family_folder(family: str, folder) -> str:
 def largest_difference(family: str, folder) -> float:
     """Train for two steps; return the largest difference between log-probabilities of rollout and training.
 
-    With an update a step, of which the metric compares the forward pass, and blocks that recompute, which transformers
-    has in training mode only: in it, some families compute something else.
+    With an update a step, of which the metric compares the forward pass, and blocks that recompute.
     """
     values = helpers.workspace(folder) | dict(total_episodes=16, eval_every=0, save_every=0, run_name="run")
     values |= dict(mini_batch_size=0, num_epochs=1, gradient_checkpointing=True)
@@ -179,18 +108,11 @@ def test_padding_that_changes_a_prediction_and_an_unknown_head_are_refused(tmp_p
     assert "its logits differ by" in helpers.refused(capsys, loading.check_decodes, *decodes)
     monkeypatch.setattr(loading, "LOGIT_FACTORS", {})
     line = helpers.refused(capsys, loading.check_head, "--model there", model, head)
-    assert "changes its logits in a way unknown" in line
-
-
-def test_gradient_checkpointing_that_changes_what_is_computed_is_refused(load, capsys, monkeypatch):
-    model = load("qwen2")
-    block = model.model.layers[1]
-    block.input_layernorm.register_forward_hook(lambda norm, x, y: y + block.training)
-    line = helpers.refused(capsys, loading.checkpoint_blocks, "--model there", model)
-    assert line.endswith("there: gradient checkpointing: Qwen2ForCausalLM computes something else in training mode")
-    model = load("gpt2")
-    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
-    assert "does not support" in helpers.refused(capsys, loading.checkpoint_blocks, "--model there", model)
+    assert line.endswith("GraniteForCausalLM trains by other logits: what changes them is not in `adjusted_logits`")
+    monkeypatch.undo()
+    loading.check_head("--model there", model, head)
+    model.model.norm.register_forward_hook(lambda _, x, y: y + torch.is_grad_enabled())
+    assert "trains by other logits" in helpers.refused(capsys, loading.check_head, "--model there", model, head)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -199,6 +121,9 @@ def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, caps
     line = helpers.refused(capsys, loading.check_decodes, "--model there", model, None, "--rollout_backend vllm")
     name = type(model).__name__
     assert line.startswith(f"error: --model there: {name} cannot sample by the decode loop; use --rollout_backend vllm")
+    if kind == "openai-gpt":
+        line = helpers.refused(capsys, loading.checkpoint_blocks, "--model there", model)
+        assert line == f"error: --model there: {name} does not support gradient checkpointing"
 
 
 def write_table() -> None:

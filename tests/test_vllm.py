@@ -345,9 +345,8 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the process in which vLLM inspects the class
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # not what an earlier run has found
-    text = dict(model_type="mistral", head_dim=32)  # as the CPU build requires
-    shape = test_families.reads_images(dict(model_type="pixtral"), **text)
-    monkeypatch.setitem(test_families.FAMILIES, "mistral3", shape)
+    text = test_families.FAMILIES["mistral3"]["text_config"]
+    monkeypatch.setitem(text, "head_dim", 32)  # as the CPU build requires
     folder = test_families.family_folder("mistral3", tmp_path / "model")
     args = grpo.Args(model=folder, kv_cache_gb=0.02, max_prompt_length=20, max_response_length=20)
     engine = vllm_engine.Engine(args, utils.World(0, 1, torch.device("cpu")), None)
