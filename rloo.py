@@ -36,7 +36,6 @@ import torch
 from pydantic import FiniteFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import utils
 from plumbing import cli
@@ -332,8 +331,8 @@ class Policy(nn.Module):
         hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
-        if torch.is_grad_enabled() and self.recompute_logits and len(labels) > CHUNK_TOKENS:
-            statistics = functools.partial(checkpoint, statistics, use_reentrant=False, preserve_rng_state=False)
+        if self.recompute_logits and len(labels) > CHUNK_TOKENS:
+            statistics = functools.partial(loading.recomputed, statistics)
         parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
         chunks = [statistics(*part, entropy) for part in parts]
         return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
@@ -448,8 +447,8 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     """
     if args.non_stop_penalty:
         value = args.penalty_reward_value
-        penalised = ~stopped & scores.isfinite()  # no penalty in place of a missing score
-        scores = torch.where(penalised, scores.clamp(max=0) if value is None else value, scores)
+        kept = stopped | scores.isnan()  # no penalty in place of a missing score
+        scores = torch.where(kept, scores, scores.clamp(max=0) if value is None else value)
     if args.overlong_buffer:
         over = lengths - (args.max_response_length - args.overlong_buffer)
         scores = scores - (over.to(scores.dtype) / args.overlong_buffer).clamp(min=0)

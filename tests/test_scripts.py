@@ -161,7 +161,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(base, tmp_path, monkeypatch, s
 def test_gradient_checkpointing(base, tmp_path, monkeypatch, script):
     """Every layer that is trained runs twice, in ppo those of the critic too. (Same numbers: test_invariance.py.)
 
-    Besides, the two layers of a model are tried once at the start.
+    Besides, the two layers of policy and reference are tried once at the start.
     """
     layer, trained = transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer, {False: [], True: []}
     forward = layer.forward
@@ -174,7 +174,8 @@ def test_gradient_checkpointing(base, tmp_path, monkeypatch, script):
         monkeypatch.setattr(layer, "forward", counted)
         values = variant(base[script], tmp_path / str(recompute), eval_every=0, save_every=0)
         run_here({**values, "gradient_checkpointing": recompute}, script)
-    assert len(trained[True]) == 2 * len(trained[False]) + (4 if script == "ppo" else 2) and trained[False]
+    tried = 4 * (script == "ppo")
+    assert len(trained[True]) - tried == 2 * (len(trained[False]) - tried) > 0
 
 
 # ---- what a run leaves ----------------------------------------------------------------------------------------------

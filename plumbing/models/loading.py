@@ -10,6 +10,7 @@ from typing import Callable, NamedTuple
 import torch
 import transformers
 from huggingface_hub import constants, get_session
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -303,17 +304,18 @@ def vocabulary_difference(ours, theirs) -> str:
 
 @torch.no_grad()
 def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
-    """Exit with code 2 if `head`, hidden states -> logits, differs from the model's (some scale their logits)."""
+    """Exit with code 2 if `head`, hidden states -> logits, as it trains, differs from the model's as it samples."""
     if model.device.type == "meta":  # rank 0 has the weights
         return
     ids = torch.arange(min(32, model.config.get_text_config().vocab_size), device=model.device)[None]
-    ours = head(body(model)(input_ids=ids, use_cache=False).last_hidden_state)
+    with torch.enable_grad():
+        ours = head(body(model)(input_ids=ids, use_cache=False).last_hidden_state)
     theirs = model(input_ids=ids, use_cache=False).logits.to(ours.dtype)
     largest = theirs[theirs != -math.inf].abs().max().item()  # -inf masks a token; NaN is not equal to it
     if not math.isfinite(largest):
         fail(f"{flag}: its logits are not finite, so its weights or --precision are to blame")
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * largest):
-        fail(f"{flag}: {type(model).__name__} changes its logits in a way unknown to `adjusted_logits`")
+        fail(f"{flag}: {type(model).__name__} trains by other logits: what changes them is not in `adjusted_logits`")
 
 
 LOGIT_FACTORS = {  # entries of configurations -> power of the factor
@@ -375,29 +377,21 @@ def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position
 def checkpoint_blocks(flag: str, model: torch.nn.Module) -> None:
     """Recompute the blocks of a model in the backward pass, as --gradient_checkpointing asks for.
 
-    transformers' blocks do so in training mode. In that mode some families compute something else: phi-3.5-moe draws
-    its experts at random. So only the blocks themselves get into it, not the modules within them, and only while they
-    compute with gradient. Exit with code 2 if a model cannot do so, or if its hidden states are others then.
+    transformers does so in training mode only, in which some families compute something else: phi-3.5-moe draws its
+    experts at random. Here no model is ever in that mode. Exit with code 2 if a model has no such blocks.
     """
-    reason = f"{flag}: gradient checkpointing"
-    with loading(reason):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     blocks = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not blocks:
+        fail(f"{flag}: {type(model).__name__} does not support gradient checkpointing")
+    for block in blocks:
+        block.forward = functools.partial(recomputed, block.forward)
 
-    def set_mode(training: bool) -> None:
-        for block in blocks:
-            block.training = training
 
-    body(model).register_forward_pre_hook(lambda *_: set_mode(torch.is_grad_enabled()))
-    body(model).register_forward_hook(lambda *_: set_mode(False), always_call=True)
-    if model.device.type == "meta":  # rank 0 has the weights
-        return
-    ids = torch.arange(8, device=model.device)[None]
-    trained = last_hidden_states(model, ids, ids >= 0)  # (8, H)
-    with torch.no_grad():
-        expected = last_hidden_states(model, ids, ids >= 0)
-    if not torch.allclose(trained, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item()):
-        fail(f"{reason}: {type(model).__name__} computes something else in training mode")
+def recomputed(forward: Callable, *args, **options):
+    """Return `forward(*args, **options)`, of which only the inputs are kept for the backward pass."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **options)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def load_policy(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding) -> tuple:

@@ -17,11 +17,20 @@ def add_lora(model: torch.nn.Module, args) -> None:
 
     if os.path.isdir(args.model):  # what is saved names its base, also for those who work in another folder
         model.name_or_path = os.path.abspath(args.model)
-    linear = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
     # The head of a reward model trains whole; what reads images does not train.
-    excluded = [name for name, part in linear.items() if name == "score" or not part.weight.requires_grad]
-    layers = {"target_modules": "all-linear", "exclude_modules": excluded or None}
-    model.add_adapter(LoraConfig(r=args.lora_rank, lora_alpha=2 * args.lora_rank, **layers))
+    excluded = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, torch.nn.Linear) and (name == "score" or not part.weight.requires_grad)
+    ]
+    model.add_adapter(
+        LoraConfig(
+            r=args.lora_rank,
+            lora_alpha=2 * args.lora_rank,
+            target_modules="all-linear",
+            exclude_modules=excluded or None,
+        )
+    )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name == "score.weight")
         if ".lora_A." in name:  # peft's distribution, from numbers that are the same on all ranks
