@@ -170,9 +170,8 @@ class Policy(nn.Module):
         self.model, self.args, self.temperature = model, args, temperature
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, rollout_logprobs: Tensor | None = None,
-        teacher: Callable | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self, input_ids: Tensor, response_mask: Tensor, rollout_logprobs: Tensor, teacher: Callable | None
+    ) -> dict[str, Tensor]:
         """Return losses and statistics of the response tokens. The backward pass of the head runs here, too.
 
         Args:
@@ -184,11 +183,8 @@ class Policy(nn.Module):
             Values (tokens,), the set entries of the mask row by row, float32 or better, as `statistics` has them.
             "losses" has a gradient, which is right if all tokens have the same weight; the others raise in a loss.
         """
-        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,), each is predicted at the position before
-        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
-        labels = input_ids[rows, positions]  # (tokens,)
-        if rollout_logprobs is None:
-            rollout_logprobs = torch.zeros_like(hidden[:, 0])
+        hidden = self.hidden_states(input_ids, response_mask)  # (tokens, H)
+        labels = input_ids[response_mask]  # (tokens,)
         weights = [weight for weight in self.model.get_output_embeddings().parameters() if weight.requires_grad]
         chunks, hidden_gradients, head_gradients = [], [], [torch.zeros_like(weight) for weight in weights]
         for start in range(0, max(1, len(labels)), CHUNK_TOKENS):
@@ -232,6 +228,11 @@ class Policy(nn.Module):
         values["same_top"] = (ours.argmax(-1) == theirs.argmax(-1)).to(ours.dtype)
         return values | {"teacher_entropies": entr(theirs.exp()).sum(-1)}
 
+    def hidden_states(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
+        """Return the hidden states (tokens, H) that predict the response tokens: those of the positions before."""
+        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
+        return loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
+
     def logprobs(self, hidden: Tensor) -> Tensor:
         """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
         return (self.logits(hidden) / self.temperature).log_softmax(-1)
@@ -247,8 +248,7 @@ class Teacher(Policy):
     """A frozen model whose forward gives a function from a slice of the response tokens to log-probabilities (n, V)."""
 
     def forward(self, input_ids: Tensor, response_mask: Tensor) -> Callable[[slice], Tensor]:
-        rows, positions = response_mask.nonzero(as_tuple=True)
-        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
+        hidden = self.hidden_states(input_ids, response_mask)  # (tokens, H)
         return lambda part: self.logprobs(hidden[part])
 
 
@@ -339,12 +339,13 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
     rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed)
     shares = utils.generator("on policy", args.seed, step).random(len(rows))
     asked = [row for row, share in zip(rows, shares) if share < args.on_policy_share]
+    copied = [row for row, share in zip(rows, shares) if share >= args.on_policy_share]
     if asked:
         sampled = sampler.rollout(asked, 1, ("rollout", args.seed, step))
         if sampled is None:
             return None
         samples = sampled.samples
-    for row in (row for row, share in zip(rows, shares) if share >= args.on_policy_share):
+    for row in copied:
         logprobs = {"rollout_logprobs": [math.nan] * len(row["response"])}  # nobody sampled them
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
         scores = dict.fromkeys(rewards.sources, 0.0)

@@ -122,8 +122,8 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def read_pair(where: str, row: dict) -> tuple[list, list]:
-    """Return the two sides of a row, chosen and rejected: [prompt (text, messages or None), text of the response] each.
+def read_pair(where: str, row: dict) -> list[tuple]:
+    """Return the two sides of a row, chosen and rejected: (prompt (text, messages or None), text of the response) each.
 
     Exit with code 2, naming the row, if a side is missing or the two are equal.
     """
@@ -134,27 +134,26 @@ def read_pair(where: str, row: dict) -> tuple[list, list]:
             utils.fail(f"{where}: src requires one turn more than tgt, response and sort two entries each")
         if not all(map(is_number, sort)) or sort[0] == sort[1]:
             utils.fail(f"{where}: sort must be two different numbers, the higher for the chosen response, not {sort}")
-        sides = [[prompt, responses[i]] for i in ((0, 1) if sort[0] > sort[1] else (1, 0))]
-    else:
-        column = next((name for name in prompts.COLUMNS["prompt"] if row.get(name) not in (None, "", [])), None)
-        prompt = column and prompts.with_messages(where, row, column)[column]
-        sides = [[prompt, row.get(side)] for side in ("chosen", "rejected")]
-    for side, name in zip(sides, ("chosen", "rejected")):
-        if isinstance(side[1], list):  # messages: the last turn is the response, the others belong to the prompt
-            turns = side[1]
-            if not turns or not all(isinstance(turn, dict) for turn in turns) or turns[-1].get("role") != "assistant":
+        chosen = int(sort[1] > sort[0])
+        row = {"prompt": prompt, "chosen": responses[chosen], "rejected": responses[1 - chosen]}
+    column = next((name for name in prompts.COLUMNS["prompt"] if row.get(name) not in (None, "", [])), None)
+    prompt = column and prompts.with_messages(where, row, column)[column]
+    sides = []
+    for name in ("chosen", "rejected"):
+        before, response = [], row.get(name)
+        if isinstance(response, list):  # messages: the last turn is the response, the others belong to the prompt
+            if not prompts.is_turn_of_assistant(response):
                 utils.fail(f"{where}: messages of the {name} side have to end with a turn of the assistant")
-            before = turns[:-1]
-            if before and before[0].get("role") == "assistant" and prompt:  # continues the prompt
+            *before, last_turn = response
+            response = last_turn.get("content")
+            if prompts.is_turn_of_assistant(before[:1]) and prompt:  # continues the prompt
                 before = (prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]) + before
-            if before:  # the whole conversation, whether or not the row has a prompt, too
-                side[0] = before
-            side[1] = turns[-1].get("content")
-        if not isinstance(side[1], str) or not side[1].strip():
+        if not isinstance(response, str) or not response.strip():
             utils.fail(f"{where}: has no {name} response")
+        sides.append((before or prompt, response))  # the whole conversation, if there is one
     if sides[0] == sides[1]:
         utils.fail(f"{where}: the chosen and the rejected response are the same")
-    return sides[0], sides[1]
+    return sides
 
 
 def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args: Args) -> list[dict]:
