@@ -31,7 +31,7 @@ EXIT_INTERRUPTED = 75  # SIGTERM or SIGINT: a checkpoint was saved, unless the f
 
 
 def one_line(message: str) -> str:
-    """Return a message without codes that a terminal obeys, line ends among them: texts from files may hold any."""
+    """Return a message without codes that a terminal obeys, such as line ends: files may hold any."""
     return re.sub(r"[\0-\x1f\x7f-\x9f]+", " ", message)
 
 

@@ -260,7 +260,8 @@ def test_an_exception_in_a_step(whole, tmp_path, monkeypatch, place, call, said)
 
 def test_the_best_model_is_kept(whole, tmp_path, monkeypatch, capsys):
     """Of those that were trained, also where a run goes on; a metric that there is not is named."""
-    values, accuracies = {**whole, "output_dir": str(tmp_path), "eval_every": 1}, [0.9, math.nan, 0.5, 0.4, 0.5, 0.9]
+    values = {**whole, "output_dir": str(tmp_path), "eval_every": 1}
+    accuracies = [0.9, math.nan, 0.5, 0.4, 0.5, 0.9]
     evaluate = lambda *_: ({"eval/accuracy": accuracies.pop(0)}, [{"prompt": "1"}])
     monkeypatch.setattr("plumbing.run.evaluation.evaluate", evaluate)
     values |= {"keep_best": "eval/accuracy", "keep_checkpoints": 1}

@@ -40,7 +40,8 @@ def save_checkpoint(
     Args:
         state: the trainer's tensors and plain values; `state["step"]` names the folder.
         models: the policy as "", others by the names of their folders within the checkpoint, such as "critic".
-        optimizers: of the models of the same names. Without any, the policy is saved alone, as `checkpoints/best`.
+        optimizers: of the models of the same names. Without any, the policy is saved alone, as
+            `checkpoints/best`.
         keep: number of checkpoints of steps that stay, the newest ones; 0 keeps all.
     """
 
@@ -65,7 +66,7 @@ def save_checkpoint(
 
 
 def checkpoint_gb(models: dict[str, torch.nn.Module]) -> float:
-    """Return the GB of a checkpoint once there was an update: weights, and two moments of those that train.
+    """Return the GB of a checkpoint after an update: weights, and two moments of those that train.
 
     A model with an adapter has only what trains, once in peft's folder and once with the moments.
     """

@@ -78,7 +78,7 @@ class RunLog:
         self.library, self.url = library, getattr(run, "url", None)
 
     def lengths(self, step: int, data: dict[str, list[int]]) -> None:
-        """Print how many items of each name there are, and how long they are in tokens; track histograms of that."""
+        """Print how many items of each name there are and how many tokens they have; track histograms."""
         for name, lengths in data.items():
             if lengths:
                 span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
@@ -131,7 +131,7 @@ class RunLog:
             append(os.path.join(self.folder, name), [{"step": step, **as_logged(row)} for row in rows])
 
     def table(self, step: int, rows: list[dict]) -> None:
-        """Print the first held-out samples, all with the same columns, as a table; track all, and their lengths."""
+        """Print the first held-out samples, which have the same columns, as a table; track all of them."""
         if not self.world.main:
             return
         import rich.console
@@ -189,11 +189,15 @@ def check_track(name: str) -> None:
 
 
 def as_logged(row: dict) -> dict:
-    """Return a row as logs have it: None for what is not finite, and reward sources without folders and secrets."""
+    """Return a row as logs have it: None for what is not finite, and reward sources by short names.
+
+    These have no folders, users, passwords and queries, unless two of them would be the same.
+    """
     logged = {}
     for key, x in row.items():
         name = re.sub(SOURCE, r"\1\2", key)
-        logged[key if name in logged else name] = None if isinstance(x, float) and not math.isfinite(x) else x
+        finite = not isinstance(x, float) or math.isfinite(x)
+        logged[key if name in logged else name] = x if finite else None
     return logged
 
 
@@ -240,7 +244,7 @@ def parse(text: str, where: str) -> dict:
 
 
 def without_secrets(flags: dict) -> dict:
-    """Return flags for others to see: addresses without user, password and query, which may hold a key."""
+    """Return flags for others to see: addresses without user, password and query, where keys stand."""
     address = r"(?<=://)(?:[^\s\"\\/?#]*@)?([^\s\"\\?#]*)[^\s\"\\]*"
     return json.loads(re.sub(address, r"\1", json.dumps(flags)))
 

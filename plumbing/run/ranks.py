@@ -21,7 +21,7 @@ OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
     "shard the models (--shard fsdp or fsdp_offload), or train adapters (--lora_rank 32)"
 )
 phase = "start"  # of the run that this process is in
-on_error: Callable[[], str] = str  # called when `main` has raised an exception; returns what to say of it
+on_error: Callable[[], str] = str  # called after an exception in `main`; returns what to say of it
 
 
 def begin_phase(name: str, world: World) -> None:

@@ -92,7 +92,7 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
     if not os.path.exists(folder):
         os.makedirs(folder)
         lock(folder)
-    for unfinished in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".step_*")):
+    for unfinished in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".*")):
         shutil.rmtree(unfinished)
     # Later steps are run again. The checkpoint holds the row of its step, and the samples of its evaluation: see
     # plumbing.run.run.Run.
@@ -128,4 +128,5 @@ def git(*words: str) -> str:
     """Return what a command of git prints of this code; "" without git or outside a checkout."""
     if not shutil.which("git"):
         return ""
-    return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, errors="replace").stdout
+    command = ["git", "-C", ROOT, *words]
+    return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout

@@ -89,7 +89,7 @@ class Run:
         while True:
             step, every = self.state["step"], self.args.save_every
             last = step >= self.total_steps
-            # Until an optimizer changes weights, models and these counters are what a checkpoint has to hold.
+            # Until an optimizer changes weights, a checkpoint has to hold the models and these counters.
             counters = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
             self.state.update(whole=True, optimizers=counters)
             if not self.state["evaluated"]:
@@ -106,7 +106,7 @@ class Run:
 
     def finish(self) -> None:
         """Save the trained model in final/, push it with --push_to_hub, and end the run."""
-        self.state["whole"] = self.args.save_every > 0  # there is a checkpoint; the model's number format changes
+        self.state["whole"] = self.args.save_every > 0  # saved; `save_final` changes the number format
         checkpoints.save_final(self.folder, self.world, self.models[""], self.tokenizer, self.args.model)
         self.log.close(f"model: {os.path.join(self.folder, 'final')}")
         if self.args.push_to_hub and self.world.main:
@@ -128,9 +128,11 @@ class Run:
         self.state.update(results=results, held_out=held_out[: self.args.log_samples], evaluated=True)
         if due and best:
             if best not in results:
-                self.fail(f"--keep_best {best}: is none of the evaluation's metrics, {', '.join(results) or 'no rows'}")
-            if step and results[best] is not None and results[best] > self.state.get(best, -math.inf):
-                self.state[best] = results[best]
+                found = ", ".join(results) or "no rows"
+                self.fail(f"--keep_best {best}: is none of the evaluation's metrics, {found}")
+            value, highest = results[best], self.state.get(best, -math.inf)
+            if step and value is not None and value > highest:
+                self.state[best] = value
                 self.save(best=True)
 
     def _log_row(self, step: int) -> None:
@@ -162,18 +164,19 @@ class Run:
         """Save a checkpoint after `state["step"]` steps, or the model alone in checkpoints/best/."""
         self.phase("save")
         self.state["seconds"] = self.clock.total()
-        optimizers, keep = {} if best else self.optimizers, self.args.keep_checkpoints
+        optimizers = {} if best else self.optimizers
+        keep = self.args.keep_checkpoints
         checkpoints.save_checkpoint(self.folder, self.world, self.tokenizer, self.state, self.models, optimizers, keep)
 
     def rescue(self) -> str:
-        """Save a checkpoint after an exception, if weights are still those after `state["step"]` steps; say so.
+        """Save a checkpoint after an exception if no weight has changed since `state["step"]`; say so.
 
-        Rank 0 saves alone, as others may wait in a collective or have ended: nothing is saved of shards.
+        Rank 0 saves alone, as others may wait in a collective or have ended: nothing of shards.
         """
         step, shards = self.state["step"], isinstance(next(self.models[""].parameters()), DTensor)
         if not step or not self.world.main:
             return ""
-        if not self.state["whole"] or shards and self.world.size > 1:
+        if not self.state.get("whole") or shards and self.world.size > 1:
             return "; nothing is saved, as the step had changed weights, or other ranks have shards"
         self.world = utils.World(0, 1, self.world.device)
         self.save()
