@@ -202,7 +202,7 @@ class Policy(nn.Module):
         # The gradients are known: a function that is linear in hidden states and weights has the same ones.
         linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(weights, head_gradients):
-            linear = linear + weight.flatten().dot(gradient.flatten()) / max(1, len(labels))
+            linear = linear + (weight * gradient).sum() / max(1, len(labels))
         logged = {name: only_logged(name, x) for name, x in values.items()}
         return {"losses": losses + (linear - linear.detach()), **logged}
 

@@ -145,7 +145,7 @@ def setup_processes() -> World:
     # transformers would print its progress and warnings once a rank.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = 0, 1
     # Without it, memory that training has fragmented has no room for a vLLM that wakes up. (Read at first allocation.)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cpu")
@@ -382,10 +382,15 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(tensor.device_mesh.device_type).full_tensor()  # an offloaded tensor is gathered by the GPUs
 
 
-def peak_memory_gb(device: torch.device) -> float:
-    """Return the peak memory so far, in GB: of the GPU as allocated by torch, else of this process."""
+def memory_gb(device: torch.device) -> float:
+    """Return the memory in use, in GB: of the GPU once it has nothing to do, else the peak of this process so far.
+
+    The GPU's driver is asked, as torch's counters include what a vLLM that sleeps has freed.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
@@ -404,13 +409,12 @@ class Clock:
 
     def start(self) -> None:
         """Begin a step."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
+        self.peak_memory_gb = 0.0
 
     def begin(self, phase: str) -> None:
         """Begin a phase, which ends the one before; "" for none."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the GPU works on after a call has returned
+        # It waits for the GPU, which works on after a call has returned. What a phase has freed is still torch's then.
+        self.peak_memory_gb = max(self.peak_memory_gb, memory_gb(self.device))
         now = time.perf_counter()
         if self.phase:
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.last
@@ -443,7 +447,7 @@ class Clock:
             "time/from_scratch": self.total(),
             "perf/tokens_per_second": tokens / step,
             "perf/mfu": flops / step / peak_flops(self.device),
-            "perf/peak_memory_gb": peak_memory_gb(self.device),
+            "perf/peak_memory_gb": self.peak_memory_gb,
         }
 
 

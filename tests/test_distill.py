@@ -77,6 +77,7 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
     }  # fmt: skip
     gradients = torch.autograd.grad(3 * expected["losses"].sum(), list(student.parameters()))
     args, near = distill.Args(teacher=other, divergence="jsd", jsd_beta=0.3), dict(rtol=1e-9, atol=1e-11)
+    monkeypatch.setattr(torch.Tensor, "dot", None)  # on GPUs, of at most 2**31 numbers: less than a large head has
     for size in (2, 100):
         monkeypatch.setattr(distill, "CHUNK_TOKENS", size)
         with torch.no_grad():

@@ -1,4 +1,5 @@
-"""What the policy keeps of the logits: those of a chunk without a gradient, and with --gradient_checkpointing."""
+"""What the policy keeps of the logits: those of a chunk without a gradient, and with --gradient_checkpointing; what is
+logged of a GPU's memory."""
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import grpo
+import utils
 
 VOCABULARY, ROWS, LENGTH = 4096, 16, 256
 LOGITS = 4 * VOCABULARY * ROWS * LENGTH  # bytes of the log-probs of all tokens, float32
@@ -51,3 +53,18 @@ def test_logits_that_are_kept(checkpointing, grad, least, most):
             logprobs.sum().backward()
 
     assert least < peak_bytes(work) / LOGITS < most
+
+
+def test_the_peak_of_a_gpu(monkeypatch):
+    """The largest of the driver's figures at the ends of a step's phases; torch's would count a vLLM that sleeps."""
+    free = iter([9e9, 1e9, 2e9, 8e9, 6e9, 7e9])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10e9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "made up")
+    clock, peaks = utils.Clock(utils.World(0, 1, torch.device("cuda", 0)), 0.0, 1), []
+    for _ in range(2):
+        clock.start()
+        clock.begin("rollout")
+        clock.begin("training")
+        peaks.append(clock.metrics(1)["perf/peak_memory_gb"])
+    assert peaks == [9, 4]

@@ -8,7 +8,7 @@ import torch
 from helpers import ROOT, refused, tiny_model
 from huggingface_hub import constants
 from tiny_models import CPU
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 
 from plumbing.models import loading, sharding
 from plumbing.rollout.batch import collate
@@ -139,3 +139,34 @@ def test_attention_that_is_not_supported(load, capsys, monkeypatch):
         line = refused(capsys, sharding.set_attention, load(family), name)
         assert line.startswith(f"error: --attention {name}: ")
     assert "LlamaForCausalLM" in line
+
+
+def test_flash_attention_from_the_hub(load, monkeypatch):
+    """transformers takes it from there where its package is not installed, and names it otherwise then."""
+    monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda *_, **__: None)
+    model = load("qwen2")
+    sharding.set_attention(model, "flash_attention_2")
+    assert model.config._attn_implementation == "kernels-community/flash-attn2"
+
+
+# ---- drivers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_driver_that_torch_cannot_use(capsys, monkeypatch):
+    """It ends the run, which would go on on the CPU; by torch's messages, and unless the CPU is asked for."""
+
+    old = "The NVIDIA driver on your system is too old (found version 12020)."
+    messages = iter(["Found no NVIDIA driver on your system.", "No CUDA GPUs are available", old])
+
+    def init():
+        raise RuntimeError(next(messages))
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    loading.precision("auto", CPU)
+    loading.precision("auto", CPU)
+    assert old in refused(capsys, loading.precision, "auto", CPU)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    loading.precision("auto", CPU)

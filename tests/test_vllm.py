@@ -122,6 +122,15 @@ def test_an_interrupt_leaves_at_once_and_nothing_behind(setting):
     assert sample(setting, queries, seeds)
 
 
+def test_the_engine_answers_once(setting, monkeypatch):
+    """Not at every token, with all of the response so far."""
+    outputs, core = [], setting[0].llm.llm_engine
+    step = core.step
+    monkeypatch.setattr(core, "step", lambda: outputs.append(step()) or outputs[-1])
+    assert sample(setting, sums(setting[2], 3), [1, 2, 3])
+    assert [output.finished for each in outputs for output in each] == [True] * 3
+
+
 def test_an_engine_that_raises_says_why(setting, monkeypatch):
     """In a rollout or in a sync, from which on it makes no response."""
     engine, model, tokenizer, _ = setting

@@ -9,6 +9,7 @@ import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
 from plumbing.models.loading import Precision, caps_scores, load_model
 from utils import World, fail, full_tensor, loading, parameter_count
@@ -142,8 +143,9 @@ def set_attention(model: transformers.PreTrainedModel, name: str) -> None:
     """Make a model compute its attention by --attention `name`, or exit with code 2 if it cannot."""
     with loading(f"--attention {name}"):
         model.set_attn_implementation(name)
+    names = (name, FLASH_ATTN_KERNEL_FALLBACK.get(name))  # the hub's kernel, where the package is not installed
     # transformers only logs that a model lacks one, and its sdpa leaves the cap of the scores out.
-    if model.config._attn_implementation != name or (name == "sdpa" and caps_scores(model.config)):
+    if model.config._attn_implementation not in names or (name == "sdpa" and caps_scores(model.config)):
         fail(f"--attention {name}: {type(model).__name__} does not support it")
 
 

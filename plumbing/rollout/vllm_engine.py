@@ -204,12 +204,13 @@ class Engine(VllmSampling):
 
         Ranks that share an engine do not ask `interrupted`: all of them have to make every step.
         """
-        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         number = str(next(self.numbers))
         with self._errors_as_failure():
-            if not self.failure:
-                self.llm.llm_engine.add_request(number, {"prompt_token_ids": query}, SamplingParams(**settings))
+            if not self.failure:  # by default, vLLM would make an object of each token's response so far
+                sampling = SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
+                self.llm.llm_engine.add_request(number, {"prompt_token_ids": query}, sampling)
         if self.failure:
             return None
         self.waiting[number] = asyncio.get_running_loop().create_future()
