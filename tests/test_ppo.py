@@ -197,7 +197,7 @@ STEPS = {
     "pf_ppo": dict(pf_ppo="max_random", kl_estimator="k1"),
     "decoupled": dict(critic_gae_lambda=1.0, kl_estimator="k2", gamma=0.9),
     "updates": dict(
-        mini_batch_size=4, num_epochs=2, learning_rate=1e-12, critic_learning_rate=1e-12, kl_estimator="k1",
+        mini_batch_size=4, num_epochs=2, learning_rate=1e-13, critic_learning_rate=1e-13, kl_estimator="k1",
         loss_aggregation="step_token",
     ),
 }  # fmt: skip
@@ -217,7 +217,7 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     policy, reference = (loading.load_model("", base[name], F64, CPU) for name in ("model", "ref_model"))
     critic = loading.load_scalar_model("", values["value_model"], F64, CPU)[0].model
     parts, in_loss = batch.reward_components[values["reward"]].tolist(), "kl_in" in changes
-    scores = [s if stop else -0.5 for s, stop in zip(parts, batch.stopped.tolist())]
+    scores = [s if stop or math.isnan(s) else -0.5 for s, stop in zip(parts, batch.stopped.tolist())]
     trained = [i for i, s in enumerate(scores) if not math.isnan(s)]
     lengths = [len(sample.response) for sample in batch.samples]
     assert len(trained) < 8 and -0.5 in scores and len(set(lengths)) > 2  # all of it occurs
