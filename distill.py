@@ -338,8 +338,9 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
     args, rewards, samples = sampler.args, sampler.rewards, []
     rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed)
     shares = utils.generator("on policy", args.seed, step).random(len(rows))
-    asked = [row for row, share in zip(rows, shares) if share < args.on_policy_share]
-    copied = [row for row, share in zip(rows, shares) if share >= args.on_policy_share]
+    answers = shares < args.on_policy_share  # whether the student answers
+    asked = [row for row, by_student in zip(rows, answers) if by_student]
+    copied = [row for row, by_student in zip(rows, answers) if not by_student]
     if asked:
         sampled = sampler.rollout(asked, 1, ("rollout", args.seed, step))
         if sampled is None:

@@ -42,6 +42,9 @@ from plumbing.models.sharding import Sharding, gradient_sync
 from plumbing.run.ranks import record
 from plumbing.run.run import Run, count_tokens
 
+SIDES = ("chosen", "rejected")  # token ids of prompt and response, in a pair as `load_pairs` makes it
+TEXTS = ("prompt", "chosen_text", "rejected_text")  # what is shown of a pair
+
 
 @dataclass
 class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
@@ -89,7 +92,7 @@ def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, centre_co
 def collate(pairs: list[dict], device) -> tuple[Tensor, Tensor]:
     """Return all chosen sides, then all rejected ones: input_ids (2n, L), padded on the right, and a mask (2n, L) of
     the last token of each. Without pairs there is one row of padding, of which nothing is read."""
-    sides = [torch.tensor(pair[side]) for side in ("chosen", "rejected") for pair in pairs]
+    sides = [torch.tensor(pair[side]) for side in SIDES for pair in pairs]
     input_ids = nn.utils.rnn.pad_sequence(sides or [torch.zeros(2, dtype=torch.long)], batch_first=True)
     last = torch.zeros_like(input_ids, dtype=torch.bool)
     for row, side in zip(last, sides):
@@ -102,19 +105,20 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
 
     Equal scores do not rank a pair right. The standard deviation is unbiased, over both sides.
     """
-    right = (scores[:, 0] > scores[:, 1]).double()
+    chosen, rejected = scores.unbind(1)
+    right = (chosen > rejected).double()
     statistics = {
-        "pair_accuracy": right.mean().item(),
-        "margin": (scores[:, 0] - scores[:, 1]).mean().item(),
-        "score_mean": scores.mean().item(),
-        "score_std": scores.std().item(),
-        "score_chosen": scores[:, 0].mean().item(),
-        "score_rejected": scores[:, 1].mean().item(),
+        "pair_accuracy": right.mean(),
+        "margin": (chosen - rejected).mean(),
+        "score_mean": scores.mean(),
+        "score_std": scores.std(),
+        "score_chosen": chosen.mean(),
+        "score_rejected": rejected.mean(),
     }
-    for subset in sorted({subset for subset in subsets if subset is not None}):
-        chosen = torch.tensor([name == subset for name in subsets])
-        statistics[f"pair_accuracy/{subset}"] = right[chosen].mean().item()
-    return statistics
+    for subset in sorted({*subsets} - {None}):
+        of_subset = torch.tensor([name == subset for name in subsets])
+        statistics[f"pair_accuracy/{subset}"] = right[of_subset].mean()
+    return {name: value.item() for name, value in statistics.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -139,7 +143,7 @@ def read_pair(where: str, row: dict) -> list[tuple]:
     column = next((name for name in prompts.COLUMNS["prompt"] if row.get(name) not in (None, "", [])), None)
     prompt = column and prompts.with_messages(where, row, column)[column]
     sides = []
-    for name in ("chosen", "rejected"):
+    for name in SIDES:
         before, response = [], row.get(name)
         if isinstance(response, list):  # messages: the last turn is the response, the others belong to the prompt
             if not prompts.is_turn_of_assistant(response):
@@ -172,7 +176,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         pair = {"margin": margin, "subset": None if row.get("subset") is None else str(row["subset"])}
         if not is_number(margin):
             utils.fail(f"{where}: margin must be a number, not {str(margin)[:60]!r}")
-        for side, (prompt, text) in zip(("chosen", "rejected"), read_pair(where, row)):
+        for side, (prompt, text) in zip(SIDES, read_pair(where, row)):
             query = []
             if prompt is not None:
                 as_is = args.chat_template == "none"
@@ -180,7 +184,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
             ids = query + prompts.encode_response(where, text, tokenizer, stop_ids, special=prompt is None)
             pair |= {side: ids, f"{side}_text": text}
         pairs.append({"prompt": "", **pair})
-    for part in ("prompt", "chosen_text", "rejected_text"):
+    for part in TEXTS:
         utils.say(f"{flag} {name} row 1: {part}: {SHORT.repr(pairs[0][part])}")
     fitting = [pair for pair in pairs if max(len(pair["chosen"]), len(pair["rejected"])) <= args.max_length]
     return leave_out(f"{flag} {name}", pairs, fitting, f"which have more tokens than --max_length {args.max_length}")
@@ -191,8 +195,7 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
     pairs, held_out = load_pairs("--dataset", args.dataset, "train", tokenizer, stop_ids, args), []
     dataset, _ = split_of(args.dataset)
     if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
-        name = args.eval_dataset or dataset
-        held_out = load_pairs("--eval_dataset", name, "test", tokenizer, stop_ids, args)
+        held_out = load_pairs("--eval_dataset", args.eval_dataset or dataset, "test", tokenizer, stop_ids, args)
         held_out = held_out[: args.eval_pairs or None]
     elif args.eval_every:
         count = min(args.eval_pairs or len(pairs), max(1, len(pairs) // 10))
@@ -201,7 +204,7 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
     evaluated = set(map(about, held_out))
     kept = [pair for pair in pairs if about(pair) not in evaluated]
     kept = leave_out(f"--dataset {args.dataset}", pairs, kept, "whose prompts are evaluated on")
-    sequences = [pair[side] for pair in kept + held_out for side in ("chosen", "rejected")]
+    sequences = [pair[side] for pair in kept + held_out for side in SIDES]
     loading.check_fits(args.model, sequences, f"--dataset {args.dataset}")
     return kept, held_out
 
@@ -213,8 +216,8 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
 
 def cut_pairs(pairs: list[dict], budget: int, world) -> list[list[int]]:
     """Return this rank's micro-batches of pairs, both sides of a pair in the same one; see `utils.micro_batches`."""
-    longest = [max(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
-    return utils.micro_batches([2 * length for length in longest], budget, world)
+    lengths = [2 * max(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
+    return utils.micro_batches(lengths, budget, world)
 
 
 def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, world, autocast) -> Tensor | None:
@@ -231,9 +234,8 @@ def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, wor
 
 def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
     """Return pairs with their scores (P, 2), for samples.jsonl and the console."""
-    texts = ("prompt", "chosen_text", "rejected_text")
     return [
-        {**{text: pair[text] for text in texts}, "chosen_score": chosen, "rejected_score": rejected}
+        {name: pair[name] for name in TEXTS} | {"chosen_score": chosen, "rejected_score": rejected}
         for pair, (chosen, rejected) in zip(pairs, scores.tolist())
     ]
 

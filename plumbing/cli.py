@@ -68,10 +68,9 @@ def parse(cls: type, line: list[str] | None = None):
         values = from_file(cls, given.config) if given.config else {}
         if hasattr(cls, "from_model"):
             values = cls.from_model(given.model or values.get("model", "")) | values
-        default = {"default": cls(**values)} if values else {}
-        args = tyro.cli(
-            cls, args=line, description=sys.modules[cls.__module__].__doc__, use_underscores=True, **default
-        )
+        default = cls(**values) if values else tyro.MISSING
+        description = sys.modules[cls.__module__].__doc__
+        args = tyro.cli(cls, args=line, default=default, description=description, use_underscores=True)
         check(args)
         if getattr(args, "system_prompt", "") is None:
             args.system_prompt = "" if args.chat_template == "none" else SYSTEM_PROMPTS.get(args.reward[0], "")

@@ -96,16 +96,14 @@ def load_prompts(
                 continue
             for turn in prompts.rows_of_turns(whole, prompt_column) if by_turns else [whole]:
                 prompt, answer = prompts.prompt_and_answer(at, turn, prompt_column, answer_column)
-                sources = prompts.named_sources(at, row, args) if stop_ids is None else []
                 text, query = prompts.encode_prompt(at, prompt, tokenizer, args.system_prompt, as_is, tools)
-                messages = None if as_is else prompts.as_messages(at, prompt, args.system_prompt)
                 made = {
                     "prompt": text,
                     "query": query,
-                    "messages": messages,
+                    "messages": None if as_is else prompts.as_messages(at, prompt, args.system_prompt),
                     "answer": answer,
                     "dataset": part,
-                    "sources": sources,
+                    "sources": prompts.named_sources(at, row, args) if stop_ids is None else [],
                     "columns": row,
                 }
                 has_turn = prompts.is_turn_of_assistant(turn[prompt_column])

@@ -153,17 +153,18 @@ def read_file(flag: str, name: str) -> list[dict]:
 
 def read_data_set(name: str, split: str) -> list[dict]:
     """Return the rows of a split of a folder, or of "owner/name" or "owner/name:config" on the hub."""
-    if not os.path.isdir(name):
+    on_hub, config = not os.path.isdir(name), ""
+    if on_hub:
         from plumbing.models.loading import find_hub
 
         find_hub()  # before the import, which reads what it sets
+        name, _, config = name.partition(":")
     import datasets
 
     datasets.utils.logging.set_verbosity_error()
-    path, _, config = (name, "", "") if os.path.isdir(name) else name.partition(":")
-    if not config and not os.path.isdir(path):  # GSM8K has two
-        config = "main" if "main" in datasets.get_dataset_config_names(path) else ""
-    return datasets.load_dataset(path, config or None, split=split).to_list()
+    if on_hub and not config and "main" in datasets.get_dataset_config_names(name):  # GSM8K has two
+        config = "main"
+    return datasets.load_dataset(name, config or None, split=split).to_list()
 
 
 def leave_out(where: str, rows: list, kept: list, why: str) -> list:

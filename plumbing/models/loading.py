@@ -155,9 +155,8 @@ def load_config(flag: str, name: str):
     """Return a model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: no dropout in the policy)."""
     with loading(f"{flag} {name}"):
         config = transformers.AutoConfig.from_pretrained(base_of(name), trust_remote_code=False)
-    for key in config.to_dict():
-        is_dropout = key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate"))
-        if is_dropout and isinstance(getattr(config, key), float):
+    for key, value in config.to_dict().items():
+        if isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate")):
             setattr(config, key, 0.0)
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False  # the balance loss of experts does not train, and fails in a decode step
