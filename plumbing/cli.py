@@ -6,8 +6,8 @@ flags may have RULES and WARNINGS, which `parse` checks: {message: function of t
 applies}.
 """
 
-import argparse
 import contextlib
+import functools
 import json
 import os
 import re
@@ -55,27 +55,25 @@ def parse(cls: type, line: list[str] | None = None):
     if len(line) == 1 and line[0].endswith((".json", ".yaml")):
         line = ["--config", *line]
     refuse_other_names(cls, line)
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", default="")
-    finder.add_argument("--model", nargs="?", default="")
+    description = sys.modules[cls.__module__].__doc__
+    read = functools.partial(tyro.cli, cls, args=line, description=description, use_underscores=True)
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere if silent else sys.stdout),
         contextlib.redirect_stderr(nowhere if silent else sys.stderr),
     ):
-        given = finder.parse_known_args(line)[0]
-        values = from_file(cls, given.config) if given.config else {}
+        args, values = read(), {}
+        if config := getattr(args, "config", ""):
+            values = from_file(cls, config)
+            args = read(default=cls(**values))
         if hasattr(cls, "from_model"):
-            values = cls.from_model(given.model or values.get("model", "")) | values
-        default = cls(**values) if values else tyro.MISSING
-        description = sys.modules[cls.__module__].__doc__
-        args = tyro.cli(cls, args=line, default=default, description=description, use_underscores=True)
+            args = read(default=cls(**(cls.from_model(args.model) | values)))
         check(args)
         if getattr(args, "system_prompt", "") is None:
             args.system_prompt = "" if args.chat_template == "none" else SYSTEM_PROMPTS.get(args.reward[0], "")
             print(f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}", flush=True)
-    if given.config:
+    if config:
         args.config = ""  # its flags are those of the run now, and args.json is a --config itself
     return args
 
