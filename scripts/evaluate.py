@@ -175,9 +175,10 @@ def main(args: Args) -> None:
     n = args.samples if args.temperature else 1
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
-    given = tokenizer, args, check_reference, conversations
     split, held_out = ("train", True) if args.eval_share else ("test", None)
-    parts = mixture.load_prompts("--dataset", args.dataset, split, *given, held_out=held_out)
+    parts = mixture.load_prompts(
+        "--dataset", args.dataset, split, tokenizer, args, check_reference, conversations, held_out=held_out
+    )
     prompts = mixture.first_prompts(parts, args.num_prompts)
     mixture.check_responses_fit(args, prompts)
     rewards = Rewards(args, tokenizer, prompts, conversations is not None)

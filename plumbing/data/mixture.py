@@ -148,8 +148,7 @@ def is_held_out(prompt, share: float) -> bool:
 def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
     args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})  # they are of --dataset
-    no_reference = lambda where, row, args: ""
-    parts = load_prompts("--ptx_dataset", args.ptx_dataset, "train", tokenizer, args, no_reference, stop_ids=stop_ids)
+    parts = load_prompts("--ptx_dataset", args.ptx_dataset, "train", tokenizer, args, lambda *_: "", stop_ids=stop_ids)
     return mix(parts, args.seed)
 
 
