@@ -375,14 +375,14 @@ def main(args: Args) -> None:
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision)
+    sharding = Sharding(args, world, precision, rewards.models)
     temperature = args.temperature if args.teacher else 1.0  # supervised: only evaluations sample by --temperature
     make_policy = functools.partial(Policy, args=args, temperature=temperature)
     policy, wrapped = loading.load_policy(args, make_policy, run.checkpoint, precision, sharding)
-    teacher, dtype = None, precision.compute_dtype or precision.param_dtype
+    teacher = None
     if args.teacher:
         make_teacher = functools.partial(Teacher, args=args, temperature=args.teacher_temperature or temperature)
-        teacher = loading.load_frozen("--teacher", args.teacher, make_teacher, dtype, sharding)
+        teacher = loading.load_frozen("--teacher", args.teacher, make_teacher, precision.frozen_dtype, sharding)
     rewards.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)

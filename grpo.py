@@ -582,7 +582,7 @@ def main(args: Args) -> None:
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision)
+    sharding = Sharding(args, world, precision, rewards.models)
     policy, wrapped, reference = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )

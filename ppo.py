@@ -98,8 +98,6 @@ class Args(
     """Passes of the critic over one rollout; 0: --num_epochs."""
     critic_mini_batch_size: NonNegativeInt = 0
     """Most responses of an update of the critic, over all ranks; 0: --mini_batch_size."""
-    critic_gradient_checkpointing: bool = False
-    """Recompute the critic's activations in the backward pass, also where --gradient_checkpointing is off."""
     critic_warmup_steps: NonNegativeInt = 0
     """First steps, in which the critic trains and the policy does not (value pretraining, arXiv:2503.01491)."""
 
@@ -480,7 +478,7 @@ def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) 
         nn.init.zeros_(scalar.model.score.weight)
     if args.lora_rank:
         lora.add_lora(scalar.model, args)
-    if args.gradient_checkpointing or args.critic_gradient_checkpointing:
+    if args.gradient_checkpointing:
         loading.checkpoint_blocks(f"--value_model {name}", scalar.model)
     return Critic(scalar)
 
@@ -759,13 +757,13 @@ def main(args: Args) -> None:
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision)
+    sharding = Sharding(args, world, precision, rewards.models)
     policy, wrapped, reference = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )
     kl_in = "none" if reference is None else args.kl_in
     rewards.load_models(args, precision, sharding)
-    critic = load_critic(args, run.checkpoint, precision.param_dtype, sharding.load_device)
+    critic = load_critic(args, run.checkpoint, precision.base_dtype(args), sharding.load_device)
     wrapped_critic = sharding.wrap(critic)
     optimizer = utils.Optimizer(policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step)
     critic_optimizer = utils.Optimizer(critic, args, total_steps * critic_schedule(args)[2], prefix="critic_")

@@ -272,7 +272,7 @@ def main(args: Args) -> None:
     total_steps = count_steps(args.passes, pairs, args.batch_size)
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, precision.param_dtype, sharding.load_device)
+    scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, precision.base_dtype(args), sharding.load_device)
     config, wrapped = scorer.model.config, sharding.wrap(scorer)
     optimizer = utils.Optimizer(scorer, args, total_steps)
     run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer})

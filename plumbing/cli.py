@@ -194,8 +194,8 @@ class ModelArgs(PretrainedArgs):
     ] = "auto"
     """Attention kernel, by transformers' names; auto is sdpa (torch's) where the model has it, and eager for one
     that caps the scores of attention (Gemma 2), which sdpa would leave out."""
-    gradient_checkpointing: bool = False
-    """Recompute activations and logits in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool = True
+    """Recompute activations and logits in the backward pass: much less memory, about a third more time."""
     micro_batch_tokens: PositiveInt = 16_384
     """Tokens, padding included, of a forward pass on one device. Memory and speed; results change by rounding only."""
     lora_rank: NonNegativeInt = 0
@@ -203,8 +203,8 @@ class ModelArgs(PretrainedArgs):
     then the model without them. 0: train all weights."""
     shard: Literal["auto", "none", "fsdp", "fsdp_offload"] = "auto"
     """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over the ranks;
-    fsdp_offload also keeps them on the CPU, where the update is computed: slow, but small; auto is fsdp if the
-    models that train would need over 60 % of a GPU's memory, at 16 bytes a parameter."""
+    fsdp_offload also keeps them on the CPU, where the update is computed: slow, but small; auto is fsdp if whole
+    models would take over 60 % of a GPU's memory, or with vLLM over 90 %."""
 
 
 @dataclass
@@ -381,6 +381,11 @@ class OptimizerArgs:
     """Clip the norm of the gradient to this."""
 
     RULES = {"--min_learning_rate must be at most --learning_rate": lambda a: a.min_learning_rate <= a.learning_rate}
+    WARNINGS = {
+        "--lora_rank: adapters hardly move at a --learning_rate below 1e-5; 1e-5 to 2e-4 are usual": lambda a: (
+            not a.lora_rank or a.learning_rate >= 1e-5
+        )
+    }
 
 
 @dataclass

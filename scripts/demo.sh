@@ -45,8 +45,8 @@ bash scripts/setup.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two are faster on idle cores, and ten times slower on busy ones
 name=demo-$demo-$(date +%Y%m%d-%H%M%S)
 if [ "$demo" = distill ]; then # the teacher: the same model after supervised fine-tuning on worked solutions
-    .venv/bin/python distill.py --run_name "$name-teacher" --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" --eval_every 40 \
+    .venv/bin/python distill.py --run_name "$name-teacher" --no-gradient_checkpointing --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" --eval_every 40 \
         --on_policy_share 0
     task+=(--teacher "runs/$name-teacher/final")
 fi
-exec .venv/bin/python "$algorithm.py" --run_name "$name" --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" "$@"
+exec .venv/bin/python "$algorithm.py" --run_name "$name" --no-gradient_checkpointing --adam_betas 0.9 0.95 "${own[@]}" "${task[@]}" "$@"

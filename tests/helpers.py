@@ -134,6 +134,7 @@ def workspace(folder) -> dict:
         "num_epochs": 2,
         "total_episodes": 32,
         "micro_batch_tokens": 40,
+        "gradient_checkpointing": False,
         "max_response_length": 10,
         "non_stop_penalty": False,
         "learning_rate": 3e-3,

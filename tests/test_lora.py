@@ -12,7 +12,9 @@ from tiny_models import CPU
 from transformers import AutoModelForCausalLM
 
 import grpo
+import utils
 from plumbing.models import loading, lora
+from plumbing.models.sharding import Sharding
 
 IDS = torch.tensor([[5, 9, 13, 21, 22, 25]])
 
@@ -67,6 +69,20 @@ def test_the_reference_is_the_model_without_the_adapter(base, tmp_path):
         run_here(values)
     for ours, theirs in zip(metrics_of(alone), metrics_of(given), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_first_kl_is_zero_in_bf16(base, tmp_path, rank):
+    """Policy and reference have one format: float32, or with adapters that of matrix products."""
+    values = variant(base, tmp_path, precision="bf16", lora_rank=rank, ref_refresh_every=0, gradient_checkpointing=True)
+    run_here(values)
+    rows = metrics_of(values)
+    assert rows[1]["objective/kl"] == 0 and rows[-1]["objective/kl"] != 0
+    args, bf16 = grpo.Args(model=values["model"], lora_rank=rank), loading.precision("bf16", CPU)
+    sharding = Sharding(args, utils.World(0, 1, CPU), bf16)
+    policy, _ = loading.load_policy(args, lambda model: grpo.Policy(model, args), None, bf16, sharding)
+    dtypes = {(x.dtype, x.requires_grad) for x in policy.parameters()}
+    assert dtypes == ({(torch.bfloat16, False), (torch.float32, True)} if rank else {(torch.float32, True)})
 
 
 def test_resume_is_exact(base, tmp_path, capsys):

@@ -18,10 +18,10 @@ SMALL = dict(
 GAME = dict(environment=helpers.GAME, reward="environment")
 RUNS = {  # (script, flags on top of test_shard.exact_runs)
     "grpo": ("grpo", dict(SMALL, filter_groups="refill", entropy_coef=0.01)),
-    "ppo": ("ppo", dict(SMALL, gradient_checkpointing=True, critic_gradient_checkpointing=True)),
+    "ppo": ("ppo", dict(SMALL, gradient_checkpointing=True)),
     "reward model": ("reward_model", dict(eval_every=0, save_every=0)),
     "distill": ("distill", dict(SMALL, divergence="jsd", on_policy_share=0.5, gradient_checkpointing=True)),
-    "LoRA, bf16": ("grpo", dict(SMALL, lora_rank=2, ref_refresh_every=0, precision="bf16")),
+    "LoRA": ("grpo", dict(SMALL, lora_rank=2, ref_refresh_every=0)),
     "rloo, conversations": (
         "rloo",
         dict(SMALL, kl_in="loss", rollout_correction="truncate", max_response_length=20, **GAME),

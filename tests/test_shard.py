@@ -13,10 +13,12 @@ from test_families import family_folder
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import distill
 import grpo
+import ppo
 import utils
 from plumbing.models import loading
-from plumbing.models.sharding import Sharding, training_bytes
+from plumbing.models.sharding import Sharding, unsharded_bytes
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
 CPU = torch.device("cpu")
@@ -238,12 +240,13 @@ def test_the_scale_of_the_loss():
 # ---- --shard auto ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share, on", [(0.59, False), (0.61, True)])
-def test_auto_on_gpus(base, monkeypatch, capsys, share, on):
-    """Sharded from 60 % of a GPU's memory on, at 16 bytes a parameter; the GPUs are made up."""
+@pytest.mark.parametrize("share, cache, on", [(0.59, 0.0, False), (0.61, 0.0, True), (0.5, 0.4, True)])
+def test_auto_on_gpus(base, monkeypatch, capsys, share, cache, on):
+    """Sharded if the models take over 60 % of a GPU's memory, or over 90 % with vLLM; the GPUs are made up."""
     args = grpo.Args(model=base["grpo"]["model"])
     size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(args.model))
-    total = int(16 * size / share)
+    total = int(20 * size / share)
+    args.kv_cache_gb = cache * total / 1e9
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
     monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -251,14 +254,19 @@ def test_auto_on_gpus(base, monkeypatch, capsys, share, on):
     world = utils.World(0, 8, torch.device("cuda", 0))
     sharding = Sharding(args, world, loading.precision("bf16", world.device))
     (line,) = capsys.readouterr().out.splitlines()
-    assert sharding.on == on and line.startswith(f"sharding: {'fsdp over 8 ranks' if on else 'none'} (training takes ")
+    assert sharding.on == on and line.startswith(f"sharding: {'fsdp over 8 ranks' if on else 'none'} (unsharded, ")
     assert sharding.load_device == (CPU if on else world.device)
 
 
-def test_bytes_that_train(base):
-    """16 a parameter in float32, of PPO's critic too; adapters leave those of the weights."""
+def test_unsharded_bytes(base):
+    """A parameter: 16 that trains, in PPO's critic too, 4 of the reference, 2 of an adapter's base, reward model or
+    teacher in bf16; vLLM's weights and a quarter of the GPU for its cache."""
     model = base["grpo"]["model"]
     size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(model))
-    ppo = SimpleNamespace(model=model, value_model="", lora_rank=0)
-    assert training_bytes(ppo, torch.bfloat16) == 2 * 8 * size
-    assert training_bytes(SimpleNamespace(model=model, lora_rank=8), torch.float32) == 4 * size
+    bf16, exact = (loading.precision(name, CPU) for name in ("bf16", "float32"))
+    count = lambda args, precision=bf16, rewards=(): unsharded_bytes(args, precision, rewards, 4000)
+    assert count(grpo.Args(model=model)) == (20 * size, 2 * size + 1000)
+    assert count(grpo.Args(model=model, kl_coef=0.0, rollout_backend="hf"), exact) == (16 * size, 0)
+    assert count(ppo.Args(model=model), rewards=[model])[0] == (2 * 16 + 4 + 2) * size
+    assert count(grpo.Args(model=model, lora_rank=8))[0] == 2 * size
+    assert count(distill.Args(model=model, teacher=model))[0] == (16 + 2) * size

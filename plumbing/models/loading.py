@@ -26,6 +26,18 @@ class Precision(NamedTuple):
     compute_dtype: torch.dtype | None  # of matrix products; None: that of the weights
     autocast: Callable  # returns the context to compute in
 
+    @property
+    def frozen_dtype(self) -> torch.dtype:
+        """The format of weights that do not train: that of matrix products.
+
+        The reference has the policy's format, so that its log-probabilities are the policy's before the first update.
+        """
+        return self.compute_dtype or self.param_dtype
+
+    def base_dtype(self, args) -> torch.dtype:
+        """Return the format in which a model that trains is loaded: with LoRA its weights are frozen."""
+        return self.frozen_dtype if args.lora_rank else self.param_dtype
+
 
 def precision(name: str, device: torch.device) -> Precision:
     """Return the number formats of --precision `name`; exit with code 2 if a GPU is there that torch cannot use."""
@@ -392,7 +404,7 @@ def checkpoint_blocks(flag: str, model: torch.nn.Module) -> None:
     """
     blocks = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
     if not blocks:
-        fail(f"{flag}: {type(model).__name__} does not support gradient checkpointing")
+        fail(f"{flag}: {type(model).__name__} does not support gradient checkpointing; use --no-gradient_checkpointing")
     for block in blocks:
         block.forward = functools.partial(recomputed, block.forward)
 
@@ -413,7 +425,7 @@ def load_policy(args, make_policy: Callable, checkpoint: str | None, precision: 
         The policy, and what trains it: the policy itself or its DDP wrapper.
     """
     name = args.model if args.lora_rank else checkpoint or args.model
-    model = load_model("--model", name, precision.param_dtype, sharding.load_device)
+    model = load_model("--model", name, precision.base_dtype(args), sharding.load_device)
     if args.lora_rank:
         add_lora(model, args)
     if args.gradient_checkpointing:

@@ -33,6 +33,8 @@ def add_lora(model: torch.nn.Module, args) -> None:
     )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name == "score.weight")
+        if parameter.requires_grad:  # the base may have half precision
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
         if ".lora_A." in name:  # peft's distribution, from numbers that are the same on all ranks
             bound = parameter.shape[1] ** -0.5
             draw = generator("lora", args.seed, name).uniform(-bound, bound, tuple(parameter.shape))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Iterable
 
 import torch
 import torch.distributed as dist
@@ -30,19 +31,25 @@ class Sharding:
             both.
     """
 
-    AUTO_SHARE = 0.6  # of a GPU's memory that unsharded models and Adam may fill before --shard auto shards them
+    # --shard auto shards above these shares of a GPU's memory: the rest is for activations, and for CUDA itself.
+    MODELS_SHARE = 0.6
+    WITH_ENGINE_SHARE = 0.9
 
-    def __init__(self, args, world: World, precision: Precision):
+    def __init__(self, args, world: World, precision: Precision, reward_models: Iterable[str] = ()):
         self.world, self.autocast, self.attention = world, precision.autocast, args.attention
         self.compute_dtype, self.reduce_dtype = precision.compute_dtype, precision.loss_dtype
         gpu, offload = world.device.type == "cuda", args.shard == "fsdp_offload"
         self.offload = CPUOffloadPolicy(pin_memory=gpu) if offload else OffloadPolicy()
         self.on, reason = args.shard.startswith("fsdp"), ", offloaded to the CPU" if offload else ""
-        if args.shard == "auto" and gpu and world.size > 1:
-            need = training_bytes(args, precision.param_dtype)
-            memory = torch.cuda.get_device_properties(world.device).total_memory
-            self.on = world.any(need > self.AUTO_SHARE * memory)
-            reason = f" (training takes {need / 1e9:.3g} GB unsharded; a GPU has {memory / 1e9:.3g})"
+        memory = gpu_bytes(world.device)
+        if args.shard == "auto" and memory and world.size > 1:
+            models, engine = unsharded_bytes(args, precision, reward_models, memory)
+            too_large = models > self.MODELS_SHARE * memory or models + engine > self.WITH_ENGINE_SHARE * memory
+            self.on = world.any(too_large)
+            reason = (
+                f" (unsharded, models take {models / 1e9:.3g} GB and vLLM {engine / 1e9:.3g}; "
+                f"a GPU has {memory / 1e9:.3g})"
+            )
         if self.on:
             if not dist.is_initialized():  # one process, without torchrun
                 backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
@@ -126,17 +133,36 @@ class Sharding:
             dist.broadcast(buffer, 0)  # also those that a state dict leaves out, such as rotary frequencies
 
 
-def training_bytes(args, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights that train, their gradients and Adam's state, on a rank that holds them whole.
+def gpu_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU in bytes; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
-    That is 16 bytes a parameter in float32. Adapters, activations and models that do not train are not counted.
+
+def unsharded_bytes(args, precision: Precision, reward_models: Iterable[str], gpu: int) -> tuple[float, float]:
+    """Return the bytes of all models between two steps on a rank that holds them whole, and those of vLLM beside them.
+
+    A model that trains has weights, gradients (DDP's buckets stay) and Adam's state; of LoRA only the base counts.
+    Activations are not counted.
+
+    Args:
+        reward_models: names of those among --reward. gpu: bytes of a GPU, of which vLLM's cache takes a quarter.
     """
-    names = [("--model", args.model)]
-    if hasattr(args, "value_model"):
-        names.append(("--value_model", args.value_model or args.model))
     meta = torch.device("meta")
-    parameters = sum(parameter_count(load_model(flag, name, dtype, meta)) for flag, name in names)
-    return parameters * dtype.itemsize * (1 if args.lora_rank else 4)
+    count = functools.cache(lambda name: parameter_count(load_model("--model", name, torch.float32, meta)))
+    trained, frozen = [args.model], [*reward_models]
+    if hasattr(args, "value_model"):
+        trained.append(args.value_model or args.model)
+    if getattr(args, "teacher", ""):
+        frozen.append(args.teacher)
+    itemsize, frozen_itemsize = precision.param_dtype.itemsize, precision.frozen_dtype.itemsize
+    models = sum(map(count, trained)) * precision.base_dtype(args).itemsize * (1 if args.lora_rank else 4)
+    models += sum(map(count, frozen)) * frozen_itemsize
+    if getattr(args, "kl_coef", 0) and (args.ref_model or not args.lora_rank):
+        models += count(args.ref_model or args.model) * itemsize
+    if getattr(args, "rollout_backend", "hf") not in ("auto", "vllm"):
+        return models, 0
+    cache = args.kv_cache_gb * 1e9 or gpu / 4
+    return models, count(args.model) * frozen_itemsize / args.vllm_tensor_parallel + cache
 
 
 def set_attention(model: transformers.PreTrainedModel, name: str) -> None:

@@ -310,7 +310,7 @@ class ModelSource:
         load_device = self.device
         if sharding is not None and sharding.shards_reward_models:
             self.world, load_device = sharding.world, sharding.load_device
-        self.model, _ = models.load_scalar_model("--reward", self.name, precision.param_dtype, load_device)
+        self.model, _ = models.load_scalar_model("--reward", self.name, precision.frozen_dtype, load_device)
         self.model.requires_grad_(False)
         if sharding is not None:
             sharding.shard(self.model, reward_model=True)

@@ -17,7 +17,7 @@ from utils import EXIT_INTERRUPTED, World, fail, first_line
 
 STUCK_AFTER = 600.0  # seconds in one phase after which each rank of several prints its traceback, again and again
 OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
-    "a GPU is out of memory: lower --micro_batch_tokens or --generation_batch_size, add --gradient_checkpointing, "
+    "a GPU is out of memory: lower --micro_batch_tokens or --generation_batch_size, "
     "shard the models (--shard fsdp or fsdp_offload), or train adapters (--lora_rank 32)"
 )
 phase = "start"  # of the run that this process is in

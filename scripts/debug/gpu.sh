@@ -10,4 +10,4 @@ case "${1:-}" in grpo | rloo | ppo) script=$1.py && shift ;; *.py) script=$1 && 
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # for a fork in another folder
 python "$script" --run_name "debug-$(basename "$script" .py)-$(date +%Y%m%d-%H%M%S)" --model Qwen/Qwen2.5-0.5B-Instruct \
     --rollout_batch_size 8 --group_size 4 --mini_batch_size 16 --total_episodes 128 --max_response_length 256 \
-    --gradient_checkpointing --eval_every 2 --eval_prompts 16 --eval_samples 1 --save_every 2 "$@"
+    --eval_every 2 --eval_prompts 16 --eval_samples 1 --save_every 2 "$@"

@@ -14,7 +14,7 @@ until curl --silent --fail --output /dev/null "http://127.0.0.1:$port/health"; d
     sleep 1
 done
 CUDA_VISIBLE_DEVICES=0,1,2,3,4,5 torchrun --nproc_per_node 6 grpo.py --model "$model" --shard fsdp \
-    --gradient_checkpointing --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 \
+    --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 \
     --reward math --rollout_backend server --rollout_servers "http://127.0.0.1:$port" --async_steps 1 \
     --rollout_correction truncate --rollout_batch_size 96 --group_size 8 --mini_batch_size 768 --total_episodes 384000 \
     --max_prompt_length 1024 --max_response_length 3072 "$@"

@@ -25,7 +25,7 @@ train)
         servers+=("http://$host:$((port + number))")
         until curl --silent --fail --output /dev/null "${servers[number]}/health"; do sleep 1; done
     done
-    torchrun --nproc_per_node 8 grpo.py --model "$model" --shard fsdp --gradient_checkpointing \
+    torchrun --nproc_per_node 8 grpo.py --model "$model" --shard fsdp \
         --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 \
         --reward math --rollout_backend server --rollout_servers "${servers[@]}" --async_steps 1 \
         --rollout_correction truncate --rollout_batch_size 128 --group_size 8 --mini_batch_size 1024 \

@@ -8,5 +8,5 @@ cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --reward math \
     --rollout_batch_size 4 --group_size 4 --mini_batch_size 16 --total_episodes 29888 \
-    --max_prompt_length 256 --max_response_length 768 --micro_batch_tokens 4096 --gradient_checkpointing \
+    --max_prompt_length 256 --max_response_length 768 --micro_batch_tokens 4096 \
     --kv_cache_gb 4 --eval_every 200 "$@"

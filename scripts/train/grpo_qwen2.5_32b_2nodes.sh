@@ -11,7 +11,7 @@ cd "$(dirname "$0")/../.."
 rank=${1:?rank of this node, 0 or 1} host=${2:?address of the first node}
 shift 2
 torchrun --nnodes 2 --node_rank "$rank" --rdzv_endpoint "$host:${PORT:-29500}" --nproc_per_node 8 \
-    grpo.py --model Qwen/Qwen2.5-32B --shard fsdp --gradient_checkpointing --loss dapo --kl_coef 0 \
+    grpo.py --model Qwen/Qwen2.5-32B --shard fsdp --loss dapo --kl_coef 0 \
     --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 --eval_prompts 0 \
     --reward math --rollout_backend vllm --vllm_tensor_parallel 4 --kv_cache_gb 12 \
     --rollout_batch_size 128 --group_size 16 --mini_batch_size 512 --total_episodes 614400 --filter_groups refill \

@@ -15,7 +15,7 @@ until curl --silent --fail --output /dev/null "http://127.0.0.1:$port/health"; d
     kill -0 "$server" # ends the script where the server has ended
     sleep 1
 done
-torchrun --nproc_per_node 8 grpo.py --model "${MODEL:-Qwen/Qwen2.5-7B-Instruct}" --shard fsdp --gradient_checkpointing \
+torchrun --nproc_per_node 8 grpo.py --model "${MODEL:-Qwen/Qwen2.5-7B-Instruct}" --shard fsdp \
     --dataset scripts/train/knights_train.json --eval_dataset scripts/train/knights_test.json \
     --system_prompt "Think step by step, and end with who is a knight and who is a knave, one line a person." \
     --reward "http://127.0.0.1:$port" --rollout_batch_size 64 --group_size 8 --mini_batch_size 128 \

@@ -12,7 +12,7 @@ cd "$(dirname "$0")/../.."
 rank=${1:?rank of this node, 0 or 1} host=${2:?address of the first node}
 shift 2
 torchrun --nnodes 2 --node_rank "$rank" --rdzv_endpoint "$host:${PORT:-29500}" --nproc_per_node 8 \
-    grpo.py --model allenai/Llama-3.1-Tulu-3-8B-DPO --shard fsdp --gradient_checkpointing \
+    grpo.py --model allenai/Llama-3.1-Tulu-3-8B-DPO --shard fsdp \
     --dataset allenai/RLVR-GSM-MATH-IF-Mixed-Constraints --eval_dataset allenai/RLVR-GSM --system_prompt "" \
     --reward math ifeval --non_stop_penalty --penalty_reward_value 0 --stop_token eos --temperature 1 \
     --rollout_backend vllm --rollout_batch_size 48 --group_size 16 --mini_batch_size 384 --num_epochs 1 \

@@ -6,9 +6,9 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 model=Qwen/Qwen2.5-7B-Instruct data=trl-lib/hh-rlhf-helpful-base
-torchrun --nproc_per_node 8 reward_model.py --model "$model" --shard fsdp --gradient_checkpointing --dataset "$data" \
+torchrun --nproc_per_node 8 reward_model.py --model "$model" --shard fsdp --dataset "$data" \
     --output_dir runs --run_name hh-reward --max_length 1024 --batch_size 128 --learning_rate 5e-6 --centre_coef 0.01
-torchrun --nproc_per_node 8 ppo.py --model "$model" --shard fsdp --gradient_checkpointing --dataset "$data" \
+torchrun --nproc_per_node 8 ppo.py --model "$model" --shard fsdp --dataset "$data" \
     --reward runs/hh-reward/final --value_model runs/hh-reward/final --system_prompt "" --rollout_backend vllm \
     --rollout_batch_size 512 --mini_batch_size 128 --total_episodes 43520 --max_prompt_length 768 \
     --max_response_length 512 --kl_coef 0.02 "$@"

@@ -14,7 +14,7 @@ torchrun --nnodes 2 --node_rank "$rank" --rdzv_endpoint "$host:${PORT:-29500}" -
     ppo.py --model allenai/Llama-3.1-Tulu-3-8B-DPO --value_model allenai/Llama-3.1-Tulu-3-8B-RM \
     --dataset allenai/RLVR-GSM --system_prompt "" --reward math --reward_weights 10 \
     --non_stop_penalty --penalty_reward_value -10 --stop_token eos --temperature 1 \
-    --shard fsdp --gradient_checkpointing --rollout_backend vllm --async_steps 1 \
+    --shard fsdp --rollout_backend vllm --async_steps 1 \
     --rollout_batch_size 256 --mini_batch_size 256 --num_epochs 1 --total_episodes 2000128 \
     --max_prompt_length 2048 --max_response_length 2048 --micro_batch_tokens 8192 --kv_cache_gb 12 \
     --learning_rate 3e-7 --kl_coef 0.05 "$@"

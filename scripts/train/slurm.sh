@@ -28,7 +28,7 @@ exit "$code"'
 srun -K0 bash -c "$on_node" on_node \
     torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node 8 --rdzv_backend c10d \
     --rdzv_endpoint "${hosts%%$'\n'*}:${PORT:-29500}" --rdzv_id "$SLURM_JOB_ID" \
-    grpo.py --model Qwen/Qwen2.5-7B --run_name "slurm-$SLURM_JOB_ID" --resume --shard fsdp --gradient_checkpointing \
+    grpo.py --model Qwen/Qwen2.5-7B --run_name "slurm-$SLURM_JOB_ID" --resume --shard fsdp \
     --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 --reward math \
     --rollout_batch_size 128 --group_size 8 --mini_batch_size 256 --total_episodes 409600 \
     --max_prompt_length 1024 --max_response_length 3072 --rollout_backend vllm "$@" &
