@@ -123,7 +123,10 @@ def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, caps
     assert line.startswith(f"error: --model there: {name} cannot sample by the decode loop; use --rollout_backend vllm")
     if kind == "openai-gpt":
         line = helpers.refused(capsys, loading.checkpoint_blocks, "--model there", model)
-        assert line == f"error: --model there: {name} does not support gradient checkpointing"
+        assert (
+            line
+            == f"error: --model there: {name} does not support gradient checkpointing; use --no-gradient_checkpointing"
+        )
 
 
 def write_table() -> None:
