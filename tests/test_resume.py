@@ -283,6 +283,8 @@ def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):
     run_here({**copy, "total_episodes": 40, "dataset": shutil.copy(fewer, tmp_path / "the_same.jsonl")})
     assert "--resume" not in capsys.readouterr().err and not [*folder_of(copy).glob("checkpoints/.step*")]
     assert log.read_args(str(folder_of(copy)))["args"]["total_episodes"] == 40
+    run_here({**copy, "total_episodes": 16, "dataset": fewer})
+    assert "nothing is left to train, as the run has 5 steps already" in capsys.readouterr().err
     assert [row["step"] for row in metrics_of(copy)] == [0, 1, 2, 3, 4, 5]
 
 

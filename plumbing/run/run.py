@@ -69,6 +69,8 @@ class Run:
         size = getattr(self.args, "rollout_batch_size", 0) or self.args.batch_size
         passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
         utils.say(f"{self.total_steps:,} steps of {size:,} rows: {passes}")
+        if self.state["step"] > self.total_steps:
+            utils.warn(f"--resume: nothing is left to train, as the run has {self.state['step']} steps already")
         digest = hashlib.sha256()
         for row in [*rows, *supervised]:
             digest.update(repr(row | {"dataset": ""}).encode())  # a file may have moved
