@@ -32,10 +32,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 import tyro
 from tokenizers.pre_tokenizers import ByteLevel
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
@@ -44,9 +42,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "guess"))
 from game import GuessTheNumber
 
 from plumbing.data.rows import arithmetic_rows, worked_addition
+from plumbing.rollout.batch import collate
 
 ASSETS = Path(__file__).resolve().parent
-IGNORE = -100  # label of the positions that carry no loss
+IGNORE = -100  # transformers' label of the positions that carry no loss
 MAX_LENGTH = 512  # of a prompt and its response together
 STEPS = 1500  # updates
 BATCH_SIZE = 128  # demonstrations an update; each is used once
@@ -79,17 +78,17 @@ def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor
     Args:
         demonstrations: texts in turns: what is given, what the teacher wrote, what is given after that, and so on.
     """
-    rows, labels = [], []
-    for texts in demonstrations:
-        row, row_labels = [], []
-        for given, written in zip(texts[::2], texts[1::2]):
-            tokens, labelled = tokenizer.encode(given), tokenizer.encode(written) + [tokenizer.eos_token_id]
-            row += tokens + labelled
-            row_labels += [IGNORE] * len(tokens) + labelled
-        rows.append(torch.tensor(row))
-        labels.append(torch.tensor(row_labels))
-    input_ids = pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
-    return input_ids, pad_sequence(labels, batch_first=True, padding_value=IGNORE)
+    rows = []
+    for prompt, *texts in demonstrations:
+        response, mask = [], []
+        for index, text in enumerate(texts):
+            is_written = index % 2 == 0
+            tokens = tokenizer.encode(text) + [tokenizer.eos_token_id] * is_written
+            response += tokens
+            mask += [is_written] * len(tokens)
+        rows.append((tokenizer.encode(prompt), response, mask))
+    input_ids, written = collate(rows, "cpu")
+    return input_ids, input_ids.masked_fill(~written, IGNORE)
 
 
 def pretrain(demonstrations: list[list[str]]) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
@@ -119,8 +118,7 @@ def pretrain(demonstrations: list[list[str]]) -> tuple[Qwen2ForCausalLM, Qwen2To
     for start in progress:
         input_ids, labels = make_batch(demonstrations[start : start + BATCH_SIZE], tokenizer)
         # no attention mask: the padding is on the right, where causal attention does not look
-        logits = model(input_ids).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORE)
+        loss = model(input_ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -72,13 +72,6 @@ METRICS = {
 }
 
 
-def run_grpo(flags: dict, further: list[str]) -> list[dict]:
-    """Train by grpo.py, and return the metrics of each step."""
-    line = [f"--{name}={x}" for name, x in flags.items()]
-    grpo.main(cli.parse(grpo.Args, [*line, "--no-non_stop_penalty", *further]))
-    return read_log(os.path.join(flags["output_dir"], flags["run_name"]))
-
-
 def bare_logprobs(model, ids: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of each token (N, L) but the first, by transformers' whole logits."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=GPU):
@@ -118,7 +111,12 @@ def run_transformers(flags: dict) -> list[dict]:
 def measure(kind: str, flags: dict) -> pandas.Series:
     """Return the medians of METRICS over the steps that count, of "transformers" or of "grpo.py" with further flags."""
     name, *further = kind.split()
-    steps = run_transformers(flags) if name == "transformers" else run_grpo(flags, further)
+    if name == "transformers":
+        steps = run_transformers(flags)
+    else:
+        line = [f"--{flag}={value}" for flag, value in flags.items()]
+        grpo.main(cli.parse(grpo.Args, [*line, "--no-non_stop_penalty", *further]))
+        steps = read_log(os.path.join(flags["output_dir"], flags["run_name"]))
     counted = pandas.DataFrame(steps)[WARM_UP:]
     return pandas.Series({name: counted[metric].median() for name, metric in METRICS.items()})
 
