@@ -20,9 +20,9 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "curves.png"
     """
     with utils.loading("RUNS"):
         rows = dict(zip(run_names(runs), map(read_log, runs)))
-    known = {key for of_run in rows.values() for row in of_run for key in row}
-    if not known:
-        utils.fail(f"RUNS: {' '.join(runs)} have no metrics.jsonl with a whole line")
+        if not all(rows.values()):
+            raise ValueError(f"{' '.join(runs)}: one has no metrics.jsonl with a whole line")
+    known = set().union(*sum(rows.values(), []))
     if unknown := {*metrics} - known:
         utils.fail(f"--metrics {' '.join(unknown)}: the runs have {', '.join(sorted(known))}")
     with utils.loading(f"--output {output}"):

@@ -27,8 +27,9 @@ ALLOW_MISSING = StateDictOptions(strict=False)  # a parameter that has had no gr
 
 def checkpoint_folders(folder: str) -> list[str]:
     """Return the complete checkpoints of a run, oldest first. A folder has its name only once all of it is written."""
-    names = [path.name for path in Path(folder, "checkpoints").glob("step_*") if path.name[5:].isdigit()]
-    return [os.path.join(folder, "checkpoints", name) for name in sorted(names, key=lambda name: int(name[5:]))]
+    paths = Path(folder, "checkpoints").glob("step_*")
+    found = {int(path.name[5:]): str(path) for path in paths if path.name[5:].isdigit()}
+    return [found[step] for step in sorted(found)]
 
 
 def save_checkpoint(

@@ -254,7 +254,7 @@ def run_names(folders: list[str]) -> list[str]:
     if not folders:
         raise ValueError("names no run folder")
     paths = [os.path.abspath(folder) for folder in folders]
-    shared = os.path.commonpath(paths) if len(set(paths)) > 1 else os.path.dirname(paths[0])
+    shared = os.path.commonpath(map(os.path.dirname, paths))
     return [os.path.relpath(path, shared) for path in paths]
 
 
