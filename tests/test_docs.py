@@ -17,7 +17,7 @@ REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `grpo.py: group_advantage
 LISTED = re.compile(r"^\d+\. `([\w/]+\.py)`: (.*)$", re.MULTILINE)  # 1. `grpo.py`: `main` calls `collect`
 # of torchrun, tyro, hf upload, pytest
 FOREIGN = {"nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts"}
-FOREIGN |= {"shutdown_timeout", "help", "delete", "long", "no"}
+FOREIGN |= {"shutdown_timeout", "help", "delete", "long", "no", "no_async_scheduling"}
 
 # ---- what there is ---------------------------------------------------------------------------------------------------
 
