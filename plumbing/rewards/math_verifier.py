@@ -5,19 +5,24 @@ docs/data_and_rewards.md has the rules. Comparing a formula can last forever: th
 after LIMIT seconds.
 """
 
-import cmath
 import contextlib
 import functools
-import itertools
 import re
+from typing import NamedTuple
 
 from plumbing.rewards.answers import BOX, final_text, gold_answer, last_box
 
 LIMIT = 5.0  # seconds
 LONGEST = 500  # characters of an answer that is read as a formula
-SEARCHED = 2000  # characters, at the end of a response, that math-verify searches: its time grows with their square
 
-Answer = tuple[str, list]  # its text, and the formula as math-verify parsed it, [] for words
+
+class Answer(NamedTuple):
+    """An answer in the parts that are compared."""
+
+    text: str
+    formula: str = ""  # without its unit; "" for words
+    unit: str = ""
+    base: str = ""  # of a number such as 101_2
 
 
 def math(response: str, answer) -> float:
@@ -36,48 +41,228 @@ def reference_text(answer) -> str:
 
 
 def read_response(response: str) -> Answer:
-    """Return the final answer of a response, ("", []) without one."""
+    """Return the final answer of a response, Answer("") without one."""
     text = final_text(response)
     box = last_box(text)
     if box is None and BOX.search(text):  # cut off inside a box
-        return "", []
-    stated = announced(text if box is None else box)
-    if box is not None or is_formula(stated):
-        return read_answer(stated)
-    return tidy(stated[:LONGEST]), parse(re.sub(r"\\?%", "", text[-SEARCHED:]))
+        return Answer("")
+    return read_answer(announced(text) if box is None else box, in_sentence=True)
 
 
-ANNOUNCED = re.compile(r"(?i:answer)(?:\W{0,8}?[:=]|[^.\n]{0,80}?\bis\b)[\s:*}]*|####\s*")
+ANNOUNCED = re.compile(r"(?i:answer)(?:\W{0,8}?:|[^.\n]{0,80}?\bis\b|\**\n)[\s:]*|####")
 
 
 def announced(text: str) -> str:
-    """Return what follows the last "answer is", "answer:" or "####" of a text, up to a reason; else the text."""
+    """Return the line or sentence behind the last "answer is", "answer:" or "####", else the last with a formula."""
     start = max((match.end() for match in ANNOUNCED.finditer(text)), default=None)
-    end = r"\n|\.(?=\s)|,? (?:because|since)\b"
-    return text.strip() if start is None else re.split(end, text[start:].strip(), maxsplit=1)[0]
+    sentences = re.split(r"\n|\.(?=\s)", text[start:].strip())
+    if start is None:
+        return [text, *(sentence for sentence in sentences if re.search(r"[\d\\$=]", sentence))][-1].strip()
+    return sentences[0]
+
+
+# ---- the text of an answer -------------------------------------------------------------------------------------------
+
+
+def pairs(table: str) -> list[tuple[str, str]]:
+    """Return [(left, right)] of a table of left=right."""
+    return [pair.partition("=")[::2] for pair in table.split()]
+
+
+NUMBERS = """
+dozen=12 hundred=10^{2} thousand=10^{3} lakh=10^{5} million=10^{6} crore=10^{7} billion|bn=10^{9} trillion=10^{12}
+"""
+SYMBOLS = r"""
+[−–]=- ·=\cdot π=\pi √=\sqrt ∞=\infty °|\\degree\b=^\circ ²=^2 ³=^3 ½=\frac12 ¼=\frac14 ¾=\frac34
+∅|\\varnothing=\emptyset …|\.\.\.=\ldots \\lbrace\b=\{ \\rbrace\b=\} \\langle\b=( \\rangle\b=)
+\{:\}=: \\leq(?!\w)|≤=\le \\geq(?!\w)|≥=\ge \\equiv\b|≡== \\checkmark=
+"""
+MONEY = r"(?:\\\$|[€£¥₹]|Rs\.?)"
+TIDY = [  # (pattern, replacement), in this order
+    (r"(?<!\\)%(?=\w).*|^\s*%.*|\\(?:[hv]?phantom|label|tag|hspace|footnote)\s*\{[^{}]*\}", ""),  # not shown
+    *[(symbol, latex.replace("\\", r"\\") + " ") for symbol, latex in pairs(SYMBOLS)],
+    (r"(?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*", ""),  # signs of formulas
+    (
+        r"\\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline|left|right)(?![A-Za-z])",
+        " ",
+    ),
+    (r"\\(?:text)?color *\{\w+\}|(?<!\\)\\[,;:> ]|\\q?quad\b|~|\s", " "),
+    (r"\\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it)|[mh]box)\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
+    (r"\\frac ?\{ ([A-Za-z]+) \}\{ ([A-Za-z]+ (?:\^\d)?) ?\}", r" \1/\2"),  # km/h, which was text
+    (r"\\mu *(?=[mgsACFLVW]\b)", "μ"),
+    (r"(?:\(?\\[bp]?|\()mod *\{? *(\d+) *\}?\)?", r" mod\1 "),
+    (r"\\?%|\bper ?cent\b", " % "),
+    (r"(?<=[\d}]) % (?=.*\d)", " "),
+    (r"  +", " "),
+    *[(rf"(?<=[\d}}]) ?(?:{word})s?\b ?", rf"\\times {number} ") for word, number in pairs(NUMBERS)],
+    (rf"^ ?(-?) ?({MONEY}) ?(.*?)( per .*)?$", r"\1\3 \2\4"),
+    (r"(?<![\w.])([\d.]+)[eE]([-+]?\d+)(?!\w)", r"\1\\times 10^{\2}"),  # 1.5e3
+    (r"(\.\d*)\\overline ?\{(\d+)\}", r"\1\2\2\2\2\2\2\2\2"),  # 0.\overline{3}
+    (r"(?<=\d) (?=(?:\d{3} )*\d{3}(?!\d))", ""),  # 1 234 567
+    (r"(?<![\w.}])(\d+) (\d+)/(\d+)(?!\w)", r"\1\\frac{\2}{\3}"),  # 1 1/2
+    (r"\\?sqrt ?(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}"),
+    (r"(?<=\d) (?:square|sq\.?) ([a-z]+)|(?<=[a-z]{2}) squared", r" \1^2"),
+    (r"(?<=\d) cubic ([a-z]+)", r" \1^3"),
+    (r"\^(-?\d+)", r"^{\1}"),
+    (r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
+    (r" ?\\lor\b", " or"),
+    (r"^\\\{ *(\(.*\)) *\\\}$", r"\1"),  # a set of points
+    (r"^ ?(?:\\approx\b|[+=]|(?:[oO]ption|[cC]hoice) (?=\(?[A-Z]\b))", ""),
+]
+
+
+def tidy(text: str) -> str:
+    """Return an answer in plain LaTeX, without signs of formulas and without a final full stop."""
+    for pattern, replacement in TIDY:
+        text = re.sub(pattern, replacement, text)
+    return text.strip(" *").rstrip(" *.,;:\\")
+
+
+REASON = re.compile(r",? \(?(?:because|since|not)\b|[,(] ?(?:as|by)\b")
+NEGATION = r"not|\w+n't|never|no|neither|cannot"
+COUNTS = (
+    r"one|two|three|four|five|six|seven|eight|nine|eleven|twelve|\w+teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty"
+    r"|plus|minus|negative|squared|cubed|factorial|doubled|tripled|half|halves|halved|thirds?|quarters?|score|gross"
+    r"|(?:four|fif|six|seven|eigh|nin|twelf)ths?|(?:ten|dozen|hundred|[a-z]+sand|[a-z]+illion)(?:s|ths?)?"
+)
+INTRODUCTION = re.compile(  # of a formula: words up to "is", then words, but not the product ab of ab(c+d)
+    r"(?:[^\d,;]*\b(?:is|are|equals?(?: to)?|be)\b[\s:]*)?"
+    r"(?:(?=(?:[aA] )?\S*[eiou])(?:(?!and\b|or\b)[^\W\d_]{2,}[.,:]? +|[aA] +)+(?=-?[\d.\\($\[]|\w ?=))?"
+)
+# What makes another answer of a formula, in its introduction and behind it.
+BEFORE = re.compile(
+    rf"\b(?:{NEGATION})\b|\b(?:twice|thrice|double|triple|times|over|under|above|below|by|root|as|from|up to|but|except"
+    rf"|than|least|most|{COUNTS})(?: of| the)*\W*$"
+)
+BEHIND = re.compile(
+    rf"\b(?:{NEGATION}|if|when|where|unless|except|but|than|at least|at most)\b|% (?:more|less|fewer|of|off)\b"
+)
+
+UNITS = """
+meter=m metre=m gram=g second=s sec=s minute=min hour=h hr=h day=day year=year yr=year liter=L litre=L l=L ml=mL joule=J
+newton=N watt=W volt=V ampere=A amp=A coulomb=C celsius=C fahrenheit=F kelvin=K farad=F tesla=T ohm=Ω omega=Ω hertz=Hz
+pascal=Pa mole=mol byte=B kb=kB bit=bit calorie=cal foot=ft feet=ft inch=in inche=in yard=yd mile=mi mph=mi/h kph=km/h
+pound=£ lb=£ gbp=£ ounce=oz gallon=gal radian=rad degree=° circ=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ rs=₹ cent=¢
+per=/ pt=point unit=
+"""
+PREFIXES = "kilo=k mega=M giga=G tera=T centi=c milli=m micro=μ nano=n ="
+NAMES = {
+    prefix + name + plural: symbol + unit
+    for prefix, symbol in pairs(PREFIXES)
+    for name, unit in pairs(UNITS)
+    for plural in ("", "s")
+}
+KNOWN = {symbol for unit in NAMES.values() for symbol in unit.split("/")}
+POWER = r"(?: ?\^ ?\{? ?-?(\d) ?\}?)?"
+ATOM = rf"(?:[A-Za-z]{{2,}}\d*\.?|μ?[mghslLJNWVACKFTMΩB]|\\Omega){POWER}"
+SIGN = rf"(?:{MONEY}|[%¢']+)"
+UNIT = re.compile(
+    rf"(?:(?<=[\d}})])|(?<=\\pi))(?!.* (?:and|or|is|are|{COUNTS})\b)"  # behind a formula, one of
+    rf"(?: ?\^ ?\{{? ?\\circ ?\}}? ?[CF]?| ?{SIGN}| {ATOM}"
+    r"|(?:[mck]m|[km]g|ml|ft|mph|km/h|m/s|st|nd|rd|th)|(?!sin|cos|tan|log)[A-Za-z]{4,})"  # 12cm, not 2xy
+    rf"(?:(?:[ /(]|- ?|\\cdot ?)+(?:{ATOM}|{SIGN}))*\)?$"
+)
 
 
 @functools.lru_cache(maxsize=64)  # the responses of a group have the same reference
-def read_answer(text: str) -> Answer:
-    """Return a text that is an answer and nothing else as it is compared."""
-    tidied = tidy(text)
-    value, _ = split_unit(tidied)
-    if len(tidied) > LONGEST or is_words(value) or re.search(r"dots|(?:[<>≤≥]|\\[lg]eq?\b).* (?:or|and) ", value):
-        return tidied, []
-    return tidied, parse(f"${value}$", only_formula=True)
+def read_answer(stated: str, in_sentence: bool = False) -> Answer:
+    """Return an answer, in a sentence perhaps such as "The area is 12 cm^2", in the parts that are compared."""
+    if len(stated) > LONGEST:
+        return Answer("")
+    text = REASON.split(tidy(stated), maxsplit=1)[0]
+    introduction = INTRODUCTION.match(text)[0] if in_sentence else ""
+    rest = text[len(introduction) :]
+    unit = UNIT.search(rest)
+    formula = rest[: unit.start()] if unit else rest
+    if BEFORE.search(introduction) or BEHIND.search(rest) or is_words(formula):
+        return Answer(text)
+    in_base = re.fullmatch(r"(-?\d[\dA-F]*) ?_(.+)", formula)
+    formula, base = in_base.groups() if in_base else (formula, "")
+    return Answer(text, formula, unit[0] if unit else "", base.strip("{} "))
 
 
-def parse(text: str, only_formula: bool = False) -> list:
-    """Return what math-verify finds in a text: [expression, its text], [text] for what it cannot parse, or []."""
-    import math_verify
-    from latex2sympy2_extended import NormalizationConfig
+WORD = re.compile(r"\b(?!(?:and|or)\b)[^\W\d_]{2,}\b")
+PRODUCT = r"[a-df-hj-np-tv-z]{2,3}"  # xy and abc, but not no
+OPERATOR = re.compile(rf"[=+^<>\\]|^{PRODUCT}$")
+
+
+def is_words(text: str) -> bool:
+    """Return whether an answer is words, such as Friday, (A) or 12:30 PM, or what math-verify would misread."""
+    if re.search(r"\d:\d|dots|(?:[<>]|\\[lg]e\b).* (?:or|and) ", text):
+        return True
+    return not OPERATOR.search(text) and bool(WORD.search(text) or re.fullmatch(r"\(?[^\W\d_]\)?", text))
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+OPENING = re.compile(r" *(?:(\\\{)|[(\[])")  # of a set, or of a tuple or interval
+
+
+def equal(reference: Answer, stated: Answer) -> bool:
+    """Return whether a response states the reference."""
+    from math_verify import verify
+
+    words = not reference.formula
+    if plain(reference.text, words) == plain(stated.text, words):
+        return True
+    opening = [OPENING.match(answer.formula) for answer in (reference, stated)]
+    if all(opening) and opening[0][1] != opening[1][1] or stated.base not in ("", reference.base):
+        return False
+    if not same_unit(reference.unit, stated.unit):
+        return False
+    one, other = parse(reference.formula), parse(value(stated.formula, "=" in reference.formula))
+    return close(one[0], other[0]) and verify(one, other, timeout_seconds=None)
+
+
+def plain(text: str, words: bool) -> str:
+    """Return a text without spaces, except between digits; words also without case, article and parentheses."""
+    if words:
+        text = re.sub(r"^ *(?:an?|the) (?=\w\w)|[{}()]|\.(?!\d)", "", text.casefold())
+    return re.sub(r"(?<!\d) | (?!\d)", "", text)
+
+
+def same_unit(*texts: str) -> bool:
+    """Return whether two units may be the same: none in one of them, or the same known ones and a word in both."""
+    one, other = map(unit_of, texts)
+    known, other_known = ({pair for pair in unit if pair[0] in KNOWN} for unit in (one, other))
+    return not one or not other or known == other_known and not one.isdisjoint(other)
+
+
+def unit_of(text: str) -> set[tuple[str, str]]:
+    """Return the units, and other words, of a text such as kg m/s^2 or dollars per day, each with its power."""
+    text = re.sub(r"[^\W\d_]+", lambda word: NAMES.get(word[0].lower(), re.sub("(?<=..)s$", "", word[0])), text)
+    return {(unit, power or "1") for unit, power in re.findall(r"([^\W\d_][^\W_]*|[°%€£¥₹¢$'])" + POWER, text)}
+
+
+def value(text: str, equation: bool) -> str:
+    """Return the last side of "name = value", or all of it if the reference is an equation, too.
+
+    Return "" if another side is another number, or, as in 2x = 6, is to be solved for a variable.
+    """
+    *names, last = re.split(r"(?<![<>!])=(?![^{]*\})", text)
+    if not names or any(re.search(r"[,;]|\b(?:or|and)\b", name) for name in names[1:]):
+        return text
+    name = re.sub(r"_(?:\{[^{}]*\}|.)|\([^()]*\)|\\(?:[A-Za-z]+|.)", "", names[0])
+    unsolved = not equation and re.fullmatch(r"(?=.*[\d|])[^A-Za-z]*[a-z][^A-Za-z]*", name)
+    if unsolved or not all(close(parse(name)[0], parse(last)[0]) for name in names):
+        return ""
+    return text if equation else last
+
+
+@functools.lru_cache(maxsize=64)
+def parse(text: str) -> list:
+    """Return [the expression that math-verify makes of a formula, its text], or [its text] if it cannot parse it."""
+    from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
+    from math_verify.parser import parse_latex_cached
+    from sympy import I
 
     # Its list of units has c, d, h and t, and makes 2 of 2c.
-    rules = NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="none")
-    options = {"extraction_config": [math_verify.LatexExtractionConfig(normalization_config=rules)]}
-    # The library's time limits require signals.
-    found = math_verify.parse(text, parsing_timeout=None, **(options if only_formula else {}))
-    return [solutions(expression) for expression in found]
+    latex = normalize_latex(text, NormalizationConfig(malformed_operators=True))
+    with contextlib.suppress(Exception):  # of several libraries
+        expression = solutions(parse_latex_cached(latex))
+        return [expression.xreplace({x: I for x in expression.free_symbols if x.name == "i"}), latex]
+    return [latex]
 
 
 def solutions(expression):
@@ -92,123 +277,10 @@ def solutions(expression):
     return expression.as_set() if alone else expression
 
 
-# ---- the text of an answer -------------------------------------------------------------------------------------------
-
-LARGE = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-SYMBOLS = {
-    "[−–]": "-", "·": r"\cdot", "π": r"\pi", "√": r"\sqrt", "∞": r"\infty", "°": r"^\circ", "²": "^2", "³": "^3",
-    "½": r"\frac12", "¼": r"\frac14", "¾": r"\frac34", r"∅|\\varnothing": r"\emptyset", r"…|\.\.\.": r"\ldots",
-}  # fmt: skip
-TIDY = [  # (pattern, replacement), in this order
-    *[(symbol, latex.replace("\\", r"\\") + " ") for symbol, latex in SYMBOLS.items()],
-    (r"\\\$(.*?)\.?$", r"\1 dollars"),
-    (r"\\?\$|[€£¥₹]|(?<!\\)\\[()\[\]]|\\!\s*", ""),  # signs of money and of formulas
-    (r"\\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline)(?![A-Za-z])", " "),
-    (r"\\(?:text)?color *\{\w+\}|(?<!\\)\\[,;:> ]|\\q?quad\b|~|\s", " "),
-    (r"\\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it)|[mh]box)\s*\{([^{}]*)\}", r" \1 "),
-    (r"^\\approx\b|(?<=\\circ) *[CF]\b", ""),  # about; of a temperature
-    (r"\\?%|\bpercent\b", ""),
-    *[(rf"(?<=\d) *{word}s?\b", rf"\\times 10^{{{power}}} ") for word, power in LARGE.items()],
-    (r"(?<![\w.])([\d.]+)[eE]([-+]?\d+)(?!\w)", r"\1\\times 10^{\2}"),  # 1.5e3
-    (r"  +", " "),
-    (r"(?<=\d) (?=(?:\d{3} )*\d{3}(?!\d))", ""),  # 1 234 567
-    (r"(?<![\w.}])(\d+) (\d+)/(\d+)(?!\w)", r"\1\\frac{\2}{\3}"),  # 1 1/2
-    (r"\\?sqrt ?(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}"),
-    (r"\^(-?\d+)", r"^{\1}"),
-    (r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
-    (r" ?\\lor\b", " or"),
-    (r"^ *(?:[+=]|(?:[oO]ption|[cC]hoice) (?=\(?[A-Z]\b))", ""),
-]
-
-
-def tidy(text: str) -> str:
-    """Return an answer in plain LaTeX, without signs of formulas, money and percent, and without a final full stop."""
-    for pattern, replacement in TIDY:
-        text = re.sub(pattern, replacement, text)
-    return text.strip(" *").rstrip(" *.,;:\\")
-
-
-NUMERAL = (  # behind a number, what changes it
-    r"and|or|not|is|plus|minus|times|squared|cubed|factorial|doubled|half|halves|thirds?|(?:dozen|score|pair)s?"
-    r"|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|[a-z]+illion)ths?"
-)
-UNIT = re.compile(
-    r"(?:(?<=[\d})])|(?<=\\pi))"  # behind a formula, one of
-    rf"(?: (?!(?:{NUMERAL})\b)(?:[A-Za-z]{{2,}}\.?|[mgshlL])(?:[ /-][A-Za-z]+\.?)*"
-    r"|(?:[mck]m|[km]g|ml|ft|mph|km/h|m/s|st|nd|rd|th)|(?!sin|cos|tan|log)[A-Za-z]{4,})"  # 12cm, not 2xy
-    r"(?: ?\^ ?\{?\d\}?)?$"
-)
-
-
-def split_unit(text: str) -> tuple[str, str]:
-    """Return (the formula, its unit) of an answer such as 12 cm^2 or 3 hours; (text, "") without one."""
-    match = UNIT.search(text)
-    end = match.start() if match and ":" not in text else len(text)
-    return text[:end], text[end:]
-
-
-WORD = re.compile(r"(?<![^\W_])(?!(?:and|or)\b)[^\W\d_]{2,}(?![^\W_])")
-PRODUCT = r"[a-df-hj-np-tv-z]{2,3}"  # xy and abc, but not no
-OPERATOR = re.compile(rf"[=+*^_<>|\\]|(?<![A-Za-z])-|-(?![A-Za-z])|^{PRODUCT}$")
-
-
-def is_words(text: str) -> bool:
-    """Return whether an answer is words, such as Friday, (A) or 12:30 PM, and not a formula."""
-    return not OPERATOR.search(text) and bool(WORD.search(text) or re.fullmatch(r"\(?[^\W\d_]\)?", text))
-
-
-def is_formula(text: str) -> bool:
-    """Return whether a line is a formula, perhaps with a unit, and nothing else."""
-    value, _ = split_unit(tidy(text[:LONGEST]))
-    rest = re.sub(rf"\\[A-Za-z]+|(?<=\d) (?:{NUMERAL})\b", " ", value)
-    return bool(re.search(r"\w", value)) and "\n" not in text and not WORD.search(rest)
-
-
-# ---- comparing -------------------------------------------------------------------------------------------------------
-
-
-def equal(reference: Answer, stated: Answer) -> bool:
-    """Return whether two answers are the same."""
-    from math_verify import verify
-
-    (text, formula), (other_text, other_formula) = reference, stated
-    if plain(text, words=not formula) == plain(other_text, words=not formula):
-        return True
-    if not formula or not other_formula or any(x and y and x != y for x, y in zip(kind(text), kind(other_text))):
-        return False
-    pairs = itertools.product(numbers(formula[0]), numbers(other_formula[0]))
-    if not all(cmath.isclose(number, other, rel_tol=1e-5) for number, other in pairs):
-        return False
-    return verify(formula, other_formula, timeout_seconds=None)
-
-
-def plain(text: str, words: bool) -> str:
-    """Return a text without spaces, except between digits; words also without case, parentheses and full stops."""
-    text = re.sub(r"(?<!\d) | (?!\d)", "", text)
-    return re.sub(r"[{}()]|\.(?!\d)", "", text).casefold() if words else text
-
-
-UNITS = {"min": "minute", "sec": "second", "hr": "hour", "lb": "pound", "mph": "mile hour", "per": ""}
-UNITS |= {name: name for name in ("cent", "dollar", "euro", "gallon", "month", "ounce", "pint", "ton", "week")}
-
-
-def kind(text: str) -> tuple[list, list, list]:
-    """Return the unit, the base and the opening bracket of an answer, [] for what it does not have or is not known."""
-    from sympy.physics import units
-
-    words = [UNITS.get(word.removesuffix("s"), word) for word in re.findall(r"[A-Za-z]+|\d", split_unit(text)[1])]
-    unit = [getattr(units, word, word if word.isdigit() else UNITS.get(word)) for word in " ".join(words).split()]
-    base = re.findall(r"\d\s*_\s*\{?(\d+)\}?$", text)
-    bracket = re.findall(r"^(?:\\left)?\s*(?:(\\\{)|[(\[])", text)
-    return [] if None in unit else unit, base, bracket
-
-
-def numbers(expression) -> list[complex]:
-    """Return a number, or those of an equation between numbers or with a variable, such as x = 6 * 7 = 42; else []."""
-    from sympy import And, Eq
-
-    with contextlib.suppress(Exception):  # of what is not a number, or too large
-        equations = expression.atoms(Eq) if isinstance(expression, (And, Eq)) else ()
-        sides = [side for equation in equations for side in equation.args] or [expression]
-        return [complex(side) for side in sides if not side.is_Symbol]
-    return []
+def close(one, other) -> bool:
+    """Return whether two numbers differ by less than 1e-5 of their size; True for what is not two numbers."""
+    with contextlib.suppress(Exception):  # such as of what has no such attribute
+        if one.is_number and other.is_number:
+            one, other = one.evalf(), other.evalf()
+            return bool(abs(one - other) <= 1e-5 * max(abs(one), abs(other)))
+    return True
