@@ -5,9 +5,9 @@ docs/data_and_rewards.md has the rules. Comparing a formula can last forever: th
 after LIMIT seconds.
 """
 
-import contextlib
 import functools
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 from plumbing.rewards.answers import BOX, final_text, gold_answer, last_box
@@ -19,7 +19,7 @@ LONGEST = 500  # characters of an answer that is read as a formula
 class Answer(NamedTuple):
     """An answer in the parts that are compared."""
 
-    text: str
+    text: str = ""
     formula: str = ""  # without its unit; "" for words
     unit: str = ""
     base: str = ""  # of a number such as 101_2
@@ -41,11 +41,11 @@ def reference_text(answer) -> str:
 
 
 def read_response(response: str) -> Answer:
-    """Return the final answer of a response, Answer("") without one."""
+    """Return the final answer of a response, Answer() without one."""
     text = final_text(response)
     box = last_box(text)
     if box is None and BOX.search(text):  # cut off inside a box
-        return Answer("")
+        return Answer()
     return read_answer(announced(text) if box is None else box, in_sentence=True)
 
 
@@ -75,7 +75,7 @@ dozen=12 hundred=10^{2} thousand=10^{3} lakh=10^{5} million=10^{6} crore=10^{7} 
 SYMBOLS = r"""
 [−–]=- ·=\cdot π=\pi √=\sqrt ∞=\infty °|\\degree\b=^\circ ²=^2 ³=^3 ½=\frac12 ¼=\frac14 ¾=\frac34
 ∅|\\varnothing=\emptyset …|\.\.\.=\ldots \\lbrace\b=\{ \\rbrace\b=\} \\langle\b=( \\rangle\b=)
-\{:\}=: \\leq(?!\w)|≤=\le \\geq(?!\w)|≥=\ge \\equiv\b|≡== \\checkmark=
+\{:\}=: \\leq(?!\w)|≤=\le \\geq(?!\w)|≥=\ge \\lor\b=or \\equiv\b|≡== \\checkmark=
 """
 MONEY = r"(?:\\\$|[€£¥₹]|Rs\.?)"
 TIDY = [  # (pattern, replacement), in this order
@@ -83,10 +83,10 @@ TIDY = [  # (pattern, replacement), in this order
     *[(symbol, latex.replace("\\", r"\\") + " ") for symbol, latex in pairs(SYMBOLS)],
     (r"(?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*", ""),  # signs of formulas
     (
-        r"\\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline|left|right)(?![A-Za-z])",
+        r"\\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline|left|right)(?![A-Za-z])"
+        r"|\\(?:text)?color *\{\w+\}|(?<!\\)\\[,;:> ]|\\q?quad\b|~|\s",
         " ",
     ),
-    (r"\\(?:text)?color *\{\w+\}|(?<!\\)\\[,;:> ]|\\q?quad\b|~|\s", " "),
     (r"\\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it)|[mh]box)\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
     (r"\\frac ?\{ ([A-Za-z]+) \}\{ ([A-Za-z]+ (?:\^\d)?) ?\}", r" \1/\2"),  # km/h, which was text
     (r"\\mu *(?=[mgsACFLVW]\b)", "μ"),
@@ -105,7 +105,6 @@ TIDY = [  # (pattern, replacement), in this order
     (r"(?<=\d) cubic ([a-z]+)", r" \1^3"),
     (r"\^(-?\d+)", r"^{\1}"),
     (r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
-    (r" ?\\lor\b", " or"),
     (r"^\\\{ *(\(.*\)) *\\\}$", r"\1"),  # a set of points
     (r"^ ?(?:\\approx\b|[+=]|(?:[oO]ption|[cC]hoice) (?=\(?[A-Z]\b))", ""),
 ]
@@ -140,18 +139,13 @@ BEHIND = re.compile(
 
 UNITS = """
 meter=m metre=m gram=g second=s sec=s minute=min hour=h hr=h day=day year=year yr=year liter=L litre=L l=L ml=mL joule=J
-newton=N watt=W volt=V ampere=A amp=A coulomb=C celsius=C fahrenheit=F kelvin=K farad=F tesla=T ohm=Ω omega=Ω hertz=Hz
+newton=N watt=W volt=V ampere=A amp=A coulomb=C celsiu=C fahrenheit=F kelvin=K farad=F tesla=T ohm=Ω omega=Ω hertz=Hz
 pascal=Pa mole=mol byte=B kb=kB bit=bit calorie=cal foot=ft feet=ft inch=in inche=in yard=yd mile=mi mph=mi/h kph=km/h
 pound=£ lb=£ gbp=£ ounce=oz gallon=gal radian=rad degree=° circ=° dollar=$ usd=$ euro=€ eur=€ yen=¥ rupee=₹ rs=₹ cent=¢
 per=/ pt=point unit=
 """
 PREFIXES = "kilo=k mega=M giga=G tera=T centi=c milli=m micro=μ nano=n ="
-NAMES = {
-    prefix + name + plural: symbol + unit
-    for prefix, symbol in pairs(PREFIXES)
-    for name, unit in pairs(UNITS)
-    for plural in ("", "s")
-}
+NAMES = {prefix + name: symbol + unit for prefix, symbol in pairs(PREFIXES) for name, unit in pairs(UNITS)}
 KNOWN = {symbol for unit in NAMES.values() for symbol in unit.split("/")}
 POWER = r"(?: ?\^ ?\{? ?-?(\d) ?\}?)?"
 ATOM = rf"(?:[A-Za-z]{{2,}}\d*\.?|μ?[mghslLJNWVACKFTMΩB]|\\Omega){POWER}"
@@ -168,7 +162,7 @@ UNIT = re.compile(
 def read_answer(stated: str, in_sentence: bool = False) -> Answer:
     """Return an answer, in a sentence perhaps such as "The area is 12 cm^2", in the parts that are compared."""
     if len(stated) > LONGEST:
-        return Answer("")
+        return Answer()
     text = REASON.split(tidy(stated), maxsplit=1)[0]
     introduction = INTRODUCTION.match(text)[0] if in_sentence else ""
     rest = text[len(introduction) :]
@@ -188,15 +182,15 @@ OPERATOR = re.compile(rf"[=+^<>\\]|^{PRODUCT}$")
 
 def is_words(text: str) -> bool:
     """Return whether an answer is words, such as Friday, (A) or 12:30 PM, or what math-verify would misread."""
-    if re.search(r"\d:\d|dots|(?:[<>]|\\[lg]e\b).* (?:or|and) ", text):
-        return True
-    return not OPERATOR.search(text) and bool(WORD.search(text) or re.fullmatch(r"\(?[^\W\d_]\)?", text))
+    misread = re.search(r"\d:\d|dots|(?:[<>]|\\[lg]e\b).* (?:or|and) ", text)
+    words = WORD.search(text) or re.fullmatch(r"\(?[^\W\d_]\)?", text)
+    return bool(misread or words and not OPERATOR.search(text))
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-OPENING = re.compile(r" *(?:(\\\{)|[(\[])")  # of a set, or of a tuple or interval
+SET_AND_TUPLE = re.compile(r" *\\\{.*\n *[(\[]| *[(\[].*\n *\\\{")  # of a set, and of a tuple or interval
 
 
 def equal(reference: Answer, stated: Answer) -> bool:
@@ -206,13 +200,12 @@ def equal(reference: Answer, stated: Answer) -> bool:
     words = not reference.formula
     if plain(reference.text, words) == plain(stated.text, words):
         return True
-    opening = [OPENING.match(answer.formula) for answer in (reference, stated)]
-    if all(opening) and opening[0][1] != opening[1][1] or stated.base not in ("", reference.base):
-        return False
-    if not same_unit(reference.unit, stated.unit):
+    if SET_AND_TUPLE.match(f"{reference.formula}\n{stated.formula}") or stated.base not in ("", reference.base):
         return False
     one, other = parse(reference.formula), parse(value(stated.formula, "=" in reference.formula))
-    return close(one[0], other[0]) and verify(one, other, timeout_seconds=None)
+    return (
+        same_unit(reference.unit, stated.unit) and close(one[0], other[0]) and verify(one, other, timeout_seconds=None)
+    )
 
 
 def plain(text: str, words: bool) -> str:
@@ -225,13 +218,14 @@ def plain(text: str, words: bool) -> str:
 def same_unit(*texts: str) -> bool:
     """Return whether two units may be the same: none in one of them, or the same known ones and a word in both."""
     one, other = map(unit_of, texts)
-    known, other_known = ({pair for pair in unit if pair[0] in KNOWN} for unit in (one, other))
-    return not one or not other or known == other_known and not one.isdisjoint(other)
+    differs = any(unit in KNOWN for unit, _ in one ^ other)
+    return not one or not other or not differs and not one.isdisjoint(other)
 
 
 def unit_of(text: str) -> set[tuple[str, str]]:
     """Return the units, and other words, of a text such as kg m/s^2 or dollars per day, each with its power."""
-    text = re.sub(r"[^\W\d_]+", lambda word: NAMES.get(word[0].lower(), re.sub("(?<=..)s$", "", word[0])), text)
+    text = re.sub(r"(?<=[^\W\d_]{2})s\b", "", text)
+    text = re.sub(r"[^\W\d_]+", lambda word: NAMES.get(word[0].lower(), word[0]), text)
     return {(unit, power or "1") for unit, power in re.findall(r"([^\W\d_][^\W_]*|[°%€£¥₹¢$'])" + POWER, text)}
 
 
@@ -259,7 +253,7 @@ def parse(text: str) -> list:
 
     # Its list of units has c, d, h and t, and makes 2 of 2c.
     latex = normalize_latex(text, NormalizationConfig(malformed_operators=True))
-    with contextlib.suppress(Exception):  # of several libraries
+    with suppress(Exception):  # of several libraries
         expression = solutions(parse_latex_cached(latex))
         return [expression.xreplace({x: I for x in expression.free_symbols if x.name == "i"}), latex]
     return [latex]
@@ -279,7 +273,7 @@ def solutions(expression):
 
 def close(one, other) -> bool:
     """Return whether two numbers differ by less than 1e-5 of their size; True for what is not two numbers."""
-    with contextlib.suppress(Exception):  # such as of what has no such attribute
+    with suppress(Exception):  # such as of what has no such attribute
         if one.is_number and other.is_number:
             one, other = one.evalf(), other.evalf()
             return bool(abs(one - other) <= 1e-5 * max(abs(one), abs(other)))
