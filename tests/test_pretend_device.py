@@ -13,8 +13,10 @@ import grpo
 import utils
 
 RUNS = yaml.safe_load((helpers.ROOT / "tests/data/pretend_runs.yaml").read_text())
-RARELY = dict(eval_every=0, save_every=0)
-SMALL = dict(max_response_length=6, num_epochs=1, mini_batch_size=8, micro_batch_tokens=400)  # of what samples
+SMALL = dict(
+    total_episodes=16, max_response_length=6, num_epochs=1, mini_batch_size=8, micro_batch_tokens=400, eval_every=0,
+    save_every=0,
+)  # fmt: skip
 GAME = dict(environment=helpers.GAME, reward="environment")
 MISSING = "uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)"
 
@@ -23,8 +25,10 @@ def train(name: str, folder: Path) -> list[dict]:
     """Return the metrics of a run; one that resumes stops after half of its steps before that."""
     folder.mkdir()
     script, flags = RUNS[name]
-    values = {**exact_runs(folder)[script], "run_name": "run", **RARELY}
-    values |= (SMALL if script != "reward_model" else {}) | (GAME if "conversations" in name else {}) | flags
+    values = exact_runs(folder)[script]
+    values |= {flag: SMALL.get(flag, value) for flag, value in values.items()} | {"run_name": "run"} | flags
+    if "conversations" in name:
+        values |= GAME
     if values.pop("resume", False):
         helpers.run_here(values, script)
         length = "passes" if script == "distill" else "total_episodes"
