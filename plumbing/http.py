@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse
 
 def require_key(host: str, variable: str) -> None:
     """Raise ValueError if other machines can reach `host` and the environment variable has no key."""
-    address = ipaddress.ip_address(socket.gethostbyname(host))
-    if not (address.is_loopback or os.environ.get(variable)):
+    addresses = [ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(host, None)]
+    if not (all(address.is_loopback for address in addresses) or os.environ.get(variable)):
         raise ValueError(
             f"other machines can reach this address; set the variable {variable} to a key of your choice, for the "
             "server and for the run"

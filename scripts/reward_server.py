@@ -5,9 +5,10 @@
     python grpo.py --reward http://127.0.0.1:8731
 
 The score of a response is the weighted sum of the sources, null where one of them has none, which the server's output
-explains. "columns": {name: [...]}, which PaddleNLP does not have, holds what else a source reads from a row. A prompt
-that is text is what the policy saw, its chat template included; a list of messages goes through the reward model's
-template. Each response gets one stop token. docs/data_and_rewards.md has the key, the statuses and GET /health.
+explains. PaddleNLP has neither "columns": {name: [...]}, what else a source reads from a row, nor "messages": [...],
+the prompts as lists of messages. A reward model reads these through its chat template, if it has one. A prompt that is
+there as text only is what the policy saw, its chat template included: who writes it can write the template's tokens,
+too. Each response gets one stop token. docs/data_and_rewards.md has the key, the statuses and GET /health.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from typing import Literal
 
 import torch
@@ -23,6 +25,7 @@ import uvicorn
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, model_validator
 from pydantic.dataclasses import dataclass
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
@@ -32,6 +35,9 @@ from plumbing.data import prompts
 from plumbing.http import CheckKey, require_key
 from plumbing.models import loading
 from plumbing.rewards import sources
+
+AT_ONCE = 16  # requests that are scored at the same time
+MOST_IDLE = 256  # connections without a request
 
 
 @dataclass
@@ -60,18 +66,20 @@ class Batch(BaseModel):
     src: list[str | list[dict]]
     tgt: list[str | bool | int | float | None]
     response: list[str]
+    messages: list[list[dict] | None] | None = None
     columns: dict[str, list] = {}
 
     @model_validator(mode="after")
     def one_entry_a_sample(self):
-        for name, column in {"tgt": self.tgt, "response": self.response, **self.columns}.items():
+        given = {"tgt": self.tgt, "response": self.response, "messages": self.messages or self.src, **self.columns}
+        for name, column in given.items():
             if len(column) != len(self.src):
                 raise ValueError(f"{name} has {len(column)} entries, src has {len(self.src)}")
         return self
 
 
 class Scorer:
-    """The reward sources of the server. One thread at a time may use it."""
+    """The reward sources of the server. Several threads may use it, if none of them is a reward model."""
 
     def __init__(self, args: Args, world: utils.World):
         self.args, self.tokenizer, self.weights = args, None, sources.reward_weights(args)
@@ -100,30 +108,43 @@ class Scorer:
 
     def row(self, batch: Batch, i: int) -> dict:
         """Return a sample as a row of a data set with its response; for a reward model, both as token ids, too."""
-        prompt, columns = batch.src[i], {name: column[i] for name, column in batch.columns.items()}
-        query, response, at, is_text = [], [], f"entry {i} of", isinstance(prompt, str)
+        prompt, messages = batch.src[i], batch.messages and batch.messages[i]
+        messages = messages if isinstance(prompt, str) else prompt
+        columns = {name: column[i] for name, column in batch.columns.items()}
+        query, response, at = [], [], f"entry {i} of"
         if self.tokenizer is not None:
-            special = self.tokenizer.chat_template is None  # else the template has written the special tokens
-            if is_text:
+            special = self.tokenizer.chat_template is None  # else the template writes the special tokens
+            if messages is None or special and isinstance(prompt, str):
                 query = prompts.encode_text(f"{at} src", prompt, self.tokenizer, special)
             else:
-                _, query = prompts.encode_prompt(f"{at} src", prompt, self.tokenizer, "")
+                _, query = prompts.encode_prompt(f"{at} messages", messages, self.tokenizer, "")
             response = prompts.encode_response(f"{at} response", batch.response[i], self.tokenizer, self.stop_ids)
         return {
-            "prompt": prompt, "query": query, "response": response, "messages": None if is_text else prompt,
+            "prompt": prompt, "query": query, "response": response, "messages": messages,
             "answer": batch.tgt[i], "sources": prompts.named_sources(f"{at} columns", columns, self.args),
             "columns": columns,
         }  # fmt: skip
 
 
+class Protocol(H11Protocol):
+    """A connection. Of too many that have sent no request, and have a descriptor each, the oldest is closed."""
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        self.begin = time.monotonic()
+        idle = [x for x in self.connections if x.cycle is None and not x.transport.is_closing()]
+        if len(idle) > MOST_IDLE:
+            min(idle, key=lambda x: x.begin).transport.close()
+
+
 def make_app(args: Args, scorer: Scorer) -> FastAPI:
-    app, turn = FastAPI(), threading.Lock()
+    app, places = FastAPI(), threading.Semaphore(AT_ONCE if scorer.tokenizer is None else 1)
     app.add_middleware(CheckKey, variable="REWARD_API_KEY")
 
     @app.post("/")
     def score(batch: Batch) -> dict:
         try:
-            with turn:
+            with places:
                 scores = scorer.score(batch)
         except SystemExit as error:  # by utils.fail
             raise HTTPException(400, "the server's output says what is wrong with a row") from error
@@ -139,10 +160,12 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
 def main(args: Args) -> None:
     with utils.loading(f"--host {args.host} --port {args.port}"):
         require_key(args.host, "REWARD_API_KEY")
-        listener = socket.create_server((args.host, args.port))  # clients wait until the models are loaded
+        host, family = (f"[{args.host}]", socket.AF_INET6) if ":" in args.host else (args.host, socket.AF_INET)
+        listener = socket.create_server((args.host, args.port), family=family)  # clients wait until models are loaded
     scorer = Scorer(args, utils.setup_processes())
-    config = uvicorn.Config(make_app(args, scorer), log_level="warning", timeout_graceful_shutdown=3)
-    print(f"{' '.join(args.reward)} at http://{args.host}:{listener.getsockname()[1]}", flush=True)
+    app = make_app(args, scorer)
+    config = uvicorn.Config(app, http=Protocol, log_level="warning", timeout_graceful_shutdown=3)
+    print(f"{' '.join(args.reward)} at http://{host}:{listener.getsockname()[1]}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
 

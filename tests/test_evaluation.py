@@ -12,7 +12,7 @@ from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 
 CPU, NAN = torch.device("cpu"), math.nan
-REWARDS = SimpleNamespace(verifiers=("exact", "f.py:f"))
+REWARDS = SimpleNamespace(sources=("exact", "f.py:f"), verifiers=("exact", "f.py:f"))
 
 
 def batch_of(scores: list[float], stopped: list[bool] | None = None, names: str = "") -> Batch:

@@ -15,19 +15,24 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import forked_python
 import helpers
 import pytest
 from helpers import ROOT, free_port, read_lines, scalar_folder, tiny_model, write_rows
+from make_models import make_tokenizer
 from transformers import AutoTokenizer
 
 from plumbing import cli
+from plumbing.data.rows import read_parts
+from plumbing.rewards.sources import Rewards, kind_of
 
 RECIPES = sorted(str(path.relative_to(ROOT / "scripts")) for path in ROOT.glob("scripts/*/*.sh"))
 SERVED = ("train/grpo_async_6_plus_2.sh", "train/grpo_async_two_nodes.sh")  # by scripts/vllm_server.py
 RUN = (SERVED[1], "train/grpo_reward_server.sh", "train/ppo_llama3.1_8b_2nodes.sh")
+PEOPLE = "(1) Zoey is a knave\n(2) Oliver is a knight"
 WORDS = {  # what a recipe is called with; several: on several nodes
     **{recipe: [["0", "127.0.0.1"], ["1", "127.0.0.1"]] for recipe in RECIPES if recipe.endswith("_2nodes.sh")},
     "train/grpo_async_two_nodes.sh": [["serve", "127.0.0.1"], ["train", "127.0.0.1"]],
@@ -78,8 +83,7 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("recipes")
     tiny_model(folder / "model", chat=True, max_position_embeddings=512, hidden_size=64)  # heads of 32, for vLLM
     scalar_folder(folder / "model", folder / "reward_model", tokenizer=AutoTokenizer.from_pretrained(folder / "model"))
-    people = "(1) Zoey is a knave\n(2) Oliver is a knight"
-    write_rows(folder / "rows.jsonl", [{"quiz": f"Who is {i}?", "solution_text": people} for i in range(12)])
+    write_rows(folder / "rows.jsonl", [{"quiz": f"Who is {i}?", "solution_text": PEOPLE} for i in range(12)])
     (folder / "reward.py").write_text(helpers.REWARD)
     (folder / "bin").mkdir()
     with helpers.vllm_preloaded() if HAS_VLLM else contextlib.nullcontext(), forked_python.python() as python:
@@ -140,6 +144,37 @@ def test_flags(recipe, small, tmp_path):
     for call in calls:
         args = cli.parse(importlib.import_module(Path(call["script"]).stem).Args, call["flags"])
         assert call is not calls[-1] or args.seed == 5 and not call["script"].startswith("scripts/")
+        assert {x for x in getattr(args, "reward", ()) if kind_of(x) in ("verifier", "function")} <= EXAMPLES.keys()
+
+
+EXAMPLES = {  # reward: a reference, a right and a wrong response
+    "math": ("72", r"So it is \boxed{72}.", r"So it is \boxed{71}."),
+    "gsm8k": ("#### 72", "So it is #### 72", "So it is #### 71"),
+    "ifeval": ({"func_name": "validate_no_commas"}, "One and two", "One, two"),
+    "scripts/train/knights.py:score": (PEOPLE, f"<think>No.</think> {PEOPLE}", PEOPLE.replace("knave", "knight")),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_rewards(name):
+    """As a run calls them, with the columns of the rows."""
+    if name == "ifeval":
+        pytest.importorskip("if_verifiable")
+    reference, *responses = EXAMPLES[name]
+    columns = {"quiz": "Who is who?", "names": ["Zoey"], "solution_text": reference}
+    rows = [{"prompt": "p", "query": [1], "answer": reference, "sources": None, "columns": columns}] * 2
+    rewards = Rewards(types.SimpleNamespace(reward=(name,), timeout=60.0), make_tokenizer(), rows)
+    assert rewards.score(rows, responses, [[1]] * 2) == {name: [1.0, 0.0]}
+    rewards.close()
+
+
+@pytest.mark.parametrize("path", sorted([*ROOT.glob("scripts/**/*.json"), *ROOT.glob("assets/*/*.jsonl")]), ids=str)
+def test_data_files(path, monkeypatch):
+    """Every one that is shipped is read, those that a list names on the hub aside."""
+    row = lambda name, split: [{"quiz": name, "split": split}]
+    monkeypatch.setattr("plumbing.data.rows.read_data_set", row)
+    splits = [rows[0].get("split") for _, rows, _ in read_parts("--dataset", str(path), "train")]
+    assert splits in ([None], ["3ppl", "4ppl", "5ppl", "6ppl", "7ppl"])
 
 
 @pytest.mark.parametrize("recipe", RUN)

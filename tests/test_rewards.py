@@ -2,9 +2,13 @@
 
 import contextlib
 import math
+import multiprocessing
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -88,13 +92,13 @@ def test_a_source_without_some_scores_says_so_once(file, make, capfd):
 def test_workers_import_no_torch(make):
     rewards = make("math", "gsm8k", "code")
     assert rewards.score([row("1")], ["1"], [[]]) == {"math": [1], "gsm8k": [0], "code": [1]}
-    assert rewards.workers[0].run(eval, [("'torch' in __import__('sys').modules",)], 10.0) == [(False, "")]
+    assert rewards.workers["verifier"].run(eval, [("'torch' in __import__('sys').modules",)], 10.0) == [(False, "")]
 
 
 def test_a_response_that_hangs_math_is_wrong(make):
     """Unless the reference hangs it, too. From a thread: math-verify's time limits would need signals there."""
     references = ["42", "42", "42", "{" * 240 + "1" + "}" * 240, "42"]
-    texts = ["42", r"\boxed{9^{9^9}}", "42", "42", "41"]
+    texts = ["42", r"\boxed{9^{9^{9^9}}}", "42", "42", "41"]
     with ThreadPoolExecutor(1) as pool:
         rewards = pool.submit(make, "math", timeout=2.0).result()
         scores = pool.submit(rewards.score, list(map(row, references)), texts, [[]] * 5).result()["math"]
@@ -102,13 +106,42 @@ def test_a_response_that_hangs_math_is_wrong(make):
     assert "alone: TimeoutError" in rewards.sources["math"].failure
 
 
+def worker_processes() -> list[int]:
+    """Return the processes in which rewards are computed."""
+    return [child.pid for child in multiprocessing.active_children() if child.name == "pebble_pool_worker"]
+
+
+def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
+    """Its job is done once more; killed again, it has no score, and the reason is said. No descriptor stays open."""
+    rewards, rows, kills, ended = make("math"), [row(str(i)) for i in range(100)], [], threading.Event()
+    score = lambda: rewards.score(rows, [str(i) for i in range(100)], [[]] * 100)["math"]
+    assert score() == [1.0] * 100
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def kill() -> None:
+        while not ended.wait(random.random()):
+            for process in worker_processes()[:1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+                kills.append(process)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    while len(kills) < 10:
+        scores = score()
+        assert 0.0 not in scores and (1.0 in scores or rewards.sources["math"].failure)
+    ended.set()
+    killer.join()
+    assert score() == [1.0] * 100
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
 def test_a_worker_that_dies_between_calls_is_replaced(make):
     rewards = make("exact")
     for _ in range(2):
         assert rewards.score([row("1")], ["1"], [[]])["exact"] == [1]
-        for process in list(rewards.workers[0].pool._pool_manager.worker_manager.workers.values()):
-            process.kill()
-        wait_until(lambda: not rewards.workers[0].pool.active)
+        for process in worker_processes():
+            os.kill(process, signal.SIGKILL)
 
 
 def test_workers_end_when_the_run_is_killed():
@@ -191,7 +224,7 @@ def batch_of(rows: list[dict], **components) -> Batch:
 def test_metrics_of_rows_that_name_their_sources():
     """Means of a source are over its rows; a response is correct by the first verifier that scores its row."""
     rows = [row("1", ["math"]), row("1", ["math"]), row("1", ["code"]), row("1", ["code", "math"]), row("1", ["model"])]
-    nan, rewards = math.nan, types.SimpleNamespace(verifiers=("math", "code"))
+    nan, rewards = math.nan, types.SimpleNamespace(sources=("math", "code", "model"), verifiers=("math", "code"))
     batch = batch_of(
         rows, math=[1.0, 0.0, 0.0, 1.0, 0.0], code=[0.0, 0.0, 1.0, nan, 0.0], model=[0.0, 0.0, 0.0, 0.0, -3.0]
     )  # fmt: skip

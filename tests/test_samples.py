@@ -41,7 +41,9 @@ class Rollout:
 
 
 REWARDS = types.SimpleNamespace(
-    why_missing=lambda components: f"{', '.join(components)}: it returned None", verifiers=("exact",)
+    why_missing=lambda components: f"{', '.join(components)}: it returned None",
+    verifiers=("exact",),
+    sources=("exact",),
 )
 
 

@@ -120,13 +120,23 @@ def test_names_in_logs_have_no_folders_and_no_secrets():
 
 ROW = {"val/zero_std_fraction": 0.5, "val/num_stop_token_ids": 3, "objective/scores": 1.0}
 ROW |= {"reward/stopped": 1.0, "reward/cut_off": 0.0}
+NO_STOP = {"val/num_stop_token_ids": 0, "reward/stopped": math.nan}
 TROUBLES = {  # what a step's metrics are, and what the warning begins and ends with
     "equal scores": (lambda i: {"val/zero_std_fraction": 1.0}, "all responses", "--temperature"),
-    "no stop": (lambda i: {"val/num_stop_token_ids": 0}, "no response stops", "--max_response_length"),
+    "no stop": (lambda i: {**NO_STOP, "reward/cut_off": -1.0}, "no response stops", "--max_response_length"),
     "falls": (lambda i: {"objective/scores": -float(i)}, "the score falls", "--learning_rate"),
     "cut off": (lambda i: {"reward/cut_off": 1.5}, "cut-off responses", "--penalty_reward_value"),
     "none": (lambda i: {"val/zero_std_fraction": math.nan, "reward/stopped": math.nan}, "", ""),
 }
+
+
+def test_that_no_reward_counts_is_said_at_the_first_step(tmp_path, capsys):
+    """As no response stops, and all score 0."""
+    run = log_of(tmp_path, steps=2, step=0)
+    for step in (1, 2):
+        run.log({**ROW, **NO_STOP, "step": step})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: no response of step 1 stopped")
 
 
 @pytest.mark.parametrize("name", TROUBLES)

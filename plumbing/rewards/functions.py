@@ -2,11 +2,13 @@
 
 The names of its parameters say in which of three forms a function is called:
 
-    score(prompts, responses, **columns)                          this project's; the first two by position
+    score(prompts, responses, **columns)                          this project's; by name, each may be left out
     score(prompts, completions, completion_ids, **columns)        TRL's reward_funcs; by name, each may be left out
     score(data_source, solution_str, ground_truth, extra_info)    verl's compute_score; called for each response
 
-Columns are lists with an entry for each response. A function without **columns gets those that it names.
+Columns are lists with an entry for each response. A function without **columns gets those that it names. In this
+project's form, a first or second parameter that is no column gets prompts or responses whatever its name is, as long as
+no other parameter has that name; a function that would get no responses is refused.
 
 Imports nothing of this project.
 """
@@ -18,7 +20,8 @@ import inspect
 import operator
 import os
 import sys
-from typing import Callable
+from collections.abc import Callable
+from numbers import Real
 
 
 def load_function(name: str) -> Callable:
@@ -40,38 +43,40 @@ def load_scorer(name: str) -> Callable:
     return function() if inspect.isclass(function) else function
 
 
-def score_by(function: Callable, prompts: list, responses: list[str], ids: list, columns: dict) -> list[float | None]:
-    """Return the scores that a function gives the responses, None where it gives none.
+def score_by(function: Callable, prompts: list, responses: list[str], ids: list, columns: dict) -> list[dict]:
+    """Return the score that a function gives each response, None for none, as {"score": score}.
+
+    Where a function returns an object for a response, as verl's may, its other numbers are there, too.
 
     Args:
         prompts: as the model sees them. ids: token ids of the responses. columns: {name: [value in each row]}.
     Raises:
         TypeError, ValueError: if it cannot be called so, or returns anything but a number or None for each response.
     """
-    parameters, count = list(inspect.signature(function).parameters), len(responses)  # a function may shorten the list
+    parameters, count = inspect.signature(function).parameters, len(responses)  # a function may shorten the list
     if "solution_str" in parameters:
-        scores = []
+        results = []
         for i, response in enumerate(responses):
             row = {name: column[i] for name, column in columns.items()}
             named = {"data_source": row.get("data_source"), "extra_info": row.get("extra_info") or {}}
-            score = call(function, solution_str=response, ground_truth=row["answer"], **named)
-            scores.append(score["score"] if isinstance(score, dict) else score)
+            results.append(call(function, solution_str=response, ground_truth=row["answer"], **named))
     elif "completions" in parameters or "completion_ids" in parameters:
-        scores = call(function, **trl_arguments(prompts, responses, ids, columns))
+        results = call(function, **trl_arguments(prompts, responses, ids, columns))
     else:
-        others = {name: column for name, column in columns.items() if name not in parameters[:2]}
-        scores = call(function, prompts, responses, **others)
-    if isinstance(scores, (str, dict, set)):
-        raise TypeError(f"returned a {type(scores).__name__}, not a list of numbers")
-    scores = [None if score is None else float(score) for score in scores]
-    if len(scores) != count:
-        raise ValueError(f"returned {len(scores)} scores for {count} responses")
-    return scores
+        results = call(function, **own_arguments(parameters, prompts, responses, columns))
+    if isinstance(results, (str, dict, set)):
+        raise TypeError(f"returned a {type(results).__name__}, not a list of numbers")
+    if len(results := list(results)) != count:
+        raise ValueError(f"returned {len(results)} scores for {count} responses")
+    results = [result if isinstance(result, dict) else {"score": result} for result in results]
+    numbers = [{name: float(x) for name, x in result.items() if isinstance(x, Real)} for result in results]
+    scores = [None if result["score"] is None else float(result["score"]) for result in results]
+    return [{**others, "score": score} for others, score in zip(numbers, scores)]
 
 
-def call(function: Callable, *positional, **named):
+def call(function: Callable, /, **named):
     """Call a function, which may be asynchronous, with those of the named arguments that it accepts."""
-    result = function(*positional, **accepted(function, named))
+    result = function(**accepted(function, named))
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
@@ -81,6 +86,18 @@ def accepted(function: Callable, named: dict) -> dict:
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return named
     return {name: value for name, value in named.items() if name in parameters}
+
+
+def own_arguments(parameters, prompts: list, responses: list[str], columns: dict) -> dict:
+    """Return what a function of this project's form is called with; raise TypeError if it gets no responses."""
+    named = {**columns, "prompts": prompts, "responses": responses}
+    required = [x.name for x in parameters.values() if x.default is x.empty and x.kind == x.POSITIONAL_OR_KEYWORD]
+    for name, word in zip(required, ("prompts", "responses")):
+        if name not in named and word not in parameters:
+            named[name] = named.pop(word)
+    if "responses" in named and "responses" not in parameters:
+        raise TypeError(f"none of its parameters ({', '.join(parameters)}) gets the responses; name one `responses`")
+    return named
 
 
 def trl_arguments(prompts: list, responses: list[str], ids: list, columns: dict) -> dict:

@@ -1,16 +1,16 @@
 """The reward sources of a run: built-in verifiers, functions from files, reward models and reward servers.
 
-Each kind is a class with `score(rows, texts, responses, interrupted) -> [float] * N`, NaN for a response without a
-score, and with `failure`, the last reason for that ("" for none). A source that raises an exception, takes longer than
---timeout, or returns None, NaN, infinity or over 1e18 gives no score: never a silent zero. `score` stops waiting once
-the function `interrupted` returns True: a run that ends does not use the scores.
+Each kind is a class, a Source. One that raises an exception, takes longer than --timeout, or returns None, NaN,
+infinity or over 1e18 gives no score: never a silent zero.
 """
 
+import asyncio
 import functools
 import importlib.util
 import json
 import math
 import os
+import time
 from multiprocessing.pool import ThreadPool
 from multiprocessing.util import Finalize
 from typing import Callable
@@ -115,24 +115,15 @@ class Rewards:
         # Verifiers share the responses of a rank out among processes; functions share one process and what it holds.
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         packages = [verifier.package for verifier in map(verifier_of, args.reward) if verifier]
-        verifiers, functions = Workers(max(1, min(4, cores)), packages), Workers(1)
-        self.workers, self.sources, self.warned = [verifiers, functions], {}, set()
+        self.workers = {"verifier": Workers(max(1, min(4, cores)), packages), "function": Workers(1)}
+        self.sources, self.further, self.warned = {}, [], set()
         Finalize(None, self.close, exitpriority=1)  # at the end of this process, a child of multiprocessing, too
         for name in args.reward:
             check_name(name)
-            match kind_of(name):
-                case "environment":
-                    self.sources[name] = EnvironmentSource()
-                case "verifier":
-                    self.sources[name] = VerifierSource(name, verifiers, args.timeout)
-                case "server":
-                    self.sources[name] = ServerSource(name, args.timeout)
-                case "function":
-                    self.sources[name] = FunctionSource(name, functions, args.timeout)
-                    if failure := self.sources[name].load():
-                        fail(f"--reward {name}: {failure}", local=True)
-                case "model":
-                    self.sources[name] = ModelSource(name, tokenizer)
+            kind = kind_of(name)
+            self.sources[name] = SOURCES[kind](name, args.timeout, self.workers.get(kind), tokenizer)
+            if kind == "function" and (failure := self.sources[name].load()):
+                fail(f"--reward {name}: {failure}", local=True)
         self.models = {name: source for name, source in self.sources.items() if isinstance(source, ModelSource)}
         if rows:
             self._try_out(rows, tokenizer, environment)
@@ -151,7 +142,8 @@ class Rewards:
             if name in self.models:
                 source.read(two, texts, responses)  # its weights are not loaded yet
             elif kind_of(name) in ("function", "server"):
-                source.score(two, texts, responses)
+                for result in source.score(two, texts, responses)[:1]:
+                    self.further += result.keys() - {name} if isinstance(result, dict) else []
             if source.failure:
                 fail(f"--reward {name}: a trial call with two responses failed: {source.failure}")
 
@@ -165,17 +157,21 @@ class Rewards:
     ) -> dict[str, list[float]]:
         """Return each source's scores of the responses, NaN where there is none: {name: [float] * N}.
 
-        A source that does not count for a row has 0 there, which adds nothing to the weighted sum.
+        A source that does not count for a row has 0 there, which adds nothing to the weighted sum. Behind the sources
+        come the further numbers of functions, named "SOURCE/NUMBER", NaN where there is none.
 
         Args:
             rows: as `plumbing.data.mixture.load_prompts` makes them. responses: token ids of `texts`.
         """
         scores = {name: [0.0] * len(rows) for name in self.sources}
+        scores |= {name: [math.nan] * len(rows) for name in self.further}
         for name, source in self.sources.items():
             scored = [i for i, row in enumerate(rows) if is_scored_by(row, name)]
             chosen = ([column[i] for i in scored] for column in (rows, texts, responses))
-            for i, score in zip(scored, source.score(*chosen, interrupted)):
-                scores[name][i] = score
+            for i, result in zip(scored, source.score(*chosen, interrupted)):
+                numbers = result if isinstance(result, dict) else {name: result}
+                for key in scores.keys() & numbers:
+                    scores[key][i] = finite_or_nan(numbers[key])
             reason = self.why_missing({name: torch.tensor(scores[name])})
             if reason and name not in self.warned and not interrupted():
                 self.warned.add(name)
@@ -204,55 +200,78 @@ class Rewards:
         """Return the reasons for the scores that are missing in `components`, source by source."""
         missing = [name for name, scores in components.items() if scores.isnan().any()]
         no_score = f"it returned None, NaN, infinity or over {LARGEST:g}"
-        return "; ".join(f"{name}: {self.sources[name].failure or no_score}" for name in missing)
+        return "; ".join(f"{name}: {self.sources.get(name, Source).failure or no_score}" for name in missing)
 
     def close(self) -> None:
         """Kill the worker processes."""
-        for workers in self.workers:
+        for workers in self.workers.values():
             workers.close()
 
 
-class VerifierSource:
+class Source:
+    """What scores responses."""
+
+    verifies = True  # whether a score of 1 or more is that of a right response
+    failure = ""  # the last reason for a score that is missing
+
+    def __init__(self, name: str, timeout: float, workers: Workers | None, tokenizer):
+        """`workers`: of sources of this kind. `tokenizer`: of the policy."""
+        self.name, self.timeout, self.workers = name, timeout, workers
+
+    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list:
+        """Return a number for each response, None or NaN for no score. Several threads may call this.
+
+        Args:
+            rows: as `plumbing.data.mixture.load_prompts` makes them. responses: token ids of `texts`.
+            interrupted: returns whether the run ends, which uses no scores.
+        """
+        raise NotImplementedError
+
+    def note(self, failure: str, responses: int) -> None:
+        """Keep why scores are missing, if they are; of a time limit its flag, and how many responses it was for."""
+        if failure.startswith("TimeoutError"):
+            failure = f"TimeoutError: no result for {responses} responses within --timeout {self.timeout:g} s"
+        self.failure = failure or self.failure
+
+
+class VerifierSource(Source):
     """A built-in verifier, which scores response by response."""
 
-    verifies, failure = True, ""
-
-    def __init__(self, name: str, workers: Workers, timeout: float):
-        self.workers, self.verifier = workers, verifier_of(name)
-        self.limit, self.check = min(timeout, self.verifier.limit), self.verifier.check
+    def __init__(self, name: str, timeout: float, workers: Workers, tokenizer):
+        super().__init__(name, timeout, workers, tokenizer)
+        self.verifier = verifier_of(name)
+        check, self.has_limit = self.verifier.check, self.verifier.limit < math.inf
         if name.startswith("code"):
             # Less than the call may last: a program that is stuck scores 0, a call that is stuck has no score.
-            self.check = functools.partial(self.check, seconds=0.8 * timeout)
+            check = functools.partial(check, seconds=0.8 * timeout)
+        options = {"limit": min(timeout, self.verifier.limit), "alone": not self.has_limit}
+        self.run = functools.partial(workers.run, check, calls_a_job=self.verifier.calls_a_job, **options)
 
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
+    def score(self, rows, texts, responses, interrupted=never):
         references = columns_of(rows).get(self.verifier.column, [None] * len(rows))
         # The answer of a conversation is the model's last turn, not that of a tool.
         texts = [row["turns"][-1]["content"] if row.get("turns") else text for row, text in zip(rows, texts)]
-        calls = list(zip(texts, references))
-        results = self.workers.run(self.check, calls, self.limit, interrupted, self.verifier.calls_a_job)
-        if self.verifier.limit < math.inf:
+        results = self.run(list(zip(texts, references)), interrupted=interrupted)
+        if self.has_limit:
             # Comparing a formula can last forever. Then the response is wrong, unless the reference is to blame.
-            failed = [i for i, (_, failure) in enumerate(results) if failure]
-            alone = self.workers.run(self.check, [("", references[i]) for i in failed], self.limit, interrupted)
-            for i, (score, failure) in zip(failed, alone):
+            late = [i for i, (_, failure) in enumerate(results) if failure.startswith("TimeoutError")]
+            alone = self.run([("", references[i]) for i in late], interrupted=interrupted)
+            for i, (score, failure) in zip(late, alone):
                 results[i] = score, failure and f"the reference {references[i]!r:.60} alone: {failure}"
-        self.failure = next((failure for _, failure in results if failure), self.failure)
-        return [finite_or_nan(score) for score, _ in results]
+        self.note(next((failure for _, failure in results if failure), ""), self.verifier.calls_a_job)
+        return [score for score, _ in results]
 
 
-class FunctionSource:
+class FunctionSource(Source):
     """A function from a user's file, which scores all responses of a rank in one call, always in the same process."""
-
-    verifies, failure = True, ""
-
-    def __init__(self, name: str, workers: Workers, timeout: float):
-        self.name, self.workers, self.timeout = name, workers, timeout
 
     def load(self) -> str:
         """Import the file in the worker process, once. Return why that failed, "" if it did not."""
-        return self.workers.run(call_function, [(self.name,)], SECONDS_TO_LOAD)[0][1]
+        ((self.verifies, failure),) = self.workers.run(call_function, [(self.name,)], SECONDS_TO_LOAD)
+        return failure
 
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
+    def score(self, rows, texts, responses, interrupted=never):
+        """Return {NAME OF THE SOURCE: score, "NAME OF THE SOURCE/KEY": a further number} for each response."""
         if not rows:
             return []
         prompts, columns = [row["prompt"] for row in rows], columns_of(rows)
@@ -260,21 +279,22 @@ class FunctionSource:
             columns["turns"] = [row["turns"] for row in rows]
         call = (self.name, prompts, texts, responses, columns)
         self.load()  # the process may be a new one, and the time of a call is not for imports
-        ((scores, failure),) = self.workers.run(call_function, [call], self.timeout, interrupted)
-        self.failure = failure or self.failure
-        return [finite_or_nan(score) for score in scores or [None] * len(rows)]
+        ((results, failure),) = self.workers.run(call_function, [call], self.timeout, interrupted)
+        self.note(failure, len(rows))
+        return [
+            {f"{self.name}/{key}".removesuffix("/score"): number for key, number in result.items()}
+            for result in results or [{"score": None}] * len(rows)
+        ]
 
 
-class EnvironmentSource:
+class EnvironmentSource(Source):
     """The sum of --environment's rewards, which the conversations bring along."""
 
-    verifies, failure = True, ""
-
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
-        return [finite_or_nan(row["environment"]) for row in rows]
+    def score(self, rows, texts, responses, interrupted=never):
+        return [row["environment"] for row in rows]
 
 
-class ModelSource:
+class ModelSource(Source):
     """A reward model, from a folder or the hub, that scores responses in this process.
 
     One of the policy's vocabulary reads the sampled token ids themselves. Another one reads prompt and response as
@@ -283,9 +303,9 @@ class ModelSource:
 
     verifies = False
 
-    def __init__(self, name: str, tokenizer):
+    def __init__(self, name: str, timeout: float, workers: None, tokenizer):
         """Exit with code 2 if `name` is not a reward model, or cannot read what the policy of `tokenizer` writes."""
-        self.name, self.failure, self.tokenizer = name, "", models.read_tokenizer("--reward", name)
+        self.name, self.tokenizer = name, models.read_tokenizer("--reward", name)
         config, trained = models.scalar_config("--reward", name)
         if not trained:
             fail(f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)")
@@ -316,7 +336,7 @@ class ModelSource:
             sharding.shard(self.model, reward_model=True)
 
     @torch.no_grad()
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
+    def score(self, rows, texts, responses, interrupted=never):
         self.failure, scores = "", [math.nan] * len(rows)
         sequences = self.read(rows, texts, responses)
         readable = [i for i, sequence in enumerate(sequences) if sequence]
@@ -331,7 +351,7 @@ class ModelSource:
             with self.autocast():
                 outputs = self.model(input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None])
             for i, score in zip(chosen, outputs.tolist()):
-                scores[i] = finite_or_nan(score)
+                scores[i] = score
         return scores
 
     def read(self, rows: list[dict], texts: list[str], responses: list[list[int]]) -> list[list[int]]:
@@ -362,39 +382,27 @@ class ModelSource:
         return encode_text("the prompt", conversation, self.tokenizer, special=False) + end
 
 
-class ServerSource:
+class ServerSource(Source):
     """A reward server, asked in PaddleNLP's protocol (scripts/reward_server.py) for batches of responses.
 
-    A batch is sent again after connection errors, time-outs and the statuses 408, 429 and 5xx. If that does not help,
-    and after any other error, its responses have no score (NaN). A key in the variable REWARD_API_KEY is sent along.
+    A request ends after --timeout, whatever has come until then. A batch is sent again after connection errors,
+    time-outs and the statuses 408, 429 and 5xx. If that does not help, and after any other error, its responses have no
+    score (NaN). A key in the variable REWARD_API_KEY is sent along.
     """
 
     BATCH, CONNECTIONS = 32, 8  # responses in a request, requests at the same time
-
-    def __init__(self, url: str, timeout: float):
-        """`timeout`: seconds to wait for a connection, and for the server's answer."""
-        import urllib3  # requests does not retry where the connection breaks within an answer
-
-        retries = urllib3.Retry(  # after 0, 2, 4, 8 and 16 s, or what the server's Retry-After says
-            5, backoff_factor=1, retry_after_max=60, allowed_methods=None, raise_on_status=False,
-            status_forcelist=(408, 429, *range(500, 600)),
-        )  # fmt: skip
-        self.url, self.failure, self.headers = url, "", {"Content-Type": "application/json"}
-        self.connections = urllib3.PoolManager(maxsize=self.CONNECTIONS, timeout=timeout, retries=retries)
-        if key := os.environ.get("REWARD_API_KEY"):
-            self.headers["Authorization"] = f"Bearer {key}"
+    PAUSES = (0, 2, 4, 8, 16, 0)  # seconds after each try that fails
 
     @property
     def verifies(self) -> bool:
         """Whether its scores tell right from wrong, by GET /health; True for a server without that page."""
         try:
-            answer = self.connections.request("GET", f"{self.url.rstrip('/')}/health", headers=self.headers, retries=0)
-            return bool(answer.json()["verifies"])
+            return bool(asyncio.run(self._request("GET", f"{self.name.rstrip('/')}/health"))["verifies"])
         except Exception:  # an address may answer anything
-            warn(f"--reward {self.url}: has no /health, so a score of 1 or more counts as a correct response")
+            warn(f"--reward {self.name}: has no /health, so a score of 1 or more counts as a correct response")
             return True
 
-    def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list[float]:
+    def score(self, rows, texts, responses, interrupted=never):
         self.failure = ""
         batches = [(rows[i : i + self.BATCH], texts[i : i + self.BATCH]) for i in range(0, len(rows), self.BATCH)]
         with ThreadPool(self.CONNECTIONS) as pool:
@@ -407,21 +415,36 @@ class ServerSource:
 
     def _ask(self, rows: list[dict], texts: list[str]) -> list[float]:
         """Return the scores of a batch; NaN for each response, and why in `failure`, if there are none."""
-        columns = columns_of(rows)
+        columns, count = columns_of(rows), len(rows)
         body = {"src": [row["prompt"] for row in rows], "tgt": list(map(as_text, columns.pop("answer")))}
-        body |= {"response": texts, "columns": columns} if columns else {"response": texts}
-        try:
-            content = json.dumps(body, default=str)
-            answer = self.connections.request("POST", self.url, body=content, headers=self.headers, redirect=False)
-            if not 200 <= answer.status < 300:
-                raise ValueError(f"HTTP status {answer.status}: {answer.data[:300].decode(errors='replace')}")
-            content = answer.json()
-            if content["error_code"] or not isinstance(content["score"], list) or len(content["score"]) != len(rows):
-                raise ValueError(f"not {len(rows)} scores: {content}")
-            return list(map(finite_or_nan, content["score"]))  # null, NaN and infinity are scores that are missing
-        except Exception as error:  # an address may answer anything
-            self.failure = f"gave no scores ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-            return [math.nan] * len(rows)
+        body |= {"response": texts, "messages": [row.get("messages") for row in rows], "columns": columns}
+        content = json.dumps(body, default=str)
+        for pause in self.PAUSES:
+            try:
+                answer = asyncio.run(self._request("POST", self.name, content))
+                if answer["error_code"] or not isinstance(answer["score"], list) or len(answer["score"]) != count:
+                    raise ValueError(f"not {count} scores: {answer}")
+                return list(map(finite_or_nan, answer["score"]))  # null, NaN and infinity are scores that are missing
+            except Exception as error:  # an address may answer anything
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                if isinstance(error, (ValueError, TypeError, LookupError)):
+                    break  # it is no answer, and there will be no other one
+            time.sleep(pause)
+        self.note(reason, count)
+        return [math.nan] * count
+
+    async def _request(self, method: str, url: str, content: str = "") -> dict:
+        """Return what a JSON answer holds; raise ValueError for another one, or OSError, if asking again may help."""
+        import aiohttp  # slow, and for runs with a server only
+
+        key, limit = os.environ.get("REWARD_API_KEY"), aiohttp.ClientTimeout(self.timeout)
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        given = {"data": content, "headers": headers, "timeout": limit}
+        async with aiohttp.request(method, url, allow_redirects=False, **given) as answer:
+            status, text = answer.status, await answer.text(errors="replace")
+        if 200 <= status < 300:
+            return json.loads(text)
+        raise (OSError if status in (408, 429) or status >= 500 else ValueError)(f"HTTP status {status}: {text}")
 
 
 def as_text(answer) -> str:
@@ -429,3 +452,12 @@ def as_text(answer) -> str:
     if isinstance(answer, (list, dict)):
         return json.dumps(answer, default=str)
     return "" if answer is None else str(answer)
+
+
+SOURCES = {
+    "environment": EnvironmentSource,
+    "verifier": VerifierSource,
+    "server": ServerSource,
+    "function": FunctionSource,
+    "model": ModelSource,
+}

@@ -1,21 +1,24 @@
-"""The pool of processes (pebble) in which verifiers and users' functions are called.
+"""The processes in which verifiers and users' functions are called.
 
-A process that hangs is killed, and pebble starts another one. The processes import this module, so it imports little.
+One that hangs is killed. They import this module, so it imports little.
 """
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 import types
 from concurrent.futures import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.pool import ThreadPool
 from typing import Callable
 
-from pebble import ProcessPool
+from pebble import ProcessExpired, ProcessPool
 
 from plumbing.rewards.functions import load_scorer, score_by
 
@@ -61,23 +64,27 @@ def attempt(limit: float, call: Callable, arguments: list[tuple]) -> list[tuple]
     return results
 
 
-def call_function(name: str, *arguments) -> list[float | None]:
-    """Return the scores of a user's function; without arguments, only import it."""
+def call_function(name: str, *arguments) -> list[dict] | bool:
+    """Return what `score_by` does for a user's function; without arguments, whether it tells right from wrong."""
     function = load_scorer(name)
-    return score_by(function, *arguments) if arguments else []
+    return score_by(function, *arguments) if arguments else getattr(function, "verifies", True)
 
 
 # ---- in the trainer --------------------------------------------------------------------------------------------------
 
 
+starting = threading.Lock()
+
+
 @contextlib.contextmanager
 def without_main():
     """Hide the script that runs here from a process that starts within, which would import it, and torch with it."""
-    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
+    with starting:
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 class Context(SpawnContext):
@@ -89,35 +96,62 @@ class Context(SpawnContext):
 
 
 class Workers:
-    """Worker processes, which start with the first call."""
+    """Worker processes, which start when there is something to do.
+
+    Each is a pool of pebble's of its own: in a pool of several, a process that dies can take along what another one
+    does, or the lock by which they get their jobs.
+    """
 
     def __init__(self, count: int, packages: list[str] = ()):
-        self.settings = {"max_workers": count, "initializer": prepare, "initargs": (packages,), "context": Context()}
-        self.pool = ProcessPool(**self.settings)
+        """`count`: jobs of a caller at the same time. `packages`: see `prepare`."""
+        self.count, self.packages, self.lock, self.turn = count, packages, threading.Lock(), threading.Lock()
+        self.pools: list[ProcessPool] = []  # without a job
 
     def run(
-        self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable = never, calls_a_job: int = 1
-    ) -> list[tuple]:
+        self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable = never,
+        calls_a_job: int = 1, alone: bool = True,
+    ) -> list[tuple]:  # fmt: skip
         """Call a function with each of the arguments, spread over the workers, `limit` seconds at most a job.
 
-        Return a list of (result, ""), or of (None, reason) where a call has failed.
+        Return a list of (result, ""), or of (None, reason) where a call has failed. Several threads may call this; with
+        `alone` they wait for each other, as jobs that need much time would take it from others.
         """
-        if not self.pool.active:  # a worker without a call has died: pebble then gives up
-            self.pool = ProcessPool(**self.settings)
-        jobs = [arguments[i : i + calls_a_job] for i in range(0, len(arguments), calls_a_job)]
-        futures = [self.pool.schedule(attempt, (limit, call, job), timeout=limit) for job in jobs]
-        while wait(futures, timeout=0.1).not_done and self.pool.active and not interrupted():
-            pass
-        results = []
-        for job, future in zip(jobs, futures):
-            future.cancel()  # does nothing to those that are done
+        jobs = [(limit, call, arguments[i : i + calls_a_job]) for i in range(0, len(arguments), calls_a_job)]
+        with self.turn if alone else contextlib.nullcontext(), ThreadPool(self.count) as threads:
+            results = threads.map(functools.partial(self._finish, interrupted), jobs, chunksize=1)
+        return [result for job in results for result in job]
+
+    def _finish(self, interrupted: Callable[[], bool], job: tuple) -> list[tuple]:
+        """Return the results of a job, which is done once more if its process dies: that says nothing of the job."""
+        for is_second in (False, True):
+            with self.lock:
+                is_new = is_second or not self.pools
+                pool = ProcessPool(1, 0, prepare, [self.packages], Context()) if is_new else self.pools.pop()
             try:
-                results += future.result()
-            except Exception as error:  # of pebble: TimeoutError, ProcessExpired, CancelledError if interrupted
-                results += [(None, f"{type(error).__name__}: {error}")] * len(job)
-        return results
+                future = pool.schedule(attempt, job, timeout=job[0])
+                while wait([future], timeout=0.1).not_done and pool.active and not interrupted():
+                    pass
+                future.cancel()  # does nothing if it is done
+                results = future.result()
+                self.pools.append(pool)
+                return results
+            except Exception as error:  # of pebble, which has several for a process that has died
+                failure, has_died = (
+                    f"{type(error).__name__}: {error}",
+                    not pool.active or isinstance(error, ProcessExpired),
+                )
+                end(pool)
+                if interrupted() or not has_died:
+                    break
+        return [(None, failure)] * len(job[2])
 
     def close(self) -> None:
-        """Kill the processes."""
-        self.pool.stop()
-        self.pool.join()
+        """Kill the processes that have no job."""
+        while self.pools:
+            end(self.pools.pop())
+
+
+def end(pool: ProcessPool) -> None:
+    """Kill the process of a pool, and close its descriptors."""
+    pool.stop()
+    pool.join()

@@ -53,7 +53,8 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
         batch = sampler.rollout(rows, samples, ("evaluation", args.seed))
         if batch is None:
             return None
-        for source, scores in batch.reward_components.items():
+        for source in rewards.sources:
+            scores = batch.reward_components[source]
             if missing := int(scores.isnan().sum()):
                 responses = f"{missing} of {len(scores)} {'greedy' if name else 'sampled'} responses"
                 warn(f"--reward {source}: gave no score to {responses} of the evaluation; means leave them out")
@@ -95,7 +96,7 @@ def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict
     components = batch.reward_components
     scored = {name: scores[scores.isfinite() & counted(batch, name)] for name, scores in components.items()}
     ends = {} if batch.scores is None else {"stopped": batch.stopped, "cut_off": ~batch.stopped}
-    missing = sum(scores.isnan() for scores in components.values()).count_nonzero()
+    missing = sum(components[name].isnan() for name in rewards.sources).count_nonzero()
     return {
         "objective/verifiable_correct_rate": correct.nanmean().item(),
         "val/sequence_lengths": batch.response_mask.sum().item() / len(batch.samples),

@@ -106,6 +106,8 @@ class RunLog:
         if self.progress.disable:
             line = ", ".join(map("=".join, values.items()))
             print(f"step {row['step']} of {self.progress.total}: {line}", flush=True)
+        if row["step"] == 1 and row.get("val/num_stop_token_ids") == row.get("reward/cut_off") == 0:
+            warn("no response of step 1 stopped, so all score 0: see --non_stop_penalty, --max_response_length")
         if row["step"]:
             self.latest.append(row)
             self._warn_of_troubles()

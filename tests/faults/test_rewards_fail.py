@@ -13,7 +13,7 @@ from helpers import refused
 from tiny_models import make_tokenizer
 
 from plumbing.rewards import sources
-from plumbing.rewards.sources import Rewards
+from plumbing.rewards.sources import Rewards, finite_or_nan
 
 # A call with 20 responses, of which the text is the row's number.
 FUNCTIONS = """
@@ -52,8 +52,8 @@ CASES = {  # function: scores, what is said of those that are missing
     "good": (ALL, ""),
     "raises_at_17": (NONE, "ZeroDivisionError: "),
     "some": ([i if i % 4 == 3 else math.nan for i in range(20)], ""),
-    "sleeps": (NONE, "TimeoutError: "),
-    "sleeps_deaf": (NONE, "TimeoutError: "),
+    "sleeps": (NONE, "TimeoutError: no result for 20 responses within --timeout 1 s"),
+    "sleeps_deaf": (NONE, "TimeoutError: no result for 20 responses within --timeout 1 s"),
     "kills_itself": (NONE, DIED),
     "leaves": (NONE, DIED),
     "writes": (ALL, ""),
@@ -71,7 +71,8 @@ def scores_of(rewards: Rewards, name: str) -> tuple[list[float], str]:
     """Return a function's scores of 20 responses, and why some are missing."""
     source = rewards.sources[name]
     source.failure = ""
-    return source.score(ROWS, [str(i) for i in range(20)], [[i] for i in range(20)]), source.failure
+    results = source.score(ROWS, [str(i) for i in range(20)], [[i] for i in range(20)])
+    return [finite_or_nan(result[name]) for result in results], source.failure
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +99,8 @@ def test_nobody_waits_for_an_answer_once_the_run_is_interrupted(worker):
     rewards, path = worker
     source, begin = rewards.sources[f"{path}:sleeps"], time.monotonic()
     source.timeout = 60.0
-    scores = source.score(ROWS, [""] * 20, [[]] * 20, lambda: time.monotonic() > begin + 0.2)
-    assert scores == pytest.approx(NONE, nan_ok=True) and source.failure.startswith("CancelledError")
+    results = source.score(ROWS, [""] * 20, [[]] * 20, lambda: time.monotonic() > begin + 0.2)
+    assert results == [{source.name: None}] * 20 and source.failure.startswith("CancelledError")
     assert time.monotonic() - begin < 4
     assert scores_of(rewards, f"{path}:good") == (ALL, "")
 
