@@ -170,7 +170,11 @@ class Policy(nn.Module):
         self.model, self.args, self.temperature = model, args, temperature
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, rollout_logprobs: Tensor, teacher: Callable | None
+        self,
+        input_ids: Tensor,
+        response_mask: Tensor,
+        rollout_logprobs: Tensor | None = None,  # FSDP's first pass has neither
+        teacher: Callable | None = None,
     ) -> dict[str, Tensor]:
         """Return losses and statistics of the response tokens. The backward pass of the head runs here, too.
 
@@ -185,6 +189,8 @@ class Policy(nn.Module):
         """
         hidden = self.hidden_states(input_ids, response_mask)  # (tokens, H)
         labels = input_ids[response_mask]  # (tokens,)
+        if rollout_logprobs is None:
+            rollout_logprobs = torch.zeros_like(labels)
         weights = [weight for weight in self.model.get_output_embeddings().parameters() if weight.requires_grad]
         chunks, hidden_gradients, head_gradients = [], [], [torch.zeros_like(weight) for weight in weights]
         for start in range(0, max(1, len(labels)), CHUNK_TOKENS):
