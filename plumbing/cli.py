@@ -248,7 +248,7 @@ class ScoringArgs:
     """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs Python
     against the row's tests), ifeval, reasoning_gym, environment (the sum of what --environment gives),
     path/to/file.py:function, a reward model's folder or hub name, or a reward server's http:// address. A response
-    counts as correct if the first source that is not a model gives it 1 or more."""
+    counts as correct if the first source that tells right from wrong gives it 1 or more."""
     timeout: Seconds = 30.0
     """Seconds after which a call of a reward source, a tool or an environment is killed; the sample of such a reward is
     left out."""

@@ -19,7 +19,7 @@ from test_tool_processes import is_running, wait_until
 from tiny_models import CPU, make_tokenizer
 
 from plumbing.data.prompts import named_sources
-from plumbing.rewards.sources import Rewards, finite_or_nan, needs_answer
+from plumbing.rewards.sources import Rewards, finite_or_nan, is_scored_by, needs_answer
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 
@@ -31,7 +31,9 @@ def good(prompts, responses, **columns):
     return [float(calls)] * len(responses)
 
 def none(prompts, responses, **columns): return [None] * len(responses)
-def verl(data_source, solution_str, ground_truth, extra_info=None): return float(solution_str == ground_truth)
+none.verifies = False
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "words": 2}
 def too_few(prompts, responses, **columns): return [1.0]
 """
 
@@ -70,13 +72,17 @@ def test_a_function_that_fails_in_the_trial_call(file, make, capfd):
 
 
 def test_functions_and_verifiers_together(file, make):
-    """A function that gives no score, None, passes its trial call. Calls of a function share a process."""
+    """A function that gives no score, None, passes its trial call. Calls of a function share a process.
+
+    One may say that it does not tell right from wrong, and return further numbers.
+    """
     names = [f"{file}:{name}" for name in ("good", "none", "verl")]
     rewards = make("exact", *names, rows=[row("1"), row(None), row("2")])
     scores = rewards.score([row("1"), row("2")], ["1", "1"], [[5], [5]])
     assert [scores[name] for name in ("exact", names[0], names[2])] == [[1, 0], [2, 2], [1, 0]]
     assert all(map(math.isnan, scores[names[1]]))
-    assert rewards.verifiers == ("exact", *names)
+    assert scores[f"{names[2]}/words"] == [2, 2] and rewards.verifiers == ("exact", names[0], names[2])
+    assert is_scored_by(row("1", [names[2]]), f"{names[2]}/words")
 
 
 def test_a_source_without_some_scores_says_so_once(file, make, capfd):

@@ -97,8 +97,11 @@ def check_name(name: str) -> None:
 
 
 def is_scored_by(row: dict, name: str) -> bool:
-    """Return whether a source scores a row: all of them do, unless the row names its sources, as open-instruct's."""
-    return row.get("sources") is None or name in row["sources"]
+    """Return whether a source scores a row: all of them do, unless the row names its sources, as open-instruct's.
+
+    `name` may also be that of a further number, "SOURCE/NUMBER".
+    """
+    return row.get("sources") is None or not {name, name.rpartition("/")[0]}.isdisjoint(row["sources"])
 
 
 class Rewards:

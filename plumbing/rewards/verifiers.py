@@ -68,27 +68,30 @@ def reasoning_gym_dataset(task: str, size: int, seed: int):
 
 # IFEval's names for the constraints of Tulu 3's rows (`func_name`, open-instruct's if_functions.py), each with what it
 # calls their arguments. It has no exact counts of words or letters, and other choices and dividers of paragraphs.
-FUNCTIONS = {
-    "validate_json_format": "detectable_format:json_format", "validate_lowercase": "change_case:english_lowercase",
-    "validate_uppercase": "change_case:english_capital", "validate_no_commas": "punctuation:no_comma",
-    "validate_quotation": "startend:quotation", "validate_title": "detectable_format:title",
-    "validate_two_responses": "combination:two_responses", "validate_end": "startend:end_checker end_phrase",
-    "verify_keywords": "keywords:existence keywords=keyword_list",
-    "validate_forbidden_words": "keywords:forbidden_words forbidden_words",
-    "validate_frequency_capital_words":
-        "change_case:capital_word_frequency capital_frequency=N capital_relation=quantifier",
-    "validate_highlighted_sections": "detectable_format:number_highlighted_sections num_highlights=N",
-    "validate_paragraphs":
-        "length_constraints:nth_paragraph_first_word num_paragraphs=N nth_paragraph=i first_word",
-    "validate_placeholders": "detectable_content:number_placeholders num_placeholders=N",
-    "validate_repeat_prompt": "combination:repeat_prompt prompt_to_repeat=original_prompt",
-    "validate_response_language": "language:response_language language",
-    "validate_sections": "detectable_format:multiple_sections num_sections=N section_spliter=section_splitter",
-    "validate_word_constraint": "length_constraints:number_words num_words=N relation=quantifier",
-    "verify_bullet_points": "detectable_format:number_bullet_lists num_bullets=N",
-    "verify_postscript": "detectable_content:postscript postscript_marker",
-    "verify_sentence_constraint": "length_constraints:number_sentences num_sentences=N relation=quantifier",
-}  # fmt: skip
+NAMES = """
+validate_json_format detectable_format:json_format
+validate_lowercase change_case:english_lowercase
+validate_uppercase change_case:english_capital
+validate_no_commas punctuation:no_comma
+validate_quotation startend:quotation
+validate_title detectable_format:title
+validate_two_responses combination:two_responses
+validate_end startend:end_checker end_phrase
+verify_keywords keywords:existence keywords=keyword_list
+validate_forbidden_words keywords:forbidden_words forbidden_words
+validate_frequency_capital_words change_case:capital_word_frequency capital_frequency=N capital_relation=quantifier
+validate_highlighted_sections detectable_format:number_highlighted_sections num_highlights=N
+validate_paragraphs length_constraints:nth_paragraph_first_word num_paragraphs=N nth_paragraph=i first_word
+validate_placeholders detectable_content:number_placeholders num_placeholders=N
+validate_repeat_prompt combination:repeat_prompt prompt_to_repeat=original_prompt
+validate_response_language language:response_language language
+validate_sections detectable_format:multiple_sections num_sections=N section_spliter=section_splitter
+validate_word_constraint length_constraints:number_words num_words=N relation=quantifier
+verify_bullet_points detectable_format:number_bullet_lists num_bullets=N
+verify_postscript detectable_content:postscript postscript_marker
+verify_sentence_constraint length_constraints:number_sentences num_sentences=N relation=quantifier
+"""
+FUNCTIONS = dict(line.split(" ", 1) for line in NAMES.strip().splitlines())
 
 
 def ifeval(response: str, answer) -> float:

@@ -43,7 +43,7 @@ CURVES = {  # the metrics that a picture has, if a run has them, and those of ev
 }
 CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f]"  # codes that a terminal obeys, but for tabs and line ends
 # The name of a metric or score of a file's function or a server; its groups are what stays.
-SOURCE = r"^((?:eval/)?reward(?:_\w+)?/|)(?:(?:.*/)?(?=[^/]+\.py:\w+$)|https?://(?:[^/?#]*@)?([^?#]*).*)"
+SOURCE = r"^((?:eval/)?reward(?:_\w+)?/|)(?:(?:.*/)?(?=[^/]+\.py:[\w.]+(?:/\w+)?$)|https?://(?:[^/?#]*@)?([^?#]*).*)"
 
 
 class RunLog:
