@@ -117,8 +117,8 @@ def refuse_other_names(cls: type, words: Iterable[str], where: str = "") -> None
 
 def check(args) -> None:
     """Exit with code 2 for flags that break a rule of their classes, after a line with their values; print warnings."""
-    for cls in reversed(type(args).__mro__):
-        for table, say in (("RULES", fail), ("WARNINGS", warn)):
+    for table, say in (("RULES", fail), ("WARNINGS", warn)):
+        for cls in reversed(type(args).__mro__):
             for message, holds in vars(cls).get(table, {}).items():
                 if not holds(args):
                     names = [name for name in re.findall(r"--(\w+)", message) if hasattr(args, name)]

@@ -19,7 +19,7 @@ import ppo
 import rloo
 import utils
 from plumbing.models.loading import load_model
-from plumbing.rewards.sources import EnvironmentSource, Rewards
+from plumbing.rewards.sources import Rewards
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.run import evaluation
 from plumbing.run.ranks import Interrupt
@@ -153,7 +153,7 @@ def test_interruption():
 
 
 class EnvironmentRewards(Rewards):
-    models, verifiers = {}, ("environment",)
+    models, verifiers, sources = {}, ("environment",), ("environment",)
 
     def __init__(self):
         pass
@@ -256,6 +256,7 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     others = [dataclasses.replace(stopped, stop_reason=reason) for reason in ("max_turns", "length")]
     monkeypatch.setattr(Conversations, "sample", lambda *_: [failed, stopped, *others])
     monkeypatch.setattr(EnvironmentRewards, "verifiers", ())
+    monkeypatch.setattr(EnvironmentRewards, "sources", ("model",))
     monkeypatch.setattr(EnvironmentRewards, "score", lambda *_: {"model": [2.0, 3.0, 3.0, 3.0]})
     args = args_of(script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none")
     sampler = sampler_of(batch[1].model, EnvironmentRewards(), conversations_of(), args)
@@ -278,8 +279,10 @@ def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
 
 
 def test_rewards_that_are_not_finite_are_no_scores():
-    source, rows = EnvironmentSource(), [{"environment": x} for x in (math.inf, math.nan, -1.0)]
-    assert source.score(rows, [], []) == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
+    rewards = Rewards(grpo.Args(reward=("environment",)), make_tokenizer())
+    rows = [{"environment": x} for x in (math.inf, math.nan, -1.0)]
+    scores = rewards.score(rows, [""] * 3, [[]] * 3)
+    assert scores["environment"] == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
 
 
 def test_a_string_ends_a_turn(load, tokenizer):

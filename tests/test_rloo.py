@@ -162,7 +162,7 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
         (_, kl, _, beta, _), _ = rewarded[step]
         row, of_step = rows[step], samples[8 * step : 8 * step + 8]
         assert (how, group, beta, gamma) == (kind, size, row["objective/kl_coef"], 0.9)
-        given, counts = [sample[gaps] for sample in of_step], scores.isfinite()
+        given, counts = [sample["gaps.py:score"] for sample in of_step], scores.isfinite()
         has_baseline = [True] * 8 if greedy is None else greedy.isfinite().tolist()
         assert [s if has else None for s, has in zip(given, has_baseline)] == [
             None if math.isnan(s) else s for s in scores.tolist()

@@ -86,7 +86,8 @@ CALL = r"(?P<name>[a-m])(?P<arguments>.)?"  # which a random model does write: c
 
 COMMON = {
     "ranks": (2,), "seed": (0, 2**40), "save_every": (1,), "keep_checkpoints": (0, 3),
-    "log_samples": (0, 1), "eval_every": (0, 1, 2), "model": ("@llama", "@gemma2", "@gpt_neox", "@chat"),
+    "log_samples": (0, 1), "eval_every": (0, 1, 2), "keep_best": ("eval/accuracy",),
+    "model": ("@llama", "@gemma2", "@gpt_neox", "@chat"),
     "stop_token": ("+", "<eos>"), "chat_template": ("none", "@template.jinja"), "system_prompt": ("Add:",),
     "precision": ("auto", "float64", "bf16", "fp16", "pure_bf16"), "attention": ("sdpa", "eager"),
     "gradient_checkpointing": (False,), "micro_batch_tokens": (1, 1000), "lora_rank": (1, 4),
@@ -128,10 +129,11 @@ DRAWN = {
         "critic_mini_batch_size": (1, 2, 8),
         "critic_warmup_steps": (1, 2), "reward_normalization": (True,), "reward_clip": (0.3,),
         "ptx_dataset": ("@rows.jsonl", "@mixture.json"), "ptx_coef": (0.1, 3.0), "ptx_batch_size": (1, 5),
+        "turn_rewards": (True,),
     },
     "rloo": COMMON | RL | {
         "advantage": ("rloo", "reinforce++", "reinforce++-baseline", "remax", "opo"), "ratio": ("sequence",),
-        "gamma": (0.0, 0.9),
+        "gamma": (0.0, 0.9), "turn_rewards": (True,),
     },
     "distill": {name: x for name, x in (COMMON | RL).items() if name in vars(distill.Args())} | {
         "teacher": ("", "@llama"), "on_policy_share": (0.0, 0.4, 1.0), "estimator": ("sampled",),
