@@ -369,7 +369,7 @@ def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     if args.teacher:
         loading.check_same_tokens("--teacher", args.teacher, args.model)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)

@@ -563,7 +563,7 @@ def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)

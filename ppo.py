@@ -739,7 +739,7 @@ def main(args: Args) -> None:
     # ---- setting up: processes, data, rewards ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []

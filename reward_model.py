@@ -267,7 +267,7 @@ def main(args: Args) -> None:
     # ---- setting up ----
     world = utils.setup_processes()
     run = Run(args, __file__, world)
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     pairs, eval_pairs = load_train_and_eval(args, tokenizer, stop_ids)
     total_steps = count_steps(args.passes, pairs, args.batch_size)
     precision = loading.precision(args.precision, world.device)

@@ -20,7 +20,7 @@ deviation over prompts / sqrt(P) (arXiv:2411.00640, section 2.2):
 2. pass@k, for k = 1, 2, 4, ...: the probability that k of the n responses, drawn without replacement, include a correct
    one (arXiv:2107.03374, eq. 1). Prompts with fewer than k scores are left out.
 3. maj@n: whether the most frequent final answer of the n responses is correct (of equally frequent ones the first).
-   Answers are equal as text (`plumbing/rewards/answers.py: voted_answer`); the first with a score says whether they are
+   Answers are equal as text (`voted_answer`); the first with a score says whether they are
    correct, and a prompt whose answer has none is left out. A response that was cut off does not vote. format, code and
    ifeval have no answer to vote for.
 4. The score of each source by its name, the share of responses that stopped by themselves, and tokens a response.
@@ -51,7 +51,7 @@ from plumbing.cli import Decay, NonNegativeFloat, NonNegativeInt, PositiveInt
 from plumbing.data import mixture
 from plumbing.data.rows import split_of
 from plumbing.models import loading
-from plumbing.rewards.answers import voted_answer
+from plumbing.rewards.answers import marked_number, stated_text
 from plumbing.rewards.sources import Rewards, check_reference, is_scored_by
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sample, Sampler
@@ -110,6 +110,17 @@ class Args(cli.OutputArgs, cli.PretrainedArgs, cli.PromptArgs, cli.ScoringArgs, 
             if not flags.get("eval_share"):
                 own["dataset"] = flags["eval_dataset"] or split_of(flags["dataset"])[0]
         return own
+
+
+def voted_answer(reward: str, response: str) -> str | None:
+    """Return the answer of a response as text, for a vote among responses; None without one.
+
+    For gsm8k it is the `marked_number`; else the `stated_text` without dollar signs, final full stop and case.
+    """
+    if reward == "gsm8k":
+        number = marked_number(response)
+        return None if number is None else str(number)
+    return " ".join(stated_text(response).replace("$", " ").split()).rstrip(". ").casefold() or None
 
 
 def vote(sample: Sample, rewards: Rewards) -> str | None:
@@ -173,7 +184,7 @@ def main(args: Args) -> None:
     with utils.loading(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
         folder.parent.mkdir(parents=True, exist_ok=True)
     n = args.samples if args.temperature else 1
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     split, held_out = ("train", True) if args.eval_share else ("test", None)
     parts = mixture.load_prompts(

@@ -7,7 +7,16 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing.run.log import plot_curves, read_log, run_names
+from plumbing.run.log import plot_curves, read_log
+
+
+def run_names(folders: list[str]) -> list[str]:
+    """Return the name of each run folder: the part of its path that the others do not share."""
+    if not folders:
+        raise ValueError("names no run folder")
+    paths = [os.path.abspath(folder) for folder in folders]
+    shared = os.path.commonpath(map(os.path.dirname, paths))
+    return [os.path.relpath(path, shared) for path in paths]
 
 
 def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "curves.png", metrics: tuple[str, ...] = ()):

@@ -16,8 +16,10 @@ import sys
 import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from plot import run_names
+
 import utils
-from plumbing.run.log import CURVES, read_args, read_log, replace_file, run_names, without_secrets
+from plumbing.run.log import CURVES, read_args, read_log, replace_file, without_secrets
 
 SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
 NAMES = {"seed", "run_name", "output_dir", "resume", "track", "push_to_hub"}  # flags that runs of a group differ by

@@ -28,11 +28,12 @@ from pydantic.dataclasses import dataclass
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from server_key import CheckKey, require_key
+
 import utils
 from plumbing import cli
 from plumbing.cli import Port, PositiveInt, RewardArgs, Seconds
 from plumbing.data import prompts
-from plumbing.http import CheckKey, require_key
 from plumbing.models import loading
 from plumbing.rewards import sources
 
@@ -103,7 +104,9 @@ class Scorer:
             if not prompts.is_filled(row["answer"]) and sources.needs_answer(self.args, row["sources"]):
                 total[i] = math.nan
         if not total.isfinite().all():
-            print(f"no score: {self.rewards.why_missing(components) or 'no reference answer'}", flush=True)
+            missing = [name for name, column in components.items() if column.isnan().any()]
+            why = "; ".join(map(self.rewards.why_missing, missing))
+            print(f"no score: {why or 'no reference answer'}", flush=True)
         return [score if math.isfinite(score) else None for score in total.tolist()]
 
     def row(self, batch: Batch, i: int) -> dict:

@@ -20,10 +20,11 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from server_key import require_key
+
 import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, Port
-from plumbing.http import require_key
 from plumbing.rollout import vllm_engine
 
 
@@ -57,7 +58,7 @@ def main(args: Args, others: list[str]) -> None:
         "generation-config": "vllm",  # the model's own defaults would change the distribution
         "logprobs-mode": "processed_logprobs",  # after the temperature
         "weight-transfer-config": '{"backend": "nccl"}',
-        "middleware": "plumbing.http.CheckKey",
+        "middleware": "server_key.CheckKey",
         "worker-extension-cls": vllm_engine.WATCH,
         "uvicorn-log-level": "warning",  # no line for each request
         "max-model-len": args.max_length,
@@ -65,7 +66,8 @@ def main(args: Args, others: list[str]) -> None:
     }
     words = [f"--{name}={value}" for name, value in options.items() if value]
     module = ["-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", "--language-model-only"]
-    path = os.pathsep.join(filter(None, [utils.ROOT, os.environ.get("PYTHONPATH")]))  # for plumbing/http.py
+    # For vllm_engine.WATCH and the middleware.
+    path = os.pathsep.join([utils.ROOT, f"{utils.ROOT}/scripts", os.environ.get("PYTHONPATH", "")])
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
     # Signals and the exit code are vLLM's from here on.
     os.execve(sys.executable, [sys.executable, *module, *words, *others], {**os.environ, **switches})

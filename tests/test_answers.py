@@ -4,15 +4,19 @@ tests/data/answers.jsonl has the cases. `gsm8k` is judged by the rule of the ori
 commas, "$" and a final full stop.
 """
 
+import importlib
 import json
 import logging
 import re
 import time
 from pathlib import Path
 
+import helpers  # noqa: F401
 import pytest
 
 from plumbing.rewards import answers, verifiers
+
+voted_answer = importlib.import_module("evaluate").voted_answer  # in scripts/, which helpers has put on the path
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,7 +91,7 @@ def test_each_verifier_reads_the_same_place(name, monkeypatch):
                 response = form.format(thought=thought.format(wrong=other), answer=answer, wrong=other)
                 assert check(response, reference) == score, response
                 if name in ("math", "gsm8k"):
-                    assert answers.voted_answer(name, response) == answer.removeprefix("#### ")
+                    assert voted_answer(name, response) == answer.removeprefix("#### ")
         for form in NO_ANSWERS:
             assert check(form.format(thought=thought.format(wrong=right)), reference) == 0, (form, thought)
 

@@ -11,7 +11,6 @@ import pytest
 
 from plumbing import cli
 from plumbing.data.rows import arithmetic_rows
-from plumbing.rewards import answers
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
 
@@ -42,7 +41,7 @@ def test_measures(case):
 def test_answers_that_vote():
     """Where the answer stands is in test_answers.py."""
     for reward, response, answer in CASES["votes"]:
-        assert answers.voted_answer(reward, response) == answer
+        assert evaluate.voted_answer(reward, response) == answer
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-import torch
 from helpers import ROOT
 from tiny_models import make_tokenizer
 
@@ -178,8 +177,7 @@ def test_scores_that_are_missing(serve):
     rewards = rewards_of(server.url)
     scores, failure = ask(server.url, 11, rewards=rewards)
     assert scores == pytest.approx([0, *[math.nan] * 8, 1, 4], nan_ok=True) and not failure
-    components = {server.url: torch.tensor(scores)}
-    assert rewards.why_missing(components) == f"{server.url}: it returned None, NaN, infinity or over 1e+18"
+    assert rewards.why_missing(server.url) == f"{server.url}: it returned None, NaN, infinity or over 1e+18"
 
 
 def test_a_trial_request(serve, capsys):

@@ -250,7 +250,7 @@ def test_metrics_of_rows_that_name_their_sources():
 def test_a_source_that_fails_on_all_of_its_rows():
     """The zeros of the rows that it does not score do not hide it."""
     args = types.SimpleNamespace(reward=("math", "code"), reward_weights=())
-    rewards = types.SimpleNamespace(why_missing=lambda components: f"{', '.join(components)} failed")
+    rewards = types.SimpleNamespace(why_missing=lambda name: f"{name} failed")
     rows = [row("1", ["math"]), row("1", ["code"])]
     failed = batch_of(rows, math=[1.0, 0.0], code=[0.0, math.nan])
     assert evaluation.unscored(failed, rewards, args) == "code failed"

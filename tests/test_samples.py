@@ -41,9 +41,7 @@ class Rollout:
 
 
 REWARDS = types.SimpleNamespace(
-    why_missing=lambda components: f"{', '.join(components)}: it returned None",
-    verifiers=("exact",),
-    sources=("exact",),
+    why_missing=lambda name: f"{name}: it returned None", verifiers=("exact",), sources=("exact",)
 )
 
 

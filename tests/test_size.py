@@ -72,7 +72,7 @@ def table() -> dict[str, tuple[int, int]]:
     everything = ("*.py", "plumbing/**/*.py", "scripts/**/*.py", "assets/**/*.py")
     rows = {
         "Python outside tests, tokens": (tokens(*everything), 82_000),
-        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 46_100),
+        "plumbing/, tokens": (tokens("plumbing/**/*.py"), 45_500),
         "plumbing/, files": (len(plumbing), 40),
         "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
         "tests/, tokens": (tokens("tests/**/*.py"), 128_000),

@@ -360,7 +360,7 @@ def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environm
 
 def test_python_tool():
     """A program that does not end is gone with its conversation."""
-    processes = ToolProcesses((f"{ROOT}/plumbing/turns/python_tool.py:python",), "", 60.0)
+    processes = ToolProcesses((f"{ROOT}/scripts/train/python_tool.py:python",), "", 60.0)
     programs = {
         "for i in range(2):\n    print(i)\nif __name__ == '__main__': print('{}')": "0\n1\n{}\n",
         "print(1)\n1 / 0": "1\nZeroDivisionError: division by zero\n",

@@ -326,7 +326,7 @@ def test_an_end_of_turn_that_the_template_alone_names(tokenizer_of, model_folder
     """As Qwen2.5-7B's; tokenizer and model name another token. It stops, and ends what is learned; tools work."""
     monkeypatch.setattr(loading, "load_tokenizer", lambda *_: tokenizer_of(QWEN25))
     args = types.SimpleNamespace(**ARGS, model=model_folder(), chat_template_kwargs="{}", stop_token="eos")
-    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args, world)
+    tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     assert capsys.readouterr().out == "stop tokens: ['<|im_end|>', '<eos>']; texts to learn end with the first\n"
     assert Turns(tokenizer, stop_ids, TOOLS, args).end == stop_ids[:1]
     assert prompts.encode_response("", "4", tokenizer, stop_ids) == [*tokenizer.encode("4"), stop_ids[0]]

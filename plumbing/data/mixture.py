@@ -45,7 +45,8 @@ def load_train_and_eval(
     if not kept:
         warn(f"{where}: every row is evaluated on, too, which shows how well the run fits them and nothing else")
     kept = leave_out(where, train, kept or train, "whose prompts are evaluated on")
-    check_responses_fit(args, held_out + kept * bool(getattr(args, "on_policy_share", 1)))
+    sampled_from = [*held_out, *kept] if getattr(args, "on_policy_share", 1) else held_out
+    check_responses_fit(args, sampled_from)
     return kept, held_out
 
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from plumbing.models.lora import add_lora
-from utils import World, fail, first_line, loading, warn
+from utils import fail, first_line, loading, say, warn
 
 
 class Precision(NamedTuple):
@@ -144,13 +144,12 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
     return sorted(ids, key=lambda token: (token != first, token))
 
 
-def load_tokenizer_and_stop_ids(args, world: World) -> tuple:
+def load_tokenizer_and_stop_ids(args) -> tuple:
     """Return the tokenizer of --model and the ids that end a response, which are printed; see the functions above."""
     tokenizer = load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, args.model, args.stop_token)
-    if world.main:
-        names = [tokenizer.decode([token]) for token in stop_ids]
-        print(f"stop tokens: {names}; texts to learn end with the first", flush=True)
+    names = [tokenizer.decode([token]) for token in stop_ids]
+    say(f"stop tokens: {names}; texts to learn end with the first")
     return tokenizer, stop_ids
 
 

@@ -86,14 +86,3 @@ def marked_number(response: str) -> Fraction | None:
     if not numbers and text != after_thought(response):  # it is in a tag
         numbers = [text]
     return plain_number(numbers[-1]) if numbers else None
-
-
-def voted_answer(reward: str, response: str) -> str | None:
-    """Return the answer of a response as text, for a vote among responses; None without one.
-
-    For gsm8k it is the `marked_number`; else the `stated_text` without dollar signs, final full stop and case.
-    """
-    if reward == "gsm8k":
-        number = marked_number(response)
-        return None if number is None else str(number)
-    return " ".join(stated_text(response).replace("$", " ").split()).rstrip(". ").casefold() or None

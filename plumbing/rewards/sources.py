@@ -145,8 +145,9 @@ class Rewards:
             if name in self.models:
                 source.read(two, texts, responses)  # its weights are not loaded yet
             elif kind_of(name) in ("function", "server"):
-                for result in source.score(two, texts, responses)[:1]:
-                    self.further += result.keys() - {name} if isinstance(result, dict) else []
+                results = source.score(two, texts, responses)
+                if results and isinstance(results[0], dict):
+                    self.further += [key for key in results[0] if key != name]
             if source.failure:
                 fail(f"--reward {name}: a trial call with two responses failed: {source.failure}")
 
@@ -175,10 +176,10 @@ class Rewards:
                 numbers = result if isinstance(result, dict) else {name: result}
                 for key in scores.keys() & numbers:
                     scores[key][i] = finite_or_nan(numbers[key])
-            reason = self.why_missing({name: torch.tensor(scores[name])})
-            if reason and name not in self.warned and not interrupted():
+            is_missing = any(map(math.isnan, scores[name]))
+            if is_missing and name not in self.warned and not interrupted():
                 self.warned.add(name)
-                warn(f"--reward {reason}; such responses have no score (this is said once)")
+                warn(f"--reward {self.why_missing(name)}; such responses have no score (this is said once)")
         return scores
 
     def score_samples(self, samples: list, interrupted: Callable[[], bool]) -> None:
@@ -199,11 +200,9 @@ class Rewards:
                 sequence = (is_scored_by(x.row, name), *x.row["query"], *x.response)
                 x.scores[name] = first.setdefault(sequence, x.scores[name])
 
-    def why_missing(self, components: dict[str, torch.Tensor]) -> str:
-        """Return the reasons for the scores that are missing in `components`, source by source."""
-        missing = [name for name, scores in components.items() if scores.isnan().any()]
-        no_score = f"it returned None, NaN, infinity or over {LARGEST:g}"
-        return "; ".join(f"{name}: {self.sources.get(name, Source).failure or no_score}" for name in missing)
+    def why_missing(self, name: str) -> str:
+        """Return a source and why scores of it are missing."""
+        return f"{name}: {self.sources[name].failure or f'it returned None, NaN, infinity or over {LARGEST:g}'}"
 
     def close(self) -> None:
         """Kill the worker processes."""
@@ -261,7 +260,8 @@ class VerifierSource(Source):
             alone = self.run([("", references[i]) for i in late], interrupted=interrupted)
             for i, (score, failure) in zip(late, alone):
                 results[i] = score, failure and f"the reference {references[i]!r:.60} alone: {failure}"
-        self.note(next((failure for _, failure in results if failure), ""), self.verifier.calls_a_job)
+        in_a_job = min(len(rows), self.verifier.calls_a_job)
+        self.note(next((failure for _, failure in results if failure), ""), in_a_job)
         return [score for score, _ in results]
 
 

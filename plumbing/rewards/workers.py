@@ -136,10 +136,8 @@ class Workers:
                 self.pools.append(pool)
                 return results
             except Exception as error:  # of pebble, which has several for a process that has died
-                failure, has_died = (
-                    f"{type(error).__name__}: {error}",
-                    not pool.active or isinstance(error, ProcessExpired),
-                )
+                failure = f"{type(error).__name__}: {error}"
+                has_died = not pool.active or isinstance(error, ProcessExpired)
                 end(pool)
                 if interrupted() or not has_died:
                     break

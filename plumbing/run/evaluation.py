@@ -34,7 +34,7 @@ def unscored(batch: Batch, rewards: Rewards, args) -> str:
     for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
         scored = scores[counted(batch, name)]
         if weight and len(scored) and scored.isnan().all():
-            return rewards.why_missing({name: scores})
+            return rewards.why_missing(name)
     return ""
 
 

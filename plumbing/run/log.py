@@ -251,15 +251,6 @@ def without_secrets(flags: dict) -> dict:
     return json.loads(re.sub(address, r"\1", json.dumps(flags)))
 
 
-def run_names(folders: list[str]) -> list[str]:
-    """Return the name of each run folder: the part of its path that the others do not share."""
-    if not folders:
-        raise ValueError("names no run folder")
-    paths = [os.path.abspath(folder) for folder in folders]
-    shared = os.path.commonpath(map(os.path.dirname, paths))
-    return [os.path.relpath(path, shared) for path in paths]
-
-
 def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...] = ()) -> None:
     """Draw curves into a picture, a color a run. Accuracies share the first panel, from 0 to 1.
 

@@ -8,6 +8,6 @@ cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen2.5-7B-Instruct --shard fsdp \
     --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 --eval_prompts 0 \
-    --reward math --tools plumbing/turns/python_tool.py:python --max_turns 6 --timeout 30 \
+    --reward math --tools scripts/train/python_tool.py:python --max_turns 6 --timeout 30 \
     --rollout_batch_size 128 --group_size 8 --mini_batch_size 256 --total_episodes 409600 \
     --max_prompt_length 1024 --max_response_length 4096 --rollout_backend vllm "$@"

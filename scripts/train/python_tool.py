@@ -1,4 +1,4 @@
-"""A tool that runs Python programs in the sandbox of the reward `code`: --tools plumbing/turns/python_tool.py:python"""
+"""A tool that runs Python programs in the sandbox of the reward `code`: --tools scripts/train/python_tool.py:python"""
 
 import multiprocessing
 import os
@@ -28,4 +28,4 @@ def python(code: str) -> str:
 
 if multiprocessing.parent_process() is None:  # once, in the fork server, rather than in each process of a conversation
     if sandbox.open_limits() and os.environ.get("RANK", "0") == "0":
-        print(f"warning: plumbing/turns/python_tool.py: {sandbox.open_limits()}", file=sys.stderr)
+        print(f"warning: scripts/train/python_tool.py: {sandbox.open_limits()}", file=sys.stderr)
