@@ -20,6 +20,7 @@ from tiny_models import CPU, make_tokenizer
 
 from plumbing.data.prompts import named_sources
 from plumbing.rewards.sources import Rewards, finite_or_nan, is_scored_by, needs_answer
+from plumbing.rewards.workers import Workers
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 
@@ -133,13 +134,26 @@ def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
 
     killer = threading.Thread(target=kill)
     killer.start()
-    while len(kills) < 10:
-        scores = score()
-        assert 0.0 not in scores and (1.0 in scores or rewards.sources["math"].failure)
-    ended.set()
-    killer.join()
+    try:
+        while len(kills) < 10:
+            scores = score()
+            assert 0.0 not in scores and (1.0 in scores or rewards.sources["math"].failure)
+    finally:
+        ended.set()
+        killer.join()
     assert score() == [1.0] * 100
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def test_a_job_whose_process_dies_is_done_once_more(tmp_path):
+    mark = str(tmp_path / "mark")
+    die = "__import__('os').kill(__import__('os').getpid(), 9)"
+    dies_once = f"__import__('os').path.exists({mark!r}) or (open({mark!r}, 'x'), {die})"
+    workers = Workers(1)
+    assert workers.run(eval, [(dies_once,)], 60.0) == [(True, "")]
+    ((result, failure),) = workers.run(eval, [(die,)], 60.0)
+    assert result is None and failure
+    workers.close()
 
 
 def test_a_worker_that_dies_between_calls_is_replaced(make):

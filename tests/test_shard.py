@@ -240,7 +240,9 @@ def test_the_scale_of_the_loss():
 # ---- --shard auto ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share, cache, on", [(0.59, 0.0, False), (0.61, 0.0, True), (0.5, 0.4, True)])
+@pytest.mark.parametrize(
+    "share, cache, on", [(0.59, 0.1, False), (0.61, 0.1, True), (0.5, 0.4, True), (0.5, 0.3, False)]
+)
 def test_auto_on_gpus(base, monkeypatch, capsys, share, cache, on):
     """Sharded if the models take over 60 % of a GPU's memory, or over 90 % with vLLM; the GPUs are made up."""
     args = grpo.Args(model=base["grpo"]["model"])
