@@ -10,6 +10,8 @@ differs is printed, as by --check. Names that a file lacks after that are found 
 """
 
 import ast
+import itertools
+import re
 import sys
 from pathlib import Path
 
@@ -29,40 +31,40 @@ MAY_DIFFER = (  # what has one name and may differ
 )
 
 
-def parts(source: str) -> dict[str, list[ast.AST]]:
-    """Return what a script may share, {name: nodes}: a function, a class, or a field of Args and its docstring."""
+def parts(source: str) -> dict[str, tuple[list[str], str]]:
+    """Return what a script may share, {name: (what has to be equal, its lines)}: functions, classes, fields of Args."""
     nodes = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            nodes[node.name] = [node]
-            for field, text in zip(node.body, node.body[1:]) if node.name == "Args" else ():
+            nodes[node.name] = [*node.decorator_list, node]
+            for field, text in itertools.pairwise(node.body) if node.name == "Args" else ():
                 if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
                     nodes[f"Args.{field.target.id}"] = [field, text]
-    return {name: value for name, value in nodes.items() if name not in MAY_DIFFER}
+    lines = source.splitlines(keepends=True)
+    return {
+        name: (
+            [ast.dump(getattr(node, "annotation", node)) for node in part],
+            "".join(lines[part[0].lineno - 1 : part[-1].end_lineno]),
+        )
+        for name, part in nodes.items()
+        if name not in MAY_DIFFER
+    }
 
 
 def differences(source: str, target: str) -> list[str]:
     """Return the names of the parts that two scripts have both, but not equal. Layout and comments do not count."""
     ours, theirs = parts(source), parts(target)
-    dump = lambda nodes: [ast.dump(getattr(node, "annotation", node)) for node in nodes]
-    return [name for name in theirs if name in ours and dump(theirs[name]) != dump(ours[name])]
-
-
-def lines_of(text: str, nodes: list[ast.AST]) -> str:
-    """Return the lines of a part, the decorators included."""
-    first = min(node.lineno for node in (nodes[0], *getattr(nodes[0], "decorator_list", [])))
-    return "".join(text.splitlines(keepends=True)[first - 1 : nodes[-1].end_lineno])
+    return [name for name in theirs if name in ours and theirs[name][0] != ours[name][0]]
 
 
 def copy(source: str, target: str, name: str) -> str:
     """Return the target with the named part of the source in place of its own. A field keeps its default."""
-    new, old = parts(source)[name], parts(target)[name]
-    text = lines_of(source, new)
+    (_, ours), (_, theirs) = parts(source)[name], parts(target)[name]
+    new = ours
     if name.startswith("Args."):
-        annotation = ast.get_source_segment(source, new[0].annotation)
-        default = ast.get_source_segment(target, old[0].value)
-        text = f"    {old[0].target.id}: {annotation} = {default}\n" + lines_of(source, new[1:])
-    return target.replace(lines_of(target, old), text)
+        default = r'(?s) = .*?(?=\n    """)'
+        new = ours.replace(re.search(default, ours)[0], re.search(default, theirs)[0], 1)
+    return target.replace(theirs, new)
 
 
 def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] = (), check: bool = False) -> int:
@@ -78,9 +80,10 @@ def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] 
     """
     code = 0
     for path in targets or [source.parent / name for name in SCRIPTS if name != source.name]:
-        names = [name for name in differences(source.read_text(), path.read_text()) if not only or name in only]
         copies = not check and (only or path.name in SCRIPTS)
-        for name in names:
+        for name in differences(source.read_text(), path.read_text()):
+            if only and name not in only:
+                continue
             print(f"{path.name}: {name} {'copied' if copies else 'differs'} from {source.name}")
             if copies:
                 path.write_text(copy(source.read_text(), path.read_text(), name))
