@@ -7,7 +7,7 @@ import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
-from plumbing.run.log import plot_curves, read_log
+from plumbing.run.log import CURVES, plot_curves, read_log
 
 
 def run_names(folders: list[str]) -> list[str]:
@@ -27,11 +27,16 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "curves.png"
         output: The picture to write: .png, .pdf or .svg.
         metrics: Names from metrics.jsonl to draw, accuracies in one panel; default: the main ones that the runs have.
     """
+    shown = {"step", *(metrics or CURVES)}
+    known, rows = set(), {}
     with utils.loading("RUNS"):
-        rows = dict(zip(run_names(runs), map(read_log, runs)))
-        if not all(rows.values()):
-            raise ValueError(f"{' '.join(runs)}: one has no metrics.jsonl with a whole line")
-    known = set().union(*sum(rows.values(), []))
+        for name, run in zip(run_names(runs), runs):
+            rows[name] = []
+            for row in read_log(run):
+                known |= row.keys()
+                rows[name].append({key: row[key] for key in row.keys() & shown})
+            if not rows[name]:
+                raise ValueError(f"{run} has no metrics.jsonl with a whole line")
     if unknown := {*metrics} - known:
         utils.fail(f"--metrics {' '.join(unknown)}: the runs have {', '.join(sorted(known))}")
     with utils.loading(f"--output {output}"):

@@ -6,13 +6,13 @@ The page requires no network: it is assets/report/page.html with its style sheet
 uPlot and the runs' data, from which the scripts draw everything.
 """
 
-import html
 import json
 import math
 import os
-import re
 import sys
+from collections import Counter
 
+import jinja2
 import tyro
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -45,35 +45,25 @@ def page(folders: list[str]) -> str:
     keys = [without_seed(run) for run in runs]
     for run, key in zip(runs, keys):
         run["group"] = list(dict.fromkeys(keys)).index(key)
-    texts = {
-        "title": html.escape(runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"),
-        # An HTML parser would read "</script>" in a sample as the end of the data.
-        "data": json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace("<", "\\u003c"),
-    }
-    read = lambda match: texts[match[1]] if match[1] in texts else read_part(match[1])
-    return re.sub(r"\{\{([\w./]+)\}\}", read, read_part("page.html"))
-
-
-def read_part(name: str) -> str:
-    """Return the text of a file of the page."""
-    with open(os.path.join(utils.ROOT, "assets", "report", name), encoding="utf-8") as file:
-        return file.read()
+    parts = jinja2.Environment(loader=jinja2.FileSystemLoader(f"{utils.ROOT}/assets/report"), autoescape=True)
+    title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
+    # An HTML parser would read "</script>" in a sample as the end of the data.
+    data = json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace("<", "\\u003c")
+    return parts.get_template("page.html").render(title=title, data=data)
 
 
 def read_run(folder: str, name: str, runs: int) -> dict:
     """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics alone will do."""
-    facts, rows = without_secrets(read_args(folder)), read_log(folder)
-    if not rows:
-        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
+    facts, (steps, metrics) = without_secrets(read_args(folder)), read_metrics(folder)
     samples, held_out = (
-        some_steps(read_log(folder, part), SAMPLE_BYTES // 2 // runs) for part in ("samples.jsonl", "held_out.jsonl")
+        read_samples(folder, part, SAMPLE_BYTES // 2 // runs) for part in ("samples.jsonl", "held_out.jsonl")
     )
     return {
         "name": name,
         **{key: facts.get(key) for key in ("script", "defaults", "versions", "git_commit", "ranks")},
         "args": facts.get("args", {}),
-        "steps": [row["step"] for row in rows],
-        "metrics": columns_of(rows),
+        "steps": steps,
+        "metrics": metrics,
         "samples": samples + [{**row, "held_out": True} for row in held_out],
         "finished": os.path.isdir(os.path.join(folder, "final")),
     }
@@ -85,18 +75,34 @@ def without_seed(run: dict) -> str:
     return json.dumps([run["script"], flags], sort_keys=True) if flags else run["name"]
 
 
-def columns_of(rows: list[dict]) -> dict[str, list]:
-    """Return the values of each metric, {name: [number, or None in rows without it]}, rounded to five digits."""
-    names = dict.fromkeys(key for row in rows for key in row if key not in ("step", "episode"))
-    rounded = lambda x: float(f"{x:.5g}") if isinstance(x, (int, float)) else None
-    return {name: [rounded(row.get(name)) for row in rows] for name in names}
+def read_metrics(folder: str) -> tuple[list[int], dict[str, list]]:
+    """Return the steps of a run and the values of its metrics in them, {name: [number rounded to five digits]}.
+
+    A metric is None in a step without it, and its list ends with the last step that has it.
+    """
+    steps, metrics = [], {}
+    for row in read_log(folder):
+        for name, x in row.items():
+            if isinstance(x, (int, float)) and name not in ("step", "episode"):
+                values = metrics.setdefault(name, [])
+                values += [None] * (len(steps) - len(values)) + [float(f"{x:.5g}")]
+        steps.append(row["step"])
+    if not steps:
+        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
+    return steps, metrics
 
 
-def some_steps(rows: list[dict], size: int) -> list[dict]:
-    """Return the rows of so many steps, evenly spread and the last one among them, as `size` bytes hold."""
-    every = math.ceil(sum(len(json.dumps(row)) for row in rows) / size)
-    kept = set(sorted({row["step"] for row in rows}, reverse=True)[:: max(1, every)])
-    return [row for row in rows if row["step"] in kept]
+def read_samples(folder: str, name: str, size: int) -> list[dict]:
+    """Return the rows of so many steps, evenly spread and the last one among them, as `size` bytes hold.
+
+    The log is read twice, line by line: of the steps that are left out, a number each is in memory.
+    """
+    sizes = Counter()
+    for row in read_log(folder, name):
+        sizes[row["step"]] += len(json.dumps(row))
+    every = math.ceil(sizes.total() / size) or 1
+    kept = sorted(sizes, reverse=True)[::every]
+    return [row for row in read_log(folder, name) if row["step"] in kept]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import html
 import json
 import shutil
+import tracemalloc
 
 import pytest
 import report
@@ -57,11 +58,22 @@ def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("size, steps", [(10**6, 12), (2000, 4), (1, 1)])
-def test_samples_are_left_out_by_whole_steps(size, steps):
+def test_samples_are_left_out_by_whole_steps(tmp_path, size, steps):
     """Evenly, and never the last step; a page of a long run stays small."""
     rows = [{"step": step, "prompt": "x" * 200, "response": str(i)} for step in range(1, 13) for i in range(2)]
-    kept = sorted({row["step"] for row in report.some_steps(rows, size)})
+    write_rows(tmp_path / "samples.jsonl", rows)
+    kept = sorted({row["step"] for row in report.read_samples(str(tmp_path), "samples.jsonl", size)})
     assert len(kept) == steps and kept[-1] == 12 and len({b - a for a, b in zip(kept, kept[1:])}) <= 1
+
+
+def test_samples_are_read_line_by_line(tmp_path):
+    """Of 5 MB, what the page shows is in memory."""
+    write_rows(tmp_path / "samples.jsonl", [{"step": step, "response": "x" * 5000} for step in range(1000)])
+    tracemalloc.start()
+    kept = report.read_samples(str(tmp_path), "samples.jsonl", 100_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(kept) == 20 and peak < 500_000
 
 
 def test_runs_that_differ_by_their_seed_share_a_group(three):
@@ -131,7 +143,7 @@ def test_clicks(chromium, three, width):
     assert page.locator("#argument-table td >> text=--learning_rate").bounding_box()["height"] < 40
     # Samples: search, kind, reason, run, order. What a model writes is text here.
     listed = lambda: page.locator("#sample-list li[data-id]").count()
-    assert listed() == 3 * (24 + 3)
+    assert listed() == 3 * (24 + 3) and inner("#sample-count") == "81 of 81 samples of 12 steps"
     page.fill("#filter-text", "ANSWER 4")
     assert listed() == 3 and inner("#sample mark") == "answer 4"
     page.fill("#filter-text", "")

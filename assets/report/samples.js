@@ -6,6 +6,7 @@ const SAMPLES = RUNS.flatMap((run, number) =>
   run.samples.map((row) => ({ ...row, run: number, response: row.response ?? row.chosen_text ?? "" })));
 SAMPLES.forEach((sample, i) => (sample.id = i));
 const SCORES = [...new Set(SAMPLES.flatMap((sample) => Object.keys(sample).filter((key) => !NOT_SCORES.has(key))))];
+const STEPS = new Set(SAMPLES.map((sample) => sample.step)).size; // of a long run, others are not in the page
 const ORDERS = {
   "newest step": (sample) => -sample.step,
   "oldest step": (sample) => sample.step,
@@ -51,7 +52,7 @@ function filtered() {
 
 function showList() {
   const samples = filtered();
-  $("sample-count").textContent = `${samples.length} of ${SAMPLES.length} samples`;
+  $("sample-count").textContent = `${samples.length} of ${SAMPLES.length} samples of ${STEPS} steps`;
   const items = samples.slice(0, LISTED).map((sample) => {
     const facts = [`step ${sample.step}`, format(scoreOf(sample)), sample.stop_reason, sample.length && `${sample.length} tokens`];
     const line = element("div", { class: "facts" }, dot(RUNS[sample.run].group), facts.filter(Boolean).join(" · "));

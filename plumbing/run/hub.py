@@ -37,7 +37,8 @@ def open_repository(name: str) -> str:
 def push(folder: str, repository: str, tracked: str | None) -> str:
     """Push a run's final model with its card, and return the address of both. For rank 0 alone."""
     facts = without_secrets(read_args(folder))
-    last, final = read_log(folder)[-1], os.path.join(folder, "final")
+    *_, last = read_log(folder)
+    final = os.path.join(folder, "final")
     args = facts["args"]
     card = ModelCard.from_template(
         ModelCardData(base_model=None if os.path.exists(args["model"]) else args["model"]), template_str=CARD,

@@ -11,6 +11,7 @@ import re
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
+from typing import Iterator
 
 import numpy as np
 from tqdm import tqdm
@@ -171,7 +172,7 @@ class RunLog:
         self.progress.close()
         print(message, flush=True)  # before the picture, as drawing it may be interrupted
         self.draw()
-        rows = read_log(self.folder)
+        rows = list(read_log(self.folder))
         for key, name in CURVES.items():
             values = [f"{row[key]:.3f} at step {row['step']}" for row in rows if row.get(key) is not None]
             if values and key.startswith("eval/"):
@@ -216,15 +217,18 @@ def append(path: str, rows: list[dict]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def read_log(folder: str, name: str = "metrics.jsonl") -> list[dict]:
-    """Return the rows of a log of a run, [] if there is none, without a last line that a kill cut short.
+def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
+    """Yield the rows of a log of a run, none if there is no log, without a last line that a kill cut short.
 
     Raises:
         ValueError: if another line cannot be read.
     """
     path = Path(folder, name)
-    lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
-    return [parse(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
+    if path.exists():
+        with open(path, encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.endswith("\n"):
+                    yield parse(line, f"{path} line {number}")
 
 
 def read_args(folder: str) -> dict:

@@ -49,7 +49,7 @@ def find_origin(args, script: str) -> Origin:
         fail(f"--run_name {name}: {folder} exists; continue it with --resume, or choose another name")
     with loading(f"--resume {folder}"):
         lock(folder)
-        facts, rows, saved = read_args(folder), read_log(folder), checkpoint_folders(folder)
+        facts, rows, saved = read_args(folder), list(read_log(folder)), checkpoint_folders(folder)
     steps = rows[-1]["step"] if rows else 0
     if not saved and (0 < args.save_every <= steps or os.path.exists(os.path.join(folder, "final"))):
         fail(f"--resume {folder}: has {steps} steps and no checkpoint to go on from; choose another --run_name")
