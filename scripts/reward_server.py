@@ -4,23 +4,23 @@
     curl http://127.0.0.1:8731 --json '{"src": ["6*7="], "tgt": ["42"], "response": ["It is 42."]}'
     python grpo.py --reward http://127.0.0.1:8731
 
-The score of a response is the weighted sum of the sources, null where one of them has none, which the server's output
-explains. PaddleNLP has neither "columns": {name: [...]}, what else a source reads from a row, nor "messages": [...],
-the prompts as lists of messages. A reward model reads these through its chat template, if it has one. A prompt that is
-there as text only is what the policy saw, its chat template included: who writes it can write the template's tokens,
-too. Each response gets one stop token. docs/data_and_rewards.md has the key, the statuses and GET /health.
+The score of a response is the weighted sum of the sources, null where one of them has none (the server's output says
+why, once a source) or reads a reference answer that is missing. PaddleNLP has neither "columns": {name: [...]}, what
+else a source reads from a row, nor "messages": [...], the prompts as lists of messages. A reward model reads these
+through its chat template, if it has one. A prompt that is there as text only is what the policy saw, its chat template
+included: who writes it can write the template's tokens, too. Each response gets one stop token.
+docs/data_and_rewards.md has the key, the statuses and GET /health.
 """
 
 import contextlib
 import math
+import operator
 import os
 import socket
 import sys
 import threading
-import time
 from typing import Literal
 
-import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, model_validator
@@ -38,7 +38,6 @@ from plumbing.models import loading
 from plumbing.rewards import sources
 
 AT_ONCE = 16  # requests that are scored at the same time
-MOST_IDLE = 256  # connections without a request
 
 
 @dataclass
@@ -64,7 +63,7 @@ class Args(RewardArgs):
 class Batch(BaseModel):
     """The body of a request."""
 
-    src: list[str | list[dict]]
+    src: list[str]
     tgt: list[str | bool | int | float | None]
     response: list[str]
     messages: list[list[dict] | None] | None = None
@@ -83,7 +82,7 @@ class Scorer:
     """The reward sources of the server. Several threads may use it, if none of them is a reward model."""
 
     def __init__(self, args: Args, world: utils.World):
-        self.args, self.tokenizer, self.weights = args, None, sources.reward_weights(args)
+        self.args, self.tokenizer = args, None
         for name in args.reward:
             sources.check_name(name)
             if sources.kind_of(name) == "model" and self.tokenizer is None:
@@ -91,53 +90,51 @@ class Scorer:
                 self.stop_ids = loading.stop_token_ids(self.tokenizer, name, args.stop_token)
         self.rewards = sources.Rewards(args, self.tokenizer)
         self.rewards.load_models(args, loading.precision(args.precision, world.device))
+        self.weights = sources.reward_weights(args)
         # Whether 1 or more is a right response, as by a single verifier of weight 1.
-        self.verifies = tuple(self.weights) == (1,) and self.rewards.verifiers == tuple(args.reward)
+        self.verifies = self.weights == (1,) and bool(self.rewards.verifiers)
 
     def score(self, batch: Batch) -> list[float | None]:
         """Return a score for each response, None where a source has none or its reference is missing."""
         rows = [self.row(batch, i) for i in range(len(batch.src))]
-        scores = self.rewards.score(rows, batch.response, [row["response"] for row in rows])
-        components = {name: torch.tensor(column, dtype=torch.float64) for name, column in scores.items()}
-        total = sum(weight * component for weight, component in zip(self.weights, components.values()))
-        for i, row in enumerate(rows):  # a response could equal a reference that is missing: "" or None
-            if not prompts.is_filled(row["answer"]) and sources.needs_answer(self.args, row["sources"]):
-                total[i] = math.nan
-        if not total.isfinite().all():
-            missing = [name for name, column in components.items() if column.isnan().any()]
-            why = "; ".join(map(self.rewards.why_missing, missing))
-            print(f"no score: {why or 'no reference answer'}", flush=True)
-        return [score if math.isfinite(score) else None for score in total.tolist()]
+        components = self.rewards.score(rows, batch.response, [row["response"] for row in rows])
+        scores = []
+        for row, numbers in zip(rows, zip(*components.values())):
+            total = sum(map(operator.mul, self.weights, numbers))
+            # A response could equal a reference that is missing: "" or None.
+            is_missing = not prompts.is_filled(row["answer"]) and sources.needs_answer(self.args, row["sources"])
+            scores.append(total if math.isfinite(total) and not is_missing else None)
+        return scores
 
     def row(self, batch: Batch, i: int) -> dict:
         """Return a sample as a row of a data set with its response; for a reward model, both as token ids, too."""
-        prompt, messages = batch.src[i], batch.messages and batch.messages[i]
-        messages = messages if isinstance(prompt, str) else prompt
+        at, query, response = f"entry {i} of", [], []
+        messages = batch.messages and batch.messages[i]
         columns = {name: column[i] for name, column in batch.columns.items()}
-        query, response, at = [], [], f"entry {i} of"
         if self.tokenizer is not None:
-            special = self.tokenizer.chat_template is None  # else the template writes the special tokens
-            if messages is None or special and isinstance(prompt, str):
-                query = prompts.encode_text(f"{at} src", prompt, self.tokenizer, special)
-            else:
+            if messages and self.tokenizer.chat_template:
                 _, query = prompts.encode_prompt(f"{at} messages", messages, self.tokenizer, "")
+            else:  # a template has written the special tokens
+                special = not self.tokenizer.chat_template
+                query = prompts.encode_text(f"{at} src", batch.src[i], self.tokenizer, special)
             response = prompts.encode_response(f"{at} response", batch.response[i], self.tokenizer, self.stop_ids)
         return {
-            "prompt": prompt, "query": query, "response": response, "messages": messages,
-            "answer": batch.tgt[i], "sources": prompts.named_sources(f"{at} columns", columns, self.args),
+            "prompt": batch.src[i],
+            "query": query,
+            "response": response,
+            "messages": messages,
+            "answer": batch.tgt[i],
+            "sources": prompts.named_sources(f"{at} columns", columns, self.args),
             "columns": columns,
-        }  # fmt: skip
+        }
 
 
 class Protocol(H11Protocol):
-    """A connection. Of too many that have sent no request, and have a descriptor each, the oldest is closed."""
+    """A connection. One that has sent nothing is closed after uvicorn's timeout_keep_alive, as one between requests."""
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self.begin = time.monotonic()
-        idle = [x for x in self.connections if x.cycle is None and not x.transport.is_closing()]
-        if len(idle) > MOST_IDLE:
-            min(idle, key=lambda x: x.begin).transport.close()
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
 
 def make_app(args: Args, scorer: Scorer) -> FastAPI:
