@@ -7,6 +7,7 @@ Runs that are compared take turns, each in a process of its own with one thread.
 of the median step, the first two left out.
 """
 
+import itertools
 import os
 import platform
 import sys
@@ -63,12 +64,12 @@ FLAGS = {  # of grpo.py: one pass for log-probs, two updates of one micro-batch,
     "rollout_backend": "hf",
 }
 METRICS = {
-    "step, s": "time/step",
-    "rollout, s": "time/rollout",
-    "log-probs, s": "time/logprobs",
-    "updates, s": "time/training",
-    "tokens/s": "perf/tokens_per_second",
-    "peak, GB": "perf/peak_memory_gb",
+    "time/step": "step, s",
+    "time/rollout": "rollout, s",
+    "time/logprobs": "log-probs, s",
+    "time/training": "updates, s",
+    "perf/tokens_per_second": "tokens/s",
+    "perf/peak_memory_gb": "peak, GB",
 }
 
 
@@ -86,16 +87,12 @@ def run_transformers(flags: dict) -> list[dict]:
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0)
     length = flags["max_response_length"]
     ids = torch.randint(2, model.config.vocab_size, (flags["mini_batch_size"], 8 + length), device=device)
-    stop = model.config.eos_token_id
-    sampling = transformers.GenerationConfig(
-        do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length, eos_token_id=stop, pad_token_id=stop
-    )
     clock = utils.Clock(utils.World(0, 1, device), 0.0, utils.parameter_count(model))
     steps = []
     for _ in range(flags["total_episodes"] // len(ids)):
         clock.start()
         clock.begin("rollout")
-        model.generate(ids[:, :8], generation_config=sampling)
+        model.generate(ids[:, :8], do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length)
         clock.begin("logprobs")
         with torch.no_grad():
             bare_logprobs(model, ids)
@@ -117,8 +114,7 @@ def measure(kind: str, flags: dict) -> pandas.Series:
         line = [f"--{flag}={value}" for flag, value in flags.items()]
         grpo.main(cli.parse(grpo.Args, [*line, "--no-non_stop_penalty", *further]))
         steps = read_log(os.path.join(flags["output_dir"], flags["run_name"]))
-    counted = pandas.DataFrame(steps)[WARM_UP:]
-    return pandas.Series({name: counted[metric].median() for name, metric in METRICS.items()})
+    return pandas.DataFrame(steps)[[*METRICS]][WARM_UP:].median().rename(METRICS)
 
 
 def random_model(shape: tuple, folder: str) -> str:
@@ -144,14 +140,10 @@ def compare(flags: dict, kinds: list[str], rounds: int) -> pandas.DataFrame:
         flags: of grpo.py, for all kinds; a round is its seed.
     """
     rows = {}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as process,
-    ):
-        for seed in range(1, rounds + 1):
-            for kind in kinds:
-                run = {**flags, "output_dir": folder, "run_name": f"{kind} {seed}", "seed": seed}
-                rows[kind, seed] = process.submit(measure, kind, run).result()
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as process:
+        for seed, kind in itertools.product(range(1, rounds + 1), kinds):
+            run = {**flags, "run_name": f"{kind} {seed}", "seed": seed}
+            rows[kind, seed] = process.submit(measure, kind, run).result()
     return pandas.DataFrame(rows).T
 
 
@@ -177,7 +169,8 @@ def main(
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     kinds = ["transformers", "grpo.py", *(f"grpo.py {flags}" for flags in variants)]
     with tempfile.TemporaryDirectory() as folder:
-        rows = compare({**FLAGS, "model": random_model(SHAPES[shape], folder)}, kinds, rounds)
+        flags = {**FLAGS, "model": random_model(SHAPES[shape], f"{folder}/model"), "output_dir": folder}
+        rows = compare(flags, kinds, rounds)
     device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
     text = f"# {shape} on {device}, torch {torch.__version__}, {rounds} rounds\n\n```\n{table(rows)}\n```\n"
     print(text)

@@ -32,7 +32,10 @@ MAY_DIFFER = (  # what has one name and may differ
 
 
 def parts(source: str) -> dict[str, tuple[list[str], str]]:
-    """Return what a script may share, {name: (what has to be equal, its lines)}: functions, classes, fields of Args."""
+    """Return what a script may share, {name: (what has to be equal, its lines)}: functions, classes, fields of Args.
+
+    Layout, comments and the default of a field need not be equal.
+    """
     nodes = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -51,20 +54,10 @@ def parts(source: str) -> dict[str, tuple[list[str], str]]:
     }
 
 
-def differences(source: str, target: str) -> list[str]:
-    """Return the names of the parts that two scripts have both, but not equal. Layout and comments do not count."""
-    ours, theirs = parts(source), parts(target)
-    return [name for name in theirs if name in ours and theirs[name][0] != ours[name][0]]
-
-
-def copy(source: str, target: str, name: str) -> str:
-    """Return the target with the named part of the source in place of its own. A field keeps its default."""
-    (_, ours), (_, theirs) = parts(source)[name], parts(target)[name]
-    new = ours
-    if name.startswith("Args."):
-        default = r'(?s) = .*?(?=\n    """)'
-        new = ours.replace(re.search(default, ours)[0], re.search(default, theirs)[0], 1)
-    return target.replace(theirs, new)
+def with_default(ours: str, theirs: str) -> str:
+    """Return the lines of a field with the default that stands in those of another one."""
+    default = r'(?s) = .*?(?=\n    """)'
+    return ours.replace(re.search(default, ours)[0], re.search(default, theirs)[0], 1)
 
 
 def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] = (), check: bool = False) -> int:
@@ -78,17 +71,18 @@ def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] 
     Returns:
         the exit code, 1 if something differs that was not copied.
     """
-    code = 0
+    code, shared = 0, parts(source.read_text())
     for path in targets or [source.parent / name for name in SCRIPTS if name != source.name]:
+        text = path.read_text()
         copies = not check and (only or path.name in SCRIPTS)
-        for name in differences(source.read_text(), path.read_text()):
-            if only and name not in only:
-                continue
-            print(f"{path.name}: {name} {'copied' if copies else 'differs'} from {source.name}")
-            if copies:
-                path.write_text(copy(source.read_text(), path.read_text(), name))
-            else:
-                code = 1
+        for name, (equal, theirs) in parts(text).items():
+            if name in shared and name in (only or shared) and shared[name][0] != equal:
+                print(f"{path.name}: {name} {'copied' if copies else 'differs'} from {source.name}")
+                ours = shared[name][1]
+                text = text.replace(theirs, with_default(ours, theirs) if name.startswith("Args.") else ours)
+                code |= not copies
+        if copies:
+            path.write_text(text)
     return code
 
 

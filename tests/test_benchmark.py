@@ -14,10 +14,10 @@ FLAGS = benchmark.FLAGS | {
 }  # fmt: skip
 
 
-def test_processes(monkeypatch):
+def test_processes(monkeypatch, tmp_path):
     """What kinds measure, each in a process of its own."""
     monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())  # one that has its imports
-    rows = benchmark.compare(FLAGS, ["transformers", "grpo.py --lora_rank 2"], 1)
+    rows = benchmark.compare(FLAGS | {"output_dir": str(tmp_path)}, ["transformers", "grpo.py --lora_rank 2"], 1)
     assert [kind for kind, _ in rows.index] == ["transformers", "grpo.py --lora_rank 2"]
     assert (rows > 0).all(axis=None)
 
