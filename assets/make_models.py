@@ -73,20 +73,16 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, both (N, L), padded on the right; labels of what the teacher wrote, <eos> included.
+    """Return token ids and labels, both (N, L), padded on the right; labels of what the teacher wrote.
 
     Args:
         demonstrations: texts in turns: what is given, what the teacher wrote, what is given after that, and so on.
     """
     rows = []
     for prompt, *texts in demonstrations:
-        response, mask = [], []
-        for index, text in enumerate(texts):
-            is_written = index % 2 == 0
-            tokens = tokenizer.encode(text) + [tokenizer.eos_token_id] * is_written
-            response += tokens
-            mask += [is_written] * len(tokens)
-        rows.append((tokenizer.encode(prompt), response, mask))
+        turns = [tokenizer.encode(text) for text in texts]
+        written = [turn % 2 == 0 for turn, tokens in enumerate(turns) for _ in tokens]
+        rows.append((tokenizer.encode(prompt), sum(turns, []), written))
     input_ids, written = collate(rows, "cpu")
     return input_ids, input_ids.masked_fill(~written, IGNORE)
 
@@ -109,21 +105,18 @@ def pretrain(demonstrations: list[list[str]]) -> tuple[Qwen2ForCausalLM, Qwen2To
     )
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     warmup = STEPS // 10
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, (STEPS - step) / (STEPS - warmup))
-    )
-    progress = tqdm(range(0, len(demonstrations), BATCH_SIZE), desc="pretraining")
-    for start in progress:
-        input_ids, labels = make_batch(demonstrations[start : start + BATCH_SIZE], tokenizer)
+    progress = tqdm(range(STEPS), desc="pretraining")
+    for step in progress:
+        input_ids, labels = make_batch(demonstrations[step * BATCH_SIZE :][:BATCH_SIZE], tokenizer)
         # no attention mask: the padding is on the right, where causal attention does not look
         loss = model(input_ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = 3e-3 * min((step + 1) / warmup, (STEPS - step) / (STEPS - warmup))
         optimizer.step()
         optimizer.zero_grad()
-        scheduler.step()
         progress.set_postfix(loss=f"{loss.item():.3f}")
     return model.eval(), tokenizer
 
@@ -143,7 +136,7 @@ def game_rows(split: str) -> list[dict]:
 
 
 def careless_game(row: dict, noise: float, numbers: random.Random) -> list[str]:
-    """Return a game of the teacher as texts in turns: the prompt, a guess, its answer, the next guess, and so on."""
+    """Return a game of the teacher as texts in turns: the prompt, a guess with its <eos>, its answer, and so on."""
     low, game, texts = int(row["prompt"].split("-")[0]), GuessTheNumber(), [row["prompt"]]
     game.reset(**row)
     guess = low + 15
@@ -151,7 +144,7 @@ def careless_game(row: dict, noise: float, numbers: random.Random) -> list[str]:
         if numbers.random() < noise:
             guess = numbers.randint(low, low + 30)
         answer, _, done = game.step(str(guess))
-        texts.append(str(guess))
+        texts.append(f"{guess}<eos>")
         if done:
             break
         texts.append(answer)
@@ -167,7 +160,7 @@ def main(name: tyro.conf.Positional[Literal["tiny", "guess"]]) -> None:
     folder, numbers, count = ASSETS / name, random.Random(SEED), STEPS * BATCH_SIZE
     if name == "tiny":
         prompts = [row["prompt"] for row in arithmetic_rows("train", count)]
-        demonstrations = [[prompt, worked_addition(prompt, NOISE[name], numbers)] for prompt in prompts]
+        demonstrations = [[prompt, worked_addition(prompt, NOISE[name], numbers) + "<eos>"] for prompt in prompts]
     else:
         rows = {split: game_rows(split) for split in ("train", "test")}
         demonstrations = [careless_game(row, NOISE[name], numbers) for row in numbers.choices(rows["train"], k=count)]
