@@ -10,19 +10,18 @@ of the median step, the first two left out.
 import itertools
 import os
 import platform
-import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import pandas
+import repository  # noqa: F401
 import torch
 import transformers
 import tyro
 from torch.nn.functional import cross_entropy
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
 from plumbing import cli

@@ -32,18 +32,17 @@ ranks nor --generation_batch_size change them.
 
 import json
 import os
-import sys
 import types
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pandas
+import repository  # noqa: F401
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from tqdm import tqdm
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import grpo
 import utils
 from plumbing import cli

@@ -1,11 +1,10 @@
 """The curves of several runs in one picture: python scripts/plot.py runs/a runs/b runs/c --output curves.png"""
 
 import os
-import sys
 
+import repository  # noqa: F401
 import tyro
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import utils
 from plumbing.run.log import CURVES, plot_curves, read_log
 

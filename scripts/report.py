@@ -9,13 +9,11 @@ uPlot and the runs' data, from which the scripts draw everything.
 import json
 import math
 import os
-import sys
 from collections import Counter
 
 import jinja2
+import repository  # noqa: F401
 import tyro
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from plot import run_names
 
 import utils

@@ -14,21 +14,17 @@ docs/data_and_rewards.md has the key, the statuses and GET /health.
 
 import contextlib
 import math
-import operator
-import os
 import socket
-import sys
 import threading
 from typing import Literal
 
+import repository  # noqa: F401
 import uvicorn
 from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, model_validator
 from pydantic.dataclasses import dataclass
-from uvicorn.protocols.http.h11_impl import H11Protocol
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from server_key import CheckKey, require_key
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import utils
 from plumbing import cli
@@ -100,7 +96,7 @@ class Scorer:
         components = self.rewards.score(rows, batch.response, [row["response"] for row in rows])
         scores = []
         for row, numbers in zip(rows, zip(*components.values())):
-            total = sum(map(operator.mul, self.weights, numbers))
+            total = sum(weight * number for weight, number in zip(self.weights, numbers))
             # A response could equal a reference that is missing: "" or None.
             is_missing = not prompts.is_filled(row["answer"]) and sources.needs_answer(self.args, row["sources"])
             scores.append(total if math.isfinite(total) and not is_missing else None)

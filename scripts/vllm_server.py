@@ -16,10 +16,9 @@ import os
 import sys
 from typing import Literal
 
+import repository  # noqa: F401
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from server_key import require_key
 
 import utils

@@ -207,7 +207,9 @@ def test_commands_have_what_they_import_on_their_path():
         text = path.read_text()
         first = re.search(r"^(import|from) (utils|plumbing|grpo)\b", text, re.M)
         if first and "__main__" in text:
-            assert 0 < text.find("\nsys.path.insert(0, ") < first.start(), path
+            assert 0 < re.search(r"^import repository\b|^sys.path.insert\(0, ", text, re.M).start() < first.start(), (
+                path
+            )
 
 
 def test_no_path_of_one_machine():
