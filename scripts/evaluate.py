@@ -20,9 +20,8 @@ deviation over prompts / sqrt(P) (arXiv:2411.00640, section 2.2):
 2. pass@k, for k = 1, 2, 4, ...: the probability that k of the n responses, drawn without replacement, include a correct
    one (arXiv:2107.03374, eq. 1). Prompts with fewer than k scores are left out.
 3. maj@n: whether the most frequent final answer of the n responses is correct (of equally frequent ones the first).
-   Answers are equal as text (`voted_answer`); the first with a score says whether they are
-   correct, and a prompt whose answer has none is left out. A response that was cut off does not vote. format, code and
-   ifeval have no answer to vote for.
+   Answers are equal as text (`voted_answer`); the first with a score says whether they are correct, and a prompt whose
+   answer has none is left out. A response that was cut off does not vote.
 4. The score of each source by its name, the share of responses that stopped by themselves, and tokens a response.
 
 With --tools or --environment a response is a conversation, as in training; the vote is on its last turn. The random
@@ -51,14 +50,13 @@ from plumbing.data import mixture
 from plumbing.data.rows import split_of
 from plumbing.models import loading
 from plumbing.rewards.answers import marked_number, stated_text
-from plumbing.rewards.sources import Rewards, check_reference, is_scored_by
+from plumbing.rewards.sources import Rewards, check_reference
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Sample, Sampler
+from plumbing.rollout.batch import Batch, Sampler
 from plumbing.run import evaluation, resume
 from plumbing.run.log import append, as_logged, read_args, replace_file
 from plumbing.run.ranks import Interrupt, record
 
-NO_ANSWERS = ("format", "code", "ifeval", "environment")  # sources whose responses have nothing to vote for
 PROMPTS_AT_ONCE = 256  # between two moves of the progress bar
 
 
@@ -111,36 +109,29 @@ class Args(cli.OutputArgs, cli.PretrainedArgs, cli.PromptArgs, cli.ScoringArgs, 
         return own
 
 
-def voted_answer(reward: str, response: str) -> str | None:
+def voted_answer(response: str) -> str | None:
     """Return the answer of a response as text, for a vote among responses; None without one.
 
-    For gsm8k it is the `marked_number`; else the `stated_text` without dollar signs, final full stop and case.
+    The number behind "####", if there is one, else the `stated_text` without dollar signs, final full stop and case.
     """
-    if reward == "gsm8k":
-        number = marked_number(response)
-        return None if number is None else str(number)
-    return " ".join(stated_text(response).replace("$", " ").split()).rstrip(". ").casefold() or None
-
-
-def vote(sample: Sample, rewards: Rewards) -> str | None:
-    """Return the final answer of a response; None if it was cut off, or there is no answer to vote for."""
-    verifier = next((name for name in rewards.verifiers if is_scored_by(sample.row, name)), "format")
-    if not sample.stopped or verifier.partition(":")[0] in NO_ANSWERS:
-        return None
-    turns = sample.conversation and sample.conversation.turns
-    return voted_answer(verifier, turns[-1]["content"] if turns else sample.text)
+    text = stated_text(response)
+    number = marked_number(text)
+    if number is not None:
+        return str(number)
+    return " ".join(text.replace("$", " ").split()).rstrip(". ").casefold() or None
 
 
 def sample_table(batch: Batch, rewards: Rewards, n: int) -> pandas.DataFrame:
     """Return a row for each of the n responses to each prompt."""
     table = pandas.DataFrame(evaluation.sample_rows(batch, len(batch.samples)))
+    last_turns = [x.row["turns"][-1]["content"] if x.conversation else x.text for x in batch.samples]
     return table.assign(
         index=table.index // n,
         dataset=[sample.row["dataset"] for sample in batch.samples],
         tokens=batch.response_mask.sum(1).tolist(),
         stopped=batch.stopped.tolist(),
         correct=evaluation.correct_responses(batch, rewards).tolist(),
-        extracted=[vote(sample, rewards) for sample in batch.samples],
+        extracted=[voted_answer(text) if stopped else None for text, stopped in zip(last_turns, batch.stopped)],
     )
 
 

@@ -91,7 +91,7 @@ def test_each_verifier_reads_the_same_place(name, monkeypatch):
                 response = form.format(thought=thought.format(wrong=other), answer=answer, wrong=other)
                 assert check(response, reference) == score, response
                 if name in ("math", "gsm8k"):
-                    assert voted_answer(name, response) == answer.removeprefix("#### ")
+                    assert voted_answer(response) == answer.removeprefix("#### ")
         for form in NO_ANSWERS:
             assert check(form.format(thought=thought.format(wrong=right)), reference) == 0, (form, thought)
 
