@@ -57,9 +57,9 @@ def read_run(folder: str, name: str, runs: int) -> dict:
         read_samples(folder, part, SAMPLE_BYTES // 2 // runs) for part in ("samples.jsonl", "held_out.jsonl")
     )
     return {
+        "args": {},
+        **facts,
         "name": name,
-        **{key: facts.get(key) for key in ("script", "defaults", "versions", "git_commit", "ranks")},
-        "args": facts.get("args", {}),
         "steps": steps,
         "metrics": metrics,
         "samples": samples + [{**row, "held_out": True} for row in held_out],
@@ -70,7 +70,7 @@ def read_run(folder: str, name: str, runs: int) -> dict:
 def without_seed(run: dict) -> str:
     """Return what the runs of a group share: script and flags, but for seed and names. A run without flags is alone."""
     flags = {name: x for name, x in run["args"].items() if name not in NAMES}
-    return json.dumps([run["script"], flags], sort_keys=True) if flags else run["name"]
+    return json.dumps([run.get("script"), flags], sort_keys=True) if flags else run["name"]
 
 
 def read_metrics(folder: str) -> tuple[list[int], dict[str, list]]:

@@ -49,7 +49,7 @@ def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "objective/scores": 0.5}\n{"step": 2, "x')
     report.main((str(tmp_path),), str(tmp_path / "a.html"))
     (run,) = data_of(tmp_path / "a.html")["runs"]
-    assert run["steps"] == [1] and run["metrics"] == {"objective/scores": [0.5]} and run["defaults"] is None
+    assert run["steps"] == [1] and run["metrics"] == {"objective/scores": [0.5]} and run["args"] == {}
     (tmp_path / "empty").mkdir()
     (tmp_path / "metrics.jsonl").write_text("null\n{\n")
     for runs, says in (((), ""), ((str(tmp_path / "empty"),), ""), ((str(tmp_path),), "metrics.jsonl line 1: ")):
