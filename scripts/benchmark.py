@@ -24,7 +24,6 @@ from torch.nn.functional import cross_entropy
 
 import grpo
 import utils
-from plumbing import cli
 from plumbing.run.log import read_log
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
@@ -48,7 +47,8 @@ WARM_UP = 2  # first steps of a run, which do not count
 FLAGS = {  # of grpo.py: one pass for log-probs, two updates of one micro-batch, nothing but the work of a step
     "dataset": "arithmetic",
     "system_prompt": "",
-    "reward": "gsm8k",
+    "reward": ("gsm8k",),
+    "non_stop_penalty": False,
     "group_size": 8,
     "rollout_batch_size": SEQUENCES // 8,
     "mini_batch_size": SEQUENCES,
@@ -110,8 +110,7 @@ def measure(kind: str, flags: dict) -> pandas.Series:
     if name == "transformers":
         steps = run_transformers(flags)
     else:
-        line = [f"--{flag}={value}" for flag, value in flags.items()]
-        grpo.main(cli.parse(grpo.Args, [*line, "--no-non_stop_penalty", *further]))
+        grpo.main(tyro.cli(grpo.Args, args=further, default=grpo.Args(**flags)))
         steps = read_log(os.path.join(flags["output_dir"], flags["run_name"]))
     return pandas.DataFrame(steps)[[*METRICS]][WARM_UP:].median().rename(METRICS)
 
