@@ -1,21 +1,19 @@
 """The key of the two HTTP servers, scripts/reward_server.py and scripts/vllm_server.py."""
 
-import ipaddress
 import os
 import secrets
-import socket
 
 from starlette.responses import JSONResponse
 
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 
 def require_key(host: str, variable: str) -> None:
-    """Raise ValueError if other machines can reach `host` and the environment variable has no key."""
-    found = socket.getaddrinfo(host, None)
-    is_local = all(ipaddress.ip_address(address[0]).is_loopback for *_, address in found)
-    if not (is_local or os.environ.get(variable)):
+    """Raise ValueError if `host` is not the machine's loopback and the environment variable has no key."""
+    if host not in LOOPBACK and not os.environ.get(variable):
         raise ValueError(
-            f"other machines can reach this address; set the variable {variable} to a key of your choice, for the "
-            "server and for the run"
+            f"other machines can reach addresses but {', '.join(LOOPBACK)}; set the variable {variable} to a key of "
+            "your choice, for the server and for the run"
         )
 
 
