@@ -38,8 +38,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent / "guess"))
-from game import GuessTheNumber
+from guess.game import GuessTheNumber
 
 from plumbing.data.rows import arithmetic_rows, worked_addition
 from plumbing.rollout.batch import collate

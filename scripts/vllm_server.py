@@ -69,7 +69,7 @@ def main(args: Args, others: list[str]) -> None:
     path = os.pathsep.join([utils.ROOT, f"{utils.ROOT}/scripts", os.environ.get("PYTHONPATH", "")])
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}
     # Signals and the exit code are vLLM's from here on.
-    os.execve(sys.executable, [sys.executable, *module, *words, *others], {**os.environ, **switches})
+    os.execve(sys.executable, [sys.executable, *module, *words, *others], os.environ | switches)
 
 
 if __name__ == "__main__":
