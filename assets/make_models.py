@@ -3,10 +3,12 @@
     python assets/make_models.py tiny
     python assets/make_models.py guess
 
-Both are Qwen2 models with 2 layers of width 64, pretrained from scratch by next-token prediction on the demonstrations
-of a careless teacher. A model learns both the method and the carelessness: greedy decoding is nearly always right, a
-sample at temperature 1 less than half of the time. That is a base for reinforcement learning: right answers are
-frequent enough to be reinforced, and there is much to gain. No pretraining problem is among the held-out ones.
+Both are Qwen2 models with the configuration and the tokenizer of assets/tiny, pretrained from scratch by next-token
+prediction on the demonstrations of a careless teacher: 2 layers of width 64, with 2 heads of 32 channels, which vLLM's
+attention on CPUs supports, and a token a byte, so that no text is unknown and decoding gives back what was encoded. A
+model learns both the method and the carelessness: greedy decoding is nearly always right, a sample at temperature 1
+less than half of the time. That is a base for reinforcement learning: right answers are frequent enough to be
+reinforced, and there is much to gain. No pretraining problem is among the held-out ones.
 
 1. tiny does 3-digit addition column by column (units, tens, hundreds, each with its carry). In a quarter of the columns
    the teacher writes a wrong digit.
@@ -33,7 +35,6 @@ from typing import Literal
 
 import torch
 import tyro
-from tokenizers.pre_tokenizers import ByteLevel
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 
@@ -45,30 +46,10 @@ from plumbing.rollout.batch import collate
 
 ASSETS = Path(__file__).resolve().parent
 IGNORE = -100  # transformers' label of the positions that carry no loss
-MAX_LENGTH = 512  # of a prompt and its response together
 STEPS = 1500  # updates
 BATCH_SIZE = 128  # demonstrations an update; each is used once
 SEED = 1  # of the weights and of the teacher's mistakes
 NOISE = {"tiny": 0.24, "guess": 0.35}  # probability that the teacher writes a wrong digit, or guesses blindly
-
-
-def make_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer of one token a byte: no text is unknown, and decoding gives back what was encoded.
-
-    AutoTokenizer opens every folder with a Qwen2 model as Qwen2Tokenizer, whatever tokenizer was saved there (its list
-    MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS). So this is one, with the 256 bytes as its vocabulary and no merges.
-    """
-    tokens = ["<pad>", "<eos>", "<unk>"] + sorted(ByteLevel.alphabet())
-    return Qwen2Tokenizer(
-        vocab={token: index for index, token in enumerate(tokens)},
-        merges=[],
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_LENGTH,
-    )
 
 
 def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,22 +67,10 @@ def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor
     return input_ids, input_ids.masked_fill(~written, IGNORE)
 
 
-def pretrain(demonstrations: list[list[str]]) -> tuple[Qwen2ForCausalLM, Qwen2Tokenizer]:
-    """Return a model that was trained from scratch on demonstrations, each used once, and its tokenizer."""
-    tokenizer = make_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,  # of 32 channels, which vLLM's attention on CPUs supports
-        num_key_value_heads=2,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+def pretrain(demonstrations: list[list[str]]) -> Qwen2ForCausalLM:
+    """Return a model that was trained from scratch on demonstrations, each used once."""
+    tokenizer = Qwen2Tokenizer.from_pretrained(ASSETS / "tiny")
+    config = Qwen2Config.from_pretrained(ASSETS / "tiny")
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
@@ -117,7 +86,7 @@ def pretrain(demonstrations: list[list[str]]) -> tuple[Qwen2ForCausalLM, Qwen2To
         optimizer.step()
         optimizer.zero_grad()
         progress.set_postfix(loss=f"{loss.item():.3f}")
-    return model.eval(), tokenizer
+    return model.eval()
 
 
 # ---- the game --------------------------------------------------------------------------------------------------------
@@ -169,9 +138,8 @@ def main(name: tyro.conf.Positional[Literal["tiny", "guess"]]) -> None:
     torch.set_num_threads(1)  # another number adds floats in another order, so it may give other weights
     torch.use_deterministic_algorithms(True)
     set_seed(SEED)
-    model, tokenizer = pretrain(demonstrations)
+    model = pretrain(demonstrations)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     print(f"wrote {folder}: {model.num_parameters():,} parameters")
 
 

@@ -39,8 +39,8 @@ import rich.table  # noqa: E402, F401
 import torch  # noqa: E402
 import transformers  # noqa: E402
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
-from make_models import make_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from tiny_models import make_tokenizer  # noqa: E402
 
 import plumbing.rollout.vllm_engine  # noqa: E402, F401
 import plumbing.turns.conversations  # noqa: E402, F401

@@ -22,7 +22,7 @@ import forked_python
 import helpers
 import pytest
 from helpers import ROOT, free_port, read_lines, scalar_folder, tiny_model, write_rows
-from make_models import make_tokenizer
+from tiny_models import make_tokenizer
 from transformers import AutoTokenizer
 
 from plumbing import cli
