@@ -20,6 +20,7 @@ import repository  # noqa: F401
 import torch
 import transformers
 import tyro
+import yaml
 from torch.nn.functional import cross_entropy
 
 import grpo
@@ -28,48 +29,11 @@ from plumbing.run.log import read_log
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
 GPU = torch.cuda.is_available()
-SIZES = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
-)
-SHAPES = {
-    "39m": (512, 8, 8, 2, 1536, 32_000),
-    "0.5b": (896, 24, 14, 2, 4864, 151_936),  # Qwen2.5-0.5B
-    "1.5b": (1536, 28, 12, 2, 8960, 151_936),  # Qwen2.5-1.5B
-}
-SEQUENCES = 16  # responses of a step
-LENGTH = 1024 if GPU else 128  # tokens of each
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())  # shapes of models, flags of grpo.py, metrics
+LENGTH = 1024 if GPU else 128  # tokens of a response
+FLAGS = TABLE["flags"] | {"min_response_length": LENGTH, "max_response_length": LENGTH}
+METRICS = TABLE["metrics"]
 WARM_UP = 2  # first steps of a run, which do not count
-FLAGS = {  # of grpo.py: one pass for log-probs, two updates of one micro-batch, nothing but the work of a step
-    "dataset": "arithmetic",
-    "system_prompt": "",
-    "reward": ("gsm8k",),
-    "non_stop_penalty": False,
-    "group_size": 8,
-    "rollout_batch_size": SEQUENCES // 8,
-    "mini_batch_size": SEQUENCES,
-    "num_epochs": 2,
-    "min_response_length": LENGTH,
-    "max_response_length": LENGTH,
-    "micro_batch_tokens": SEQUENCES * (LENGTH + 16),
-    "total_episodes": SEQUENCES * (WARM_UP + 3),
-    "kl_coef": 0,
-    "eval_every": 0,
-    "save_every": 0,
-    "rollout_backend": "hf",
-}
-METRICS = {
-    "time/step": "step, s",
-    "time/rollout": "rollout, s",
-    "time/logprobs": "log-probs, s",
-    "time/training": "updates, s",
-    "perf/tokens_per_second": "tokens/s",
-    "perf/peak_memory_gb": "peak, GB",
-}
 
 
 def bare_logprobs(model, ids: torch.Tensor) -> torch.Tensor:
@@ -115,17 +79,10 @@ def measure(kind: str, flags: dict) -> pandas.Series:
     return pandas.DataFrame(steps)[[*METRICS]][WARM_UP:].median().rename(METRICS)
 
 
-def random_model(shape: tuple, folder: str) -> str:
+def random_model(shape: str, folder: str) -> str:
     """Save a random Qwen2 with the tokenizer of assets/tiny; return the folder."""
-    config = transformers.Qwen2Config(
-        **dict(zip(SIZES, shape)),
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        tie_word_embeddings=True,
-    )
     torch.manual_seed(0)
+    config = transformers.Qwen2Config(**TABLE["shapes"][shape])
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
@@ -167,7 +124,7 @@ def main(
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     kinds = ["transformers", "grpo.py", *(f"grpo.py {flags}" for flags in variants)]
     with tempfile.TemporaryDirectory() as folder:
-        flags = {**FLAGS, "model": random_model(SHAPES[shape], f"{folder}/model"), "output_dir": folder}
+        flags = {**FLAGS, "model": random_model(shape, f"{folder}/model"), "output_dir": folder}
         rows = compare(flags, kinds, rounds)
     device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
     text = f"# {shape} on {device}, torch {torch.__version__}, {rounds} rounds\n\n```\n{table(rows)}\n```\n"
