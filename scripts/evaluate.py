@@ -9,7 +9,8 @@ A model that a run saved reads and writes what it was trained on: unless they ar
 (system prompt, template, stop token, lengths) are those of the run's args.json, and printed. --config RUN/args.json
 takes all flags that the run has in common with this command, also --tools and --environment, and measures as the run
 did: on the prompts of its --eval_dataset or --eval_share, --eval_prompts of them, --eval_samples responses each, so
-that avg@n is the eval/accuracy that it logged. Without --model it measures the model that the run began with.
+that avg@n is the eval/accuracy that it logged (of over 256 prompts, the later ones have other random numbers). Without
+--model it measures the model that the run began with.
 
 Write results.json and samples.jsonl (every response, as in a run's samples.jsonl) to OUTPUT_DIR/RUN_NAME. With n =
 --samples responses to each of P prompts, every number is a mean over prompts, and "se" its standard error, the standard
