@@ -574,11 +574,6 @@ def main(args: Args) -> None:
     aggregation, scale = args.loss_aggregation or variant.aggregation, args.advantage_scale or variant.scale
     clip_low = variant.clip_low if args.clip_low is None else args.clip_low
     clip_high = variant.clip_high if args.clip_high is None else args.clip_high
-    # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
-    # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
-    old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
-    if args.async_steps and args.rollout_correction == "none":
-        old_logprobs_from = "engine"
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
@@ -591,6 +586,13 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype, ROLLOUT_OUTPUTS)
+    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in bfloat16.
+    correction = args.rollout_correction or ("none" if engine is None or args.async_steps else "truncate")
+    # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
+    # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
+    old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
+    if args.async_steps and correction == "none":
+        old_logprobs_from = "engine"
     sampler = Sampler(
         generate=generate,
         model=policy.model,
@@ -672,7 +674,7 @@ def main(args: Args) -> None:
                     logprobs = out["logprobs"]
                     old_logprobs = logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
                     weights = correction_weights(
-                        old_logprobs, t["rollout_logprobs"], m, args.rollout_correction, args.rollout_correction_cap
+                        old_logprobs, t["rollout_logprobs"], m, correction, args.rollout_correction_cap
                     )
                     token_losses, clipped = policy_loss(
                         logprobs, old_logprobs, t["advantages"], m, variant.token_loss, clip_low, clip_high,

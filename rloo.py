@@ -594,11 +594,6 @@ def main(args: Args) -> None:
     updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
     aggregation = args.loss_aggregation or args.ratio
-    # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
-    # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
-    old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
-    if args.async_steps and args.rollout_correction == "none":
-        old_logprobs_from = "engine"
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
@@ -611,6 +606,13 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype, ROLLOUT_OUTPUTS)
+    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in bfloat16.
+    correction = args.rollout_correction or ("none" if engine is None or args.async_steps else "truncate")
+    # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
+    # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
+    old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
+    if args.async_steps and correction == "none":
+        old_logprobs_from = "engine"
     sampler = Sampler(
         generate=generate,
         model=policy.model,
@@ -691,7 +693,7 @@ def main(args: Args) -> None:
                     logprobs = out["logprobs"]
                     old_logprobs = logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
                     weights = correction_weights(
-                        old_logprobs, t["rollout_logprobs"], m, args.rollout_correction, args.rollout_correction_cap
+                        old_logprobs, t["rollout_logprobs"], m, correction, args.rollout_correction_cap
                     )
                     log_ratio = logprobs - old_logprobs
                     if args.ratio == "sequence":

@@ -390,9 +390,10 @@ class OptimizerArgs:
 
 @dataclass
 class PolicyArgs(OptimizerArgs):
-    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
+    rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
     """Weight the policy loss by rho = policy at the start of the step / policy that sampled: truncate rho of a token to
-    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or use the response's and drop it above cap."""
+    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or use the response's and drop it above cap.
+    Default: truncate where vLLM samples without --async_steps, else none."""
     rollout_correction_cap: PositiveFloat = 2.0
     """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
     kl_target: NonNegativeFloat = 0.0

@@ -164,8 +164,8 @@ def mismatch_metrics(total: dict[str, float], step: int, staleness: int) -> dict
     if difference > MOST_MISMATCH and staleness == 0:
         warn(
             f"step {step}: rollout and trainer differ by {difference:.3f} in a token's mean probability. --top_p, "
-            "--repetition_penalty and --min_response_length do that; else try --precision float32, --rollout_backend "
-            "hf to see which is wrong, or --rollout_correction truncate"
+            "--repetition_penalty and --min_response_length do that; else try --precision float32, or "
+            "--rollout_backend hf to see which is wrong"
         )
     return {
         "rollout/staleness": staleness,

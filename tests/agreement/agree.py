@@ -335,7 +335,7 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
             leaf, x["old_logprobs"], advantages, mask, variant.token_loss, low, high, args.dual_clip
         )
     weights = grpo.correction_weights(
-        x["old_logprobs"], x["rollout_logprobs"], mask, args.rollout_correction, args.rollout_correction_cap
+        x["old_logprobs"], x["rollout_logprobs"], mask, args.rollout_correction or "none", args.rollout_correction_cap
     )
 
     def reduce_loss(losses: Tensor) -> Tensor:
