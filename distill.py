@@ -394,7 +394,7 @@ def main(args: Args) -> None:
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = None
     if args.on_policy_share or eval_prompts:
-        engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype, ROLLOUT_OUTPUTS)
+        engine = engines.rollout_engine(args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS)
     sampler = Sampler(
         generate=generate,
         model=policy.model,

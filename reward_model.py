@@ -248,8 +248,6 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
     config, head = scorer.model.config, scorer.model.score.weight.data
     if args.lora_rank:
         lora.add_lora(scorer.model, args)
-    if args.gradient_checkpointing:
-        loading.checkpoint_blocks(f"--model {args.model}", scorer.model)
     # transformers' forward reads it, and would treat a stop token that is the pad token as padding.
     config.pad_token_id = None if tokenizer.pad_token_id in stop_ids else tokenizer.pad_token_id
     config.score_token = stop_ids[0]  # for those that read text: where scores are read

@@ -335,16 +335,17 @@ class Policy(nn.Module):
             statistics = functools.partial(loading.recomputed, statistics)
         parts = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
         chunks = [statistics(*part, entropy) for part in parts]
-        return {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        if entropy and not self.trains_entropy:
+            outputs["entropies"] = only_logged("entropies", outputs["entropies"])
+        return outputs
 
     def statistics(self, hidden: Tensor, labels: Tensor, entropy: bool) -> dict[str, Tensor]:
         """Return log-probability and entropy of each token of a chunk, from (chunk, H) and (chunk,); see `forward`."""
         logprobs = (self.logits(hidden) / self.temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        if entropy and self.trains_entropy:
-            outputs["entropies"] = entropy_from_logprobs(logprobs)
-        elif entropy:  # with a gradient, several tensors of the size of the logits would be kept for it
-            outputs["entropies"] = only_logged("entropies", entropy_from_logprobs(logprobs.detach()))
+        if entropy:  # with a gradient, several tensors of the size of the logits would be kept for it
+            outputs["entropies"] = entropy_from_logprobs(logprobs if self.trains_entropy else logprobs.detach())
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -605,7 +606,7 @@ def main(args: Args) -> None:
     rewards.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
-    engine = engines.rollout_engine(args, policy.model, rollout_world, precision.compute_dtype, ROLLOUT_OUTPUTS)
+    engine = engines.rollout_engine(args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS)
     # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in bfloat16.
     correction = args.rollout_correction or ("none" if engine is None or args.async_steps else "truncate")
     # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an

@@ -196,6 +196,9 @@ class ModelArgs(PretrainedArgs):
     that caps the scores of attention (Gemma 2), which sdpa would leave out."""
     gradient_checkpointing: bool = True
     """Recompute activations and logits in the backward pass: much less memory, about a third more time."""
+    compile: bool = False
+    """Compile decoder blocks and log-probabilities by torch.compile: faster, in less memory; the first step takes a
+    minute or more. The decode loop and reward models stay as they are."""
     micro_batch_tokens: PositiveInt = 16_384
     """Tokens, padding included, of a forward pass on one device. Memory and speed; results change by rounding only."""
     lora_rank: NonNegativeInt = 0
@@ -309,6 +312,9 @@ class RolloutArgs(SamplingArgs):
     RULES = {
         "--rollout_backend server and --rollout_servers require each other": lambda a: (
             (a.rollout_backend == "server") == bool(a.rollout_servers)
+        ),
+        "--compile requires --async_steps 0 or --rollout_backend server: torch compiles in one thread only": lambda a: (
+            not (a.compile and a.async_steps) or a.rollout_backend == "server"
         ),
         "--vllm_tensor_parallel requires --rollout_backend vllm": lambda a: (
             a.vllm_tensor_parallel == 1 or a.rollout_backend == "vllm"

@@ -1,7 +1,7 @@
 """Measure a step of grpo.py beside transformers and AdamW alone, on random weights. The first thing to run on a GPU:
 
     python scripts/benchmark.py --output results/training.md
-    python scripts/benchmark.py --shape 1.5b --variants "--precision pure_bf16" "--gradient_checkpointing"
+    python scripts/benchmark.py --shape 1.5b --variants "precision pure_bf16" "compile --attention sdpa"
 
 Runs that are compared take turns, each in a process of its own with one thread. Numbers are medians over the processes
 of the median step, the first two left out.
@@ -69,14 +69,18 @@ def run_transformers(flags: dict) -> list[dict]:
 
 
 def measure(kind: str, flags: dict) -> pandas.Series:
-    """Return the medians of METRICS over the steps that count, of "transformers" or of "grpo.py" with further flags."""
+    """Return the medians of METRICS over the steps that count, of "transformers" or of "grpo.py" with further flags.
+
+    Besides, the seconds of the first step, which has what --compile costs.
+    """
     name, *further = kind.split()
     if name == "transformers":
         steps = run_transformers(flags)
     else:
         grpo.main(tyro.cli(grpo.Args, args=further, default=grpo.Args(**flags)))
         steps = read_log(os.path.join(flags["output_dir"], flags["run_name"]))
-    return pandas.DataFrame(steps)[[*METRICS]][WARM_UP:].median().rename(METRICS)
+    frame = pandas.DataFrame(steps)[[*METRICS]].rename(columns=METRICS)
+    return pandas.concat([frame[WARM_UP:].median(), pandas.Series({"first step, s": frame["step, s"][0]})])
 
 
 def random_model(shape: str, folder: str) -> str:
@@ -116,13 +120,13 @@ def main(
     """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights, beside transformers alone.
 
     Args:
-        shape: of the model: 39m, 0.5b or 1.5b.
+        shape: of the model: 10m, 39m, 0.5b or 1.5b.
         rounds: processes of each kind, in turns.
-        variants: flags of grpo.py to time, too, such as "--attention sdpa".
+        variants: flags of grpo.py to time, too, without the first two dashes, such as "attention sdpa".
         output: Markdown file to write.
     """
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    kinds = ["transformers", "grpo.py", *(f"grpo.py {flags}" for flags in variants)]
+    kinds = ["transformers", "grpo.py", *(f"grpo.py --{flags}" for flags in variants)]
     with tempfile.TemporaryDirectory() as folder:
         flags = {**FLAGS, "model": random_model(shape, f"{folder}/model"), "output_dir": folder}
         rows = compare(flags, kinds, rounds)

@@ -194,7 +194,7 @@ def main(args: Args) -> None:
     else:
         engine = None
         model = loading.load_model("--model", args.model, precision.param_dtype, world.device).requires_grad_(False)
-        loading.check_decodes(f"--model {args.model}", model, precision.compute_dtype, "--backend vllm")
+        loading.check_decodes(f"--model {args.model}", model, precision, "--backend vllm")
     rewards.load_models(args, precision)
     sampler = Sampler(
         generate=grpo.generate,

@@ -11,6 +11,7 @@ from helpers import metrics_of, run_here, steps_of
 
 import grpo
 import utils
+from plumbing.models import loading
 from plumbing.rollout import engines, vllm_engine
 
 
@@ -48,6 +49,8 @@ def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsy
     straight, stopped = {**values, "run_name": "straight"}, {**values, "run_name": "stopped"}
     use(StandIn())
     run_here(straight)
+    weights = {row.get("rollout/correction_mean", 1) for row in metrics_of(straight)}
+    assert (weights == {1}) == async_steps  # by default, only synchronous rollouts of an engine are corrected
     use(StandIn(fails_at=call))
     capsys.readouterr()
     line = helpers.refused(capsys, run_here, stopped)
@@ -115,7 +118,7 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
     monkeypatch.setattr(engines, "check_decodes", lambda *_: None)
     outputs, world = changes.get("outputs", ()), utils.World(0, 1, torch.device("cpu"))
     args = grpo.Args(**{name: value for name, value in changes.items() if name != "outputs"})
-    choose = lambda: engines.rollout_engine(args, None, world, None, outputs)
+    choose = lambda: engines.rollout_engine(args, None, world, loading.precision("float32", world.device), outputs)
     if expected in ("vllm", "hf"):
         assert (choose() is not None) == (expected == "vllm")
         printed = {"vllm": "rollout: the engine\n", "hf": "rollout: transformers\n"}[expected]

@@ -117,7 +117,7 @@ def test_causal_attention_without_a_mask(load, monkeypatch, family, groups):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     model = load(family, num_key_value_heads=2 // groups)
     ids, mask = collate([([3, 4, 5], [6, 7]), ([8], [9, 10, 11])], CPU)
-    loading.checkpoint_blocks("--model here", model)
+    loading.checkpoint_blocks(model)
     calls.clear()
     loading.last_hidden_states(model, ids, mask).sum().backward()
     assert set(calls) == {(None, 0.0, True, groups, groups > 1)} and len(calls) == 4  # keys are not repeated

@@ -99,8 +99,7 @@ def load_tokenizer(name: str, chat_template: str = "", template_kwargs: str = "{
     template = "" if chat_template == "none" else str(tokenizer.chat_template)
     if unread := [key for key in values if not re.search(rf"\b{re.escape(key)}\b", template)]:
         fail(f"--chat_template_kwargs {template_kwargs}: the chat template of --model does not read {unread[0]}")
-    if values:
-        tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
     if tokenizer.pad_token_id is None:  # any token will do: masks are made from lengths
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
@@ -148,8 +147,7 @@ def load_tokenizer_and_stop_ids(args) -> tuple:
     """Return the tokenizer of --model and the ids that end a response, which are printed; see the functions above."""
     tokenizer = load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, args.model, args.stop_token)
-    names = [tokenizer.decode([token]) for token in stop_ids]
-    say(f"stop tokens: {names}; texts to learn end with the first")
+    say(f"stop tokens: {[tokenizer.decode([token]) for token in stop_ids]}; texts to learn end with the first")
     return tokenizer, stop_ids
 
 
@@ -357,31 +355,37 @@ def adjusted_logits(logits: torch.Tensor, config) -> torch.Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
+@torch.compiler.set_stance("force_eager")  # as the decode loop
 @torch.no_grad()
-def check_decodes(flag: str, model: torch.nn.Module, compute_dtype: torch.dtype | None, instead: str) -> None:
+def check_decodes(flag: str, model: torch.nn.Module, precision: Precision, instead: str) -> None:
     """Exit with code 2 if left padding or a cache that drops finished rows changes what a model predicts.
 
     Args:
         flag: the flag that names the model, with its value. instead: the flag for another way to sample.
-        compute_dtype: of matrix products; None: that of the weights.
     """
     device = getattr(model, "compute_device", model.device)
     ids = torch.arange(12, device=device).view(2, 6) % model.config.get_text_config().vocab_size
     mask = torch.ones_like(ids)
     mask[1, :3] = 0  # two prompts of 5 and 2 tokens; then the first one ends
     positions = (mask.cumsum(1) - 1).clamp(0)
-    autocast = torch.autocast(device.type, compute_dtype or torch.bfloat16, enabled=compute_dtype is not None)
     reason = f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
-    with loading(reason), autocast:
-        prompts = dict(input_ids=ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5])
-        cache = model(**prompts, use_cache=True).past_key_values
+    with loading(reason), precision.autocast():
+        cache = model(
+            input_ids=ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5], use_cache=True
+        ).past_key_values
         cache.reorder_cache(torch.tensor([1], device=device))
-        token = dict(input_ids=ids[1:, 5:], attention_mask=mask[1:], position_ids=positions[1:, 5:])
-        logits = model(**token, past_key_values=cache, use_cache=True).logits[0, -1].float()
+        outputs = model(
+            input_ids=ids[1:, 5:],
+            attention_mask=mask[1:],
+            position_ids=positions[1:, 5:],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = outputs.logits[0, -1].float()
         expected = model(input_ids=ids[1:, 3:], use_cache=False).logits[0, -1].float()
     finite = expected.isfinite()  # -inf masks a token
     difference = ((logits - expected)[finite].norm() / expected[finite].norm()).item()
-    if not difference < torch.finfo(compute_dtype or model.dtype).eps ** 0.5:
+    if not difference < torch.finfo(precision.compute_dtype or model.dtype).eps ** 0.5:
         fail(f"{reason}: its logits differ by {difference:.0e} of their size there")
 
 
@@ -395,15 +399,20 @@ def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, position
     return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[positions]
 
 
-def checkpoint_blocks(flag: str, model: torch.nn.Module) -> None:
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the decoder blocks of a model; transformers marks them as those that can be recomputed."""
+    return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+
+
+def checkpoint_blocks(model: torch.nn.Module) -> None:
     """Recompute the blocks of a model in the backward pass, as --gradient_checkpointing asks for.
 
     transformers does so in training mode only, in which some families compute something else: phi-3.5-moe draws its
     experts at random. Here no model is ever in that mode. Exit with code 2 if a model has no such blocks.
     """
-    blocks = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    blocks = blocks_of(model)
     if not blocks:
-        fail(f"{flag}: {type(model).__name__} does not support gradient checkpointing; use --no-gradient_checkpointing")
+        fail(f"--gradient_checkpointing: {type(model).__name__} does not support it; use --no-gradient_checkpointing")
     for block in blocks:
         block.forward = functools.partial(recomputed, block.forward)
 
@@ -427,8 +436,6 @@ def load_policy(args, make_policy: Callable, checkpoint: str | None, precision: 
     model = load_model("--model", name, precision.base_dtype(args), sharding.load_device)
     if args.lora_rank:
         add_lora(model, args)
-    if args.gradient_checkpointing:
-        checkpoint_blocks(f"--model {args.model}", model)
     policy = make_policy(model)
     check_head(f"--model {args.model}", model, policy.logits)
     return policy, sharding.wrap(policy)

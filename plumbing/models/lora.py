@@ -44,14 +44,14 @@ def add_lora(model: torch.nn.Module, args) -> None:
 @contextlib.contextmanager
 def without_lora(model: torch.nn.Module):
     """Compute without a model's adapter in this context; a model that has none computes as always."""
-    adapted = bool(getattr(model, "peft_config", None))
-    if adapted:
-        model.disable_adapters()
+    if not getattr(model, "peft_config", None):
+        yield
+        return
+    model.disable_adapters()
     try:
         yield
     finally:
-        if adapted:
-            model.enable_adapters()
+        model.enable_adapters()
 
 
 def base_weights(model: torch.nn.Module) -> list[tuple]:
@@ -60,13 +60,12 @@ def base_weights(model: torch.nn.Module) -> list[tuple]:
     Returns:
         (name, tensor, LoRA layer of the tensor or None), to be passed to `merged`. Tied weights are there twice.
     """
-    if not getattr(model, "peft_config", None):
-        return [(name, tensor, None) for name, tensor in model.state_dict().items()]
-    from peft.tuners.lora import LoraLayer
-
-    layers = {f"{name}.base_layer.weight": x for name, x in model.named_modules() if isinstance(x, LoraLayer)}
-    weights = ((name, tensor) for name, tensor in model.state_dict().items() if ".lora_" not in name)
-    return [(name.replace(".base_layer.", "."), tensor, layers.get(name)) for name, tensor in weights]
+    layers = {f"{name}.base_layer.weight": x for name, x in model.named_modules() if hasattr(x, "lora_A")}
+    return [
+        (name.replace(".base_layer.", "."), tensor, layers.get(name))
+        for name, tensor in model.state_dict().items()
+        if ".lora_" not in name
+    ]
 
 
 @torch.no_grad()

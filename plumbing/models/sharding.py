@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
-from plumbing.models.loading import Precision, caps_scores, load_model
+from plumbing.models.loading import Precision, blocks_of, caps_scores, checkpoint_blocks, load_model
 from utils import World, fail, full_tensor, loading, parameter_count
 
 
@@ -36,12 +36,13 @@ class Sharding:
     WITH_ENGINE_SHARE = 0.9
 
     def __init__(self, args, world: World, precision: Precision, reward_models: Iterable[str] = ()):
-        self.world, self.autocast, self.attention = world, precision.autocast, args.attention
-        self.compute_dtype, self.reduce_dtype = precision.compute_dtype, precision.loss_dtype
-        gpu, offload = world.device.type == "cuda", args.shard == "fsdp_offload"
-        self.offload = CPUOffloadPolicy(pin_memory=gpu) if offload else OffloadPolicy()
+        self.args, self.world, self.precision = args, world, precision
+        if args.compile:
+            with loading("--compile"):  # a small function, which says if there is no compiler
+                torch.compile(torch.sin)(torch.zeros(2, device=world.device))
+        memory, offload = gpu_bytes(world.device), args.shard == "fsdp_offload"
+        self.offload = CPUOffloadPolicy(pin_memory=memory > 0) if offload else OffloadPolicy()
         self.on, reason = args.shard.startswith("fsdp"), ", offloaded to the CPU" if offload else ""
-        memory = gpu_bytes(world.device)
         if args.shard == "auto" and memory and world.size > 1:
             models, engine = unsharded_bytes(args, precision, reward_models, memory)
             too_large = models > self.MODELS_SHARE * memory or models + engine > self.WITH_ENGINE_SHARE * memory
@@ -52,7 +53,7 @@ class Sharding:
             )
         if self.on:
             if not dist.is_initialized():  # one process, without torchrun
-                backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+                backend = "cpu:gloo,cuda:nccl" if memory else "gloo"
                 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             self.mesh = dist.init_device_mesh(world.device.type, (world.size,))
         self.shards_reward_models = self.on and not getattr(args, "async_steps", 0)
@@ -66,9 +67,7 @@ class Sharding:
         Only rank 0 reads the files of a model that is to be sharded, to the CPU: a GPU may not have the memory for all
         of it, nor a machine that for a copy a rank.
         """
-        if self.on:
-            return torch.device("cpu" if self.world.main else "meta")
-        return self.world.device
+        return torch.device("cpu" if self.world.main else "meta") if self.on else self.world.device
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return a module as it is trained: itself in one process or sharded, else in DDP. See `shard`."""
@@ -80,7 +79,9 @@ class Sharding:
         )
 
     def shard(self, module: torch.nn.Module, reward_model: bool = False) -> torch.nn.Module:
-        """Set a module's attention and, with --shard fsdp, shard it in place.
+        """Set a module's attention, shard it with --shard fsdp, checkpoint its blocks, and compile it: all in place.
+
+        Reward models keep no activations, and with --async_steps score in another thread, which must not compile.
 
         Args:
             module: called as module(input_ids, mask), its forward holds every use of its weights. Each forward pass is
@@ -88,14 +89,17 @@ class Sharding:
             reward_model: whether it is one, see `shards_reward_models`.
         """
         model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
-        if self.attention != "auto":
-            set_attention(model, self.attention)
+        if self.args.attention != "auto":
+            set_attention(model, self.args.attention)
         if self.shards_reward_models if reward_model else self.on:
             self._fully_shard(module, model)
+        if self.args.gradient_checkpointing and not reward_model:
+            checkpoint_blocks(model)
+        if self.args.compile and not reward_model:
+            compile_parts(module)
         return module
 
     def _fully_shard(self, module: torch.nn.Module, model: transformers.PreTrainedModel) -> None:
-        blocks = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
         state = module.state_dict() if self.world.main else {}
         tensors = [*module.parameters(), *module.buffers()]
         dtypes = [tensor.dtype for tensor in tensors]
@@ -103,11 +107,13 @@ class Sharding:
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             tensor.data = tensor.data.to(dtype)
         settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
-        policy = functools.partial(MixedPrecisionPolicy, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
+        policy = functools.partial(
+            MixedPrecisionPolicy, reduce_dtype=self.precision.loss_dtype, cast_forward_inputs=False
+        )
         # On CPUs, unlike GPUs, autocast does not cast a LayerNorm's weights to the format of its inputs, float32.
         has_layer_norm = any(isinstance(part, torch.nn.LayerNorm) for part in model.modules())
-        block_dtype = None if has_layer_norm and self.world.device.type == "cpu" else self.compute_dtype
-        for block in blocks:
+        block_dtype = None if has_layer_norm and self.world.device.type == "cpu" else self.precision.compute_dtype
+        for block in blocks_of(model):
             fully_shard(block, mp_policy=policy(block_dtype), **settings)
         # Scores and logits require more bits than half precision has; their backward pass follows the forward pass.
         fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
@@ -116,7 +122,7 @@ class Sharding:
         model.fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]  # the root comes first
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), self.precision.autocast():
             module(ids, ids > 0)  # the first forward pass makes this module FSDP's root; generation calls `model`
 
     def _load_shards(self, module: torch.nn.Module, model, state: dict) -> None:
@@ -165,13 +171,27 @@ def unsharded_bytes(args, precision: Precision, reward_models: Iterable[str], gp
     return models, count(args.model) * frozen_itemsize / args.vllm_tensor_parallel + cache
 
 
+def compile_parts(module: torch.nn.Module) -> None:
+    """Compile, in place, a module's decoder blocks, which share their graphs, and a policy's `statistics`.
+
+    A block's `forward` is compiled: the hooks of FSDP and DDP stay outside, gradient checkpointing is inside, and
+    parameters keep their names. There is a graph with and one without gradient, each again for a batch of one row.
+    """
+    torch._dynamo.config.optimize_ddp = False  # it would split a block's graph, and takes no checkpointing in it
+    compiled = functools.partial(torch.compile, dynamic=True, recompile_limit=64)  # blocks of all models share a limit
+    for block in blocks_of(module):
+        block.forward = compiled(block.forward)
+    if hasattr(module, "statistics"):
+        module.statistics = compiled(module.statistics)
+
+
 def set_attention(model: transformers.PreTrainedModel, name: str) -> None:
     """Make a model compute its attention by --attention `name`, or exit with code 2 if it cannot."""
     with loading(f"--attention {name}"):
         model.set_attn_implementation(name)
-    names = (name, FLASH_ATTN_KERNEL_FALLBACK.get(name))  # the hub's kernel, where the package is not installed
+    from_hub = FLASH_ATTN_KERNEL_FALLBACK.get(name)  # where the package is not installed
     # transformers only logs that a model lacks one, and its sdpa leaves the cap of the scores out.
-    if model.config._attn_implementation not in names or (name == "sdpa" and caps_scores(model.config)):
+    if model.config._attn_implementation not in (name, from_hub) or (name == "sdpa" and caps_scores(model.config)):
         fail(f"--attention {name}: {type(model).__name__} does not support it")
 
 
@@ -197,7 +217,7 @@ def gather_head(module: torch.nn.Module) -> None:
 
 def model_device(model: torch.nn.Module) -> torch.device:
     """Return where a model computes; its sharded weights may be offloaded."""
-    return getattr(model, "compute_device", None) or model.device
+    return getattr(model, "compute_device", model.device)
 
 
 @contextlib.contextmanager

@@ -11,18 +11,16 @@ from typing import Callable
 import pebble
 import torch
 
-from plumbing.models.loading import check_decodes
+from plumbing.models.loading import Precision, check_decodes
 from plumbing.models.sharding import unsharded
 from utils import World, fail
 
 
-def rollout_engine(
-    args, model: torch.nn.Module, world: World, compute_dtype: torch.dtype | None, outputs: tuple[str, ...] = ()
-):
+def rollout_engine(args, model: torch.nn.Module, world: World, precision: Precision, outputs: tuple[str, ...] = ()):
     """Return the engine of --rollout_backend, or None if the model itself samples; print its name.
 
     Args:
-        model: that trains. world: of the rollout. compute_dtype: of the trainer's matrix products; None: float32.
+        model: that trains. world: of the rollout. precision: of the trainer.
         outputs: names of what the script's `generate` stores of a token, log-probabilities first.
     """
     backend, engine = backend_of("rollout_backend", args), None
@@ -30,17 +28,17 @@ def rollout_engine(
         if args.async_steps:
             fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
         with unsharded(model):
-            check_decodes(f"--model {args.model}", model, compute_dtype, "--rollout_backend vllm")
-    if backend != "hf" and outputs[1:]:
+            check_decodes(f"--model {args.model}", model, precision, "--rollout_backend vllm")
+    elif outputs[1:]:
         fail(f"--rollout_backend {backend}: vLLM does not return {', '.join(outputs[1:])} (ROLLOUT_OUTPUTS); use hf")
     if backend == "vllm":
         from plumbing.rollout.vllm_engine import Engine
 
-        engine = Engine(args, world, compute_dtype)
+        engine = Engine(args, world, precision.compute_dtype)
     if backend == "server":
         from plumbing.rollout.vllm_servers import Servers
 
-        engine = Servers(args, world, compute_dtype)
+        engine = Servers(args, world, precision.compute_dtype)
     if world.main:
         print(f"rollout: {engine.about if engine else 'transformers'}", flush=True)
     return engine

@@ -162,8 +162,6 @@ class Engine(VllmSampling):
         settings = {"gpu_memory_utilization": 0.1} if on_gpu else dict(CPU_SETTINGS)
         if "RANK" in os.environ:
             settings["distributed_executor_backend"] = "external_launcher"
-        if not on_gpu:
-            torch.compiler.set_stance("force_eager")  # vLLM would compile for 20 s and gain nothing
         # Rollout and training overlap on a GPU only if their kernels are not queued in the same stream.
         self.stream = torch.cuda.Stream() if args.async_steps and on_gpu else None
         threads = torch.get_num_threads()
@@ -178,12 +176,14 @@ class Engine(VllmSampling):
                     worker_extension_cls=WATCH, **settings,
                 )  # fmt: skip
         except (OSError, ValueError, RuntimeError) as error:
-            why = " ".join(str(error).split())[:300]  # all lines: vLLM's first one is only a heading
-            fail(f"--model {args.model}: vLLM does not start with it: {why}")
+            # All lines: vLLM's first one is only a heading.
+            fail(f"--model {args.model}: vLLM does not start with it: {' '.join(str(error).split())[:300]}")
         self.llm.collective_rpc("watch_weights")
         torch.set_num_threads(threads)  # LLM() leaves one, too few for an optimizer on the CPU (--shard fsdp_offload)
-        memory = ", freed while training" if self.can_sleep else ""
-        self.about = f"vLLM {vllm.__version__} in this process, with a cache of {cache_gb:.3g} GB{memory}"
+        self.about = (
+            f"vLLM {vllm.__version__} in this process, with a cache of {cache_gb:.3g} GB"
+            f"{', freed while training' if self.can_sleep else ''}"
+        )
 
     @contextlib.contextmanager
     def _on_stream(self):
@@ -192,7 +192,9 @@ class Engine(VllmSampling):
         So a sync reads weights that the optimizer has written, and the next optimizer step follows the sync.
         """
         if self.stream is None:
-            yield
+            # vLLM's CPU build would compile for 20 s and gain nothing; the trainer may, with --compile.
+            with torch.compiler.set_stance("default" if torch.cuda.is_available() else "force_eager"):
+                yield
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):

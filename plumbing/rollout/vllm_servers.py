@@ -144,11 +144,8 @@ class Servers(VllmSampling):
     # The four calls that vLLM's trainer makes (its VLLMWeightSyncClient), to all servers at once.
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        def init(url: str):
-            info = {**init_info, "rank_offset": self.first_rank[url]}
-            return self._request(url, "/init_weight_transfer_engine", {"init_info": info}, SERVER_START)
-
-        self._each(init)
+        body_of = lambda url: {"init_info": {**init_info, "rank_offset": self.first_rank[url]}}
+        self._each(lambda url: self._request(url, "/init_weight_transfer_engine", body_of(url), SERVER_START))
 
     def start_weight_update(self) -> None:
         self._post_all("/start_weight_update", {})
@@ -187,8 +184,8 @@ class Servers(VllmSampling):
         task = asyncio.current_task()
         if task not in self.server_of:
             self.server_of[task] = next(self.next_server)
-        body = {"token_ids": query, "sampling_params": settings}
-        request = asyncio.create_task(self._sample(self.server_of[task], body))
+        sampled = self._sample(self.server_of[task], {"token_ids": query, "sampling_params": settings})
+        request = asyncio.create_task(sampled)
         try:
             while not (request.done() or self.failure or interrupted()):
                 await asyncio.wait([request], timeout=1.0)
@@ -206,5 +203,4 @@ class Servers(VllmSampling):
         if choice["finish_reason"] == "abort":
             raise RuntimeError(f"{url}: another client aborts this run's requests")
         tokens = choice["logprobs"]["content"]
-        logprobs = [token["logprob"] for token in tokens]
-        return [token["token_id"] for token in tokens], {"rollout_logprobs": logprobs}
+        return [token["token_id"] for token in tokens], {"rollout_logprobs": [token["logprob"] for token in tokens]}
