@@ -18,6 +18,7 @@ Deliberate choices:
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and micro-batches.
 5. Messages that end with the assistant make a row for each of its turns; the turns before it are the prompt.
 6. Nothing trains on --reward: it scores held-out responses.
+7. The student samples by the decode loop of grpo.py (`generate`).
 
     bash scripts/demo.sh distill                                                      # tiny models on a CPU, minutes
     python distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B                 # one GPU, GSM8K
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.special import entr
 
 import utils
+from grpo import ROLLOUT_OUTPUTS, generate
 from plumbing import cli
 from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share
 from plumbing.data.mixture import count_steps, load_train_and_eval, take_prompts
@@ -42,13 +44,12 @@ from plumbing.models import loading
 from plumbing.models.sharding import Sharding, gather_head, gradient_sync, model_device
 from plumbing.rewards.sources import Rewards, check_reference
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_tokens, logits_processors, only_logged
+from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_tokens, only_logged
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
 
 CHUNK_TOKENS = 256  # response tokens whose logits are held at once
-ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores of a token; vLLM returns no other
 
 
 @dataclass
@@ -259,78 +260,8 @@ class Teacher(Policy):
 
 
 # ----------------------------------------------------------------------------------------------------------------
-# Rollout: the decode loop, and what makes its responses a batch
+# Rollout: whose response each prompt gets
 # ----------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def generate(
-    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
-    lengths: list[int] | None = None, stop_strings: Callable | None = None,
-) -> tuple[list[list[int]], list[dict[str, list[float]]]]:  # fmt: skip
-    """Sample one response a query: a pass over the left-padded prompts, then one token at a time over the cache.
-
-    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever half of the
-    rows have ended, they are dropped: the long tail of responses runs in a small batch.
-
-    Args:
-        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
-        interrupted: called at every token; once it is true, the responses so far are returned.
-        lengths: most tokens of each response; None: --max_response_length.
-        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
-    Returns:
-        Responses, token ids up to and including the first stop token; for each the per-token values by name.
-    """
-    device, width = model_device(model), max(map(len, queries))
-    lengths = lengths or [args.max_response_length] * len(queries)
-    length, ends = max(lengths), torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
-    # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
-    rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
-    sequences = torch.tensor(rows, device=device)  # (N, width + T)
-    mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
-    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}  # (N, T) each
-    processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
-    stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
-    running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
-    finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
-    cache, input_ids, positions = None, sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
-    for t in range(length):
-        outputs = model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
-            logits_to_keep=1,
-        )  # fmt: skip
-        cache, scores = outputs.past_key_values, outputs.logits[:, -1].float()  # (n, V)
-        for process in processors:
-            scores = process(sequences[running, : width + t], scores)
-        token_logprobs = scores.log_softmax(-1)
-        if uniforms is None:
-            tokens = token_logprobs.argmax(-1, keepdim=True)  # (n, 1)
-        else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
-            cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
-            tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `Sampler.rollout` fails once it has all responses
-        sequences[running, width + t] = tokens[:, 0]
-        values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
-        ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
-        if stop_strings is not None:
-            ended |= stop_strings(sequences[running, width : width + t + 1], None)
-        ends[running[ended & ~finished]] = t + 1
-        finished |= ended
-        count = int(finished.sum())
-        if count == len(running) or interrupted():
-            break
-        input_ids, positions = tokens, positions[:, -1:] + 1
-        mask = nn.functional.pad(mask, (0, 1), value=1)
-        if 2 * count >= len(running):
-            kept = ~finished
-            running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
-            finished = finished[kept]
-            cache.reorder_cache(kept.nonzero()[:, 0])  # batch_select_indices leaves recurrent states out
-    responses = [row[:end] for row, end in zip(sequences[:, width : width + t + 1].tolist(), ends.tolist())]
-    tables = {name: x.tolist() for name, x in values.items()}
-    return responses, [
-        {name: table[i][: len(response)] for name, table in tables.items()} for i, response in enumerate(responses)
-    ]
 
 
 def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int) -> Experience | None:

@@ -195,7 +195,8 @@ def test_imports_go_one_way(name):
     if name == "utils.py":
         assert not modules
     else:
-        assert all(module.startswith("plumbing.") for module in modules)
+        others = {"grpo.generate", "grpo.ROLLOUT_OUTPUTS"} if name == "distill.py" else set()
+        assert all(module.startswith("plumbing.") for module in modules - others)
         if folder and folder[0] in ORDER:
             later = ORDER[ORDER.index(folder[0]) + 1 :]
             assert not [module for module in modules if module.split(".")[1] in later]
