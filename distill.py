@@ -33,6 +33,7 @@ from typing import Callable, Literal
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.special import entr
 
 import utils
@@ -41,7 +42,7 @@ from plumbing import cli
 from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share
 from plumbing.data.mixture import count_steps, load_train_and_eval, take_prompts
 from plumbing.models import loading
-from plumbing.models.sharding import Sharding, gather_head, gradient_sync, model_device
+from plumbing.models.sharding import Sharding, gradient_sync, model_device
 from plumbing.rewards.sources import Rewards, check_reference
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_tokens, only_logged
@@ -371,7 +372,8 @@ def main(args: Args) -> None:
                         if teacher is not None:
                             with torch.no_grad():
                                 teacher_logprobs = teacher(*inputs)
-                            gather_head(teacher)  # which the student's forward uses, chunk by chunk
+                            if isinstance(teacher, FSDPModule):  # the student's forward uses its head, chunk by chunk
+                                teacher.unshard()
                         out = forward_tokens(wrapped, (*inputs, t["rollout_logprobs"][m], teacher_logprobs), m)
                     loss = masked_sum(out["losses"], m) / token_count
                     # DDP and FSDP average over ranks, and the sum was divided by the tokens of all ranks.

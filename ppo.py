@@ -28,7 +28,8 @@ values live in `Batch.tokens`, a dict that carries whatever is put there (see gr
 import functools
 import math
 import os
-from typing import Callable, Literal
+from types import SimpleNamespace
+from typing import Callable, Iterator, Literal
 
 import torch
 from pydantic import FiniteFloat
@@ -38,7 +39,7 @@ from torch import Tensor, nn
 import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
-from plumbing.data.mixture import load_supervised, load_train_and_eval, take_prompts
+from plumbing.data.mixture import load_prompts, load_train_and_eval, mix, take_prompts
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import Rewards, check_reference, reward_weights
@@ -511,6 +512,13 @@ def update_critic(
     return sums
 
 
+def load_supervised(args: Args, tokenizer, stop_ids: list[int]) -> list[dict]:
+    """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
+    args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})  # they are of --dataset
+    parts = load_prompts("--ptx_dataset", args.ptx_dataset, "train", tokenizer, args, lambda *_: "", stop_ids=stop_ids)
+    return mix(parts, args.seed)
+
+
 def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimizer, world, autocast) -> Tensor:
     """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX: arXiv:2203.02155, eq. 2).
 
@@ -538,19 +546,20 @@ def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimi
 def generate(
     model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
     lengths: list[int] | None = None, stop_strings: Callable | None = None,
-) -> tuple[list[list[int]], list[dict[str, list[float]]]]:  # fmt: skip
+) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:  # fmt: skip
     """Sample one response a query: a pass over the left-padded prompts, then one token at a time over the cache.
 
-    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever half of the
-    rows have ended, they are dropped: the long tail of responses runs in a small batch.
+    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever a quarter of
+    the rows have ended, they are dropped: the long tail of responses runs in a small batch.
 
     Args:
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
-        interrupted: called at every token; once it is true, the responses so far are returned.
+        interrupted: called at every token; once it is true, there are no further responses.
         lengths: most tokens of each response; None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
-    Returns:
-        Responses, token ids up to and including the first stop token; for each the per-token values by name.
+    Yields:
+        The place of a query whose response has ended; the response, token ids up to and including the first stop token;
+        its per-token values by name.
     """
     device, width = model_device(model), max(map(len, queries))
     lengths = lengths or [args.max_response_length] * len(queries)
@@ -563,7 +572,7 @@ def generate(
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
-    finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
+    finished, count = torch.zeros_like(running, dtype=torch.bool), 0  # (n,), of which so many are set
     cache, input_ids, positions = None, sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
         outputs = model(
@@ -585,23 +594,22 @@ def generate(
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
-        ends[running[ended & ~finished]] = t + 1
+        new = running[ended & ~finished]  # places of the responses that end here
+        responses = sequences[new, width : width + t + 1].tolist()
+        columns = {name: x[new, : t + 1].tolist() for name, x in values.items()}
+        for i, place in enumerate(new.tolist()):
+            yield place, responses[i], {name: column[i] for name, column in columns.items()}
         finished |= ended
-        count = int(finished.sum())
+        count += len(new)
         if count == len(running) or interrupted():
-            break
+            return
         input_ids, positions = tokens, positions[:, -1:] + 1
         mask = nn.functional.pad(mask, (0, 1), value=1)
-        if 2 * count >= len(running):
+        if 4 * count >= len(running):
             kept = ~finished
             running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
-            finished = finished[kept]
+            finished, count = finished[kept], 0
             cache.reorder_cache(kept.nonzero()[:, 0])  # batch_select_indices leaves recurrent states out
-    responses = [row[:end] for row, end in zip(sequences[:, width : width + t + 1].tolist(), ends.tolist())]
-    tables = {name: x.tolist() for name, x in values.items()}
-    return responses, [
-        {name: table[i][: len(response)] for name, table in tables.items()} for i, response in enumerate(responses)
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ Deliberate choices:
 
 import math
 import os
+import random
 from typing import Literal
 
 import torch
@@ -36,7 +37,7 @@ from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from plumbing.data import prompts
 from plumbing.data.mixture import SHORT, count_steps, take_prompts
-from plumbing.data.rows import arithmetic_pairs, is_number, leave_out, read_rows, split_of
+from plumbing.data.rows import is_number, leave_out, read_rows, split_of, worked_addition
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync
 from plumbing.run.ranks import record
@@ -158,6 +159,21 @@ def read_pair(where: str, row: dict) -> list[tuple]:
     if sides[0] == sides[1]:
         utils.fail(f"{where}: the chosen and the rejected response are the same")
     return sides
+
+
+def arithmetic_pairs(split: str) -> list[dict]:
+    """Return preference pairs for `arithmetic_rows`: the worked answer, and the same with wrong digits.
+
+    `subset` is how many of the three columns are wrong.
+    """
+    numbers, pairs = random.Random(f"pairs {split}"), []
+    for row in read_rows("--dataset", "arithmetic", split):
+        chosen = rejected = worked_addition(row["prompt"], 0.0, numbers)
+        while rejected == chosen:
+            rejected = worked_addition(row["prompt"], 0.3, numbers)
+        wrong = sum(a[4:] != b[4:] for a, b in zip(chosen.split()[:3], rejected.split()))
+        pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "subset": f"{wrong} wrong"})
+    return pairs
 
 
 def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args: Args) -> list[dict]:

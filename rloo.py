@@ -30,7 +30,7 @@ values live in `Batch.tokens`, a dict that carries whatever is put there (see gr
 import dataclasses
 import functools
 import math
-from typing import Callable, Literal
+from typing import Callable, Iterator, Literal
 
 import torch
 from pydantic import FiniteFloat
@@ -364,19 +364,20 @@ class Policy(nn.Module):
 def generate(
     model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
     lengths: list[int] | None = None, stop_strings: Callable | None = None,
-) -> tuple[list[list[int]], list[dict[str, list[float]]]]:  # fmt: skip
+) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:  # fmt: skip
     """Sample one response a query: a pass over the left-padded prompts, then one token at a time over the cache.
 
-    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever half of the
-    rows have ended, they are dropped: the long tail of responses runs in a small batch.
+    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever a quarter of
+    the rows have ended, they are dropped: the long tail of responses runs in a small batch.
 
     Args:
         queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
-        interrupted: called at every token; once it is true, the responses so far are returned.
+        interrupted: called at every token; once it is true, there are no further responses.
         lengths: most tokens of each response; None: --max_response_length.
         stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
-    Returns:
-        Responses, token ids up to and including the first stop token; for each the per-token values by name.
+    Yields:
+        The place of a query whose response has ended; the response, token ids up to and including the first stop token;
+        its per-token values by name.
     """
     device, width = model_device(model), max(map(len, queries))
     lengths = lengths or [args.max_response_length] * len(queries)
@@ -389,7 +390,7 @@ def generate(
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
-    finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
+    finished, count = torch.zeros_like(running, dtype=torch.bool), 0  # (n,), of which so many are set
     cache, input_ids, positions = None, sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
         outputs = model(
@@ -411,23 +412,22 @@ def generate(
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
-        ends[running[ended & ~finished]] = t + 1
+        new = running[ended & ~finished]  # places of the responses that end here
+        responses = sequences[new, width : width + t + 1].tolist()
+        columns = {name: x[new, : t + 1].tolist() for name, x in values.items()}
+        for i, place in enumerate(new.tolist()):
+            yield place, responses[i], {name: column[i] for name, column in columns.items()}
         finished |= ended
-        count = int(finished.sum())
+        count += len(new)
         if count == len(running) or interrupted():
-            break
+            return
         input_ids, positions = tokens, positions[:, -1:] + 1
         mask = nn.functional.pad(mask, (0, 1), value=1)
-        if 2 * count >= len(running):
+        if 4 * count >= len(running):
             kept = ~finished
             running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
-            finished = finished[kept]
+            finished, count = finished[kept], 0
             cache.reorder_cache(kept.nonzero()[:, 0])  # batch_select_indices leaves recurrent states out
-    responses = [row[:end] for row, end in zip(sequences[:, width : width + t + 1].tolist(), ends.tolist())]
-    tables = {name: x.tolist() for name, x in values.items()}
-    return responses, [
-        {name: table[i][: len(response)] for name, table in tables.items()} for i, response in enumerate(responses)
-    ]
 
 
 # ----------------------------------------------------------------------------------------------------------------

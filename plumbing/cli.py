@@ -255,6 +255,8 @@ class ScoringArgs:
     timeout: Seconds = 30.0
     """Seconds after which a call of a reward source, a tool or an environment is killed; the sample of such a reward is
     left out."""
+    reward_workers: NonNegativeInt = 0
+    """Processes of a rank for built-in rewards, which score while it samples; 0: one for each of its share of cores."""
 
     RULES = {
         "--reward must not name a source twice": lambda a: len(set(a.reward)) == len(a.reward),

@@ -16,6 +16,7 @@ import contextlib
 import math
 import socket
 import threading
+from types import SimpleNamespace
 from typing import Literal
 
 import repository  # noqa: F401
@@ -93,10 +94,11 @@ class Scorer:
     def score(self, batch: Batch) -> list[float | None]:
         """Return a score for each response, None where a source has none or its reference is missing."""
         rows = [self.row(batch, i) for i in range(len(batch.src))]
-        components = self.rewards.score(rows, batch.response, [row["response"] for row in rows])
-        scores = []
-        for row, numbers in zip(rows, zip(*components.values())):
-            total = sum(weight * number for weight, number in zip(self.weights, numbers))
+        scoring, scores = sources.Scoring(self.rewards, sources.never), []
+        for i, (row, text) in enumerate(zip(rows, batch.response)):
+            scoring.add(i, SimpleNamespace(row=row, text=text, response=row["response"]))
+        for row, sample in zip(rows, scoring.finish()):
+            total = sum(weight * number for weight, number in zip(self.weights, sample.scores.values()))
             # A response could equal a reference that is missing: "" or None.
             is_missing = not prompts.is_filled(row["answer"]) and sources.needs_answer(self.args, row["sources"])
             scores.append(total if math.isfinite(total) and not is_missing else None)

@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import time
+import types
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -45,6 +46,7 @@ from tiny_models import make_tokenizer  # noqa: E402
 import plumbing.rollout.vllm_engine  # noqa: E402, F401
 import plumbing.turns.conversations  # noqa: E402, F401
 from plumbing import cli  # noqa: E402
+from plumbing.rewards.sources import Scoring  # noqa: E402
 from plumbing.run import log as run_log  # noqa: E402
 
 GAME = f"{ROOT / 'tests/game.py'}:Game"  # an environment
@@ -354,6 +356,28 @@ def refused(captured, call, *args, noisy: bool = False, **options) -> str:
 
 
 _logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
+
+
+def scores_by(rewards, rows: list[dict], texts: list[str], responses: list, interrupted=lambda: False) -> dict:
+    """Each source's scores of responses that are all there."""
+    scoring = Scoring(rewards, interrupted)
+    for i, (row, text, response) in enumerate(zip(rows, texts, responses)):
+        scoring.add(i, types.SimpleNamespace(row=row, text=text, response=response))
+    scores = [sample.scores for sample in scoring.finish()]
+    return {name: [each[name] for each in scores] for name in (*rewards.sources, *rewards.further)}
+
+
+def listed(sampled) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
+    """Responses and their values, in the order of their queries, of what a decode loop yields."""
+    in_order = sorted(sampled, key=lambda each: each[0])
+    return [response for _, response, _ in in_order], [values for _, _, values in in_order]
+
+
+def sampled_by(engine, *inputs) -> tuple[list[list[int]], list[dict[str, list[float]]]] | None:
+    """Responses and their values, as `listed`, of an engine; None unless all have ended."""
+    ended = []
+    engine.generate(*inputs, lambda *response: ended.append(response))
+    return listed(ended) if len(ended) == len(inputs[0]) else None
 
 
 def run(values: dict, code: int = 0, **options) -> Running:

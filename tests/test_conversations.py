@@ -9,7 +9,7 @@ import math
 import helpers
 import pytest
 import torch
-from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks
+from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, scores_by
 from test_rloo import to_go_by_hand, whiten_by_hand
 from tiny_models import CPU, make_tokenizer
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -19,7 +19,7 @@ import ppo
 import rloo
 import utils
 from plumbing.models.loading import load_model
-from plumbing.rewards.sources import Rewards
+from plumbing.rewards.sources import EnvironmentSource, Rewards
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.run import evaluation
 from plumbing.run.ranks import Interrupt
@@ -56,10 +56,17 @@ def says(tokenizer, *texts: str):
 
     def generate(queries, uniforms, lengths, stop_strings=None):
         tokens = tokenizer.encode(next(turns)) + [tokenizer.eos_token_id]
-        responses = [tokens[:length] for length in lengths]  # a fork stores a further value of each token: itself
-        return responses, [{"rollout_logprobs": [-1.0] * len(response), "again": response} for response in responses]
+        for place, length in enumerate(lengths):
+            response = tokens[:length]  # a fork stores a further value of each token: itself
+            yield place, response, {"rollout_logprobs": [-1.0] * len(response), "again": response}
 
     return generate
+
+
+def talk(conversations: Conversations, rows: list[dict], interrupted, generate) -> list[Conversation]:
+    ended = {}
+    conversations.sample(rows, [1, 2], None, interrupted, ended.__setitem__, generate=generate)
+    return [ended[place] for place in range(len(ended))]
 
 
 # ---- how a conversation goes on and ends -----------------------------------------------------------------------------
@@ -79,7 +86,7 @@ def test_how_it_goes(name):
     tokenizer, reward = make_tokenizer(), math.nan if reward is None else reward
     conversations = conversations_of(**{flag: tuple(x) if isinstance(x, list) else x for flag, x in changes.items()})
     rows = [row_of(tokenizer, **columns), row_of(tokenizer, "other", **columns)]
-    for row, one in zip(rows, conversations.sample(rows, [1, 2], None, never, generate=says(tokenizer, *said))):
+    for row, one in zip(rows, talk(conversations, rows, never, says(tokenizer, *said))):
         assert tokenizer.decode(one.response, skip_special_tokens=True) == text
         assert (one.stop_reason, one.tool_calls, one.tool_errors) == (stop_reason, calls, errors)
         assert one.stop_reason in STOP_REASONS
@@ -102,7 +109,7 @@ def test_a_slow_pattern_holds_up_no_other():
     tokenizer, asked = make_tokenizer(), []
     conversations = conversations_of(**ALONE | {"tool_call_pattern": "<(?P<arguments>(x|xx)+)>"})
     said = says(tokenizer, f"<{'x' * 60}!>", "y")
-    (one,) = conversations.sample([row_of(tokenizer)], [1], None, lambda: asked.append(1), generate=said)
+    (one,) = talk(conversations, [row_of(tokenizer)], lambda: asked.append(1), said)
     assert [turn["content"] for turn in one.turns[1:]] == ["Error: the calls cannot be read within 2 s", "y"]
     assert len(asked) > 10
 
@@ -113,7 +120,7 @@ def test_rewards_of_turns_stand_at_their_last_tokens():
     args = args_of(ppo, turn_rewards=True, reward_weights=(2.0,))
     conversations = Conversations(args, tokenizer, [tokenizer.eos_token_id])
     said = says(tokenizer, "ab", "c", "def")
-    (one,) = conversations.sample([row_of(tokenizer)], [1], None, never, generate=said)
+    (one,) = talk(conversations, [row_of(tokenizer)], never, said)
     ends, earned = [token == tokenizer.eos_token_id for token in one.response], iter([0.4, 0.2, 0.6])
     assert one.values["turn_rewards"] == pytest.approx([next(earned) if end else 0.0 for end in ends])
 
@@ -139,13 +146,14 @@ def test_interruption():
 
     def generate(queries, uniforms, lengths, stop_strings=None):
         calls.append(len(queries))
-        return [], []
+        return []
 
     rows = [row_of(tokenizer)] * 3
-    assert conversations.sample(rows, [0] * 3, None, lambda: bool(calls), generate=generate) is None and calls[0] == 3
+    conversations.sample(rows, [0] * 3, None, lambda: bool(calls), calls.append, generate=generate)
+    assert calls == [3]
     calls.clear()
     with pytest.raises(KeyError):  # an error ends the run: nobody waits for the turns of the others
-        conversations.sample([row_of(tokenizer), {"query": [5]}], [0] * 2, None, never, generate=generate)
+        conversations.sample([row_of(tokenizer), {"query": [5]}], [0] * 2, None, never, calls.append, generate=generate)
     assert not calls
 
 
@@ -153,13 +161,10 @@ def test_interruption():
 
 
 class EnvironmentRewards(Rewards):
-    models, verifiers, sources = {}, ("environment",), ("environment",)
+    models, verifiers, further = {}, ("environment",), ()
 
     def __init__(self):
-        pass
-
-    def score(self, rows, texts, responses, interrupted):
-        return {"environment": [row["environment"] for row in rows]}
+        self.sources, self.warned = {"environment": EnvironmentSource("environment", 1.0, None, None)}, set()
 
 
 def sampler_of(model, rewards, conversations, args) -> Sampler:
@@ -203,10 +208,10 @@ def test_logprobs_and_loss_by_hand(batch):
     assert all(sample.conversation.metrics()["observation_tokens"] for sample in batch.samples)
     count, loss, advantages = 0, 0.0, torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask)
     for i, sample in enumerate(batch.samples):
-        query, response = sample.row["query"], sample.response
+        query, response = sample.row["query"], sample.response.tolist()
         assert sample.row["columns"]["prompt"] in ("go", "another")
         assert sample.row["prompt"].endswith("[more]") == (i >= 2)
-        logits = policy.model(torch.tensor([query + response])).logits[0].double() / args.temperature
+        logits = policy.model(torch.tensor([[*query, *response]])).logits[0].double() / args.temperature
         expected, positions = logits.log_softmax(-1), sampled_positions(sample.conversation)
         assert batch.response_mask[i].nonzero()[:, 0].tolist() == positions
         for t in range(batch.response_mask.shape[1]):
@@ -254,12 +259,13 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     stopped = Conversation(row, [5], values, [], {0: 1.0}, "done")
     failed = Conversation(row, stop_reason="error", error="it is broken")  # in its reset
     others = [dataclasses.replace(stopped, stop_reason=reason) for reason in ("max_turns", "length")]
-    monkeypatch.setattr(Conversations, "sample", lambda *_: [failed, stopped, *others])
-    monkeypatch.setattr(EnvironmentRewards, "verifiers", ())
-    monkeypatch.setattr(EnvironmentRewards, "sources", ("model",))
-    monkeypatch.setattr(EnvironmentRewards, "score", lambda *_: {"model": [2.0, 3.0, 3.0, 3.0]})
+    end_all = lambda rows, seeds, draws, interrupted, end, *_: list(map(end, [2, 3, 0, 1], [*others, failed, stopped]))
+    monkeypatch.setattr(Conversations, "sample", lambda self, *given: end_all(*given))
+    scored = EnvironmentRewards()
+    scored.sources["model"], scored.verifiers = scored.sources.pop("environment"), ()
+    monkeypatch.setattr(EnvironmentSource, "score", lambda *_: [2.0, 3.0, 3.0, 3.0])
     args = args_of(script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none")
-    sampler = sampler_of(batch[1].model, EnvironmentRewards(), conversations_of(), args)
+    sampler = sampler_of(batch[1].model, scored, conversations_of(), args)
     statistics = [[0.0, 0.0, 0.0]] if script is ppo else []
     found = script.collect(sampler, [row], 1, 0, 0, *statistics)
     assert found.batch.reward_components["model"].tolist() == pytest.approx([math.nan, 3.0, 3.0, 3.0], nan_ok=True)
@@ -281,7 +287,7 @@ def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
 def test_rewards_that_are_not_finite_are_no_scores():
     rewards = Rewards(grpo.Args(reward=("environment",)), make_tokenizer())
     rows = [{"environment": x} for x in (math.inf, math.nan, -1.0)]
-    scores = rewards.score(rows, [""] * 3, [[]] * 3)
+    scores = scores_by(rewards, rows, [""] * 3, [[]] * 3)
     assert scores["environment"] == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
 
 
@@ -289,7 +295,8 @@ def test_a_string_ends_a_turn(load, tokenizer):
     """With --turn_stop a turn ends with the token that completes the text, in the decode loop itself."""
     model, queries = load("qwen2", torch.float64, vocab_size=len(tokenizer)), [[5, 6], [7, 8, 9], [10]]
     uniforms, args = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)), grpo.Args(max_response_length=20)
-    sample = lambda lengths, stop: grpo.generate(model, queries, uniforms.double(), [1], args, never, lengths, stop)
+    given = model, queries, uniforms.double(), [1], args, never
+    sample = lambda *limits: helpers.listed(grpo.generate(*given, *limits))
     whole, _ = sample(None, None)
     text = tokenizer.decode(whole[0][3:5])
     assert len(text) == 2 and "\ufffd" not in text

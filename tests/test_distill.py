@@ -150,7 +150,7 @@ def test_supervised_updates_are_those_of_cross_entropy(tmp_path, capsys):
             *before, turn = row["messages"][:end]
             query = tokenizer.encode(tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True))
             response = tokenizer.encode(turn["content"]) + [tokenizer.eos_token_id]
-            logprobs = policy(torch.tensor([query + response])).logits[0].log_softmax(-1)
+            logprobs = policy(torch.tensor([[*query, *response]])).logits[0].log_softmax(-1)
             total = total - sum(logprobs[len(query) - 1 + i, token] for i, token in enumerate(response))
             count += len(response)
     (total / count).backward()

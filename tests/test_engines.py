@@ -23,14 +23,12 @@ class StandIn:
     def __init__(self, fails_at: int = 0):
         self.fails_at, self.calls, self.failure = fails_at, 0, ""
 
-    def generate(self, queries, seeds, stop_ids, args, interrupted):
+    def generate(self, queries, seeds, stop_ids, args, interrupted, end):
         self.calls += 1
         if self.calls == self.fails_at:
             self.failure = "vLLM failed (RuntimeError: it broke)"
-        if self.failure:
-            return None
-        responses = [[3 + seed % 90, stop_ids[0]] for seed in seeds or [0] * len(queries)]
-        return responses, [{"rollout_logprobs": [-4.5, -4.5]}] * len(responses)
+        for place, seed in enumerate([] if self.failure else seeds or [0] * len(queries)):
+            end(place, [3 + seed % 90, stop_ids[0]], {"rollout_logprobs": [-4.5, -4.5]})
 
     def sync(self, model):
         pass

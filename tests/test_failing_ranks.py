@@ -79,7 +79,7 @@ def test_torchrun_starts_again_and_resumes(base, tmp_path):
 def slow(seconds: float) -> None:
     """Let this rank wait in a reward, and print tracebacks soon."""
     of_ranks.STUCK_AFTER = 1.0
-    helpers._before("sources.Rewards.score", lambda calls: time.sleep(seconds) if calls == 1 else None)
+    helpers._before("sources.Scoring.finish", lambda calls: time.sleep(seconds) if calls == 1 else None)
 
 
 def test_ranks_that_wait_print_where(base, tmp_path):

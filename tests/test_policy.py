@@ -52,7 +52,7 @@ def pairs_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 def plain_logprobs(model, query: list[int], response: list[int], temperature: float) -> torch.Tensor:
     """(response tokens, V): log-probabilities at the places of the response's tokens, by the whole model."""
-    logits = model(input_ids=torch.tensor([query + response])).logits[0]
+    logits = model(input_ids=torch.tensor([[*query, *response]])).logits[0]
     rows = [logits[len(query) + t - 1] for t in range(len(response))]  # what stands before a token predicts it
     return (torch.stack(rows) / temperature).log_softmax(-1)
 

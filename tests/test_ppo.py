@@ -127,7 +127,7 @@ def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, f
     flat = critic(ids, mask)["values"]
     values = pad_rows(flat, batch.response_mask)
     for i, (query, response) in enumerate(pairs_of(batch)):
-        hidden = scalar.model.base_model(input_ids=torch.tensor([query + response])).last_hidden_state[0]
+        hidden = scalar.model.base_model(input_ids=torch.tensor([[*query, *response]])).last_hidden_state[0]
         expected = [scalar.model.score(hidden[len(query) + t - 1]).item() for t in range(len(response))]
         close(values[i, : len(response)].detach(), expected, near)
         ids[i, len(query) + len(response) :] = 9  # other padding
@@ -226,7 +226,7 @@ def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
     for query, response in pairs_of(batch):
         p = plain_logprobs(policy, query, response, 1.0)[range(len(response)), response]
         q = plain_logprobs(reference, query, response, 1.0)[range(len(response)), response].detach()
-        hidden = critic.base_model(input_ids=torch.tensor([query + response])).last_hidden_state[0]
+        hidden = critic.base_model(input_ids=torch.tensor([[*query, *response]])).last_hidden_state[0]
         logprobs.append(list(p))
         kls.append(list(estimate[changes["kl_estimator"]](p - q)))
         read.append([critic.score(x)[0] for x in hidden[len(query) - 1 : -1]])  # that predict each token

@@ -21,7 +21,7 @@ from pathlib import Path
 import forked_python
 import helpers
 import pytest
-from helpers import ROOT, free_port, read_lines, scalar_folder, tiny_model, write_rows
+from helpers import ROOT, free_port, read_lines, scalar_folder, scores_by, tiny_model, write_rows
 from tiny_models import make_tokenizer
 from transformers import AutoTokenizer
 
@@ -163,8 +163,8 @@ def test_rewards(name):
     reference, *responses = EXAMPLES[name]
     columns = {"quiz": "Who is who?", "names": ["Zoey"], "solution_text": reference}
     rows = [{"prompt": "p", "query": [1], "answer": reference, "sources": None, "columns": columns}] * 2
-    rewards = Rewards(types.SimpleNamespace(reward=(name,), timeout=60.0), make_tokenizer(), rows)
-    assert rewards.score(rows, responses, [[1]] * 2) == {name: [1.0, 0.0]}
+    rewards = Rewards(types.SimpleNamespace(reward=(name,), timeout=60.0, reward_workers=1), make_tokenizer(), rows)
+    assert scores_by(rewards, rows, responses, [[1]] * 2) == {name: [1.0, 0.0]}
     rewards.close()
 
 

@@ -12,7 +12,7 @@ import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, scores_by
 from tiny_models import make_tokenizer
 
 from plumbing.rewards import sources
@@ -76,7 +76,7 @@ def serve():
 def naps(monkeypatch) -> list:
     """Back-off takes no time here: how long it would have been."""
     naps = []
-    monkeypatch.setattr(sources, "time", types.SimpleNamespace(sleep=naps.append))
+    monkeypatch.setattr(sources, "time", types.SimpleNamespace(sleep=naps.append, monotonic=time.monotonic))
     return naps
 
 
@@ -99,14 +99,14 @@ def only_at(start: int, behave):
 
 
 def rewards_of(url: str, timeout: float = 5.0, *others) -> Rewards:
-    return Rewards(types.SimpleNamespace(reward=(url,), timeout=timeout), *(others or [None]))
+    return Rewards(types.SimpleNamespace(reward=(url,), timeout=timeout, reward_workers=1), *(others or [None]))
 
 
 def ask(url: str, count: int = 1, timeout: float = 5.0, rewards=None, **changes) -> tuple[list[float], str]:
     """Scores of so many rows, and what is said of those that are missing."""
     rewards = rewards or rewards_of(url, timeout)
     rows = [{"prompt": f"prompt {i}", "query": [i], "answer": f"answer {i}", **changes} for i in range(count)]
-    scores = rewards.score(rows, [f"response {i}" for i in range(count)], [[i] for i in range(count)])
+    scores = scores_by(rewards, rows, [f"response {i}" for i in range(count)], [[i] for i in range(count)])
     assert scores.keys() == {url} and len(scores[url]) == count and all(type(x) is float for x in scores[url])
     return scores[url], rewards.sources[url].failure
 
@@ -229,8 +229,12 @@ def test_an_interrupted_run_does_not_wait(serve):
     end = threading.Event()
     server = serve(lambda question, count: end.wait(20) and right(question))
     begin = time.monotonic()
-    scores = rewards_of(server.url, 30.0).score(
-        [{"prompt": "prompt 0", "answer": ""}], ["response"], [[1]], lambda: time.monotonic() > begin + 0.2
+    scores = scores_by(
+        rewards_of(server.url, 30.0),
+        [{"prompt": "prompt 0", "answer": ""}],
+        ["response"],
+        [[1]],
+        lambda: time.monotonic() > begin + 0.2,
     )
     end.set()
     assert math.isnan(scores[server.url][0]) and time.monotonic() - begin < 10
@@ -250,8 +254,8 @@ def test_the_judge_of_the_docs(serve, tmp_path, monkeypatch):
     for name, value in {"JUDGE_URL": serve(behave).url, "JUDGE_MODEL": "a judge"}.items():
         monkeypatch.setenv(name, value)
     source, texts = f"{tmp_path}/judge.py:score", [*said, "what the server fails at"]
-    rewards = Rewards(types.SimpleNamespace(reward=(source,), timeout=30.0), None)
+    rewards = Rewards(types.SimpleNamespace(reward=(source,), timeout=30.0, reward_workers=1), None)
     rows = [{"prompt": "1+1=", "answer": None, "columns": {}, "messages": None}] * len(texts)
-    scores = rewards.score(rows, texts, [[1]] * len(texts))[source]
+    scores = scores_by(rewards, rows, texts, [[1]] * len(texts))[source]
     rewards.close()
     assert scores[:2] == [0.9, 0.0] and all(map(math.isnan, scores[2:]))

@@ -7,6 +7,7 @@ import helpers
 import pytest
 import torch
 import transformers
+from helpers import scores_by
 from tiny_models import CPU, make_tokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as cores
@@ -52,7 +53,7 @@ def rows_of(texts: list, tokenizer) -> list[dict]:
 
 
 def load(name: str, policy, rows: list[dict]) -> Rewards:
-    args = types.SimpleNamespace(reward=(name,), timeout=5.0, micro_batch_tokens=100)
+    args = types.SimpleNamespace(reward=(name,), timeout=5.0, micro_batch_tokens=100, reward_workers=2)
     rewards = Rewards(args, policy, rows)
     rewards.load_models(args, models.precision("float64", CPU))
     return rewards
@@ -61,7 +62,7 @@ def load(name: str, policy, rows: list[dict]) -> Rewards:
 def score(name: str, policy, rows: list[dict], texts: list[str]) -> tuple[list[float], str]:
     rewards = load(name, policy, rows)
     ids = [[*policy.encode(text), policy.eos_token_id] for text in texts]
-    return rewards.score(rows, texts, ids)[name], rewards.sources[name].failure
+    return scores_by(rewards, rows, texts, ids)[name], rewards.sources[name].failure
 
 
 @torch.no_grad()
@@ -123,7 +124,7 @@ def test_the_same_vocabulary_reads_the_token_ids(tmp_path):
     assert policy.pad_token_id == len(theirs)
     rows = rows_of(["2+2=", "1+1="], policy)
     responses = [[*policy.encode("4"), 1], [policy.pad_token_id, *policy.encode("2"), 1]]
-    scores = load(name, policy, rows).score(rows, ["4", "2"], responses)
+    scores = scores_by(load(name, policy, rows), rows, ["4", "2"], responses)
     expected = [direct(name, [*theirs.encode(text), 1]) for text in ("2+2=4", "1+1=2")]
     assert scores[name] == pytest.approx(expected, rel=1e-9)
 

@@ -16,6 +16,7 @@ import reward_server
 import transformers
 import uvicorn
 from fastapi.testclient import TestClient
+from helpers import scores_by
 from tiny_models import CPU, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 
@@ -179,7 +180,7 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
         rows.append({"prompt": prompt, "query": query, "messages": messages, "answer": None})
         texts.append(text)
         ids.append(prompts.encode_response("", text, tokenizer, [tokenizer.eos_token_id]))
-    scores = rewards.score(rows, texts, ids)
+    scores = scores_by(rewards, rows, texts, ids)
     assert scores[url] == pytest.approx(scores[model], rel=1e-10) and not set(scores[url]) & {0.0}
 
 
@@ -214,7 +215,7 @@ def test_a_source_that_fails(servers, capsys):
 
 
 def test_rows_that_hang_do_not_hold_up_other_requests():
-    server = Server(reward=("math",))
+    server = Server(reward=("math",), reward_workers=9)
     body = lambda *responses: {"src": ["q"] * len(responses), "tgt": ["42"] * len(responses), "response": responses}
     hanging = threading.Thread(target=server.post, args=[body(*[r"\boxed{9^{9^{9^9}}}"] * 8)])
     hanging.start()
@@ -253,7 +254,7 @@ def test_a_server_with_a_key(monkeypatch):
         for key, score in (("a key", 1.0), ("another", math.nan), ("", math.nan)):
             monkeypatch.setenv("REWARD_API_KEY", key)
             rewards = Rewards(reward_server.Args(reward=(url,)), None)
-            assert rewards.score(rows, ["4"], [[]])[url] == [pytest.approx(score, nan_ok=True)]
+            assert scores_by(rewards, rows, ["4"], [[]])[url] == [pytest.approx(score, nan_ok=True)]
             assert ("HTTP status 401" in rewards.sources[url].failure) == math.isnan(score)
         run.process.terminate()
         run.process.join(20)

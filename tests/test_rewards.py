@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT
-from helpers import refused
+from helpers import refused, scores_by
 from test_tool_processes import is_running, wait_until
 from tiny_models import CPU, make_tokenizer
 
 from plumbing.data.prompts import named_sources
-from plumbing.rewards.sources import Rewards, finite_or_nan, is_scored_by, needs_answer
+from plumbing.rewards.sources import Rewards, Scoring, finite_or_nan, is_scored_by, needs_answer
 from plumbing.rewards.workers import Workers
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
@@ -56,7 +56,9 @@ def make():
     made = []
 
     def make(*names, rows=(), timeout=30.0):
-        made.append(Rewards(types.SimpleNamespace(reward=names, timeout=timeout), make_tokenizer(), rows))
+        made.append(
+            Rewards(types.SimpleNamespace(reward=names, timeout=timeout, reward_workers=2), make_tokenizer(), rows)
+        )
         return made[-1]
 
     yield make
@@ -79,18 +81,32 @@ def test_functions_and_verifiers_together(file, make):
     """
     names = [f"{file}:{name}" for name in ("good", "none", "verl")]
     rewards = make("exact", *names, rows=[row("1"), row(None), row("2")])
-    scores = rewards.score([row("1"), row("2")], ["1", "1"], [[5], [5]])
+    scores = scores_by(rewards, [row("1"), row("2")], ["1", "1"], [[5], [5]])
     assert [scores[name] for name in ("exact", names[0], names[2])] == [[1, 0], [2, 2], [1, 0]]
     assert all(map(math.isnan, scores[names[1]]))
     assert scores[f"{names[2]}/words"] == [2, 2] and rewards.verifiers == ("exact", names[0], names[2])
     assert is_scored_by(row("1", [names[2]]), f"{names[2]}/words")
 
 
+def test_responses_are_scored_while_others_are_sampled(file, make):
+    """Each by all its sources at once; a function gets what has ended by then, and what is scored is in order."""
+    rewards = make("exact", f"{file}:good")
+    scoring, others = Scoring(rewards, lambda: False), [types.SimpleNamespace(row=row("1"), text="1", response=[5])] * 2
+    first = types.SimpleNamespace(row=row("1", ["exact"]), text="2", response=[5])
+    scoring.add(2, first)
+    scoring.jobs[0].result(timeout=60)
+    assert first.scores == {"exact": 0.0, f"{file}:good": 0.0} and scoring.jobs[1:] == []
+    for place in (1, 0):
+        scoring.add(place, others[place])
+    assert scoring.finish() == [*others, first] and others[0].scores["exact"] == 1 and others[0].scores[f"{file}:good"]
+    assert rewards.waited > 0
+
+
 def test_a_source_without_some_scores_says_so_once(file, make, capfd):
     """With the reason, in one line a source and without a traceback for each response."""
     rewards = make("gsm8k", f"{file}:none")
     for _ in range(2):
-        rewards.score([row("1"), row("x")], ["#### 1"] * 2, [[]] * 2)
+        scores_by(rewards, [row("1"), row("x")], ["#### 1"] * 2, [[]] * 2)
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 2 and said[0].startswith("warning: --reward gsm8k: ") and "'x' is not a number" in said[0]
     assert said[1].startswith(f"warning: --reward {file}:none: it returned None")
@@ -98,7 +114,7 @@ def test_a_source_without_some_scores_says_so_once(file, make, capfd):
 
 def test_workers_import_no_torch(make):
     rewards = make("math", "gsm8k", "code")
-    assert rewards.score([row("1")], ["1"], [[]]) == {"math": [1], "gsm8k": [0], "code": [1]}
+    assert scores_by(rewards, [row("1")], ["1"], [[]]) == {"math": [1], "gsm8k": [0], "code": [1]}
     assert rewards.workers["verifier"].run(eval, [("'torch' in __import__('sys').modules",)], 10.0) == [(False, "")]
 
 
@@ -108,7 +124,7 @@ def test_a_response_that_hangs_math_is_wrong(make):
     texts = ["42", r"\boxed{9^{9^{9^9}}}", "42", "42", "41"]
     with ThreadPoolExecutor(1) as pool:
         rewards = pool.submit(make, "math", timeout=2.0).result()
-        scores = pool.submit(rewards.score, list(map(row, references)), texts, [[]] * 5).result()["math"]
+        scores = pool.submit(scores_by, rewards, list(map(row, references)), texts, [[]] * 5).result()["math"]
     assert scores == pytest.approx([1, 0, 1, math.nan, 0], nan_ok=True)
     assert "alone: TimeoutError" in rewards.sources["math"].failure
 
@@ -121,7 +137,7 @@ def worker_processes() -> list[int]:
 def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
     """Its job is done once more; killed again, it has no score, and the reason is said. No descriptor stays open."""
     rewards, rows, kills, ended = make("math"), [row(str(i)) for i in range(100)], [], threading.Event()
-    score = lambda: rewards.score(rows, [str(i) for i in range(100)], [[]] * 100)["math"]
+    score = lambda: scores_by(rewards, rows, [str(i) for i in range(100)], [[]] * 100)["math"]
     assert score() == [1.0] * 100
     descriptors = len(os.listdir("/proc/self/fd"))
 
@@ -159,7 +175,7 @@ def test_a_job_whose_process_dies_is_done_once_more(tmp_path):
 def test_a_worker_that_dies_between_calls_is_replaced(make):
     rewards = make("exact")
     for _ in range(2):
-        assert rewards.score([row("1")], ["1"], [[]])["exact"] == [1]
+        assert scores_by(rewards, [row("1")], ["1"], [[]])["exact"] == [1]
         for process in worker_processes():
             os.kill(process, signal.SIGKILL)
 
@@ -191,7 +207,7 @@ def test_scores_are_in_the_order_of_the_responses(make, monkeypatch):
     rows, texts = [row(str(i % 7)) for i in range(200)], [f"#### {i**2 % 7}" for i in range(200)]
     rows[70], rewards = row("none"), make("gsm8k")
     expected = [float(i % 7 in (0, 1)) if i != 70 else math.nan for i in range(200)]
-    assert rewards.score(rows, texts, [[]] * 200)["gsm8k"] == pytest.approx(expected, nan_ok=True)
+    assert scores_by(rewards, rows, texts, [[]] * 200)["gsm8k"] == pytest.approx(expected, nan_ok=True)
     assert "'none' is not a number" in rewards.sources["gsm8k"].failure
 
 
@@ -229,7 +245,7 @@ def test_an_answer_is_needed_where_a_source_reads_it():
 def test_only_the_named_sources_count(make):
     rows = [row("1", ["exact"]), row("#### 1", ["gsm8k"]), row("1"), row("1", ["exact", "format"])]
     rewards = make("exact", "gsm8k", "format", rows=rows[:2])
-    scores = rewards.score(rows[:2] + rows[3:], ["1", "#### 1", "1"], [[], [], []])
+    scores = scores_by(rewards, rows[:2] + rows[3:], ["1", "#### 1", "1"], [[], [], []])
     assert scores == {"exact": [1, 0, 1], "gsm8k": [0, 1, 0], "format": [0, 0, 0]}
 
 

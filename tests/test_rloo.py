@@ -157,7 +157,8 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
     rows, samples = metrics_of(values), read_lines(folder_of(values) / "samples.jsonl")
     assert helpers.all_finite(folder_of(values) / "final") and len(steps) == 2
     assert any(row["val/missing_scores"] for row in rows)
-    trained = {tuple(row) for (_, A, *_), _ in losses for row in A.tolist()}
+    set_of = lambda A: {str(row).rstrip("0., ]-") for row in A.tolist()}  # without the padding
+    trained = set.union(*(set_of(A) for (_, A, *_), _ in losses))
     for step, ((how, scores, greedy, _, mask, group, gamma), advantages) in enumerate(steps):
         (_, kl, _, beta, _), _ = rewarded[step]
         row, of_step = rows[step], samples[8 * step : 8 * step + 8]
@@ -177,7 +178,7 @@ def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
         expected = advantages_by_hand(kind, *lists, kl, mask.sum(1).tolist(), size, beta, gamma)
         close(advantages[mask], sum(expected, []), 1e-9)
         close([sample["advantage"] for sample in of_step], [statistics.fmean(each) for each in expected], 1e-5)
-        assert {tuple(each) for each in advantages[counts].to(torch.float64).tolist()} <= trained
+        assert set_of(advantages[counts].to(torch.float64)) <= trained
     for (log_ratio, A, *clips), _ in losses:
         assert clips == [0.2, 0.3, 1.5]
         for x, a in zip(log_ratio, A):  # each response has its own advantages, which end where it does

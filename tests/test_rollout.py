@@ -3,13 +3,16 @@ token ids."""
 
 import contextlib
 import math
+import pickle
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from helpers import refused
+from helpers import listed, refused
+from pebble import ThreadPool
 from tiny_models import CPU, make_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import DynamicCache, GenerationConfig
@@ -58,7 +61,7 @@ def one_by_one(model, query, numbers, stop_ids, args):
 def check_one_by_one(model, queries, stop_ids, args) -> list[list[int]]:
     """Sample responses, compare them with those of each row alone, and return them."""
     numbers = uniforms_of(len(queries), args.max_response_length)
-    responses, values = generate(model, queries, numbers, stop_ids, args, never)
+    responses, values = listed(generate(model, queries, numbers, stop_ids, args, never))
     assert len(responses) == len(values) == len(queries)
     for i, query in enumerate(queries):
         response, expected = one_by_one(model, query, numbers[i], stop_ids, args)
@@ -87,7 +90,7 @@ class Fixed:
 def draw(logits, numbers):
     """Tokens drawn for each row at position 0, and their log-probabilities."""
     args = Args(max_response_length=1)
-    responses, values = generate(Fixed(logits), [[0]] * len(logits), numbers, [], args, never)
+    responses, values = listed(generate(Fixed(logits), [[0]] * len(logits), numbers, [], args, never))
     logprobs = [logprob for value in values for logprob in value["rollout_logprobs"]]
     return torch.tensor([token for (token,) in responses]), torch.tensor(logprobs)
 
@@ -147,8 +150,8 @@ def test_responses_end_with_a_stop_token_or_are_full(load, longest, least):
 
 def test_each_response_may_have_its_limit(load):
     model, queries, numbers, args = load("qwen2", F64), queries_of(), uniforms_of(12, 9), Args(max_response_length=9)
-    whole, lengths = generate(model, queries, numbers, STOPS, args, never), [1 + i % 9 for i in range(12)]
-    responses, values = generate(model, queries, numbers, STOPS, args, never, lengths)
+    whole, lengths = listed(generate(model, queries, numbers, STOPS, args, never)), [1 + i % 9 for i in range(12)]
+    responses, values = listed(generate(model, queries, numbers, STOPS, args, never, lengths))
     assert responses == [response[:length] for response, length in zip(whole[0], lengths)]
     assert [len(value["rollout_logprobs"]) for value in values] == list(map(len, responses))
 
@@ -164,7 +167,7 @@ def test_top_p(load):
         nucleus.append(ranked[len(nucleus)])
         mass += probabilities[nucleus[-1]].item()
     args = Args(max_response_length=1, top_p=0.6)
-    responses = generate(model, [query] * 400, uniforms_of(400, 1), [999], args, never)[0]
+    responses, _ = listed(generate(model, [query] * 400, uniforms_of(400, 1), [999], args, never))
     assert {response[0] for response in responses} == set(nucleus)
 
 
@@ -172,10 +175,10 @@ def test_repetition_penalty_does_not_depend_on_the_padding(load):
     """Padding is no token of the prompt: it must not be penalised, least of all where it is the stop token."""
     model, queries, numbers = load("qwen2", F64), queries_of(), uniforms_of(12, 16)
     args = Args(max_response_length=16, repetition_penalty=2.5)
-    together = generate(model, queries, numbers, STOPS, args, never)[0]
-    alone = [generate(model, [q], numbers[i : i + 1], STOPS, args, never)[0][0] for i, q in enumerate(queries)]
-    assert together == alone
-    assert alone != generate(model, queries, numbers, STOPS, Args(max_response_length=16), never)[0]
+    sample = lambda queries, numbers, args: listed(generate(model, queries, numbers, STOPS, args, never))[0]
+    alone = [sample([query], numbers[i : i + 1], args)[0] for i, query in enumerate(queries)]
+    assert sample(queries, numbers, args) == alone
+    assert alone != sample(queries, numbers, Args(max_response_length=16))
 
 
 @pytest.mark.parametrize("calls", [0, 1, 4])
@@ -186,26 +189,25 @@ def test_an_interruption_returns_early(load, calls):
         asked.append(1)
         return len(asked) > calls
 
-    responses, values = generate(model, queries_of(), uniforms_of(12, 100), [999], args, interrupted)
-    assert len(responses) == len(values) == 12
-    assert {len(response) for response in responses} == {calls + 1}  # it is asked after each token
+    assert list(generate(model, queries_of(), uniforms_of(12, 100), [999], args, interrupted)) == []
+    assert len(asked) == calls + 1  # it is asked after each token
 
 
 # ---- rollout ----------------------------------------------------------------------------------------------------
 
 
 class Scores(Rewards):
-    """A reward source that knows which text belongs to which row."""
+    """Rewards with a source, itself, that knows which text belongs to which row."""
 
-    models, verifiers = {}, ("length",)
+    models, verifiers, further, most, threads = {}, ("length",), (), math.inf, None
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.sources = [], {"length": self}
 
     def score(self, rows, texts, responses, interrupted):
         assert len(rows) == len(texts)
-        self.seen += [(row["answer"], *texts) for row, *texts in zip(rows, texts, responses)]
-        return {"length": [100.0 * row["answer"] + len(text) for row, text in zip(rows, texts)]}
+        self.seen += [(row["answer"], text, ids.tolist()) for row, text, ids in zip(rows, texts, responses)]
+        return [100.0 * row["answer"] + len(text) for row, text in zip(rows, texts)]
 
 
 @pytest.fixture
@@ -226,11 +228,11 @@ KEY = ("rollout", 1, 1)
 
 
 def responses_of(batch: Batch) -> list[list[int]]:
-    return [sample.response for sample in batch.samples]
+    return [sample.response.tolist() for sample in batch.samples]
 
 
 def same(one: Batch, other: Batch) -> bool:
-    parts = lambda batch: [(x.row["query"], x.response, x.text, x.stopped, x.scores) for x in batch.samples]
+    parts = lambda batch: [(x.row["query"], x.response.tolist(), x.text, x.stopped, x.scores) for x in batch.samples]
     return (
         parts(one) == parts(other)
         and one.tokens.keys() == other.tokens.keys()
@@ -249,7 +251,7 @@ def test_rollout_lays_out_the_batch(setting):
         assert sample.row is rows[i // 3]
         query, stops = sample.row["query"], sampler.stop_ids
         response, logprobs = one_by_one(sampler.model, query, numbers[i], stops, sampler.args)
-        assert sample.response == response
+        assert sample.response.tolist() == response
         padding = [0.0] * (widest - len(response))
         assert batch.tokens["rollout_logprobs"][i].tolist() == pytest.approx(logprobs + padding, abs=1e-5)
         assert batch.response_mask[i].tolist() == [1] * len(response) + padding
@@ -276,8 +278,8 @@ def test_rollout_is_a_function_of_its_key_however_it_is_cut(setting):
 
 def repeating(*inputs):
     """The decode loop of a fork that stores one more value a token: the token itself."""
-    responses, values = generate(*inputs)
-    return responses, [{**value, "again": response} for value, response in zip(values, responses)]
+    for place, response, values in generate(*inputs):
+        yield place, response, {**values, "again": response}
 
 
 @pytest.mark.parametrize("count, samples", [(5, 3), (4, 2), (1, 0), (2, 0)])
@@ -305,6 +307,41 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count,
     for again, mask, response in zip(whole.tokens["again"], whole.response_mask, responses_of(whole)):
         assert again[mask].tolist() == response and not again[~mask].any()
     assert sum(seen[1:]) == len(whole.samples)  # each response was scored on one rank
+
+
+def test_a_response_is_scored_before_the_next_one_has_ended(setting):
+    """And what ranks send each other is arrays: 8 bytes a token, and no rows, which all of them have."""
+    sampler, rows = setting
+    source, seen = sampler.rewards, []
+    source.threads = ThreadPool(1)
+
+    def slow(*inputs):
+        for response in generate(*inputs):
+            yield response
+            while len(source.seen) == len(seen):  # for ever, if scores were for the end
+                time.sleep(0.001)
+            seen.append(response)
+
+    gathered = []
+    world = SimpleNamespace(
+        shard=list, any=bool, unshard=lambda items, _: gathered.append(pickle.dumps(items)) or items
+    )
+    batch = replace(sampler, generate=slow, world=world, args=replace(sampler.args, max_response_length=500)).rollout(
+        rows, 3, KEY
+    )
+    assert len(seen) == 15 and sorted(source.seen) == sorted(
+        (x.row["answer"], x.text, x.response.tolist()) for x in batch.samples
+    )
+    assert len(gathered[0]) < 15 * 400 + 9 * sum(len(x.response) for x in batch.samples)
+
+
+def test_micro_batches_are_as_long_as_their_longest_response(setting):
+    batch = setting[0].rollout(setting[1], 3, KEY)
+    cuts = list(batch.micro_batches(list(range(15)), 40, utils.World(0, 1, CPU)))
+    assert len(cuts) > 3 and len({t["response_mask"].shape[1] for _, t, _ in cuts}) > 1
+    assert all(
+        x.shape == t["response_mask"].shape and t["response_mask"][:, -1].any() for _, t, _ in cuts for x in t.values()
+    )
 
 
 def test_an_interrupted_rollout_is_none(setting):

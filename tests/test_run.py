@@ -125,7 +125,7 @@ STOPS = {
         ("rollout", "torch.searchsorted:13:SIGINT", 0),  # ten tokens in the first evaluation
         ("update", "utils.Optimizer.step:2:SIGTERM", 1),
         ("evaluation", "grpo.generate:3:SIGINT", 2),
-        ("scoring", "sources.Rewards.score:3:SIGTERM", 2),
+        ("scoring", "sources.Scoring.finish:3:SIGTERM", 2),
         ("log-probs", "grpo.forward_batch:1:SIGTERM", 3),
     ],
     "stopped at saves": [

@@ -10,7 +10,7 @@ import pytest
 import test_families
 import torch
 from engine_checks import alike, converse, failure_of, greedy, largest_difference, logprobs_of, spoken
-from helpers import assert_same_run, folder_of, metrics_of, read_lines, run, run_here, run_ranks, variant
+from helpers import assert_same_run, folder_of, metrics_of, read_lines, run, run_here, run_ranks, sampled_by, variant
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -65,7 +65,7 @@ def sums(tokenizer, count: int) -> list[list[int]]:
 
 def sample(setting, queries, seeds, interrupted=lambda: False, **changes):
     engine, _, _, args = setting
-    sampled = engine.generate(queries, seeds, STOPS, dataclasses.replace(args, **changes), interrupted)
+    sampled = sampled_by(engine, queries, seeds, STOPS, dataclasses.replace(args, **changes), interrupted)
     return sampled and (sampled[0], [values["rollout_logprobs"] for values in sampled[1]])
 
 
@@ -293,7 +293,7 @@ def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async
         """The largest difference between the engine's log-probabilities of sampled tokens and the model's."""
         worst = 0.0
         for x, given, mask in zip(batch.samples, batch.tokens["rollout_logprobs"], batch.response_mask):
-            expected, n = logprobs_of(model, x.row["query"], x.response, 0.8), len(x.response)
+            expected, n = logprobs_of(model, x.row["query"], x.response.tolist(), 0.8), len(x.response)
             worst = max(worst, (expected - given[:n])[mask[:n]].abs().max().item())
         return worst
 

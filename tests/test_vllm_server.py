@@ -17,7 +17,7 @@ import torch
 import transformers
 import vllm_server
 from engine_checks import alike, converse, failure_of, greedy, largest_difference, spoken
-from helpers import ROOT, free_port, refused, tiny_model
+from helpers import ROOT, free_port, refused, sampled_by, tiny_model
 from test_reward_client import Server
 
 import utils
@@ -84,7 +84,7 @@ def connect(*urls: str, **values) -> Servers:
 
 
 def sample(servers, queries, seeds, interrupted=lambda: False, **values):
-    sampled = servers.generate(queries, seeds, STOP, replace(ARGS, **values), interrupted)
+    sampled = sampled_by(servers, queries, seeds, STOP, replace(ARGS, **values), interrupted)
     return sampled and (sampled[0], [each["rollout_logprobs"] for each in sampled[1]])
 
 

@@ -5,7 +5,6 @@ import math
 import os
 import reprlib
 import zlib
-from types import SimpleNamespace
 from typing import Callable
 
 from tqdm import tqdm
@@ -144,13 +143,6 @@ def load_prompts(
 def is_held_out(prompt, share: float) -> bool:
     """Return whether --eval_share holds out the rows with a prompt, text or messages: a hash decides."""
     return zlib.crc32(repr(prompt).encode()) < share * 2**32
-
-
-def load_supervised(args, tokenizer, stop_ids: list[int]) -> list[dict]:
-    """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
-    args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})  # they are of --dataset
-    parts = load_prompts("--ptx_dataset", args.ptx_dataset, "train", tokenizer, args, lambda *_: "", stop_ids=stop_ids)
-    return mix(parts, args.seed)
 
 
 # ---- mixtures, and the order in which a run reads its prompts --------------------------------------------------------

@@ -57,21 +57,6 @@ def worked_addition(prompt: str, noise: float, numbers: random.Random) -> str:
     return f"{' '.join(columns)} #### {carry or ''}{answer}"
 
 
-def arithmetic_pairs(split: str) -> list[dict]:
-    """Return preference pairs for `arithmetic_rows`: the worked answer, and the same with wrong digits.
-
-    `subset` is how many of the three columns are wrong.
-    """
-    numbers, pairs = random.Random(f"pairs {split}"), []
-    for row in read_rows("--dataset", "arithmetic", split):
-        chosen = rejected = worked_addition(row["prompt"], 0.0, numbers)
-        while rejected == chosen:
-            rejected = worked_addition(row["prompt"], 0.3, numbers)
-        wrong = sum(a[4:] != b[4:] for a, b in zip(chosen.split()[:3], rejected.split()))
-        pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "subset": f"{wrong} wrong"})
-    return pairs
-
-
 def reasoning_gym_rows(task: str, split: str, size: int) -> list[dict]:
     """Return `size` generated problems of a reasoning_gym task; training and test ones come from different seeds.
 

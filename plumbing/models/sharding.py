@@ -209,12 +209,6 @@ def gradient_sync(module: torch.nn.Module, last: bool):
     return module.no_sync() if hasattr(module, "no_sync") and not last else contextlib.nullcontext()
 
 
-def gather_head(module: torch.nn.Module) -> None:
-    """Gather what a sharded module has outside of blocks, head included, until its next forward pass: a collective."""
-    if isinstance(module, FSDPModule):
-        module.unshard()
-
-
 def model_device(model: torch.nn.Module) -> torch.device:
     """Return where a model computes; its sharded weights may be offloaded."""
     return getattr(model, "compute_device", model.device)

@@ -5,17 +5,21 @@ infinity or over 1e18 gives no score: never a silent zero.
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib.util
 import json
 import math
 import os
 import time
-from multiprocessing.pool import ThreadPool
+from collections import deque
+from concurrent.futures import Future, wait
 from multiprocessing.util import Finalize
 from typing import Callable
 
+import numpy as np
 import torch
+from pebble import ThreadPool
 from torch.nn.utils.rnn import pad_sequence
 
 from plumbing.data.prompts import encode_text, guarded, is_filled
@@ -107,6 +111,8 @@ def is_scored_by(row: dict, name: str) -> bool:
 class Rewards:
     """The reward sources of a run, by the names given to --reward."""
 
+    waited = 0.0  # seconds for scores of a step, once all responses had ended
+
     def __init__(self, args, tokenizer, rows: list[dict] = (), environment: bool = False):
         """Check all sources and start the worker processes; reward models are loaded by `load_models`.
 
@@ -116,9 +122,9 @@ class Rewards:
             environment: whether responses are conversations.
         """
         # Verifiers share the responses of a rank out among processes; functions share one process and what it holds.
-        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        count = args.reward_workers or (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         packages = [verifier.package for verifier in map(verifier_of, args.reward) if verifier]
-        self.workers = {"verifier": Workers(max(1, min(4, cores)), packages), "function": Workers(1)}
+        self.workers = {"verifier": Workers(max(1, count), packages), "function": Workers(1)}
         self.sources, self.further, self.warned = {}, [], set()
         Finalize(None, self.close, exitpriority=1)  # at the end of this process, a child of multiprocessing, too
         for name in args.reward:
@@ -156,39 +162,6 @@ class Rewards:
         for source in self.models.values():
             source.load(args, precision, sharding)
 
-    def score(
-        self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted: Callable[[], bool] = never
-    ) -> dict[str, list[float]]:
-        """Return each source's scores of the responses, NaN where there is none: {name: [float] * N}.
-
-        A source that does not count for a row has 0 there, which adds nothing to the weighted sum. Behind the sources
-        come the further numbers of functions, named "SOURCE/NUMBER", NaN where there is none.
-
-        Args:
-            rows: as `plumbing.data.mixture.load_prompts` makes them. responses: token ids of `texts`.
-        """
-        scores = {name: [0.0] * len(rows) for name in self.sources}
-        scores |= {name: [math.nan] * len(rows) for name in self.further}
-        for name, source in self.sources.items():
-            scored = [i for i, row in enumerate(rows) if is_scored_by(row, name)]
-            chosen = ([column[i] for i in scored] for column in (rows, texts, responses))
-            for i, result in zip(scored, source.score(*chosen, interrupted)):
-                numbers = result if isinstance(result, dict) else {name: result}
-                for key in scores.keys() & numbers:
-                    scores[key][i] = finite_or_nan(numbers[key])
-            is_missing = any(map(math.isnan, scores[name]))
-            if is_missing and name not in self.warned and not interrupted():
-                self.warned.add(name)
-                warn(f"--reward {self.why_missing(name)}; such responses have no score (this is said once)")
-        return scores
-
-    def score_samples(self, samples: list, interrupted: Callable[[], bool]) -> None:
-        """Set `scores`, {source: score}, of responses whose `text` is set: plumbing.rollout.batch.Samples."""
-        rows = [x.row for x in samples]
-        scores = self.score(rows, [x.text for x in samples], [x.response for x in samples], interrupted)
-        for i, sample in enumerate(samples):
-            sample.scores = {source: column[i] for source, column in scores.items()}
-
     def score_equal_responses_alike(self, samples: list) -> None:
         """Give equal responses to a prompt, of the samples of all ranks, a reward model's score of the first of them.
 
@@ -197,7 +170,7 @@ class Rewards:
         for name in self.models:
             first: dict[tuple, float] = {}
             for x in samples:
-                sequence = (is_scored_by(x.row, name), *x.row["query"], *x.response)
+                sequence = (is_scored_by(x.row, name), tuple(x.row["query"]), x.response.tobytes())
                 x.scores[name] = first.setdefault(sequence, x.scores[name])
 
     def why_missing(self, name: str) -> str:
@@ -210,15 +183,82 @@ class Rewards:
             workers.close()
 
 
+class Scoring:
+    """Scores of a rank's responses: each response goes to its sources when it has ended, while others are sampled.
+
+    A source takes as many as are waiting, up to its `most`: what is scored together depends on when responses end, so
+    a score must not depend on it. A source without threads, such as a reward model, takes all of them at the end.
+    """
+
+    def __init__(self, rewards: Rewards, interrupted: Callable[[], bool]):
+        self.rewards, self.interrupted = rewards, interrupted
+        self.samples = {}  # by their places
+        self.waiting = {name: deque() for name in rewards.sources}  # places
+        self.jobs: list[Future] = []
+
+    def add(self, place: int, sample) -> None:
+        """Have a response scored: a plumbing.rollout.batch.Sample, whose `scores` this sets, {source: score}.
+
+        NaN stands for no score, and 0, which adds nothing to the weighted sum, where a source does not count for a row.
+        Behind the sources come the further numbers of functions, named "SOURCE/NUMBER".
+        """
+        self.samples[place] = sample
+        sample.scores = dict.fromkeys([*self.rewards.sources, *self.rewards.further], math.nan)
+        for name, source in self.rewards.sources.items():
+            if not is_scored_by(sample.row, name):
+                sample.scores[name] = 0.0
+                continue
+            self.waiting[name].append(place)
+            if source.threads:
+                self.jobs.append(source.threads.schedule(self._score, [name]))
+
+    def _score(self, name: str) -> None:
+        """Have a source score what waits for it."""
+        source, places = self.rewards.sources[name], []
+        with contextlib.suppress(IndexError):  # another thread may have taken it
+            while len(places) < source.most:
+                places.append(self.waiting[name].popleft())
+        if not places and source.threads:
+            return
+        samples = [self.samples[place] for place in sorted(places)]
+        given = [x.row for x in samples], [x.text for x in samples], [x.response for x in samples]
+        for sample, result in zip(samples, source.score(*given, self.interrupted)):
+            numbers = result if isinstance(result, dict) else {name: result}
+            sample.scores.update({key: finite_or_nan(x) for key, x in numbers.items() if key in sample.scores})
+
+    def finish(self) -> list:
+        """Wait for all scores, and return the samples in order; if interrupted, scores may be missing."""
+        begin = time.monotonic()
+        for name, source in self.rewards.sources.items():
+            if source.threads is None:
+                self._score(name)
+        while wait(self.jobs, timeout=0.1).not_done and not self.interrupted():
+            pass
+        for job in self.jobs:
+            if job.done():
+                job.result()  # raises what it has raised
+        self.rewards.waited += time.monotonic() - begin
+        samples = [self.samples[place] for place in sorted(self.samples)]
+        for name in self.rewards.sources:
+            missing = any(math.isnan(x.scores[name]) for x in samples)
+            if missing and name not in self.rewards.warned and not self.interrupted():
+                self.rewards.warned.add(name)
+                warn(f"--reward {self.rewards.why_missing(name)}; such responses have no score (this is said once)")
+        return samples
+
+
 class Source:
     """What scores responses."""
 
     verifies = True  # whether a score of 1 or more is that of a right response
+    most = math.inf  # responses in a call of `score`
+    threads: ThreadPool | None = None  # that call `score` while responses are sampled; None: once all are there
     failure = ""  # the last reason for a score that is missing
 
     def __init__(self, name: str, timeout: float, workers: Workers | None, tokenizer):
         """`workers`: of sources of this kind. `tokenizer`: of the policy."""
         self.name, self.timeout, self.workers = name, timeout, workers
+        self.threads = workers and workers.threads
 
     def score(self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never) -> list:
         """Return a number for each response, None or NaN for no score. Several threads may call this.
@@ -242,31 +282,29 @@ class VerifierSource(Source):
     def __init__(self, name: str, timeout: float, workers: Workers, tokenizer):
         super().__init__(name, timeout, workers, tokenizer)
         self.verifier = verifier_of(name)
-        check, self.has_limit = self.verifier.check, self.verifier.limit < math.inf
+        self.check, self.most = self.verifier.check, self.verifier.calls_a_job
+        self.limit = min(timeout, self.verifier.limit)
         if name.startswith("code"):
             # Less than the call may last: a program that is stuck scores 0, a call that is stuck has no score.
-            check = functools.partial(check, seconds=0.8 * timeout)
-        options = {"limit": min(timeout, self.verifier.limit), "alone": not self.has_limit}
-        self.run = functools.partial(workers.run, check, calls_a_job=self.verifier.calls_a_job, **options)
+            self.check = functools.partial(self.check, seconds=0.8 * timeout)
 
     def score(self, rows, texts, responses, interrupted=never):
         references = columns_of(rows).get(self.verifier.column, [None] * len(rows))
         # The answer of a conversation is the model's last turn, not that of a tool.
         texts = [row["turns"][-1]["content"] if row.get("turns") else text for row, text in zip(rows, texts)]
-        results = self.run(list(zip(texts, references)), interrupted=interrupted)
-        if self.has_limit:
-            # Comparing a formula can last forever. Then the response is wrong, unless the reference is to blame.
-            late = [i for i, (_, failure) in enumerate(results) if failure.startswith("TimeoutError")]
-            alone = self.run([("", references[i]) for i in late], interrupted=interrupted)
-            for i, (score, failure) in zip(late, alone):
+        check = lambda *calls: self.workers.run(self.check, list(calls), self.limit, interrupted)
+        results = check(*zip(texts, references))
+        for i, (_, failure) in enumerate(results):
+            if failure.startswith("TimeoutError") and self.verifier.limit < math.inf:
+                # Comparing a formula can last forever. Then the response is wrong, unless the reference is to blame.
+                ((score, failure),) = check(("", references[i]))
                 results[i] = score, failure and f"the reference {references[i]!r:.60} alone: {failure}"
-        in_a_job = min(len(rows), self.verifier.calls_a_job)
-        self.note(next((failure for _, failure in results if failure), ""), in_a_job)
+        self.note(next((failure for _, failure in results if failure), ""), len(rows))
         return [score for score, _ in results]
 
 
 class FunctionSource(Source):
-    """A function from a user's file, which scores all responses of a rank in one call, always in the same process."""
+    """A function from a user's file, called with lists of responses, always in the same process."""
 
     def load(self) -> str:
         """Import the file in the worker process, once. Return why that failed, "" if it did not."""
@@ -275,12 +313,10 @@ class FunctionSource(Source):
 
     def score(self, rows, texts, responses, interrupted=never):
         """Return {NAME OF THE SOURCE: score, "NAME OF THE SOURCE/KEY": a further number} for each response."""
-        if not rows:
-            return []
         prompts, columns = [row["prompt"] for row in rows], columns_of(rows)
         if "turns" in rows[0]:
             columns["turns"] = [row["turns"] for row in rows]
-        call = (self.name, prompts, texts, responses, columns)
+        call = (self.name, prompts, texts, [np.array(ids).tolist() for ids in responses], columns)
         self.load()  # the process may be a new one, and the time of a call is not for imports
         ((results, failure),) = self.workers.run(call_function, [call], self.timeout, interrupted)
         self.note(failure, len(rows))
@@ -362,7 +398,7 @@ class ModelSource(Source):
         sequences = []
         for row, text, response in zip(rows, texts, responses):
             try:
-                ids = self._read_text(row, text) if self.difference else row["query"] + response
+                ids = self._read_text(row, text) if self.difference else [*row["query"], *response]
                 ids = [token for token in ids if token not in self.unknown]
                 if len(ids) > self.positions:
                     raise ValueError(f"it has {len(ids)} tokens, and the model {self.positions} positions")
@@ -393,8 +429,12 @@ class ServerSource(Source):
     score (NaN). A key in the variable REWARD_API_KEY is sent along.
     """
 
-    BATCH, CONNECTIONS = 32, 8  # responses in a request, requests at the same time
+    most, CONNECTIONS = 32, 8  # responses in a request, requests at the same time
     PAUSES = (0, 2, 4, 8, 16, 0)  # seconds after each try that fails
+
+    def __init__(self, name: str, timeout: float, workers: None, tokenizer):
+        super().__init__(name, timeout, workers, tokenizer)
+        self.threads = ThreadPool(self.CONNECTIONS)
 
     @property
     def verifies(self) -> bool:
@@ -406,18 +446,6 @@ class ServerSource(Source):
             return True
 
     def score(self, rows, texts, responses, interrupted=never):
-        self.failure = ""
-        batches = [(rows[i : i + self.BATCH], texts[i : i + self.BATCH]) for i in range(0, len(rows), self.BATCH)]
-        with ThreadPool(self.CONNECTIONS) as pool:
-            answers = pool.starmap_async(self._ask, batches, chunksize=1)
-            while not (answers.ready() or interrupted()):
-                answers.wait(0.1)
-            if not answers.ready():
-                return [math.nan] * len(rows)
-        return [score for scores in answers.get() for score in scores]
-
-    def _ask(self, rows: list[dict], texts: list[str]) -> list[float]:
-        """Return the scores of a batch; NaN for each response, and why in `failure`, if there are none."""
         columns, count = columns_of(rows), len(rows)
         body = {"src": [row["prompt"] for row in rows], "tgt": list(map(as_text, columns.pop("answer")))}
         body |= {"response": texts, "messages": [row.get("messages") for row in rows], "columns": columns}

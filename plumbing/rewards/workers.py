@@ -4,7 +4,6 @@ One that hangs is killed. They import this module, so it imports little.
 """
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
@@ -15,10 +14,9 @@ import traceback
 import types
 from concurrent.futures import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
-from multiprocessing.pool import ThreadPool
 from typing import Callable
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessPool, ThreadPool
 
 from plumbing.rewards.functions import load_scorer, score_by
 
@@ -96,39 +94,30 @@ class Context(SpawnContext):
 
 
 class Workers:
-    """Worker processes, which start when there is something to do.
+    """Worker processes, each for a thread that waits for it; they start when there is something to do.
 
     Each is a pool of pebble's of its own: in a pool of several, a process that dies can take along what another one
     does, or the lock by which they get their jobs.
     """
 
     def __init__(self, count: int, packages: list[str] = ()):
-        """`count`: jobs of a caller at the same time. `packages`: see `prepare`."""
-        self.count, self.packages, self.lock, self.turn = count, packages, threading.Lock(), threading.Lock()
+        """`count`: of `threads`, which callers share. `packages`: see `prepare`."""
+        self.packages, self.lock = packages, threading.Lock()
+        self.threads = ThreadPool(count)
         self.pools: list[ProcessPool] = []  # without a job
 
-    def run(
-        self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable = never,
-        calls_a_job: int = 1, alone: bool = True,
-    ) -> list[tuple]:  # fmt: skip
-        """Call a function with each of the arguments, spread over the workers, `limit` seconds at most a job.
+    def run(self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable = never) -> list[tuple]:
+        """Call a function with each of the arguments in one process, `limit` seconds at most for all of them.
 
-        Return a list of (result, ""), or of (None, reason) where a call has failed. Several threads may call this; with
-        `alone` they wait for each other, as jobs that need much time would take it from others.
+        Return a list of (result, ""), or of (None, reason) where a call has failed. What is under way in a process that
+        dies is done once more: that says nothing of it. Several threads may call this.
         """
-        jobs = [(limit, call, arguments[i : i + calls_a_job]) for i in range(0, len(arguments), calls_a_job)]
-        with self.turn if alone else contextlib.nullcontext(), ThreadPool(self.count) as threads:
-            results = threads.map(functools.partial(self._finish, interrupted), jobs, chunksize=1)
-        return [result for job in results for result in job]
-
-    def _finish(self, interrupted: Callable[[], bool], job: tuple) -> list[tuple]:
-        """Return the results of a job, which is done once more if its process dies: that says nothing of the job."""
         for is_second in (False, True):
             with self.lock:
                 is_new = is_second or not self.pools
                 pool = ProcessPool(1, 0, prepare, [self.packages], Context()) if is_new else self.pools.pop()
             try:
-                future = pool.schedule(attempt, job, timeout=job[0])
+                future = pool.schedule(attempt, (limit, call, arguments), timeout=limit)
                 while wait([future], timeout=0.1).not_done and pool.active and not interrupted():
                     pass
                 future.cancel()  # does nothing if it is done
@@ -141,7 +130,7 @@ class Workers:
                 end(pool)
                 if interrupted() or not has_died:
                     break
-        return [(None, failure)] * len(job[2])
+        return [(None, failure)] * len(arguments)
 
     def close(self) -> None:
         """Kill the processes that have no job."""

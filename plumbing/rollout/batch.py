@@ -16,6 +16,7 @@ from transformers.generation import logits_process
 
 import utils
 from plumbing.models.sharding import model_device, unsharded
+from plumbing.rewards.sources import Scoring
 
 
 @dataclass
@@ -23,12 +24,17 @@ class Sample:
     """One response to a prompt, and its scores."""
 
     row: dict  # of the data: "prompt", the text, "query", its token ids, "answer", "columns"
-    response: list[int]  # token ids up to and including the stop token; observations of a conversation, too
-    values: dict[str, list]  # one value per token of the response, by name
+    response: np.ndarray  # (t,) int32, up to and including the stop token; observations of a conversation, too
+    values: dict[str, np.ndarray]  # (t,) float32, by name
     stopped: bool  # whether it ended before --max_response_length cut it off
     conversation: object = None  # plumbing.turns.conversations.Conversation, with --tools or --environment
     text: str = ""
     scores: dict[str, float] | None = None  # by reward source; NaN where it gave none
+
+    def __post_init__(self):
+        """Turn lists into arrays: those of all ranks travel between them, and a list has 30 bytes a token."""
+        self.response = np.asarray(self.response, np.int32)
+        self.values = {name: np.asarray(x, np.float32) for name, x in self.values.items()}
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,9 @@ class Sampler:
             self.engine.sleep()
 
     def metrics(self) -> dict[str, float]:
-        """Return what the engine logs of a step."""
-        return {} if self.engine is None else self.engine.metrics()
+        """Return what the engine logs of a step, and the seconds that it waited for scores once all was sampled."""
+        waited, self.rewards.waited = self.rewards.waited, 0.0
+        return {"time/reward": waited, **(self.engine.metrics() if self.engine else {})}
 
     def rollout(self, rows: list[dict], samples: int, key: tuple) -> "Batch | None":
         """Sample and score responses to some prompts, spread over the ranks.
@@ -78,15 +85,19 @@ class Sampler:
         rows = [row for row in rows for _ in range(samples or 1)]
         local = self.world.shard(list(range(len(rows))))  # the responses of this rank
         draws, tool_seeds = self.random_numbers(len(rows), key)
-        responses = self.sample([rows[i] for i in local], draws[local] if samples else None, tool_seeds[local].tolist())
-        if self.world.any(self.interrupted() or responses is None):
+        scoring = Scoring(self.rewards, self.interrupted)
+        given = [rows[i] for i in local], draws[local] if samples else None, tool_seeds[local].tolist()
+        self.sample(*given, scoring.add)
+        if self.world.any(self.interrupted() or len(scoring.samples) < len(local)):
             return None
-        for response in responses:
-            response.text = self.tokenizer.decode(response.response, skip_special_tokens=True)
-        self.rewards.score_samples(responses, self.interrupted)
+        responses = scoring.finish()
         if self.world.any(self.interrupted()):  # then some scores may be missing
             return None
+        for sample in responses:
+            sample.row = None  # all ranks have it
         responses = self.world.unshard(responses, len(rows))
+        for row, sample in zip(rows, responses):
+            sample.row = sample.conversation.row if sample.conversation else row
         self.rewards.score_equal_responses_alike(responses)
         if self.conversations:
             self.conversations.leave_out_failed(responses)
@@ -113,33 +124,43 @@ class Sampler:
         turns = self.args.max_turns if self.conversations else 1
         return rng.integers(2**62, size=(responses, turns)), tool_seeds
 
-    def sample(self, rows: list[dict], draws: np.ndarray | None, tool_seeds: list[int]) -> list[Sample] | None:
-        """Sample a response to each row, by the engine or by the script's decode loop; None if interrupted.
+    def sample(self, rows: list[dict], draws: np.ndarray | None, tool_seeds: list[int], end: Callable) -> None:
+        """Sample a response to each row, by the engine or by the script's decode loop; if interrupted, not to all.
 
         Args:
             rows: prompts of this rank, one for each response.
             draws, tool_seeds: see `random_numbers`, a row for each response; no draws for greedy decoding.
+            end: called with the place of a row and its Sample, once the response has ended.
         """
+
+        def end_response(place: int, response: list[int], values: dict[str, list], conversation=None) -> None:
+            row = rows[place]
+            if conversation:
+                row, stopped = conversation.row, conversation.stop_reason != "length"
+            else:
+                stopped = response[-1] in self.stop_ids
+            text = self.tokenizer.decode(response, skip_special_tokens=True)
+            sample = Sample(row, response, values, stopped, conversation, text)
+            if conversation:
+                conversation.response, conversation.values = sample.response, sample.values
+            end(place, sample)
+
         with contextlib.ExitStack() as stack:
             if self.engine is None:
                 stack.enter_context(unsharded(self.model))
                 stack.enter_context(torch.compiler.set_stance("force_eager"))  # shapes change at every token
                 stack.enter_context(self.autocast())
-            if self.conversations:
-                ended = self.conversations.sample(
-                    rows, tool_seeds, draws, self.interrupted, self.engine, self.in_batches
-                )
-                return ended and [Sample(x.row, x.response, x.values, x.stop_reason != "length", x) for x in ended]
             queries = [row["query"] for row in rows]
-            if self.engine is None:
-                sampled = self.in_batches(queries, None if draws is None else torch.from_numpy(draws))
+            if self.conversations:
+                end_conversation = lambda place, x: end_response(place, x.response, x.values, x)
+                given = rows, tool_seeds, draws, self.interrupted, end_conversation, self.engine, self.in_batches
+                self.conversations.sample(*given)
+            elif self.engine is None:
+                for response in self.in_batches(queries, None if draws is None else torch.from_numpy(draws)):
+                    end_response(*response)
             else:
                 seeds = None if draws is None else draws[:, 0].tolist()
-                sampled = self.engine.generate(queries, seeds, self.stop_ids, self.args, self.interrupted)
-        return sampled and [
-            Sample(row, response, values, stopped=response[-1] in self.stop_ids)
-            for row, response, values in zip(rows, *sampled)
-        ]
+                self.engine.generate(queries, seeds, self.stop_ids, self.args, self.interrupted, end_response)
 
     def in_batches(
         self,
@@ -147,22 +168,22 @@ class Sampler:
         uniforms: Tensor | None,
         lengths: list[int] | None = None,
         stop_strings: Callable | None = None,
-    ) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
+    ) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
         """Call the script's decode loop with --generation_batch_size queries at a time; if interrupted, not with all.
 
-        See `generate` of a script for the arguments and what it returns.
+        See `generate` of a script for the arguments and what it yields.
         """
-        responses, values = [], []
-        for start in range(0, len(queries), self.args.generation_batch_size):
+        size = self.args.generation_batch_size
+        for start in range(0, len(queries), size):
             if self.interrupted():
-                break
-            part = slice(start, start + self.args.generation_batch_size)
+                return
+            part = slice(start, start + size)
             numbers, limits = None if uniforms is None else uniforms[part], lengths and lengths[part]
             sampled = self.generate(
                 self.model, queries[part], numbers, self.stop_ids, self.args, self.interrupted, limits, stop_strings
             )
-            responses, values = responses + sampled[0], values + sampled[1]
-        return responses, values
+            for place, *response in sampled:
+                yield start + place, *response
 
 
 @dataclass
@@ -181,10 +202,11 @@ class Batch:
     @staticmethod
     def from_samples(samples: list[Sample], device: torch.device, scores: Tensor | None = None) -> "Batch":
         """Return a batch of some responses; their per-token values are padded to the longest."""
-        padded = lambda rows: pad_sequence([torch.tensor(row) for row in rows], batch_first=True).to(device)
-        tokens = {"response_mask": padded([[1] * len(x.response) for x in samples])}
+        padded = lambda rows: pad_sequence(list(map(torch.as_tensor, rows)), batch_first=True).to(device)
+        lengths = torch.tensor([len(x.response) for x in samples], device=device)
+        tokens = {"response_mask": torch.arange(lengths.max(), device=device) < lengths[:, None]}
         for name in {name: None for x in samples for name in x.values}:
-            tokens[name] = padded([x.values.get(name, []) for x in samples])
+            tokens[name] = padded([x.values.get(name, ()) for x in samples])
         tokens["response_mask"] = tokens["response_mask"].bool()
         components = {
             name: torch.tensor([x.scores[name] for x in samples], dtype=torch.float64, device=device)
@@ -219,14 +241,16 @@ class Batch:
         """Cut some of the responses into this rank's micro-batches.
 
         Yields:
-            the inputs of a model (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`, and whether it is
-            the last micro-batch.
+            the inputs of a model (input_ids, response_mask: (n, L)), the slices (n, T) of `tokens`, where T is the
+            longest response of the micro-batch, and whether it is the last one.
         """
         lengths = self.lengths
         cuts = utils.micro_batches([lengths[i] for i in chosen], token_budget, world)
         for number, cut in enumerate(cuts, 1):
             rows = [chosen[i] for i in cut]
-            yield self.collate(rows), {name: x[rows] for name, x in self.tokens.items()}, number == len(cuts)
+            longest = max([len(self.samples[i].response) for i in rows], default=0)
+            tokens = {name: x[rows, :longest] for name, x in self.tokens.items()}
+            yield self.collate(rows), tokens, number == len(cuts)
 
 
 @dataclass
@@ -251,11 +275,11 @@ def collate(rows: list[tuple], device) -> tuple[Tensor, Tensor]:
     Args:
         rows: (query, response), token ids, or (query, response, mask of the response's tokens, or True for all).
     """
-    ids = [torch.tensor(query + response) for query, response, *_ in rows] or [torch.zeros(2, dtype=torch.long)]
-    input_ids = pad_sequence(ids, batch_first=True)
+    ids = [np.concatenate(row[:2]).astype(np.int64) for row in rows] or [np.zeros(2, np.int64)]
+    input_ids = pad_sequence(list(map(torch.from_numpy, ids)), batch_first=True)
     mask = torch.zeros_like(input_ids, dtype=torch.bool)
     for row, (query, response, *sampled) in zip(mask, rows):
-        row[len(query) : len(query) + len(response)] = torch.tensor(sampled[0] if sampled else True)
+        row[len(query) : len(query) + len(response)] = torch.as_tensor(sampled[0] if sampled else True)
     return input_ids.to(device), mask.to(device)  # at the end: a GPU would wait for each row
 
 
@@ -289,17 +313,15 @@ def forward_batch(module, batch: Batch, args, world: utils.World, autocast: Call
     Returns:
         (N, T) by name, 0 after a response's end.
     """
-    local, mask = [], batch.response_mask
-    sampled = mask.sum(1).tolist()  # tokens
+    mask, values = batch.response_mask, {}
     for rows in utils.micro_batches(batch.lengths, args.micro_batch_tokens, world):
         with autocast():
-            outputs = module(*batch.collate(rows), **options)
-        names = list(outputs)
-        values = torch.stack([outputs[name] for name in names]).cpu()  # (names, tokens)
-        parts = values.split([sampled[i] for i in rows], dim=1)
-        local += zip(rows, [part.clone() for part in parts])  # a view would send the whole tensor to the other ranks
-    in_order = [value for _, value in sorted(world.all_gather(local), key=lambda pair: pair[0])]
-    return {name: pad_rows(x, mask) for name, x in zip(names, torch.cat(in_order, 1).to(mask.device))}
+            outputs = forward_tokens(module, batch.collate(rows), mask[rows], **options)
+        for name, x in outputs.items():
+            if name not in values:
+                values[name] = x.new_zeros(mask.shape)
+            values[name][rows] = x
+    return {name: world.sum(x) for name, x in values.items()}  # a row is 0 on all ranks but one
 
 
 def logits_processors(args, width: int, stop_ids: list[int], sample: bool, device) -> list[Callable]:

@@ -86,22 +86,26 @@ class VllmSampling:
             self.failure = self.failure or f"vLLM failed ({type(error).__name__}: {first_line(error)})"
 
     def generate(
-        self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable
-    ) -> tuple[list[list[int]], list[dict[str, list]]] | None:
-        """Return a response to each of this rank's queries and, by name, the values of its tokens.
+        self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable,
+        end: Callable,
+    ) -> None:  # fmt: skip
+        """Sample a response to each of this rank's queries.
 
         Args:
             seeds: one a response; None for greedy responses.
+            end: called with the place of a query, its response and, by name, the values of its tokens: once it has
+                ended, so for all queries unless this is interrupted or fails.
         """
 
-        async def all_responses() -> list[Response | None]:
-            each = [sampling_settings(seed, stop_ids, args) for seed in seeds or [None] * len(queries)]
-            return await asyncio.gather(*(self._complete(*pair, interrupted) for pair in zip(queries, each)))
+        async def respond(place: int, query: list[int], seed: int | None) -> None:
+            response = await self._complete(query, sampling_settings(seed, stop_ids, args), interrupted)
+            if response is not None:
+                end(place, *response)
 
-        responses = asyncio.run(all_responses())
-        if None in responses:
-            return None
-        return [ids for ids, _ in responses], [values for _, values in responses]
+        async def all_responses() -> None:
+            await asyncio.gather(*map(respond, range(len(queries)), queries, seeds or [None] * len(queries)))
+
+        asyncio.run(all_responses())
 
     async def sample(
         self, query: list[int], seed: int | None, length: int, stop_ids: list[int], args, interrupted: Callable

@@ -39,7 +39,7 @@ def unscored(batch: Batch, rewards: Rewards, args) -> str:
 
 
 def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | None:
-    """Measure greedy and sampled accuracy, with the same random numbers at every call; warn of missing scores.
+    """Measure greedy and sampled accuracy, with the same random numbers at every call.
 
     Args:
         rows: held-out prompts.
@@ -53,11 +53,6 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
         batch = sampler.rollout(rows, samples, ("evaluation", args.seed))
         if batch is None:
             return None
-        for source in rewards.sources:
-            scores = batch.reward_components[source]
-            if missing := int(scores.isnan().sum()):
-                responses = f"{missing} of {len(scores)} {'greedy' if name else 'sampled'} responses"
-                warn(f"--reward {source}: gave no score to {responses} of the evaluation; means leave them out")
         correct = correct_responses(batch, rewards)
         if rewards.verifiers:
             metrics[f"eval/{name}accuracy"] = correct.nanmean().item()
@@ -74,6 +69,7 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
     for name, value in batch_metrics(batch, correct, rewards).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
+    rewards.waited = 0.0  # not of a step
     return metrics, sample_rows(batch, max(4, args.log_samples), every=k)
 
 
@@ -127,16 +123,13 @@ def conversation_metrics(batch: Batch) -> dict[str, float]:
 
 def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
     """Return `count` responses, one in `every`, with their mean advantages, for samples.jsonl and the console."""
-    advantages, mask = batch.tokens.get("advantages"), batch.response_mask
-    if advantages is not None:
-        advantages = torch.where(mask, advantages, 0.0).sum(1) / mask.sum(1).clamp(min=1)  # (N,)
-    rows = []
+    advantages, rows = batch.tokens.get("advantages"), []
     for i in range(0, len(batch.samples), every)[:count]:
         sample = batch.samples[i]
         components = batch.reward_components.items()
         scores = {name: x[i].item() if is_scored_by(sample.row, name) else math.nan for name, x in components}
         if advantages is not None:
-            scores["advantage"] = advantages[i].item()
+            scores["advantage"] = advantages[i][batch.response_mask[i]].mean().item()
         answer = sample.row.get("answer") and str(sample.row["answer"])[:1000]  # the tests of a program may be long
         row = {"prompt": sample.row["prompt"], "response": sample.text, "answer": answer, **scores}
         row["stop_reason"] = "stop" if sample.stopped else "length"

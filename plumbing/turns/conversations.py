@@ -9,6 +9,7 @@ call that lasts longer than --timeout is interrupted; a process that gives no an
 
 import asyncio
 import contextlib
+import functools
 import json
 import math
 import multiprocessing
@@ -117,6 +118,7 @@ class ToolProcess:
         process = forked.Process(target=worker.serve, args=served)
         with of_process, without_main():
             process.start()
+        multiprocessing.process._children.discard(process)  # of which each start would ask whether they have ended
         self.process, self.connection = process, connection
 
     def kill(self) -> None:
@@ -153,6 +155,7 @@ class Conversation:
     tool_errors: int = 0
     error: str = ""  # why the environment failed
     process: ToolProcess | None = None  # of its tools and its environment, until it ends
+    end: Callable | None = None  # called with it then
 
     def add(self, tokens: list[int], values: dict[str, list] | None = None) -> None:
         """Add the tokens of a turn and what was stored of them, by name; or of an observation, with zeros."""
@@ -172,19 +175,8 @@ class Conversation:
             "turns": sum(message["role"] == "assistant" for message in self.turns),
             "tool_calls": self.tool_calls,
             "tool_errors": self.tool_errors,
-            "observation_tokens": len(self.response) - sum(self.values["response_mask"]),
+            "observation_tokens": len(self.response) - int(sum(self.values["response_mask"])),
         }
-
-
-@contextlib.contextmanager
-def failure_as_end(conversation: Conversation):
-    """End a conversation whose environment fails within; kill the process of one that has ended."""
-    try:
-        yield
-    except EnvironmentFailure as error:
-        conversation.stop_reason, conversation.error = "error", str(error)
-    if conversation.stop_reason:
-        conversation.process.kill()
 
 
 class Conversations:
@@ -205,17 +197,21 @@ class Conversations:
             ask_once(f"--environment {self.args.environment}: {where}", process, "reset", columns)
 
     def sample(
-        self, rows: list[dict], seeds: list[int], draws, interrupted: Callable, engine=None,
+        self, rows: list[dict], seeds: list[int], draws, interrupted: Callable, end: Callable, engine=None,
         generate: Callable | None = None,
-    ) -> list[Conversation] | None:  # fmt: skip
-        """Return a conversation for each row; None if interrupted, or if the engine has failed.
+    ) -> None:  # fmt: skip
+        """Have a conversation for each row.
 
         Args:
             seeds: of the random numbers of tools and environments, one a row.
             draws: see `plumbing.rollout.batch.Sampler.sample`.
+            end: called with the place of a row and its Conversation once that has ended: for all rows, unless this is
+                interrupted or the engine fails.
             engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode loop, samples turns.
         """
-        conversations = [Conversation(row, process=ToolProcess(self.processes, x)) for row, x in zip(rows, seeds)]
+        processes = [ToolProcess(self.processes, seed) for seed in seeds]
+        ends = [functools.partial(end, place) for place in range(len(rows))]
+        conversations = [Conversation(row, process=x, end=y) for row, x, y in zip(rows, processes, ends)]
         sample = self._sample_by_engine if engine else self._sample_by_decode_loop
 
         async def sample_unless_interrupted() -> None:
@@ -228,16 +224,27 @@ class Conversations:
         try:
             asyncio.run(sample_unless_interrupted())  # cancels the tasks that are left
         finally:
-            for conversation in conversations:
-                conversation.process.kill()
-                conversation.process = None
-                if getattr(self.args, "turn_rewards", False):  # parts of the score
-                    weight = dict(zip(self.args.reward, reward_weights(self.args)))["environment"]
-                    earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
-                    conversation.values["turn_rewards"] = [weight * reward for reward in earned]
-                # What reward sources read of a conversation.
-                conversation.row = {**conversation.row, "turns": conversation.turns, "environment": conversation.reward}
-        return conversations if all(conversation.stop_reason for conversation in conversations) else None
+            for process in processes:
+                process.kill()
+
+    @contextlib.contextmanager
+    def _end_of(self, conversation: Conversation):
+        """End a conversation that has a reason to, or whose environment fails within."""
+        try:
+            yield
+        except EnvironmentFailure as error:
+            conversation.stop_reason, conversation.error = "error", str(error)
+        if not conversation.stop_reason:
+            return
+        conversation.process.kill()
+        if getattr(self.args, "turn_rewards", False):  # parts of the score
+            weight = dict(zip(self.args.reward, reward_weights(self.args)))["environment"]
+            earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
+            conversation.values["turn_rewards"] = [weight * reward for reward in earned]
+        # What reward sources read of a conversation.
+        conversation.row = {**conversation.row, "turns": conversation.turns, "environment": conversation.reward}
+        end, conversation.end, conversation.process = conversation.end, None, None
+        end(conversation)
 
     def leave_out_failed(self, samples: list) -> None:
         """Set the scores of responses whose environment has failed to NaN; warn of them."""
@@ -281,12 +288,11 @@ class Conversations:
                 uniforms = [torch.from_numpy(draws[i][-length:]) for i, length in zip(running, lengths)]
                 uniforms = pad_sequence(uniforms, batch_first=True)
             turns = generate(queries, uniforms, lengths, stop_strings=self.stop_strings)
-            # If interrupted, there are not responses for all.
-            await asyncio.gather(*map(self._add_turn, [conversations[i] for i in running], *turns))
+            await asyncio.gather(*[self._add_turn(conversations[running[place]], *turn) for place, *turn in turns])
 
     async def _reset(self, conversation: Conversation) -> None:
         """Begin a conversation: add to its prompt what the environment adds."""
-        with failure_as_end(conversation):
+        with self._end_of(conversation):
             columns = conversation.row["columns"]
             added = await conversation.process.ask("reset", columns) if self.args.environment else ""
             if added:
@@ -301,7 +307,7 @@ class Conversations:
         stopped = tokens[-1] in self.stop_ids
         text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)  # special tokens may be part of calls
         stopped = stopped or any(stop in text for stop in self.args.turn_stop)
-        with failure_as_end(conversation):
+        with self._end_of(conversation):
             messages, reward, done = await self._answer(conversation, text)
             observation = self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
             if done or (stopped and not messages):

@@ -64,7 +64,7 @@ ROWS = [{"prompt": "p", "query": [1], "answer": "2", "columns": {}}] * 20
 
 
 def rewards_of(*names: str) -> Rewards:
-    return Rewards(types.SimpleNamespace(reward=names, timeout=1.0), make_tokenizer())
+    return Rewards(types.SimpleNamespace(reward=names, timeout=1.0, reward_workers=2), make_tokenizer())
 
 
 def scores_of(rewards: Rewards, name: str) -> tuple[list[float], str]:

@@ -110,7 +110,7 @@ def send(calls):
         time.sleep(2)
 
 run_log.plot_curves = lambda *args: None
-helpers._before("sources.Rewards.score", send)
+helpers._before("sources.Scoring.finish", send)
 grpo.main(cli.parse(grpo.Args))
 """
 
