@@ -1,8 +1,12 @@
 """What the policy keeps of the logits: those of a chunk without a gradient, and with --gradient_checkpointing; what is
-logged of a GPU's memory."""
+logged of a GPU's memory; that scripts/memory.py counts what torch allocates."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
+from helpers import ROOT
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,3 +72,69 @@ def test_the_peak_of_a_gpu(monkeypatch):
         clock.begin("training")
         peaks.append(clock.metrics(1)["perf/peak_memory_gb"])
     assert peaks == [9, 4]
+
+
+COUNTED = """
+import gc, sys, torch
+sys.path[:0] = ["tests", "scripts"]
+import grpo, memory
+from plumbing.models import loading
+from plumbing.run import ranks
+from test_memory import AutoConfig, AutoModelForCausalLM, peak_bytes
+torch.set_num_threads(1)
+
+def model_and_update(checkpointing):
+    shape = dict(vocab_size=16_384, hidden_size=384, intermediate_size=1536, num_hidden_layers=4)
+    shape |= dict(num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=512)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape))
+    if checkpointing:
+        loading.checkpoint_blocks(model)
+    policy = grpo.Policy(model, grpo.Args(gradient_checkpointing=checkpointing))
+    adam = torch.optim.AdamW(policy.parameters(), fused=True)
+    ids = torch.randint(0, 1000, (8, 256))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 0] = False
+
+    def update():
+        for _ in range(2):  # micro-batches
+            with torch.autocast("cpu", torch.bfloat16):
+                logprobs = policy(ids, mask)["logprobs"]
+            logprobs.mean().backward()
+        adam.step()
+        adam.zero_grad()
+
+    return policy, update
+
+for checkpointing in (False, True):
+    with memory.memory:
+        model, update = model_and_update(checkpointing)
+        update()
+        ranks.phase = str(checkpointing)
+        update()
+    counted = memory.memory.peaks[ranks.phase].total()
+    model, update = model_and_update(checkpointing)  # of real numbers
+    state = 12 * sum(parameter.numel() for parameter in model.parameters())  # weights and Adam's moments
+    print(counted / (peak_bytes(update) + state))
+    gc.collect()
+tiny = "grpo --no-advice --model assets/tiny --max_prompt_length 16 --max_response_length 48 --micro_batch_tokens 256 "
+for line in (
+    "nothing", "grpo --model nobody/none", tiny + "--rollout_backend hf", tiny + "--shard fsdp_offload",
+    tiny + "--tools tools.py:search", tiny + "--gpus 2", tiny + "--gpus 2 --shard fsdp", tiny + "--gpu_gb 6",
+):
+    sys.argv[1:] = line.split()
+    try:
+        memory.main()
+    except SystemExit as end:
+        print("code", int(end.code))
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_memory_counts_what_torch_allocates():
+    """To 2 %, with and without recomputation; bad input is one line and exit code 2, what does not fit is 1."""
+    done = subprocess.run([sys.executable, "-c", COUNTED], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    codes = [line for line in lines if line.startswith("code")]
+    assert all(0.98 < float(line) < 1.02 for line in lines[:2]), done.stdout + done.stderr
+    assert codes == [f"code {code}" for code in (2, 2, 2, 2, 2, 0, 0, 1)], done.stdout + done.stderr
+    assert done.stderr.count("error: ") == 5 and "Traceback" not in done.stderr

@@ -267,8 +267,8 @@ def test_unsharded_bytes(base):
     size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(model))
     bf16, exact = (loading.precision(name, CPU) for name in ("bf16", "float32"))
     count = lambda args, precision=bf16, rewards=(): unsharded_bytes(args, precision, rewards, 4000)
-    assert count(grpo.Args(model=model)) == (20 * size, 2 * size + 1000)
-    assert count(grpo.Args(model=model, kl_coef=0.0, rollout_backend="hf"), exact) == (16 * size, 0)
+    assert count(grpo.Args(model=model)) == (20 * size, 2 * size, 1000)
+    assert count(grpo.Args(model=model, kl_coef=0.0, rollout_backend="hf"), exact) == (16 * size, 0, 0)
     assert count(ppo.Args(model=model), rewards=[model])[0] == (2 * 16 + 4 + 2) * size
     assert count(grpo.Args(model=model, lora_rank=8))[0] == 2 * size
     assert count(distill.Args(model=model, teacher=model))[0] == (16 + 2) * size

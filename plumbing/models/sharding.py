@@ -44,11 +44,12 @@ class Sharding:
         self.offload = CPUOffloadPolicy(pin_memory=memory > 0) if offload else OffloadPolicy()
         self.on, reason = args.shard.startswith("fsdp"), ", offloaded to the CPU" if offload else ""
         if args.shard == "auto" and memory and world.size > 1:
-            models, engine = unsharded_bytes(args, precision, reward_models, memory)
-            too_large = models > self.MODELS_SHARE * memory or models + engine > self.WITH_ENGINE_SHARE * memory
-            self.on = world.any(too_large)
+            models, weights, cache = unsharded_bytes(args, precision, reward_models, memory)
+            self.on = world.any(
+                models > self.MODELS_SHARE * memory or models + weights + cache > self.WITH_ENGINE_SHARE * memory
+            )
             reason = (
-                f" (unsharded, models take {models / 1e9:.3g} GB and vLLM {engine / 1e9:.3g}; "
+                f" (unsharded, models take {models / 1e9:.3g} GB and vLLM {(weights + cache) / 1e9:.3g}; "
                 f"a GPU has {memory / 1e9:.3g})"
             )
         if self.on:
@@ -144,8 +145,8 @@ def gpu_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def unsharded_bytes(args, precision: Precision, reward_models: Iterable[str], gpu: int) -> tuple[float, float]:
-    """Return the bytes of all models between two steps on a rank that holds them whole, and those of vLLM beside them.
+def unsharded_bytes(args, precision: Precision, reward_models: Iterable[str], gpu: int) -> tuple[float, ...]:
+    """Return the bytes of all models between two steps on a rank that holds them whole, vLLM's weights, and its cache.
 
     A model that trains has weights, gradients (DDP's buckets stay) and Adam's state; of LoRA only the base counts.
     Activations are not counted.
@@ -160,15 +161,15 @@ def unsharded_bytes(args, precision: Precision, reward_models: Iterable[str], gp
         trained.append(args.value_model or args.model)
     if getattr(args, "teacher", ""):
         frozen.append(args.teacher)
-    itemsize, frozen_itemsize = precision.param_dtype.itemsize, precision.frozen_dtype.itemsize
+    frozen_itemsize = precision.frozen_dtype.itemsize
     models = sum(map(count, trained)) * precision.base_dtype(args).itemsize * (1 if args.lora_rank else 4)
     models += sum(map(count, frozen)) * frozen_itemsize
     if getattr(args, "kl_coef", 0) and (args.ref_model or not args.lora_rank):
-        models += count(args.ref_model or args.model) * itemsize
+        models += count(args.ref_model or args.model) * precision.param_dtype.itemsize
     if getattr(args, "rollout_backend", "hf") not in ("auto", "vllm"):
-        return models, 0
+        return models, 0, 0
     cache = args.kv_cache_gb * 1e9 or gpu / 4
-    return models, count(args.model) * frozen_itemsize / args.vllm_tensor_parallel + cache
+    return models, count(args.model) * frozen_itemsize / args.vllm_tensor_parallel, cache
 
 
 def compile_parts(module: torch.nn.Module) -> None:
