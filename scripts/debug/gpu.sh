@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A few steps on one GPU, Qwen2.5-0.5B-Instruct on GSM8K with all that a large run does, to see that the machine works:
-# vLLM, bf16, checkpoints, evaluation. Minutes; what it learns is not the point.
+# A few steps on one GPU of 40 GB, Qwen2.5-0.5B-Instruct on GSM8K with all that a large run does, to see that the machine
+# works: vLLM, bf16, checkpoints, evaluation. Minutes; what it learns is not the point.
 #   bash scripts/debug/gpu.sh           bash scripts/debug/gpu.sh ppo --group_size 1    .../gpu.sh path/to/fork.py
 set -euo pipefail
 cd "$(dirname "$0")/../.."
