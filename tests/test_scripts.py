@@ -15,17 +15,17 @@ import utils
 SCRIPTS = ("rloo", "ppo", "reward_model")
 ONE_CHECKER = {"LOCAL_WORLD_SIZE": "4"}  # one process that scores instead of four
 
-# A file beside the reward function says which call of it fails.
+# A file beside the reward function says from which response on it fails.
 REWARD = """
 import os
 
-calls = 0
+seen = 0
 
 def score(prompts, responses, **columns):
-    global calls
-    calls += 1
-    if os.path.exists(f"{__file__}.fails") and calls == int(open(f"{__file__}.fails").read()):
+    global seen
+    if os.path.exists(f"{__file__}.fails") and seen >= int(open(f"{__file__}.fails").read()):
         raise RuntimeError("the judge is away")
+    seen += len(responses)
     return [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
 """
 
@@ -110,13 +110,14 @@ def test_a_stopped_run_goes_on_without_a_trace(straight, tmp_path, name):
 # ---- rewards that fail ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script, call", [("rloo", 11), ("ppo", 8)])  # of the greedy responses; of the sampled ones
-def test_a_step_without_scores_stops(base, straight, tmp_path, script, call):
+# 2 in the trial call, 3 greedy and 6 sampled in an evaluation at steps 0 and 2, 8 a step, and 2 greedy with remax
+@pytest.mark.parametrize("script, response", [("rloo", 48), ("ppo", 36)])  # step 3's greedy one; its first sampled one
+def test_a_step_without_scores_stops(base, straight, tmp_path, script, response):
     """With step 2 saved, from which the run goes on, once the reward works again, as if nothing had been."""
     values = {**straight[script], "output_dir": str(tmp_path), "save_every": 0}
     options = {"script": script, "environment": ONE_CHECKER}
     fails = helpers.Path(base[script]["reward"].replace(":score", ".fails"))
-    fails.write_text(str(call))
+    fails.write_text(str(response))
     (line,) = helpers.run(values, 2, **options).errors
     assert all(word in line for word in ("--reward", "step 3", base[script]["reward"], "the judge is away")), line
     fails.unlink()

@@ -79,7 +79,7 @@ LEFT_OUT = {
     "track", "config", "push_to_hub",  # test_run.py, test_cli.py, test_hub.py
     "rollout_servers", "kv_cache_gb", "async_steps", "vllm_tensor_parallel",  # test_vllm.py, test_vllm_server.py
     "prompt_column", "answer_column", "response_column",  # test_data.py
-    "chat_template_kwargs",  # test_models.py
+    "chat_template_kwargs", "compile",  # test_models.py, test_compile.py
 }  # fmt: skip
 
 CALL = r"(?P<name>[a-m])(?P<arguments>.)?"  # which a random model does write: calls of tools that do not exist
@@ -103,7 +103,8 @@ RL = {
         ("exact",), ("@rewards.py:score", "format"), ("@rewards.py:some",), ("@rewards.py:some", "@rewards.py:score"),
         ("@rewards.py:equal",), ("@rewards.py:trl", "gsm8k"), ("@scorer",), ("@other_vocabulary", "math"),
         ("environment",), ("exact", "environment"),),
-    "reward_weights": ((0.5,), (-1.0,), (1.0, 0.0), (0.0, 2.0)), "timeout": (20.0,), "generation_batch_size": (1, 3),
+    "reward_weights": ((0.5,), (-1.0,), (1.0, 0.0), (0.0, 2.0)), "timeout": (20.0,), "reward_workers": (1,),
+    "generation_batch_size": (1, 3),
     "min_response_length": (1, 6), "top_p": (0.5, 1e-6), "repetition_penalty": (0.7, 1.3), "rollout_backend": ("hf",),
     "tools": (("@game:add",),), "environment": ("@game:Game", "@game:Game", "@game:Counter"), "max_turns": (1, 2),
     "tool_call_pattern": (CALL,), "turn_stop": (("a", "1", "+"),), "rollout_batch_size": (1, 3),
