@@ -21,7 +21,7 @@ Deliberate choices:
 7. The student samples by the decode loop of grpo.py (`generate`).
 
     bash scripts/demo.sh distill                                                      # tiny models on a CPU, minutes
-    python distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B                 # one GPU, GSM8K
+    python distill.py --model Qwen/Qwen3-0.6B --teacher Qwen/Qwen3-8B                 # one GPU of 40 GB, GSM8K
     torchrun --nproc_per_node 8 distill.py --dataset rows.jsonl --on_policy_share 0   # supervised fine-tuning
 """
 

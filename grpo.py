@@ -20,8 +20,8 @@ Deliberate choices:
    padded and sliced with the rest; the loss finds it as `t[name]`, without gradient.
 
     bash scripts/demo.sh                                                              # a tiny model on a CPU, minutes
-    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU, GSM8K
-    torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen2.5-7B                       # eight GPUs
+    python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU of 24 GB, GSM8K
+    torchrun --nproc_per_node 8 grpo.py --model Qwen/Qwen2.5-7B                       # eight GPUs of 80 GB
 """
 
 import functools

@@ -21,8 +21,8 @@ values live in `Batch.tokens`, a dict that carries whatever is put there (see gr
 5. Scores: the weighted sum of the sources, then normalisation, then the clip, then the penalty for no stop token.
 
     bash scripts/demo.sh ppo                                                          # a tiny model on a CPU, minutes
-    python ppo.py --model Qwen/Qwen2.5-0.5B-Instruct                                  # one GPU, GSM8K
-    torchrun --nproc_per_node 8 ppo.py --model Qwen/Qwen2.5-7B                        # eight GPUs
+    python ppo.py --model Qwen/Qwen2.5-0.5B-Instruct                                  # one GPU of 40 GB, GSM8K
+    torchrun --nproc_per_node 8 ppo.py --model Qwen/Qwen2.5-7B                        # eight GPUs of 80 GB
 """
 
 import functools

@@ -19,8 +19,8 @@ Deliberate choices:
    held-out responses (of up to 1,000 training pairs where there are none) for whoever reads it: nothing here does.
 
     bash scripts/demo.sh reward_model                                                 # a tiny model on a CPU, minutes
-    python reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct                         # one GPU, UltraFeedback
-    torchrun --nproc_per_node 8 reward_model.py --model Qwen/Qwen2.5-7B-Instruct      # eight GPUs
+    python reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct                         # one GPU of 24 GB, UltraFeedback
+    torchrun --nproc_per_node 8 reward_model.py --model Qwen/Qwen2.5-7B-Instruct      # eight GPUs of 80 GB
 """
 
 import math

@@ -23,8 +23,8 @@ values live in `Batch.tokens`, a dict that carries whatever is put there (see gr
 5. The greedy response of remax is scored without its KL: any function of the prompt is a baseline without bias.
 
     bash scripts/demo.sh rloo                                                         # a tiny model on a CPU, minutes
-    python rloo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU, GSM8K
-    torchrun --nproc_per_node 8 rloo.py --model Qwen/Qwen2.5-7B                       # eight GPUs
+    python rloo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU of 24 GB, GSM8K
+    torchrun --nproc_per_node 8 rloo.py --model Qwen/Qwen2.5-7B                       # eight GPUs of 80 GB
 """
 
 import dataclasses
