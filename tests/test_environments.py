@@ -19,7 +19,7 @@ from plumbing.turns.templates import pattern_reader
 PAGE = (helpers.ROOT / "docs" / "environments.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
 COMMANDS = [
-    shlex.split(line)
+    shlex.split(line, comments=True)
     for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     for line in block.replace("\\\n", "").splitlines()
 ]
