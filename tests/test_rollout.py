@@ -312,7 +312,7 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count,
 def test_a_response_is_scored_before_the_next_one_has_ended(setting):
     """And what ranks send each other is arrays: 8 bytes a token, and no rows, which all of them have."""
     sampler, rows = setting
-    source, seen = sampler.rewards, []
+    rows, source, seen = [{**row, "long": "x" * 10_000} for row in rows], sampler.rewards, []
     source.threads = ThreadPool(1)
 
     def slow(*inputs):

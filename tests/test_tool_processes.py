@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import multiprocessing
 import os
 import re
 import subprocess
@@ -292,6 +293,7 @@ def test_many_at_once_and_nothing_is_left(processes):
         try:
             await process.ask("reset", {"secret": 10 * number})
             found.append(process.process.pid)
+            assert process.process not in multiprocessing.process._children  # of which each start would ask
             return await process.ask("step", "50"), await process.ask("call", "add", {"a": number})
         finally:
             process.kill()
