@@ -379,7 +379,8 @@ def generate(
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
-    finished, count = torch.zeros_like(running, dtype=torch.bool), 0  # (n,), of which so many are set
+    finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
+    count = 0  # of the rows that have finished and are still in the batch
     cache, input_ids, positions = None, sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
         outputs = model(
@@ -415,7 +416,8 @@ def generate(
         if 4 * count >= len(running):
             kept = ~finished
             running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
-            finished, count = finished[kept], 0
+            finished = finished[kept]
+            count = 0
             cache.reorder_cache(kept.nonzero()[:, 0])  # batch_select_indices leaves recurrent states out
 
 

@@ -313,13 +313,14 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
     """And what ranks send each other is arrays: 8 bytes a token, and no rows, which all of them have."""
     sampler, rows = setting
     rows, source, seen = [{**row, "long": "x" * 10_000} for row in rows], sampler.rewards, []
+    end = time.monotonic() + 30
     source.threads = ThreadPool(1)
 
     def slow(*inputs):
         for response in generate(*inputs):
             yield response
-            while len(source.seen) == len(seen):  # for ever, if scores were for the end
-                time.sleep(0.001)
+            while len(source.seen) == len(seen):
+                assert time.monotonic() < end, "scores were for the end"
             seen.append(response)
 
     gathered = []
