@@ -64,7 +64,7 @@ function showHeadline() {
 // ---- phase times ----
 
 function showPhases() {
-  const isPhase = (key) => key.startsWith("time/") && !["time/step", "time/from_scratch"].includes(key);
+  const isPhase = (key) => key.startsWith("time/") && !["time/step", "time/from_scratch", "time/reward"].includes(key); // a part of the rollout
   const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.metrics).filter(isPhase)))];
   const rows = RUNS.map((run) => {
     const steps = known(run.metrics["time/step"]).length; // an evaluation counts for the steps without one, too
