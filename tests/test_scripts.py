@@ -13,7 +13,7 @@ from test_run import MOVING, SCHEDULE, stop_again_and_again
 import utils
 
 SCRIPTS = ("rloo", "ppo", "reward_model")
-ONE_CHECKER = {"LOCAL_WORLD_SIZE": "4"}  # one process that scores instead of four
+ONE_CHECKER = {"LOCAL_WORLD_SIZE": "4"}  # one process that scores, and not one for each core
 
 # A file beside the reward function says from which response on it fails.
 REWARD = """
