@@ -1,22 +1,29 @@
 """Distillation from a teacher, on and off policy, and supervised fine-tuning, in one file.
 
-A student p learns from a teacher q, of which all log-probabilities are known. For each prompt take a response of the
-student (with probability lambda), or that of the data set, and minimise the mean over response tokens of
+A student p learns from a teacher q, of which all log-probabilities are known. For each prompt take
+a response of the student (with probability lambda), or that of the data set, and minimise the mean
+over response tokens of
 
     reverse_kl   KL(p || q) = sum over the vocabulary of p * (log p - log q)
     forward_kl   KL(q || p)
     jsd          beta * KL(q || m) + (1 - beta) * KL(p || m)          m = beta * q + (1 - beta) * p
 
-Source: generalised knowledge distillation (GKD), arXiv:2306.13649, eq. 1 and algorithm 1. Without a teacher, and with
-lambda = 0, the loss is -log p of the data set's responses: supervised fine-tuning.
+Source: generalised knowledge distillation (GKD), arXiv:2306.13649, eq. 1 and algorithm 1. Without a
+teacher, and with lambda = 0, the loss is -log p of the data set's responses: supervised
+fine-tuning.
 
 Deliberate choices:
-1. No gradient flows through the sampling: a token's loss is the divergence of the two next-token distributions.
-2. The sum over the vocabulary is exact. The logits of one chunk of tokens exist at a time: its gradient is taken at
-   once. `--estimator sampled` is a policy gradient of the reverse KL instead, by log-probabilities of sampled tokens.
-3. One temperature samples and, with a teacher, divides the logits; those of the teacher may have their own.
-4. The gradient is that of the global batch: sums are divided by counts over all ranks and micro-batches.
-5. Messages that end with the assistant make a row for each of its turns; the turns before it are the prompt.
+1. No gradient flows through the sampling: a token's loss is the divergence of the two next-token
+   distributions.
+2. The sum over the vocabulary is exact. The logits of one chunk of tokens exist at a time: its
+   gradient is taken at once. `--estimator sampled` is a policy gradient of the reverse KL instead,
+   by log-probabilities of sampled tokens.
+3. One temperature samples and, with a teacher, divides the logits; those of the teacher may have
+   their own.
+4. The gradient is that of the global batch: sums are divided by counts over all ranks and
+   micro-batches.
+5. Messages that end with the assistant make a row for each of its turns; the turns before it are
+   the prompt.
 6. Nothing trains on --reward: it scores held-out responses.
 7. The student samples by the decode loop of grpo.py (`generate`).
 
@@ -55,14 +62,21 @@ CHUNK_TOKENS = 256  # response tokens whose logits are held at once
 
 @dataclass
 class Args(
-    cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.ScoringArgs, cli.RolloutArgs, cli.ConversationArgs, cli.OptimizerArgs
-):  # fmt: skip
+    cli.RunArgs,
+    cli.ModelArgs,
+    cli.DataArgs,
+    cli.ScoringArgs,
+    cli.RolloutArgs,
+    cli.ConversationArgs,
+    cli.OptimizerArgs,
+):
     passes: PositiveFloat = 4.0
     """Passes over the rows of --dataset; the run ends after them (rounded down to whole steps)."""
     rollout_batch_size: PositiveInt = 128
     """Prompts a step, over all ranks."""
     mini_batch_size: NonNegativeInt = 0
-    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0: the whole step."""
+    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
+    the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -75,19 +89,22 @@ class Args(
     """System turn put before each prompt that has none; "" for none."""
 
     teacher: str = ""
-    """Model to learn from: a causal language model's folder or hub name, with the vocabulary of --model; "" for none,
-    which is supervised fine-tuning on the data set's responses."""
+    """Model to learn from: a causal language model's folder or hub name, with the vocabulary of
+    --model; "" for none, which is supervised fine-tuning on the data set's responses."""
     on_policy_share: Share = 1.0
-    """Probability lambda with which a prompt is answered by the student; else by the response of its row."""
+    """Probability lambda with which a prompt is answered by the student; else by the response of
+    its row."""
     response_column: str = ""
-    """Column of the text that supervised rows teach; default: the last turn of the assistant, or else the first of
-    response, completion, solution, tgt, answer, output in which any row has something."""
+    """Column of the text that supervised rows teach; default: the last turn of the assistant, or
+    else the first of response, completion, solution, tgt, answer, output in which any row has
+    something."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """Divergence from the teacher that is minimised."""
     jsd_beta: PositiveShare = 0.5
     """Weight beta of the teacher in the mixture of jsd."""
     estimator: Literal["exact", "sampled"] = "exact"
-    """Sum over the vocabulary, or the policy gradient of the reverse KL from the sampled tokens alone."""
+    """Sum over the vocabulary, or the policy gradient of the reverse KL from the sampled tokens
+    alone."""
     teacher_temperature: PositiveFloat | None = None
     """Divides the logits of the teacher; default: --temperature."""
     reward_weights = ()  # not a flag: nothing trains on scores
@@ -104,7 +121,8 @@ class Args(
         ),
         "--divergence, --jsd_beta, --estimator and --teacher_temperature require a --teacher": lambda a: (
             a.teacher
-            or (a.divergence, a.jsd_beta, a.estimator, a.teacher_temperature) == ("reverse_kl", 0.5, "exact", None)
+            or (a.divergence, a.jsd_beta, a.estimator, a.teacher_temperature)
+            == ("reverse_kl", 0.5, "exact", None)
         ),
         "--jsd_beta requires --divergence jsd, and must be below 1": lambda a: (
             a.jsd_beta == 0.5 or a.divergence == "jsd" and a.jsd_beta < 1
@@ -115,13 +133,15 @@ class Args(
         "--tools and --environment require --on_policy_share 1": lambda a: (
             a.on_policy_share == 1 or not (a.tools or a.environment)
         ),
-        "--precision fp16 cannot scale the head's gradient in time; use bf16": lambda a: a.precision != "fp16",
+        "--precision fp16 cannot scale the head's gradient in time; use bf16": lambda a: (
+            a.precision != "fp16"
+        ),
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The equations: tensors in, tensors out. N sequences, T response positions, V vocabulary.
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -130,13 +150,16 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def divergence(logprobs: Tensor, teacher_logprobs: Tensor, kind: str, beta: float) -> Tensor:
-    """Return the divergence of student p and teacher q from their log-probabilities (..., V), in nats: (...).
+    """Return the divergence of student p and teacher q from their log-probabilities (..., V), in
+    nats: (...).
 
     Args:
-        kind: "reverse_kl": KL(p || q); "forward_kl": KL(q || p); "jsd": beta * KL(q || m) + (1 - beta) * KL(p || m)
-            with m = beta * q + (1 - beta) * p (arXiv:2306.13649, eq. 1), for 0 < beta < 1.
+        kind: "reverse_kl": KL(p || q); "forward_kl": KL(q || p); "jsd": beta * KL(q || m) + (1 -
+            beta) * KL(p || m) with m = beta * q + (1 - beta) * p (arXiv:2306.13649, eq. 1), for 0 <
+            beta < 1.
     """
-    p, q = (x.clamp(min=-1e30) for x in (logprobs, teacher_logprobs))  # a masked token: 0 * -inf would be NaN
+    # a masked token: 0 * -inf would be NaN
+    p, q = (x.clamp(min=-1e30) for x in (logprobs, teacher_logprobs))
     kl = lambda a, b: (a.exp() * (a - b)).sum(-1)
     if kind == "reverse_kl":
         return kl(p, q)
@@ -146,30 +169,37 @@ def divergence(logprobs: Tensor, teacher_logprobs: Tensor, kind: str, beta: floa
     return beta * kl(q, m) + (1 - beta) * kl(p, m)
 
 
-def sampled_reverse_kl(logprobs: Tensor, teacher_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Return a loss (N, T) whose expected gradient is that of the reverse KL, from the sampled tokens (N, T) alone.
+def sampled_reverse_kl(
+    logprobs: Tensor, teacher_logprobs: Tensor, rollout_logprobs: Tensor
+) -> Tensor:
+    """Return a loss (N, T) whose expected gradient is that of the reverse KL, from the sampled
+    tokens (N, T) alone.
 
-    r * (log p - log q), where only the ratio r = p / p_rollout has a gradient: a policy gradient with the advantage
-    -(log p - log q) of the token and importance weights.
+    r * (log p - log q), where only the ratio r = p / p_rollout has a gradient: a policy gradient
+    with the advantage -(log p - log q) of the token and importance weights.
     """
     ratio = (logprobs - rollout_logprobs).clamp(-20, 20).exp()
     return ratio * (logprobs - teacher_logprobs).detach()
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Student and teacher: statistics of the response tokens, without ever holding logits of all of them
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
-    """A causal language model whose forward gives losses and statistics of response tokens instead of logits.
+    """A causal language model whose forward gives losses and statistics of response tokens instead
+    of logits.
 
-    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
+    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every
+    use of the weights.
     """
 
     def __init__(self, model: nn.Module, args: Args, temperature: float):
         super().__init__()
-        self.model, self.args, self.temperature = model, args, temperature
+        self.model = model
+        self.args = args
+        self.temperature = temperature
 
     def forward(
         self,
@@ -178,36 +208,48 @@ class Policy(nn.Module):
         rollout_logprobs: Tensor | None = None,  # FSDP's first pass has neither
         teacher: Callable | None = None,
     ) -> dict[str, Tensor]:
-        """Return losses and statistics of the response tokens. The backward pass of the head runs here, too.
+        """Return losses and statistics of the response tokens. The backward pass of the head runs
+        here, too.
 
         Args:
-            input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
+            input_ids: (N, L), query and response, padded on the right (causal attention never looks
+                there).
             response_mask: (N, L) bool, set on response tokens.
             rollout_logprobs: (tokens,), which --estimator sampled reads.
             teacher: what the Teacher's forward returned; None for no teacher.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better, as `statistics` has them.
-            "losses" has a gradient, which is right if all tokens have the same weight; the others raise in a loss.
+            Values (tokens,), the set entries of the mask row by row, float32 or better, as
+            `statistics` has them. "losses" has a gradient, which is right if all tokens have the
+            same weight; the others raise in a loss.
         """
         hidden = self.hidden_states(input_ids, response_mask)  # (tokens, H)
         labels = input_ids[response_mask]  # (tokens,)
         if rollout_logprobs is None:
             rollout_logprobs = torch.zeros_like(labels)
-        weights = [weight for weight in self.model.get_output_embeddings().parameters() if weight.requires_grad]
-        chunks, hidden_gradients, head_gradients = [], [], [torch.zeros_like(weight) for weight in weights]
+        weights = [
+            weight
+            for weight in self.model.get_output_embeddings().parameters()
+            if weight.requires_grad
+        ]
+        chunks = []
+        hidden_gradients = []
+        head_gradients = [torch.zeros_like(weight) for weight in weights]
         for start in range(0, max(1, len(labels)), CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
             theirs = None if teacher is None else teacher(part)
             with torch.enable_grad():  # FSDP's first pass has none
                 inputs = hidden[part].detach().requires_grad_()
                 values = self.statistics(inputs, labels[part], theirs, rollout_logprobs[part])
-                of_inputs, *of_head = torch.autograd.grad(values["losses"].sum(), [inputs, *weights])
+                of_inputs, *of_head = torch.autograd.grad(
+                    values["losses"].sum(), [inputs, *weights]
+                )
             hidden_gradients.append(of_inputs)
             head_gradients = [total.add_(x) for total, x in zip(head_gradients, of_head)]
             chunks.append({name: x.detach() for name, x in values.items()})
         values = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
         losses = values.pop("losses")
-        # The gradients are known: a function that is linear in hidden states and weights has the same ones.
+        # The gradients are known: a function that is linear in hidden states and weights has the
+        # same ones.
         linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(weights, head_gradients):
             linear = linear + (weight * gradient).sum() / max(1, len(labels))
@@ -217,27 +259,37 @@ class Policy(nn.Module):
     def statistics(
         self, hidden: Tensor, labels: Tensor, theirs: Tensor | None, rollout_logprobs: Tensor
     ) -> dict[str, Tensor]:
-        """Return values (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and "entropies"; with a
-        teacher also "teacher_entropies", and "same_top", 1 where both have the same most likely token.
+        """Return values (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and
+        "entropies"; with a teacher also "teacher_entropies", and "same_top", 1 where both have the
+        same most likely token.
 
         Args:
-            hidden: (chunk, H). labels, rollout_logprobs: (chunk,). theirs: the teacher's log-probabilities (chunk, V).
+            hidden: (chunk, H). labels, rollout_logprobs: (chunk,). theirs: the teacher's
+                log-probabilities (chunk, V).
         """
         ours, at = self.logprobs(hidden), labels[:, None]  # (chunk, V), (chunk, 1)
         logprobs = ours.gather(-1, at)[:, 0]
-        values = {"logprobs": logprobs, "losses": -logprobs, "entropies": entr(ours.detach().exp()).sum(-1)}
+        values = {
+            "logprobs": logprobs,
+            "losses": -logprobs,
+            "entropies": entr(ours.detach().exp()).sum(-1),
+        }
         if theirs is None:
             return values
         if self.args.estimator == "exact":
             known = theirs[:, : ours.shape[-1]]  # the teacher may be padded to more tokens
             values["losses"] = divergence(ours, known, self.args.divergence, self.args.jsd_beta)
         else:
-            values["losses"] = sampled_reverse_kl(logprobs, theirs.gather(-1, at)[:, 0], rollout_logprobs)
+            values["losses"] = sampled_reverse_kl(
+                logprobs, theirs.gather(-1, at)[:, 0], rollout_logprobs
+            )
         values["same_top"] = (ours.argmax(-1) == theirs.argmax(-1)).to(ours.dtype)
         return values | {"teacher_entropies": entr(theirs.exp()).sum(-1)}
 
     def hidden_states(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
-        """Return the hidden states (tokens, H) that predict the response tokens: those of the positions before."""
+        """Return the hidden states (tokens, H) that predict the response tokens: those of the
+        positions before.
+        """
         rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
         return loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
 
@@ -253,27 +305,35 @@ class Policy(nn.Module):
 
 
 class Teacher(Policy):
-    """A frozen model whose forward gives a function from a slice of the response tokens to log-probabilities (n, V)."""
+    """A frozen model whose forward gives a function from a slice of the response tokens to
+    log-probabilities (n, V).
+    """
 
     def forward(self, input_ids: Tensor, response_mask: Tensor) -> Callable[[slice], Tensor]:
         hidden = self.hidden_states(input_ids, response_mask)  # (tokens, H)
         return lambda part: self.logprobs(hidden[part])
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rollout: whose response each prompt gets
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int) -> Experience | None:
-    """Gather a response to each prompt of a step: the student's with probability --on_policy_share, else the row's.
+def collect(
+    sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int
+) -> Experience | None:
+    """Gather a response to each prompt of a step: the student's with probability --on_policy_share,
+    else the row's.
 
     Args:
-        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the student has trained.
+        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the
+            student has trained.
     Returns:
         The Experience; None if the run is interrupted.
     """
-    args, rewards, samples = sampler.args, sampler.rewards, []
+    args = sampler.args
+    rewards = sampler.rewards
+    samples = []
     rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed)
     shares = utils.generator("on policy", args.seed, step).random(len(rows))
     answers = shares < args.on_policy_share  # whether the student answers
@@ -288,10 +348,13 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
         logprobs = {"rollout_logprobs": [math.nan] * len(row["response"])}  # nobody sampled them
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
         scores = dict.fromkeys(rewards.sources, 0.0)
-        samples.append(Sample(row, row["response"], logprobs, stopped=True, text=text, scores=scores))
+        samples.append(
+            Sample(row, row["response"], logprobs, stopped=True, text=text, scores=scores)
+        )
     batch = Batch.from_samples(samples, model_device(sampler.model))
     metrics = evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards)
-    metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}  # no source scores what is learned
+    # no source scores what is learned
+    metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
     return Experience(batch, metrics, sum(batch.lengths), position + len(rows), policy_step, "")
 
@@ -306,27 +369,38 @@ def main(args: Args) -> None:
         loading.check_same_tokens("--teacher", args.teacher, args.model)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     imitated = stop_ids if args.on_policy_share < 1 else []
-    prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations, imitated)
+    prompts, eval_prompts = load_train_and_eval(
+        args, tokenizer, check_reference, conversations, imitated
+    )
     rewards = Rewards(args, tokenizer, eval_prompts, conversations is not None)
-    updates_a_step = utils.count_updates(args.rollout_batch_size, args.mini_batch_size, args.num_epochs)
+    updates_a_step = utils.count_updates(
+        args.rollout_batch_size, args.mini_batch_size, args.num_epochs
+    )
     total_steps = count_steps(args.passes, prompts, args.rollout_batch_size)
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision, rewards.models)
-    temperature = args.temperature if args.teacher else 1.0  # supervised: only evaluations sample by --temperature
+    # supervised: only evaluations sample by --temperature
+    temperature = args.temperature if args.teacher else 1.0
     make_policy = functools.partial(Policy, args=args, temperature=temperature)
     policy, wrapped = loading.load_policy(args, make_policy, run.checkpoint, precision, sharding)
     teacher = None
     if args.teacher:
-        make_teacher = functools.partial(Teacher, args=args, temperature=args.teacher_temperature or temperature)
-        teacher = loading.load_frozen("--teacher", args.teacher, make_teacher, precision.frozen_dtype, sharding)
+        make_teacher = functools.partial(
+            Teacher, args=args, temperature=args.teacher_temperature or temperature
+        )
+        teacher = loading.load_frozen(
+            "--teacher", args.teacher, make_teacher, precision.frozen_dtype, sharding
+        )
     rewards.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = None
     if args.on_policy_share or eval_prompts:
-        engine = engines.rollout_engine(args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS)
+        engine = engines.rollout_engine(
+            args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS
+        )
     sampler = Sampler(
         generate=generate,
         model=policy.model,
@@ -352,7 +426,8 @@ def main(args: Args) -> None:
         experience = prefetch.take(step, run.state.get("position", 0), step - 1)
         if experience is None:
             run.leave()
-        if args.async_steps and step < total_steps:  # samples while this step trains, with the weights from before
+        # samples while this step trains, with the weights from before
+        if args.async_steps and step < total_steps:
             prefetch.start(step + 1, experience.position, step - 1)
         batch, mask = experience.batch, experience.batch.response_mask  # (N, T)
         sampler.sleep()
@@ -360,8 +435,12 @@ def main(args: Args) -> None:
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
         sums = utils.Sums(world)
-        trained = [i for i, x in enumerate(batch.samples) if not (x.conversation and x.conversation.error)]
-        updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
+        trained = [
+            i for i, x in enumerate(batch.samples) if not (x.conversation and x.conversation.error)
+        ]
+        updates = utils.mini_batches(
+            trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
+        )
         optimizer.skip(updates_a_step - len(updates))
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
@@ -372,13 +451,19 @@ def main(args: Args) -> None:
                         if teacher is not None:
                             with torch.no_grad():
                                 teacher_logprobs = teacher(*inputs)
-                            if isinstance(teacher, FSDPModule):  # the student's forward uses its head, chunk by chunk
+                            # the student's forward uses its head, chunk by chunk
+                            if isinstance(teacher, FSDPModule):
                                 teacher.unshard()
-                        out = forward_tokens(wrapped, (*inputs, t["rollout_logprobs"][m], teacher_logprobs), m)
+                        out = forward_tokens(
+                            wrapped, (*inputs, t["rollout_logprobs"][m], teacher_logprobs), m
+                        )
                     loss = masked_sum(out["losses"], m) / token_count
-                    # DDP and FSDP average over ranks, and the sum was divided by the tokens of all ranks.
+                    # DDP and FSDP average over ranks, and the sum was divided by the tokens of all
+                    # ranks.
                     optimizer.backward(loss * world.size)
-                sums.add(loss=loss, tokens=m.sum(), **{name: masked_sum(x, m) for name, x in out.items()})
+                sums.add(
+                    loss=loss, tokens=m.sum(), **{name: masked_sum(x, m) for name, x in out.items()}
+                )
                 if number == 0:  # with the weights that sampled
                     sampled = m & t["rollout_logprobs"].isfinite()
                     evaluation.add_mismatch(sums, out["logprobs"], t["rollout_logprobs"], sampled)
@@ -393,7 +478,8 @@ def main(args: Args) -> None:
         # ---- 4. metrics ----
         metrics = {
             "epoch": experience.position / len(prompts),
-            "train/loss": total["loss"] / max(1, len(updates)),  # no update where all conversations have failed
+            # no update where all conversations have failed
+            "train/loss": total["loss"] / max(1, len(updates)),
             "policy/entropy_avg": total["entropies"] / total["tokens"],
             **experience.metrics,
             **optimizer.metrics(),

@@ -5,19 +5,25 @@ For each prompt q, sample G responses o_1..o_G from the current policy, score th
     mean over i of the mean over t of  max(-A_i * r_it, -A_i * clip(r_it, 1 - low, 1 + high)) + beta * KL_it
     r_it = pi(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)          A_i = (R_i - mean(R)) / (std(R) + 1e-6)
 
-Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4. `--loss` names one of the VARIANTS below.
+Source: DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3 and 4. `--loss` names one of the
+VARIANTS below.
 
 Deliberate choices:
-1. The gradient is that of the global batch: sums are divided by counts over all ranks and micro-batches.
+1. The gradient is that of the global batch: sums are divided by counts over all ranks and
+   micro-batches.
 2. The sampling temperature divides the logits in every log-probability (TRL issue 3029).
-3. The uniform random number of a (response, position) is a function of the seed and the step: a rollout does not
-   depend on the number of ranks, nor a resumed run on what ran before.
-4. Masks come from lengths, never from token ids, so pad == eos is harmless and the stop token is trained on.
-5. With one update a synchronous rollout the old log-probabilities ARE the current ones: the ratio is exactly 1.
-6. A response that could not be scored is left out of its group and counted. It is never a silent zero.
+3. The uniform random number of a (response, position) is a function of the seed and the step: a
+   rollout does not depend on the number of ranks, nor a resumed run on what ran before.
+4. Masks come from lengths, never from token ids, so pad == eos is harmless and the stop token is
+   trained on.
+5. With one update a synchronous rollout the old log-probabilities ARE the current ones: the ratio
+   is exactly 1.
+6. A response that could not be scored is left out of its group and counted. It is never a silent
+   zero.
 7. Training rows are padded on the right and attended causally: no attention mask, no position ids.
-8. Per-token values live in `Batch.tokens`, (N, T) by name. A value that `generate` or the loop puts there is gathered,
-   padded and sliced with the rest; the loss finds it as `t[name]`, without gradient.
+8. Per-token values live in `Batch.tokens`, (N, T) by name. A value that `generate` or the loop puts
+   there is gathered, padded and sliced with the rest; the loss finds it as `t[name]`, without
+   gradient.
 
     bash scripts/demo.sh                                                              # a tiny model on a CPU, minutes
     python grpo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU of 24 GB, GSM8K
@@ -69,29 +75,41 @@ VARIANTS = {
     "grpo": Variant("ppo", "sequence", "group", 0.2, 0.2),  # DeepSeekMath, arXiv:2402.03300, eq. 3
     "dr_grpo": Variant("ppo", "constant", "none", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783
     "dapo": Variant("ppo", "step_token", "group", 0.2, 0.28),  # DAPO, arXiv:2503.14476, eq. 8
-    "bnpo": Variant("ppo", "token", "group", 0.2, 0.2),  # TRL's name for the mean over an optimizer batch
-    "gspo": Variant("gspo", "sequence", "group", 3e-4, 4e-4),  # GSPO-token, arXiv:2507.18071, eq. 13
+    # TRL's name for the mean over an optimizer batch
+    "bnpo": Variant("ppo", "token", "group", 0.2, 0.2),
+    # GSPO-token, arXiv:2507.18071, eq. 13
+    "gspo": Variant("gspo", "sequence", "group", 3e-4, 4e-4),
     "cispo": Variant("cispo", "token", "group", 1.0, 4.0),  # MiniMax-M1, arXiv:2506.13585, eq. 4
-    "sapo": Variant("sapo", "sequence", "group", 0.0, 0.0),  # SAPO, arXiv:2511.20347, eq. 5; it does not clip
+    # SAPO, arXiv:2511.20347, eq. 5; it does not clip
+    "sapo": Variant("sapo", "sequence", "group", 0.0, 0.0),
     "reinforce": Variant("reinforce", "token", "group", 0.0, 0.0),  # -A log pi, no ratio
 }
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores of a token; vLLM returns no other
-MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
+# further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
+MAX_REFILLS = 9
 
 
 @dataclass
 class Args(
-    cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.RolloutArgs, cli.ConversationArgs, cli.PolicyArgs
-):  # fmt: skip
+    cli.RunArgs,
+    cli.ModelArgs,
+    cli.DataArgs,
+    cli.RewardArgs,
+    cli.RolloutArgs,
+    cli.ConversationArgs,
+    cli.PolicyArgs,
+):
     total_episodes: PositiveInt = 180_000
-    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
+    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has
+    59,784 a pass."""
     rollout_batch_size: PositiveInt = 64
     """Prompts a step, over all ranks."""
     group_size: PositiveInt = 8
     """Responses a prompt (G)."""
     mini_batch_size: NonNegativeInt = 0
-    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0: the whole step."""
+    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
+    the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -102,20 +120,25 @@ class Args(
     """Peak learning rate of AdamW."""
 
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "reinforce"] = "grpo"
-    """Variant: fixes the token loss, and sets what --loss_aggregation, --advantage_scale, --clip_low and --clip_high
-    leave open (VARIANTS)."""
-    loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None = None
-    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
-    of sequence sums, or sum / (sequences * max_response_length); default: the variant's."""
+    """Variant: fixes the token loss, and sets what --loss_aggregation, --advantage_scale,
+    --clip_low and --clip_high leave open (VARIANTS)."""
+    loss_aggregation: (
+        Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None
+    ) = None
+    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean
+    of sequence means, of sequence sums, or sum / (sequences * max_response_length); default: the
+    variant's."""
     advantage_scale: Literal["group", "batch", "none", "gdpo"] | None = None
-    """Divide advantages by the deviation of the group's scores, the step's, or by nothing; gdpo normalizes each reward
-    in its group, and their weighted sum over the step (arXiv:2601.05242); default: the variant's."""
+    """Divide advantages by the deviation of the group's scores, the step's, or by nothing; gdpo
+    normalizes each reward in its group, and their weighted sum over the step (arXiv:2601.05242);
+    default: the variant's."""
     clip_low: Share | None = None
     """The ratio is clipped below at 1 - this; default: the variant's."""
     clip_high: NonNegativeFloat | None = None
     """The ratio is clipped above at 1 + this; default: the variant's."""
     dual_clip: NonNegativeFloat = 0.0
-    """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
+    """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no
+    such bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 
@@ -126,27 +149,37 @@ class Args(
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k3"
     """Estimator of the KL per token."""
     kl_weighting: Literal["none", "ratio"] = "none"
-    """Weight a token's KL in the loss by the ratio, which makes its gradient unbiased, also off policy."""
+    """Weight a token's KL in the loss by the ratio, which makes its gradient unbiased, also off
+    policy."""
 
     non_stop_penalty: bool = True
     """Penalise a response without a stop token by --penalty_reward_value."""
     penalty_reward_value: FiniteFloat | None = None
     """Score of a response without a stop token; default: the lower of its score and 0."""
     overlong_buffer: NonNegativeInt = 0
-    """Soft overlong penalty: over this many last tokens before --max_response_length the score falls linearly by up to
-    1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
+    """Soft overlong penalty: over this many last tokens before --max_response_length the score
+    falls linearly by up to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
     mask_truncated: bool = False
-    """Leave responses without a stop token out of the loss and of their group's baseline; they get no penalty."""
+    """Leave responses without a stop token out of the loss and of their group's baseline; they get
+    no penalty."""
     filter_groups: Literal["none", "drop", "refill"] = "none"
-    """Drop the groups whose scores are all equal; refill samples other prompts in their place (DAPO)."""
+    """Drop the groups whose scores are all equal; refill samples other prompts in their place
+    (DAPO)."""
 
     RULES = {
-        "--group_size must be 2 or more: advantages are relative to a group": lambda a: a.group_size >= 2,
+        "--group_size must be 2 or more: advantages are relative to a group": lambda a: (
+            a.group_size >= 2
+        ),
         "--advantage_scale gdpo requires --kl_in loss: it normalizes rewards, and would --kl_coef, too": lambda a: (
             a.advantage_scale != "gdpo" or a.kl_in == "loss"
         ),
         "--kl_weighting ratio requires --kl_in loss, a --kl_coef above 0 and another --kl_estimator than abs": (
-            lambda a: a.kl_weighting == "none" or a.kl_in == "loss" and a.kl_coef > 0 and a.kl_estimator != "abs"
+            lambda a: (
+                a.kl_weighting == "none"
+                or a.kl_in == "loss"
+                and a.kl_coef > 0
+                and a.kl_estimator != "abs"
+            )
         ),
         "--dual_clip requires a --loss that clips the ratio": lambda a: (
             not a.dual_clip or VARIANTS[a.loss].token_loss in ("ppo", "gspo")
@@ -154,9 +187,10 @@ class Args(
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The equations: tensors in, tensors out. N sequences, T response positions, G responses a prompt, V vocabulary.
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The equations: tensors in, tensors out. N sequences, T response positions, G responses a prompt, V
+# vocabulary.
+# --------------------------------------------------------------------------------------------------
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -170,13 +204,15 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
+    """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
+    shape.
 
-    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d clamped at -20, for the
-    exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its gradient is 0 for d < -2.6, where the policy has
-    run away furthest.) As a loss on policy, the gradient of k1 has zero mean, that of k2 is the gradient of the reverse
-    KL, and that of k3, which DeepSeekMath has, is the gradient of the forward KL.
-    Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d
+    clamped at -20, for the exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its
+    gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss on policy, the
+    gradient of k1 has zero mean, that of k2 is the gradient of the reverse KL, and that of k3,
+    which DeepSeekMath has, is the gradient of the forward KL. Source: J. Schulman, "Approximating
+    KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -185,47 +221,59 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    d = d.clamp(min=-20)  # not in the exponent alone: the gradient of the other d would then push d further down
+    # not in the exponent alone: the gradient of the other d would then push d further down
+    d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
 
 def kl_ratio(logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
-    """Return pi / pi_old of each token, which times `kl_estimate` has the gradient of the reverse KL, any shape.
+    """Return pi / pi_old of each token, which times `kl_estimate` has the gradient of the reverse
+    KL, any shape.
 
-    With a gradient for k1 and k3, whose mean is the KL; without for k2, whose gradient is right on policy.
-    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7.
+    With a gradient for k1 and k3, whose mean is the KL; without for k2, whose gradient is right on
+    policy. Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7.
     """
     ratio = torch.exp((logprobs - old_logprobs).clamp(-20, 20))
     return ratio.detach() if estimator == "k2" else ratio
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
-    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section
+    2.2).
 
-    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over sequences of the
-    token mean. A KL that is not finite leaves beta as it is.
+    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over
+    sequences of the token mean. A KL that is not finite leaves beta as it is.
     """
     error = min(max(kl / target - 1, -0.2), 0.2) if math.isfinite(kl) else 0.0
     return kl_coef * (1 + error * sequences / horizon)
 
 
 def policy_loss(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, kind: str, clip_low: float,
-    clip_high: float, dual_clip: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    kind: str,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Return the loss of each response token.
 
     Args:
-        logprobs, old_logprobs: (N, T), current and at the rollout. advantages: (N, T). mask: (N, T) bool.
-        kind: "ppo" (arXiv:1707.06347, eq. 7; dual clip: arXiv:1912.09729, eq. 5), "gspo" (arXiv:2507.18071, eq. 13),
-            "cispo" (arXiv:2506.13585, eq. 4), "sapo" (arXiv:2511.20347, eq. 5) or "reinforce".
+        logprobs, old_logprobs: (N, T), current and at the rollout. advantages: (N, T). mask: (N, T)
+            bool.
+        kind: "ppo" (arXiv:1707.06347, eq. 7; dual clip: arXiv:1912.09729, eq. 5), "gspo"
+            (arXiv:2507.18071, eq. 13), "cispo" (arXiv:2506.13585, eq. 4), "sapo" (arXiv:2511.20347,
+            eq. 5) or "reinforce".
     Returns:
         Loss (N, T), and where clipping took the gradient or changed the weight (N, T) bool.
     """
     if kind == "reinforce":
         return -advantages * logprobs, torch.zeros_like(mask)
     log_ratio = logprobs - old_logprobs
-    if kind == "gspo":  # one ratio a sequence; logprobs - logprobs.detach() is 0 and carries the token's gradient
+    # one ratio a sequence; logprobs - logprobs.detach() is 0 and carries the token's gradient
+    if kind == "gspo":
         sequence = masked_mean(log_ratio, mask, 1)[:, None]
         log_ratio = sequence.detach() + (logprobs - logprobs.detach())
     ratio = torch.exp(log_ratio.clamp(-20, 20))
@@ -233,23 +281,31 @@ def policy_loss(
         weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
         return -weight * advantages * logprobs, weight != ratio
     if kind == "sapo":
-        tau = torch.full_like(advantages, 1.05).masked_fill(advantages > 0, 1.0)  # the temperatures of the paper
+        # the temperatures of the paper
+        tau = torch.full_like(advantages, 1.05).masked_fill(advantages > 0, 1.0)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(mask)
     outside = (ratio < 1 - clip_low) & (advantages < 0) | (ratio > 1 + clip_high) & (advantages > 0)
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    loss = torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    )
     if dual_clip:
         bounded = (advantages < 0) & (loss > -advantages * dual_clip)
-        loss, outside = torch.where(bounded, -advantages * dual_clip, loss), outside | bounded
+        loss = torch.where(bounded, -advantages * dual_clip, loss)
+        outside = outside | bounded
     return loss, outside
 
 
-def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
-    """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another policy.
+def correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float
+) -> Tensor:
+    """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another
+    policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the sampler.
-        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": rho
-            of the whole response, 0 above cap; "none": 1.
+        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the
+            sampler.
+        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop);
+            "sequence_mask": rho of the whole response, 0 above cap; "none": 1.
     Returns:
         (N, T), without gradient.
     """
@@ -265,13 +321,15 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
     return rho.masked_fill(dropped, 0.0)
 
 
-def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int) -> Tensor:
+def aggregate(
+    x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int
+) -> Tensor:
     """Return a micro-batch's share of the loss of its optimizer batch.
 
     Args:
         x: (N, T). mask: (N, T) bool.
-        how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means; "sequence_sum" = mean of sums;
-            "constant" = sum / (sequences * max_length).
+        how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means;
+            "sequence_sum" = mean of sums; "constant" = sum / (sequences * max_length).
         tokens, sequences: of the whole optimizer batch, over all ranks and micro-batches.
     """
     if how == "sequence":
@@ -288,36 +346,44 @@ def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The policy: log-probabilities of the response tokens, without ever holding logits of all of them
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
     """A causal language model whose forward gives statistics of response tokens instead of logits.
 
-    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
+    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every
+    use of the weights.
     """
 
     def __init__(self, model: nn.Module, args):
         super().__init__()
-        self.model, self.temperature = model, args.temperature
+        self.model = model
+        self.temperature = args.temperature
         self.recompute_logits = args.gradient_checkpointing
         self.trains_entropy = args.entropy_coef > 0
 
-    def forward(self, input_ids: Tensor, response_mask: Tensor, entropy: bool = True) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, response_mask: Tensor, entropy: bool = True
+    ) -> dict[str, Tensor]:
         """Return statistics of the response tokens.
 
         Args:
-            input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
+            input_ids: (N, L), query and response, padded on the right (causal attention never looks
+                there).
             response_mask: (N, L) bool, set on response tokens.
             entropy: whether to compute the entropies.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "entropies",
-            which have no gradient, and raise where a loss uses them, unless `trains_entropy` is set.
+            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
+            "entropies", which have no gradient, and raise where a loss uses them, unless
+            `trains_entropy` is set.
         """
-        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,), each is predicted at the position before
-        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
+        # (tokens,), each is predicted at the position before
+        rows, positions = response_mask.nonzero(as_tuple=True)
+        # (tokens, H)
+        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
@@ -330,11 +396,16 @@ class Policy(nn.Module):
         return outputs
 
     def statistics(self, hidden: Tensor, labels: Tensor, entropy: bool) -> dict[str, Tensor]:
-        """Return log-probability and entropy of each token of a chunk, from (chunk, H) and (chunk,); see `forward`."""
+        """Return log-probability and entropy of each token of a chunk, from (chunk, H) and
+        (chunk,); see `forward`.
+        """
         logprobs = (self.logits(hidden) / self.temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        if entropy:  # with a gradient, several tensors of the size of the logits would be kept for it
-            outputs["entropies"] = entropy_from_logprobs(logprobs if self.trains_entropy else logprobs.detach())
+        # with a gradient, several tensors of the size of the logits would be kept for it
+        if entropy:
+            outputs["entropies"] = entropy_from_logprobs(
+                logprobs if self.trains_entropy else logprobs.detach()
+            )
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -344,49 +415,71 @@ class Policy(nn.Module):
         return loading.adjusted_logits(logits, self.model.config.get_text_config())
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rollout: the decode loop, and what makes its responses a batch
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def generate(
-    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
-    lengths: list[int] | None = None, stop_strings: Callable | None = None,
-) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:  # fmt: skip
-    """Sample one response a query: a pass over the left-padded prompts, then one token at a time over the cache.
+    model,
+    queries: list[list[int]],
+    uniforms: Tensor | None,
+    stop_ids: list[int],
+    args,
+    interrupted: Callable,
+    lengths: list[int] | None = None,
+    stop_strings: Callable | None = None,
+) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
+    """Sample one response a query: a pass over the left-padded prompts, then one token at a time
+    over the cache.
 
-    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever a quarter of
-    the rows have ended, they are dropped: the long tail of responses runs in a small batch.
+    A token is drawn by inverting its distribution function at a uniform number given in advance.
+    Whenever a quarter of the rows have ended, they are dropped: the long tail of responses runs in
+    a small batch.
 
     Args:
-        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
+        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
+            decoding.
         interrupted: called at every token; once it is true, there are no further responses.
         lengths: most tokens of each response; None: --max_response_length.
-        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
+        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
+            stop token does.
     Yields:
-        The place of a query whose response has ended; the response, token ids up to and including the first stop token;
-        its per-token values by name.
+        The place of a query whose response has ended; the response, token ids up to and including
+        the first stop token; its per-token values by name.
     """
-    device, width = model_device(model), max(map(len, queries))
+    device = model_device(model)
+    width = max(map(len, queries))
     lengths = lengths or [args.max_response_length] * len(queries)
-    length, ends = max(lengths), torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
+    # (N,), where each response ends at the latest
+    length, ends = max(lengths), torch.tensor(lengths, device=device)
     # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
-    mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
-    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}  # (N, T) each
+    mask = torch.tensor(
+        [[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device
+    )
+    # (N, T) each
+    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
-    stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
+    stops = torch.tensor(stop_ids, device=device)
+    uniforms = None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
     count = 0  # of the rows that have finished and are still in the batch
-    cache, input_ids, positions = None, sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
+    cache = None
+    input_ids = sequences[:, :width]
+    positions = (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
         outputs = model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
             logits_to_keep=1,
-        )  # fmt: skip
+        )
         cache, scores = outputs.past_key_values, outputs.logits[:, -1].float()  # (n, V)
         for process in processors:
             scores = process(sequences[running, : width + t], scores)
@@ -396,7 +489,8 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `Sampler.rollout` fails once it has all responses
+            # NaN logits: `Sampler.rollout` fails once it has all responses
+            tokens.clamp_(max=cdf.shape[1] - 1)
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
@@ -411,31 +505,44 @@ def generate(
         count += len(new)
         if count == len(running) or interrupted():
             return
-        input_ids, positions = tokens, positions[:, -1:] + 1
+        input_ids = tokens
+        positions = positions[:, -1:] + 1
         mask = nn.functional.pad(mask, (0, 1), value=1)
         if 4 * count >= len(running):
             kept = ~finished
-            running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
+            running = running[kept]
+            input_ids = input_ids[kept]
+            positions = positions[kept]
+            mask = mask[kept]
             finished = finished[kept]
             count = 0
-            cache.reorder_cache(kept.nonzero()[:, 0])  # batch_select_indices leaves recurrent states out
+            # batch_select_indices leaves recurrent states out
+            cache.reorder_cache(kept.nonzero()[:, 0])
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a fork changes first: how reward components become one score, and scores become advantages
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
-    """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with a weight is NaN."""
-    return sum(weight * scores for scores, weight in zip(components.values(), reward_weights(args)) if weight)
+    """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with
+    a weight is NaN.
+    """
+    return sum(
+        weight * scores
+        for scores, weight in zip(components.values(), reward_weights(args))
+        if weight
+    )
 
 
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -> Tensor:
-    """Return the score that each response trains with (N,); NaN for one that is left out, also of baselines and means.
+    """Return the score that each response trains with (N,); NaN for one that is left out, also of
+    baselines and means.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included. stopped: (N,) bool.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included.
+            stopped: (N,) bool.
     """
     if args.non_stop_penalty:
         value = args.penalty_reward_value
@@ -448,11 +555,14 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
 
 
 def decoupled_scores(batch: Batch, args: Args) -> Tensor:
-    """Return the weighted sum of the rewards, each normalized in its group (GDPO, arXiv:2601.05242, eq. 4, 5 and 7).
+    """Return the weighted sum of the rewards, each normalized in its group (GDPO, arXiv:2601.05242,
+    eq. 4, 5 and 7).
 
-    Penalties act on the score of each source that scores the row. (N,); NaN for a response that is left out.
+    Penalties act on the score of each source that scores the row. (N,); NaN for a response that is
+    left out.
     """
-    left_out, normalized = batch.scores.isnan(), {}
+    left_out = batch.scores.isnan()
+    normalized = {}
     for name, scores in batch.reward_components.items():
         scores = final_scores(scores, batch.response_lengths, batch.stopped, args)
         scores = scores.where(evaluation.counted(batch, name), 0.0).masked_fill(left_out, math.nan)
@@ -460,24 +570,31 @@ def decoupled_scores(batch: Batch, args: Args) -> Tensor:
     return weighted_sum(normalized, args).masked_fill(left_out, math.nan)
 
 
-def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int) -> Experience | None:
+def collect(
+    sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int
+) -> Experience | None:
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
     Args:
-        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy has trained.
+        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy
+            has trained.
     Returns:
         The Experience; None if the run is interrupted.
     """
-    args, rewards = sampler.args, sampler.rewards
-    wanted, size = args.rollout_batch_size, args.group_size
-    samples, count = [], wanted
+    args = sampler.args
+    rewards = sampler.rewards
+    wanted = args.rollout_batch_size
+    size = args.group_size
+    samples = []
+    count = wanted
     for refill in range(1 + (MAX_REFILLS if args.filter_groups == "refill" else 0)):
         rows = take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, size, key)
         if latest is None:
             return None
-        position, samples = position + count, samples + latest.samples
+        position = position + count
+        samples = samples + latest.samples
         batch = Batch.from_samples(samples, latest.stopped.device)
         scores = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(scores, batch.response_lengths, batch.stopped, args)
@@ -494,15 +611,19 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
         "val/sampled_prompts": len(has_signal),
         **evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards),
     }
-    unscored, sampled_tokens = evaluation.unscored(batch, rewards, args), sum(batch.lengths)
+    unscored = evaluation.unscored(batch, rewards, args)
+    sampled_tokens = sum(batch.lengths)
     if args.filter_groups != "none":
         if not groups:  # nothing to learn from in this step
-            batch.scores, has_signal = torch.full_like(batch.scores, math.nan), torch.ones_like(has_signal)
+            batch.scores = torch.full_like(batch.scores, math.nan)
+            has_signal = torch.ones_like(has_signal)
         chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0]
         samples = [batch.samples[i] for i in chosen.tolist()]
         batch = Batch.from_samples(samples, batch.scores.device, batch.scores[chosen])
     if not batch.scores.isfinite().any():
-        utils.warn(f"step {step}: no response trains: each lacks a score, or was masked or filtered out")
+        utils.warn(
+            f"step {step}: no response trains: each lacks a score, or was masked or filtered out"
+        )
     return Experience(batch, metrics, sampled_tokens, position, policy_step, unscored)
 
 
@@ -510,18 +631,22 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
     """Return group-relative advantages (DeepSeekMath, arXiv:2402.03300, section 4.1.2).
 
     Args:
-        scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is no score.
-        scale: divide by the "group"'s or the "batch"'s unbiased standard deviation + 1e-6, or by nothing ("none").
-            "gdpo" is "batch" of `decoupled_scores` (eq. 6 of GDPO), whose mean in each group is 0.
+        scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is
+            no score.
+        scale: divide by the "group"'s or the "batch"'s unbiased standard deviation + 1e-6, or by
+            nothing ("none"). "gdpo" is "batch" of `decoupled_scores` (eq. 6 of GDPO), whose mean in
+            each group is 0.
     Returns:
-        (N,): (R - mean) / (std + eps); exactly 0 in a group whose scores are all equal, and for a missing score, which
-        does not count in its group either.
+        (N,): (R - mean) / (std + eps); exactly 0 in a group whose scores are all equal, and for a
+        missing score, which does not count in its group either.
     """
     grouped = scores.view(-1, group_size)  # (N / G, G)
     scored = grouped.isfinite()
     centred = torch.where(scored, grouped - masked_mean(grouped, scored, 1)[:, None], 0.0)
     if scale == "group":
-        variance = centred.square().sum(1, keepdim=True) / (scored.sum(1, keepdim=True) - 1).clamp(min=1)
+        variance = centred.square().sum(1, keepdim=True) / (scored.sum(1, keepdim=True) - 1).clamp(
+            min=1
+        )
         centred = centred / (variance.sqrt() + 1e-6)
     elif scale in ("batch", "gdpo") and scored.sum() > 1:
         centred = centred / (scores[scores.isfinite()].std() + 1e-6)
@@ -529,7 +654,9 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
-    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N / G,) bool."""
+    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N /
+    G,) bool.
+    """
     scored = grouped.isfinite()
     highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
     lowest = grouped.masked_fill(~scored, torch.inf).amin(1)
@@ -537,15 +664,24 @@ def equal_scores(grouped: Tensor) -> Tensor:
 
 
 def policy_metrics(
-    total: dict[str, float], updates: int, responses: int, args: Args, mean_score: float, kl_coef: float
+    total: dict[str, float],
+    updates: int,
+    responses: int,
+    args: Args,
+    mean_score: float,
+    kl_coef: float,
 ) -> dict[str, float]:
     """Return the logged objectives of a step from the totals of its sums.
 
     Args:
-        total: sums over the tokens of all updates; those of kl, surprisal and weights over the first epoch only.
-        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta of the step.
+        total: sums over the tokens of all updates; those of kl, surprisal and weights over the
+            first epoch only.
+        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta
+            of the step.
     """
-    tokens, updates, responses = total["tokens"], max(1, updates), max(1, responses)
+    tokens = total["tokens"]
+    updates = max(1, updates)
+    responses = max(1, responses)
     kl = total["kl"] / responses if args.kl_coef else math.nan
     return {
         "objective/kl": kl,  # mean over responses of the sum over tokens
@@ -570,11 +706,13 @@ def main(args: Args) -> None:
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
-    N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
+    # responses a step; fewer train where some are left out
+    N = args.rollout_batch_size * args.group_size
     updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
     variant = VARIANTS[args.loss]
-    aggregation, scale = args.loss_aggregation or variant.aggregation, args.advantage_scale or variant.scale
+    aggregation = args.loss_aggregation or variant.aggregation
+    scale = args.advantage_scale or variant.scale
     clip_low = variant.clip_low if args.clip_low is None else args.clip_low
     clip_high = variant.clip_high if args.clip_high is None else args.clip_high
 
@@ -589,10 +727,14 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS)
-    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in bfloat16.
-    correction = args.rollout_correction or ("none" if engine is None or args.async_steps else "truncate")
-    # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
-    # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
+    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in
+    # bfloat16.
+    correction = args.rollout_correction or (
+        "none" if engine is None or args.async_steps else "truncate"
+    )
+    # The old log-probs are those of the policy at the start of the step: with one update, the
+    # current ones. If an asynchronous rollout is by older weights, they are the engine's, unless
+    # --rollout_correction weighs the two.
     old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
     if args.async_steps and correction == "none":
         old_logprobs_from = "engine"
@@ -624,9 +766,15 @@ def main(args: Args) -> None:
             run.leave()
         if experience.unscored:
             run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
-        if args.async_steps and step < total_steps:  # samples while this step trains, with the weights from before
+        # samples while this step trains, with the weights from before
+        if args.async_steps and step < total_steps:
             prefetch.start(step + 1, experience.position, step - 1)
-        batch, mask, scores = experience.batch, experience.batch.response_mask, experience.batch.scores  # (N, T), (N,)
+        # (N, T), (N,)
+        batch, mask, scores = (
+            experience.batch,
+            experience.batch.response_mask,
+            experience.batch.scores,
+        )
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
         adapted_kl_coef = run.state.get("kl_coef") if args.kl_target else None
         kl_coef = adapted_kl_coef or args.kl_coef
@@ -636,13 +784,22 @@ def main(args: Args) -> None:
         run.phase("logprobs")
         if reference is not None:
             with lora.without_lora(reference.model):
-                values = forward_batch(reference, batch, args, world, precision.autocast, entropy=False)
+                values = forward_batch(
+                    reference, batch, args, world, precision.autocast, entropy=False
+                )
             batch.tokens["ref_logprobs"] = values["logprobs"]
-        if old_logprobs_from == "trainer" or kl_in == "reward" or reference is not None and updates_a_step > 1:
+        if (
+            old_logprobs_from == "trainer"
+            or kl_in == "reward"
+            or reference is not None
+            and updates_a_step > 1
+        ):
             values = forward_batch(policy, batch, args, world, precision.autocast, entropy=False)
             logprobs_at_start = values["logprobs"]
             if reference is not None:
-                batch.tokens["kl"] = kl_estimate(logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator)
+                batch.tokens["kl"] = kl_estimate(
+                    logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator
+                )
         if old_logprobs_from == "trainer":
             batch.tokens["old_logprobs"] = logprobs_at_start
         if old_logprobs_from == "engine":
@@ -652,7 +809,8 @@ def main(args: Args) -> None:
         outcomes = decoupled_scores(batch, args) if scale == "gdpo" else scores  # R, (N,)
         if kl_in == "reward":
             outcomes = outcomes - kl_coef * masked_sum(batch.tokens["kl"], mask, 1)
-        advantages = group_advantages(outcomes, args.group_size, scale).to(precision.loss_dtype)  # (N,)
+        # (N,)
+        advantages = group_advantages(outcomes, args.group_size, scale).to(precision.loss_dtype)
         # A KL that is not finite is not a missing score: `Optimizer.step` skips its update.
         advantages = advantages.masked_fill(scores.isfinite() & ~outcomes.isfinite(), math.nan)
         batch.tokens["advantages"] = torch.where(mask, advantages[:, None], 0.0)
@@ -660,14 +818,21 @@ def main(args: Args) -> None:
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
         sums = utils.Sums(world)
-        updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
+        updates = utils.mini_batches(
+            trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
+        )
         optimizer.skip(updates_a_step - len(updates))
         for number, (epoch, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
-            if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
+            # the mean over updates of sum / this is the token mean of the step
+            if aggregation == "step_token":
                 token_count = mask[trained].sum().item() * args.num_epochs / len(updates)
             reduce_loss = functools.partial(
-                aggregate, how=aggregation, tokens=token_count, sequences=len(mini), max_length=args.max_response_length
+                aggregate,
+                how=aggregation,
+                tokens=token_count,
+                sequences=len(mini),
+                max_length=args.max_response_length,
             )
             for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = t["response_mask"]  # (n, T), as all of t and out
@@ -675,26 +840,47 @@ def main(args: Args) -> None:
                     with precision.autocast():
                         out = forward_tokens(wrapped, inputs, m)
                     logprobs = out["logprobs"]
-                    old_logprobs = logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
+                    old_logprobs = (
+                        logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
+                    )
                     weights = correction_weights(
-                        old_logprobs, t["rollout_logprobs"], m, correction, args.rollout_correction_cap
+                        old_logprobs,
+                        t["rollout_logprobs"],
+                        m,
+                        correction,
+                        args.rollout_correction_cap,
                     )
                     token_losses, clipped = policy_loss(
-                        logprobs, old_logprobs, t["advantages"], m, variant.token_loss, clip_low, clip_high,
+                        logprobs,
+                        old_logprobs,
+                        t["advantages"],
+                        m,
+                        variant.token_loss,
+                        clip_low,
+                        clip_high,
                         args.dual_clip,
-                    )  # fmt: skip
+                    )
                     loss = policy_term = reduce_loss(token_losses * weights, m)
                     token_kl = torch.zeros_like(logprobs)
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
                     if kl_in == "loss":
-                        kl_losses = token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
+                        kl_losses = token_kl = kl_estimate(
+                            logprobs, t["ref_logprobs"], args.kl_estimator
+                        )
                         if args.kl_weighting == "ratio":
-                            kl_losses = weights * kl_ratio(logprobs, old_logprobs, args.kl_estimator) * token_kl
+                            kl_losses = (
+                                weights
+                                * kl_ratio(logprobs, old_logprobs, args.kl_estimator)
+                                * token_kl
+                            )
                         loss = loss + kl_coef * reduce_loss(kl_losses, m)
-                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts of all ranks.
+                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts
+                    # of all ranks.
                     optimizer.backward(loss * world.size)
-                sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
+                sums.add(
+                    policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m)
+                )
                 sums.add(entropy=masked_sum(out["entropies"], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
                 if epoch == 0:  # each response once
@@ -702,7 +888,8 @@ def main(args: Args) -> None:
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
                     latest = logprobs.detach() if old_logprobs_from == "engine" else old_logprobs
-                    if number == 0 or old_logprobs_from != "engine":  # the nearest to the weights that sampled
+                    # the nearest to the weights that sampled
+                    if number == 0 or old_logprobs_from != "engine":
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             optimizer.step()
 
@@ -718,7 +905,14 @@ def main(args: Args) -> None:
         metrics = {
             "epoch": experience.position / len(prompts),
             "objective/kl_coef": kl_coef,
-            **policy_metrics(total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef),
+            **policy_metrics(
+                total,
+                len(updates),
+                len(trained),
+                args,
+                experience.metrics["objective/scores"],
+                kl_coef,
+            ),
             **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
             **experience.metrics,
             **optimizer.metrics(),
@@ -726,10 +920,16 @@ def main(args: Args) -> None:
         }
         if reference is not None and args.kl_target:
             mean_kl = total["mean_kl"] / max(1, len(trained))
-            adapted_kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon)
+            adapted_kl_coef = adapt_kl_coef(
+                kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
+            )
         samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(
-            metrics, samples, experience.sampled_tokens, position=experience.position, kl_coef=adapted_kl_coef
+            metrics,
+            samples,
+            experience.sampled_tokens,
+            position=experience.position,
+            kl_coef=adapted_kl_coef,
         )
     run.finish()
 

@@ -1,24 +1,31 @@
 """Proximal Policy Optimization (PPO) for language models: actor, critic and GAE, in one file.
 
-Sample a response to each prompt, score it, and give its tokens rewards r_t = -beta * KL_t, the last one the score too:
+Sample a response to each prompt, score it, and give its tokens rewards r_t = -beta * KL_t, the last
+one the score too:
 
     delta_t = r_t + gamma * V_t+1 - V_t     A_t = delta_t + gamma * lambda * A_t+1     returns R_t = A_t + V_t
     actor:  mean of max(-A * ratio, -A * clip(ratio, 1 - low, 1 + high))               ratio = pi / pi_old, A whitened
     critic: 0.5 * mean of max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-Sources: PPO, arXiv:1707.06347, eq. 7; GAE, arXiv:1506.02438, eq. 16; RLHF, arXiv:1909.08593 and arXiv:2203.02155.
+Sources: PPO, arXiv:1707.06347, eq. 7; GAE, arXiv:1506.02438, eq. 16; RLHF, arXiv:1909.08593 and
+arXiv:2203.02155.
 
-Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the ranks and
-micro-batches; the sampling temperature is in every log-probability; each (response, position) has one random
-number; masks come from lengths, never from token ids; what could not be scored is left out and counted; per-token
-values live in `Batch.tokens`, a dict that carries whatever is put there (see grpo.py, choice 8). And:
-1. A value is read at the position that predicts its token, as the log-probabilities are. After the last token it is 0.
-2. The critic starts as a reward model with its head (`--value_model`), or as a language model, by default --model, with
-   a head of zeros: then values start at 0, and the first returns are sums of rewards alone.
+Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the
+ranks and micro-batches; the sampling temperature is in every log-probability; each (response,
+position) has one random number; masks come from lengths, never from token ids; what could not be
+scored is left out and counted; per-token values live in `Batch.tokens`, a dict that carries
+whatever is put there (see grpo.py, choice 8). And:
+1. A value is read at the position that predicts its token, as the log-probabilities are. After the
+   last token it is 0.
+2. The critic starts as a reward model with its head (`--value_model`), or as a language model, by
+   default --model, with a head of zeros: then values start at 0, and the first returns are sums of
+   rewards alone.
 3. Actor and critic share no weights: each has an optimizer, a schedule and gradient clipping.
-4. Returns are computed before the advantages are whitened, over the response tokens of the step, all ranks. They may
-   have another lambda (`--critic_gae_lambda`), and the critic other epochs and mini-batches.
-5. Scores: the weighted sum of the sources, then normalisation, then the clip, then the penalty for no stop token.
+4. Returns are computed before the advantages are whitened, over the response tokens of the step,
+   all ranks. They may have another lambda (`--critic_gae_lambda`), and the critic other epochs and
+   mini-batches.
+5. Scores: the weighted sum of the sources, then normalisation, then the clip, then the penalty for
+   no stop token.
 
     bash scripts/demo.sh ppo                                                          # a tiny model on a CPU, minutes
     python ppo.py --model Qwen/Qwen2.5-0.5B-Instruct                                  # one GPU of 40 GB, GSM8K
@@ -60,21 +67,30 @@ from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores of a token; vLLM returns no other
-MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
+# further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
+MAX_REFILLS = 9
 
 
 @dataclass
 class Args(
-    cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.RolloutArgs, cli.ConversationArgs, cli.PolicyArgs
-):  # fmt: skip
+    cli.RunArgs,
+    cli.ModelArgs,
+    cli.DataArgs,
+    cli.RewardArgs,
+    cli.RolloutArgs,
+    cli.ConversationArgs,
+    cli.PolicyArgs,
+):
     total_episodes: PositiveInt = 180_000
-    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
+    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has
+    59,784 a pass."""
     rollout_batch_size: PositiveInt = 512
     """Prompts a step, over all ranks."""
     group_size: PositiveInt = 1
     """Responses a prompt (G)."""
     mini_batch_size: NonNegativeInt = 128
-    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0: the whole step."""
+    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
+    the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -85,8 +101,8 @@ class Args(
     """Peak learning rate of AdamW."""
 
     value_model: str = ""
-    """Where the critic starts: a reward model with its head, or a language model with a head of zeros; default:
-    --model."""
+    """Where the critic starts: a reward model with its head, or a language model with a head of
+    zeros; default: --model."""
     critic_learning_rate: PositiveFloat = 1e-5
     """Peak learning rate of the critic's AdamW."""
     critic_lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -100,25 +116,30 @@ class Args(
     critic_mini_batch_size: NonNegativeInt = 0
     """Most responses of an update of the critic, over all ranks; 0: --mini_batch_size."""
     critic_warmup_steps: NonNegativeInt = 0
-    """First steps, in which the critic trains and the policy does not (value pretraining, arXiv:2503.01491)."""
+    """First steps, in which the critic trains and the policy does not (value pretraining,
+    arXiv:2503.01491)."""
 
     gamma: Share = 1.0
     """Discount per token, where each token has a reward (GAE, reinforce++)."""
     gae_lambda: Share = 0.95
     """GAE's lambda: 1 for the reward-to-go minus the value, 0 for the one-step difference."""
     critic_gae_lambda: Share | None = None
-    """Lambda of the returns to which the critic is trained (VC-PPO, arXiv:2503.01491: 1); default: --gae_lambda."""
+    """Lambda of the returns to which the critic is trained (VC-PPO, arXiv:2503.01491: 1); default:
+    --gae_lambda."""
     turn_rewards: bool = False
-    """Give each reward of the --environment to the last token of its turn, not their sum to the last
-    token of the response."""
+    """Give each reward of the --environment to the last token of its turn, not their sum to the
+    last token of the response."""
     whiten_advantages: bool = True
     """Whiten the advantages over all response tokens of the step."""
     pf_ppo: Literal["none", "pow", "max_min", "max_random"] = "none"
-    """PF-PPO: draw the responses to train on anew, by |score| (pow), from the best and the worst, or half of them
-    from the best; among the responses to a prompt or, with --group_size 1, of the step."""
-    loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] = "token"
-    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
-    of sequence sums, or sum / (sequences * max_response_length)."""
+    """PF-PPO: draw the responses to train on anew, by |score| (pow), from the best and the worst,
+    or half of them from the best; among the responses to a prompt or, with --group_size 1, of the
+    step."""
+    loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] = (
+        "token"
+    )
+    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean
+    of sequence means, of sequence sums, or sum / (sequences * max_response_length)."""
     clip_low: Share = 0.2
     """The ratio is clipped below at 1 - this."""
     clip_high: NonNegativeFloat = 0.2
@@ -126,7 +147,8 @@ class Args(
     value_clip: NonNegativeFloat = 0.2
     """Values are clipped to +- this around those at the rollout; 0 for no clip."""
     dual_clip: NonNegativeFloat = 0.0
-    """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
+    """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no
+    such bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 
@@ -137,10 +159,12 @@ class Args(
     kl_estimator: Literal["k1", "abs", "k2", "k3"] = "k1"
     """Estimator of the KL per token."""
     ptx_dataset: str = ""
-    """Rows for a supervised loss added to the policy's (PPO-ptx, arXiv:2203.02155), named as those of --dataset."""
+    """Rows for a supervised loss added to the policy's (PPO-ptx, arXiv:2203.02155), named as those
+    of --dataset."""
     response_column: str = ""
-    """Column of the text that supervised rows teach; default: the last turn of the assistant, or else the first of
-    response, completion, solution, tgt, answer, output in which any row has something."""
+    """Column of the text that supervised rows teach; default: the last turn of the assistant, or
+    else the first of response, completion, solution, tgt, answer, output in which any row has
+    something."""
     ptx_coef: NonNegativeFloat = 0.0
     """Weight of the cross-entropy on --ptx_dataset."""
     ptx_batch_size: PositiveInt = 64
@@ -151,30 +175,38 @@ class Args(
     penalty_reward_value: FiniteFloat | None = None
     """Score of a response without a stop token; default: the lower of its score and 0."""
     overlong_buffer: NonNegativeInt = 0
-    """Soft overlong penalty: over this many last tokens before --max_response_length the score falls linearly by up to
-    1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
+    """Soft overlong penalty: over this many last tokens before --max_response_length the score
+    falls linearly by up to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
     mask_truncated: bool = False
-    """Leave responses without a stop token out of the loss and of their group's baseline; they get no penalty."""
+    """Leave responses without a stop token out of the loss and of their group's baseline; they get
+    no penalty."""
     reward_normalization: bool = False
-    """Normalise scores by their mean and standard deviation since the start of the run, before any penalty."""
+    """Normalise scores by their mean and standard deviation since the start of the run, before any
+    penalty."""
     reward_clip: NonNegativeFloat = 0.0
     """Clip scores to +- this, before any penalty; 0 for no clip."""
     filter_groups: Literal["none", "drop", "refill"] = "none"
-    """Drop the groups whose scores are all equal; refill samples other prompts in their place (DAPO)."""
+    """Drop the groups whose scores are all equal; refill samples other prompts in their place
+    (DAPO)."""
 
     RULES = {
         "--critic_warmup_steps must be less than the steps of --total_episodes": lambda a: (
             a.critic_warmup_steps < a.total_episodes // (a.rollout_batch_size * a.group_size)
         ),
-        "--ptx_coef and --ptx_dataset require each other": lambda a: bool(a.ptx_coef) == bool(a.ptx_dataset),
-        "--response_column requires a --ptx_dataset": lambda a: a.ptx_dataset or not a.response_column,
+        "--ptx_coef and --ptx_dataset require each other": lambda a: (
+            bool(a.ptx_coef) == bool(a.ptx_dataset)
+        ),
+        "--response_column requires a --ptx_dataset": lambda a: (
+            a.ptx_dataset or not a.response_column
+        ),
     }
     WARNINGS = {"--value_clip: above 10 a clip hardly ever acts": lambda a: a.value_clip <= 10}
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The equations: tensors in, tensors out. N sequences, T response positions, G responses a prompt, V vocabulary.
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The equations: tensors in, tensors out. N sequences, T response positions, G responses a prompt, V
+# vocabulary.
+# --------------------------------------------------------------------------------------------------
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -188,13 +220,15 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
+    """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
+    shape.
 
-    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d clamped at -20, for the
-    exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its gradient is 0 for d < -2.6, where the policy has
-    run away furthest.) As a loss on policy, the gradient of k1 has zero mean, that of k2 is the gradient of the reverse
-    KL, and that of k3, which DeepSeekMath has, is the gradient of the forward KL.
-    Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d
+    clamped at -20, for the exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its
+    gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss on policy, the
+    gradient of k1 has zero mean, that of k2 is the gradient of the reverse KL, and that of k3,
+    which DeepSeekMath has, is the gradient of the forward KL. Source: J. Schulman, "Approximating
+    KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -203,15 +237,17 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    d = d.clamp(min=-20)  # not in the exponent alone: the gradient of the other d would then push d further down
+    # not in the exponent alone: the gradient of the other d would then push d further down
+    d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
-    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section
+    2.2).
 
-    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over sequences of the
-    token mean. A KL that is not finite leaves beta as it is.
+    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over
+    sequences of the token mean. A KL that is not finite leaves beta as it is.
     """
     error = min(max(kl / target - 1, -0.2), 0.2) if math.isfinite(kl) else 0.0
     return kl_coef * (1 + error * sequences / horizon)
@@ -220,33 +256,45 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, hori
 def clipped_loss(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return PPO's clipped loss (arXiv:1707.06347, eq. 7), with dual_clip above 0 that of arXiv:1912.09729, eq. 5.
+    """Return PPO's clipped loss (arXiv:1707.06347, eq. 7), with dual_clip above 0 that of
+    arXiv:1912.09729, eq. 5.
 
     Args:
-        log_ratio: (N, T), of the policy to the one that sampled, its exponent clamped to +-20. advantages: (N, T).
+        log_ratio: (N, T), of the policy to the one that sampled, its exponent clamped to +-20.
+            advantages: (N, T).
     Returns:
         Loss (N, T), and where clipping took the gradient (N, T) bool.
     """
     ratio = torch.exp(log_ratio.clamp(-20, 20))
     outside = (ratio < 1 - clip_low) & (advantages < 0) | (ratio > 1 + clip_high) & (advantages > 0)
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    loss = torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    )
     if dual_clip:
         bounded = (advantages < 0) & (loss > -advantages * dual_clip)
-        loss, outside = torch.where(bounded, -advantages * dual_clip, loss), outside | bounded
+        loss = torch.where(bounded, -advantages * dual_clip, loss)
+        outside = outside | bounded
     return loss, outside
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape."""
+    """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0
+    elsewhere. Any shape.
+    """
     mean = masked_mean(x, mask)
     variance = masked_sum((x - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
     return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
 def token_rewards(
-    scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: float, turn_rewards: Tensor | None = None
+    scores: Tensor,
+    kl: Tensor | None,
+    mask: Tensor,
+    kl_coef: float,
+    turn_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Return the reward of each token: r_t = u_t - beta * KL_t, at the last token + score - sum_t u_t, too.
+    """Return the reward of each token: r_t = u_t - beta * KL_t, at the last token + score - sum_t
+    u_t, too.
 
     Without --turn_rewards, u = 0 and the score stands at the last token (arXiv:1909.08593, eq. 2).
     With them, u_t is what a turn earned of the score, at the turn's last token (MT-PPO,
@@ -264,11 +312,14 @@ def token_rewards(
     return rewards if kl is None else torch.where(mask, rewards - kl_coef * kl, 0.0)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns by generalized advantage estimation (GAE, arXiv:1506.02438, eq. 16).
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns by generalized advantage estimation (GAE, arXiv:1506.02438, eq.
+    16).
 
-    delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}. Positions outside of the mask pass on
-    what follows them; after the last token, value and advantage are 0.
+    delta_t = r_t + gamma * V_{t+1} - V_t; A_t = delta_t + gamma * lam * A_{t+1}. Positions outside
+    of the mask pass on what follows them; after the last token, value and advantage are 0.
 
     Args:
         rewards, values: (N, T). mask: (N, T) bool.
@@ -286,11 +337,15 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return torch.where(mask, advantages, 0.0), torch.where(mask, advantages + values, 0.0)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Return the value loss 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), any shape; clip 0 for none.
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    """Return the value loss 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), any shape;
+    clip 0 for none.
 
-    Source: OpenAI baselines' ppo2; https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, detail 9.
-    Returns: the loss, and where clipping raised it (bool).
+    Source: OpenAI baselines' ppo2;
+    https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details, detail 9. Returns: the
+    loss, and where clipping raised it (bool).
     """
     plain = (values - returns).square()
     if not clip:
@@ -300,9 +355,13 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return 1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one; NaN for equal R."""
-    error, target = (returns - values)[mask].double(), returns[mask].double()
-    differ = len(target) > 1 and target.var() > 1e-10 * target.square().mean()  # by more than float32 rounds
+    """Return 1 - var(R - V) / var(R) over the mask: 1 for a perfect critic, 0 for a constant one;
+    NaN for equal R.
+    """
+    error = (returns - values)[mask].double()
+    target = returns[mask].double()
+    # by more than float32 rounds
+    differ = len(target) > 1 and target.var() > 1e-10 * target.square().mean()
     return (1 - error.var() / target.var()).item() if differ else math.nan
 
 
@@ -310,9 +369,10 @@ def filter_weights(grouped: Tensor, kind: str) -> Tensor:
     """Return how likely PF-PPO draws each response for training (arXiv:2409.06957).
 
     Args:
-        grouped: (P, G) scores, compared along a row; one that is not finite is never drawn unless all of its row are.
-        kind: "pow": |score|. "max_min": best and worst alike, no other. "max_random": half of the draws for
-            the best, half for all others.
+        grouped: (P, G) scores, compared along a row; one that is not finite is never drawn unless
+            all of its row are.
+        kind: "pow": |score|. "max_min": best and worst alike, no other. "max_random": half of the
+            draws for the best, half for all others.
     Returns:
         (P, G) float64, each row adds up to 1; uniform where the rule gives no response any weight.
     """
@@ -334,19 +394,25 @@ def filter_weights(grouped: Tensor, kind: str) -> Tensor:
 
 
 def resample(weights: Tensor, generator) -> list[int]:
-    """Draw from each row of weights (P, G) as many of its entries as it has, with replacement: P * G flat indices."""
+    """Draw from each row of weights (P, G) as many of its entries as it has, with replacement: P *
+    G flat indices.
+    """
     size = weights.shape[1]
     rows = enumerate(weights.tolist())
     return [p * size + i for p, row in rows for i in generator.choice(size, size, p=row).tolist()]
 
 
-def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
-    """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another policy.
+def correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float
+) -> Tensor:
+    """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another
+    policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the sampler.
-        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": rho
-            of the whole response, 0 above cap; "none": 1.
+        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the
+            sampler.
+        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop);
+            "sequence_mask": rho of the whole response, 0 above cap; "none": 1.
     Returns:
         (N, T), without gradient.
     """
@@ -362,13 +428,15 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
     return rho.masked_fill(dropped, 0.0)
 
 
-def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int) -> Tensor:
+def aggregate(
+    x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int
+) -> Tensor:
     """Return a micro-batch's share of the loss of its optimizer batch.
 
     Args:
         x: (N, T). mask: (N, T) bool.
-        how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means; "sequence_sum" = mean of sums;
-            "constant" = sum / (sequences * max_length).
+        how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means;
+            "sequence_sum" = mean of sums; "constant" = sum / (sequences * max_length).
         tokens, sequences: of the whole optimizer batch, over all ranks and micro-batches.
     """
     if how == "sequence":
@@ -377,16 +445,22 @@ def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, 
     return masked_sum(x, mask) / divisor
 
 
-def loss_reduction(mask: Tensor, mini: list[int], drawn: list[int], passes: float, args: Args) -> Callable:
-    """Return `aggregate` for the update on the responses `mini` of those that were drawn, each in `passes` updates.
+def loss_reduction(
+    mask: Tensor, mini: list[int], drawn: list[int], passes: float, args: Args
+) -> Callable:
+    """Return `aggregate` for the update on the responses `mini` of those that were drawn, each in
+    `passes` updates.
 
     With "step_token" the mean over updates of their losses is the mean over the step's tokens.
     """
     rows, passes = (drawn, passes) if args.loss_aggregation == "step_token" else (mini, 1)
     return functools.partial(
-        aggregate, how=args.loss_aggregation, tokens=mask[rows].sum().item() * passes, sequences=len(mini),
+        aggregate,
+        how=args.loss_aggregation,
+        tokens=mask[rows].sum().item() * passes,
+        sequences=len(mini),
         max_length=args.max_response_length,
-    )  # fmt: skip
+    )
 
 
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
@@ -397,38 +471,49 @@ def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The policy: log-probabilities of the response tokens, without ever holding logits of all of them
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
     """A causal language model whose forward gives statistics of response tokens instead of logits.
 
-    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
+    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every
+    use of the weights.
     """
 
     def __init__(self, model: nn.Module, args):
         super().__init__()
-        self.model, self.temperature = model, args.temperature
+        self.model = model
+        self.temperature = args.temperature
         self.recompute_logits = args.gradient_checkpointing
         self.trains_entropy = args.entropy_coef > 0
 
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, entropy: bool = True, temperature: float | None = None
+        self,
+        input_ids: Tensor,
+        response_mask: Tensor,
+        entropy: bool = True,
+        temperature: float | None = None,
     ) -> dict[str, Tensor]:
         """Return statistics of the response tokens.
 
         Args:
-            input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
+            input_ids: (N, L), query and response, padded on the right (causal attention never looks
+                there).
             response_mask: (N, L) bool, set on response tokens.
-            entropy: whether to compute the entropies. temperature: divides the logits; None for --temperature.
+            entropy: whether to compute the entropies. temperature: divides the logits; None for
+                --temperature.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "entropies",
-            which have no gradient, and raise where a loss uses them, unless `trains_entropy` is set.
+            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
+            "entropies", which have no gradient, and raise where a loss uses them, unless
+            `trains_entropy` is set.
         """
-        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,), each is predicted at the position before
-        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
+        # (tokens,), each is predicted at the position before
+        rows, positions = response_mask.nonzero(as_tuple=True)
+        # (tokens, H)
+        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
@@ -440,12 +525,19 @@ class Policy(nn.Module):
             outputs["entropies"] = only_logged("entropies", outputs["entropies"])
         return outputs
 
-    def statistics(self, hidden: Tensor, labels: Tensor, entropy: bool, temperature: float) -> dict[str, Tensor]:
-        """Return log-probability and entropy of each token of a chunk, from (chunk, H) and (chunk,); see `forward`."""
+    def statistics(
+        self, hidden: Tensor, labels: Tensor, entropy: bool, temperature: float
+    ) -> dict[str, Tensor]:
+        """Return log-probability and entropy of each token of a chunk, from (chunk, H) and
+        (chunk,); see `forward`.
+        """
         logprobs = (self.logits(hidden) / temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        if entropy:  # with a gradient, several tensors of the size of the logits would be kept for it
-            outputs["entropies"] = entropy_from_logprobs(logprobs if self.trains_entropy else logprobs.detach())
+        # with a gradient, several tensors of the size of the logits would be kept for it
+        if entropy:
+            outputs["entropies"] = entropy_from_logprobs(
+                logprobs if self.trains_entropy else logprobs.detach()
+            )
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -456,23 +548,29 @@ class Policy(nn.Module):
 
 
 class Critic(nn.Module):
-    """The value of every response token: the return to expect when the tokens before it are known."""
+    """The value of every response token: the return to expect when the tokens before it are
+    known.
+    """
 
     def __init__(self, scalar: loading.ScalarModel):
         super().__init__()
         self.scalar = scalar
 
     def forward(self, input_ids: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-        """Return "values" (tokens,), each read one position before its token, the set entries of the mask row by row.
+        """Return "values" (tokens,), each read one position before its token, the set entries of
+        the mask row by row.
 
         Args:
-            input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response tokens.
+            input_ids: (N, L), padded on the right. response_mask: (N, L) bool, set on response
+                tokens.
         """
         return {"values": self.scalar(input_ids, nn.functional.pad(response_mask[:, 1:], (0, 1)))}
 
 
 def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) -> Critic:
-    """Load the critic of --value_model, or of a checkpoint folder; a language model gets a head of zeros."""
+    """Load the critic of --value_model, or of a checkpoint folder; a language model gets a head of
+    zeros.
+    """
     saved = os.path.join(checkpoint, "critic") if checkpoint and not args.lora_rank else None
     name = saved or args.value_model or args.model
     scalar, new_head = loading.load_scalar_model("--value_model", name, dtype, device)
@@ -484,18 +582,34 @@ def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) 
 
 
 def critic_schedule(args: Args) -> tuple[int, int, int]:
-    """Return the critic's passes over a rollout, the responses of an update, and the updates of a whole step."""
-    epochs, size = args.critic_num_epochs or args.num_epochs, args.critic_mini_batch_size or args.mini_batch_size
-    return epochs, size, utils.count_updates(args.rollout_batch_size * args.group_size, size, epochs)
+    """Return the critic's passes over a rollout, the responses of an update, and the updates of a
+    whole step.
+    """
+    epochs = args.critic_num_epochs or args.num_epochs
+    size = args.critic_mini_batch_size or args.mini_batch_size
+    return (
+        epochs,
+        size,
+        utils.count_updates(args.rollout_batch_size * args.group_size, size, epochs),
+    )
 
 
 def update_critic(
-    wrapped: nn.Module, optimizer: utils.Optimizer, batch: Batch, drawn: list[int], args: Args, step: int,
-    world: utils.World, autocast: Callable,
-) -> utils.Sums:  # fmt: skip
-    """Train the critic on the responses drawn; return the sums of the value loss and the tokens that were clipped."""
+    wrapped: nn.Module,
+    optimizer: utils.Optimizer,
+    batch: Batch,
+    drawn: list[int],
+    args: Args,
+    step: int,
+    world: utils.World,
+    autocast: Callable,
+) -> utils.Sums:
+    """Train the critic on the responses drawn; return the sums of the value loss and the tokens
+    that were clipped.
+    """
     epochs, size, updates_a_step = critic_schedule(args)
-    sums, updates = utils.Sums(world), utils.mini_batches(drawn, size, epochs, (args.seed, step))
+    sums = utils.Sums(world)
+    updates = utils.mini_batches(drawn, size, epochs, (args.seed, step))
     optimizer.skip(updates_a_step - len(updates))
     for _, mini in updates:
         reduce_loss = loss_reduction(batch.response_mask, mini, drawn, epochs / len(updates), args)
@@ -507,22 +621,39 @@ def update_critic(
                 losses, raised = value_loss(values, t["old_values"], t["returns"], args.value_clip)
                 loss = reduce_loss(losses, m)
                 optimizer.backward(loss * world.size)  # as in phase 4 of `main`
-            sums.add(value_loss=loss / len(updates), raised=masked_sum(raised.double(), m), value_tokens=m.sum())
+            sums.add(
+                value_loss=loss / len(updates),
+                raised=masked_sum(raised.double(), m),
+                value_tokens=m.sum(),
+            )
         optimizer.step()
     return sums
 
 
 def load_supervised(args: Args, tokenizer, stop_ids: list[int]) -> list[dict]:
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
-    args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})  # they are of --dataset
-    parts = load_prompts("--ptx_dataset", args.ptx_dataset, "train", tokenizer, args, lambda *_: "", stop_ids=stop_ids)
+    # they are of --dataset
+    args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})
+    parts = load_prompts(
+        "--ptx_dataset",
+        args.ptx_dataset,
+        "train",
+        tokenizer,
+        args,
+        lambda *_: "",
+        stop_ids=stop_ids,
+    )
     return mix(parts, args.seed)
 
 
-def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimizer, world, autocast) -> Tensor:
-    """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX: arXiv:2203.02155, eq. 2).
+def ptx_loss(
+    wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimizer, world, autocast
+) -> Tensor:
+    """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX:
+    arXiv:2203.02155, eq. 2).
 
-    Leaves the average over ranks to the next backward pass. Returns this rank's share of the cross-entropy.
+    Leaves the average over ranks to the next backward pass. Returns this rank's share of the
+    cross-entropy.
     """
     tokens = sum(len(row["response"]) for row in rows)
     lengths = [len(row["query"]) + len(row["response"]) for row in rows]
@@ -530,56 +661,80 @@ def ptx_loss(wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimi
     for cut in utils.micro_batches(lengths, args.micro_batch_tokens, world):
         with gradient_sync(wrapped, False):
             with autocast():  # at temperature 1, whatever that of the rollout
-                inputs = collate([(rows[i]["query"], rows[i]["response"]) for i in cut], world.device)
+                inputs = collate(
+                    [(rows[i]["query"], rows[i]["response"]) for i in cut], world.device
+                )
                 loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
             optimizer.backward(args.ptx_coef * loss * world.size)
         total = total + loss.detach()  # float64 in a float64 run
     return total
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rollout: the decode loop, and what makes its responses a batch
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def generate(
-    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
-    lengths: list[int] | None = None, stop_strings: Callable | None = None,
-) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:  # fmt: skip
-    """Sample one response a query: a pass over the left-padded prompts, then one token at a time over the cache.
+    model,
+    queries: list[list[int]],
+    uniforms: Tensor | None,
+    stop_ids: list[int],
+    args,
+    interrupted: Callable,
+    lengths: list[int] | None = None,
+    stop_strings: Callable | None = None,
+) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
+    """Sample one response a query: a pass over the left-padded prompts, then one token at a time
+    over the cache.
 
-    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever a quarter of
-    the rows have ended, they are dropped: the long tail of responses runs in a small batch.
+    A token is drawn by inverting its distribution function at a uniform number given in advance.
+    Whenever a quarter of the rows have ended, they are dropped: the long tail of responses runs in
+    a small batch.
 
     Args:
-        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
+        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
+            decoding.
         interrupted: called at every token; once it is true, there are no further responses.
         lengths: most tokens of each response; None: --max_response_length.
-        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
+        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
+            stop token does.
     Yields:
-        The place of a query whose response has ended; the response, token ids up to and including the first stop token;
-        its per-token values by name.
+        The place of a query whose response has ended; the response, token ids up to and including
+        the first stop token; its per-token values by name.
     """
-    device, width = model_device(model), max(map(len, queries))
+    device = model_device(model)
+    width = max(map(len, queries))
     lengths = lengths or [args.max_response_length] * len(queries)
-    length, ends = max(lengths), torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
+    # (N,), where each response ends at the latest
+    length, ends = max(lengths), torch.tensor(lengths, device=device)
     # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
-    mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
-    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}  # (N, T) each
+    mask = torch.tensor(
+        [[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device
+    )
+    # (N, T) each
+    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
-    stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
+    stops = torch.tensor(stop_ids, device=device)
+    uniforms = None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
     count = 0  # of the rows that have finished and are still in the batch
-    cache, input_ids, positions = None, sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
+    cache = None
+    input_ids = sequences[:, :width]
+    positions = (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
         outputs = model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
             logits_to_keep=1,
-        )  # fmt: skip
+        )
         cache, scores = outputs.past_key_values, outputs.logits[:, -1].float()  # (n, V)
         for process in processors:
             scores = process(sequences[running, : width + t], scores)
@@ -589,7 +744,8 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `Sampler.rollout` fails once it has all responses
+            # NaN logits: `Sampler.rollout` fails once it has all responses
+            tokens.clamp_(max=cdf.shape[1] - 1)
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
@@ -604,28 +760,40 @@ def generate(
         count += len(new)
         if count == len(running) or interrupted():
             return
-        input_ids, positions = tokens, positions[:, -1:] + 1
+        input_ids = tokens
+        positions = positions[:, -1:] + 1
         mask = nn.functional.pad(mask, (0, 1), value=1)
         if 4 * count >= len(running):
             kept = ~finished
-            running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
+            running = running[kept]
+            input_ids = input_ids[kept]
+            positions = positions[kept]
+            mask = mask[kept]
             finished = finished[kept]
             count = 0
-            cache.reorder_cache(kept.nonzero()[:, 0])  # batch_select_indices leaves recurrent states out
+            # batch_select_indices leaves recurrent states out
+            cache.reorder_cache(kept.nonzero()[:, 0])
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a fork changes first: how reward components become one score, and scores become advantages
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
-    """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with a weight is NaN."""
-    return sum(weight * scores for scores, weight in zip(components.values(), reward_weights(args)) if weight)
+    """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with
+    a weight is NaN.
+    """
+    return sum(
+        weight * scores
+        for scores, weight in zip(components.values(), reward_weights(args))
+        if weight
+    )
 
 
 def update_statistics(statistics: list[float], scores: Tensor) -> list[float]:
-    """Add scores (N,) to the running [count, mean, sum of squared deviations]; what is not finite does not count.
+    """Add scores (N,) to the running [count, mean, sum of squared deviations]; what is not finite
+    does not count.
 
     Source: Welford's method in the batch form of Chan, Golub and LeVeque 1979, eq. 2.1.
     """
@@ -633,16 +801,21 @@ def update_statistics(statistics: list[float], scores: Tensor) -> list[float]:
     new = scores[scores.isfinite()].double()
     if not len(new):
         return statistics
-    total, difference = count + len(new), new.mean().item() - mean
+    total = count + len(new)
+    difference = new.mean().item() - mean
     squares += (new - new.mean()).square().sum().item() + difference**2 * count * len(new) / total
     return [total, mean + difference * len(new) / total, squares]
 
 
-def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: list[float], args: Args) -> Tensor:
-    """Return the score that each response trains with (N,); NaN for one that is left out, also of baselines and means.
+def final_scores(
+    scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: list[float], args: Args
+) -> Tensor:
+    """Return the score that each response trains with (N,); NaN for one that is left out, also of
+    baselines and means.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included. stopped: (N,) bool.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included.
+            stopped: (N,) bool.
         statistics: as in `update_statistics`, of all scores so far.
     """
     if args.reward_normalization:
@@ -661,26 +834,36 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, statistics: l
 
 
 def collect(
-    sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int, statistics: list[float]
+    sampler: Sampler,
+    prompts: list[dict],
+    step: int,
+    position: int,
+    policy_step: int,
+    statistics: list[float],
 ) -> Experience | None:
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
     Args:
-        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy has trained.
+        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy
+            has trained.
         statistics: of the scores of all steps before, see `update_statistics`.
     Returns:
         The Experience; None if the run is interrupted.
     """
-    args, rewards = sampler.args, sampler.rewards
-    wanted, size = args.rollout_batch_size, args.group_size
-    samples, count = [], wanted
+    args = sampler.args
+    rewards = sampler.rewards
+    wanted = args.rollout_batch_size
+    size = args.group_size
+    samples = []
+    count = wanted
     for refill in range(1 + (MAX_REFILLS if args.filter_groups == "refill" else 0)):
         rows = take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, size, key)
         if latest is None:
             return None
-        position, samples = position + count, samples + latest.samples
+        position = position + count
+        samples = samples + latest.samples
         statistics = update_statistics(statistics, weighted_sum(latest.reward_components, args))
         batch = Batch.from_samples(samples, latest.stopped.device)
         scores = weighted_sum(batch.reward_components, args)  # all of a step by the same statistics
@@ -697,20 +880,28 @@ def collect(
         "val/sampled_prompts": len(has_signal),
         **evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards),
     }
-    unscored, sampled_tokens = evaluation.unscored(batch, rewards, args), sum(batch.lengths)
+    unscored = evaluation.unscored(batch, rewards, args)
+    sampled_tokens = sum(batch.lengths)
     if args.filter_groups != "none":
         if not groups:  # nothing to learn from in this step
-            batch.scores, has_signal = torch.full_like(batch.scores, math.nan), torch.ones_like(has_signal)
+            batch.scores = torch.full_like(batch.scores, math.nan)
+            has_signal = torch.ones_like(has_signal)
         chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0]
         samples = [batch.samples[i] for i in chosen.tolist()]
         batch = Batch.from_samples(samples, batch.scores.device, batch.scores[chosen])
     if not batch.scores.isfinite().any():
-        utils.warn(f"step {step}: no response trains: each lacks a score, or was masked or filtered out")
-    return Experience(batch, metrics, sampled_tokens, position, policy_step, unscored, score_statistics=statistics)
+        utils.warn(
+            f"step {step}: no response trains: each lacks a score, or was masked or filtered out"
+        )
+    return Experience(
+        batch, metrics, sampled_tokens, position, policy_step, unscored, score_statistics=statistics
+    )
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
-    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N / G,) bool."""
+    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N /
+    G,) bool.
+    """
     scored = grouped.isfinite()
     highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
     lowest = grouped.masked_fill(~scored, torch.inf).amin(1)
@@ -718,15 +909,24 @@ def equal_scores(grouped: Tensor) -> Tensor:
 
 
 def policy_metrics(
-    total: dict[str, float], updates: int, responses: int, args: Args, mean_score: float, kl_coef: float
+    total: dict[str, float],
+    updates: int,
+    responses: int,
+    args: Args,
+    mean_score: float,
+    kl_coef: float,
 ) -> dict[str, float]:
     """Return the logged objectives of a step from the totals of its sums.
 
     Args:
-        total: sums over the tokens of all updates; those of kl, surprisal and weights over the first epoch only.
-        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta of the step.
+        total: sums over the tokens of all updates; those of kl, surprisal and weights over the
+            first epoch only.
+        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta
+            of the step.
     """
-    tokens, updates, responses = total["tokens"], max(1, updates), max(1, responses)
+    tokens = total["tokens"]
+    updates = max(1, updates)
+    responses = max(1, responses)
     kl = total["kl"] / responses if args.kl_coef else math.nan
     return {
         "objective/kl": kl,  # mean over responses of the sum over tokens
@@ -755,7 +955,8 @@ def main(args: Args) -> None:
     if args.value_model:
         loading.check_can_read("--value_model", args.value_model, tokenizer)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
-    N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
+    # responses a step; fewer train where some are left out
+    N = args.rollout_batch_size * args.group_size
     updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
 
@@ -769,14 +970,22 @@ def main(args: Args) -> None:
     rewards.load_models(args, precision, sharding)
     critic = load_critic(args, run.checkpoint, precision.base_dtype(args), sharding.load_device)
     wrapped_critic = sharding.wrap(critic)
-    optimizer = utils.Optimizer(policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step)
-    critic_optimizer = utils.Optimizer(critic, args, total_steps * critic_schedule(args)[2], prefix="critic_")
+    optimizer = utils.Optimizer(
+        policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step
+    )
+    critic_optimizer = utils.Optimizer(
+        critic, args, total_steps * critic_schedule(args)[2], prefix="critic_"
+    )
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS)
-    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in bfloat16.
-    correction = args.rollout_correction or ("none" if engine is None or args.async_steps else "truncate")
-    # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
-    # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
+    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in
+    # bfloat16.
+    correction = args.rollout_correction or (
+        "none" if engine is None or args.async_steps else "truncate"
+    )
+    # The old log-probs are those of the policy at the start of the step: with one update, the
+    # current ones. If an asynchronous rollout is by older weights, they are the engine's, unless
+    # --rollout_correction weighs the two.
     old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
     if args.async_steps and correction == "none":
         old_logprobs_from = "engine"
@@ -794,8 +1003,12 @@ def main(args: Args) -> None:
         autocast=precision.autocast,
     )
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
-    saved_models = loading.models_to_save(args, policy, reference, run.checkpoint) | {"critic": critic.scalar.model}
-    run.start(total_steps, tokenizer, saved_models, {"": optimizer, "critic": critic_optimizer}, engine)
+    saved_models = loading.models_to_save(args, policy, reference, run.checkpoint) | {
+        "critic": critic.scalar.model
+    }
+    run.start(
+        total_steps, tokenizer, saved_models, {"": optimizer, "critic": critic_optimizer}, engine
+    )
     run.check_rows(prompts, eval_prompts, ptx_rows)
     prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
     sampler.sync()
@@ -809,9 +1022,15 @@ def main(args: Args) -> None:
             run.leave()
         if experience.unscored:
             run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
-        if args.async_steps and step < total_steps:  # samples while this step trains, with the weights from before
+        # samples while this step trains, with the weights from before
+        if args.async_steps and step < total_steps:
             prefetch.start(step + 1, experience.position, step - 1, experience.score_statistics)
-        batch, mask, scores = experience.batch, experience.batch.response_mask, experience.batch.scores  # (N, T), (N,)
+        # (N, T), (N,)
+        batch, mask, scores = (
+            experience.batch,
+            experience.batch.response_mask,
+            experience.batch.scores,
+        )
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
         adapted_kl_coef = run.state.get("kl_coef") if args.kl_target else None
         kl_coef = adapted_kl_coef or args.kl_coef
@@ -821,14 +1040,18 @@ def main(args: Args) -> None:
         run.phase("logprobs")
         if reference is not None:
             with lora.without_lora(reference.model):
-                values = forward_batch(reference, batch, args, world, precision.autocast, entropy=False)
+                values = forward_batch(
+                    reference, batch, args, world, precision.autocast, entropy=False
+                )
             batch.tokens["ref_logprobs"] = values["logprobs"]
         kl_at_start = reference is not None and (kl_in == "reward" or updates_a_step > 1)
         if old_logprobs_from == "trainer" or kl_at_start or args.pf_ppo != "none":
             values = forward_batch(policy, batch, args, world, precision.autocast, entropy=False)
             logprobs_at_start = values["logprobs"]
             if reference is not None:
-                batch.tokens["kl"] = kl_estimate(logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator)
+                batch.tokens["kl"] = kl_estimate(
+                    logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator
+                )
         if old_logprobs_from == "trainer":
             batch.tokens["old_logprobs"] = logprobs_at_start
         if old_logprobs_from == "engine":
@@ -840,29 +1063,47 @@ def main(args: Args) -> None:
         scored = mask & scores.isfinite()[:, None]  # (N, T), the tokens that can train
         kl = batch.tokens["kl"] if kl_in == "reward" else None
         turn_rewards = batch.tokens.get("turn_rewards")
-        rewards_t = token_rewards(scores.to(precision.loss_dtype), kl, mask, kl_coef, turn_rewards)  # (N, T)
-        old_values = forward_batch(critic, batch, args, world, precision.autocast)["values"]  # (N, T)
-        advantages, returns = gae(rewards_t, old_values, scored, args.gamma, args.gae_lambda)  # (N, T)
+        # (N, T)
+        rewards_t = token_rewards(scores.to(precision.loss_dtype), kl, mask, kl_coef, turn_rewards)
+        # (N, T)
+        old_values = forward_batch(critic, batch, args, world, precision.autocast)["values"]
+        # (N, T)
+        advantages, returns = gae(rewards_t, old_values, scored, args.gamma, args.gae_lambda)
         if args.critic_gae_lambda is not None:
             _, returns = gae(rewards_t, old_values, scored, args.gamma, args.critic_gae_lambda)
-        batch.tokens["advantages"] = whiten(advantages, scored) if args.whiten_advantages else advantages
-        batch.tokens["old_values"], batch.tokens["returns"] = old_values, returns
+        batch.tokens["advantages"] = (
+            whiten(advantages, scored) if args.whiten_advantages else advantages
+        )
+        batch.tokens["old_values"] = old_values
+        batch.tokens["returns"] = returns
         drawn = trained
         if args.pf_ppo != "none":
             groups = scores.view((1, -1) if args.group_size == 1 else (-1, args.group_size))
-            drawn = resample(filter_weights(groups, args.pf_ppo), utils.generator("filter", args.seed, step))
+            drawn = resample(
+                filter_weights(groups, args.pf_ppo), utils.generator("filter", args.seed, step)
+            )
             drawn = [i for i in drawn if scores[i].isfinite()]
 
-        # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each), micro-batches ----
+        # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each),
+        # micro-batches ----
         run.phase("training")
-        sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, world, precision.autocast)
-        updates = utils.mini_batches(drawn, args.mini_batch_size, args.num_epochs, (args.seed, step))
+        sums = update_critic(
+            wrapped_critic, critic_optimizer, batch, drawn, args, step, world, precision.autocast
+        )
+        updates = utils.mini_batches(
+            drawn, args.mini_batch_size, args.num_epochs, (args.seed, step)
+        )
         if policy_trains:
             optimizer.skip(updates_a_step - len(updates))
         for number, (epoch, mini) in enumerate(updates):
             reduce_loss = loss_reduction(mask, mini, drawn, args.num_epochs / len(updates), args)
             if args.ptx_coef and policy_trains:
-                rows = take_prompts(ptx_rows, optimizer.updates * args.ptx_batch_size, args.ptx_batch_size, args.seed)
+                rows = take_prompts(
+                    ptx_rows,
+                    optimizer.updates * args.ptx_batch_size,
+                    args.ptx_batch_size,
+                    args.seed,
+                )
                 sums.add(ptx=ptx_loss(wrapped, rows, args, optimizer, world, precision.autocast))
             for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = t["response_mask"]  # (n, T), as all of t and out
@@ -870,12 +1111,22 @@ def main(args: Args) -> None:
                     with precision.autocast():
                         out = forward_tokens(wrapped, inputs, m)
                     logprobs = out["logprobs"]
-                    old_logprobs = logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
+                    old_logprobs = (
+                        logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
+                    )
                     weights = correction_weights(
-                        old_logprobs, t["rollout_logprobs"], m, correction, args.rollout_correction_cap
+                        old_logprobs,
+                        t["rollout_logprobs"],
+                        m,
+                        correction,
+                        args.rollout_correction_cap,
                     )
                     token_losses, clipped = clipped_loss(
-                        logprobs - old_logprobs, t["advantages"], args.clip_low, args.clip_high, args.dual_clip
+                        logprobs - old_logprobs,
+                        t["advantages"],
+                        args.clip_low,
+                        args.clip_high,
+                        args.dual_clip,
                     )
                     loss = policy_term = reduce_loss(token_losses * weights, m)
                     token_kl = torch.zeros_like(logprobs)
@@ -884,10 +1135,13 @@ def main(args: Args) -> None:
                     if kl_in == "loss":
                         token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
-                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts of all ranks.
+                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts
+                    # of all ranks.
                     if policy_trains:
                         optimizer.backward(loss * world.size)
-                sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
+                sums.add(
+                    policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m)
+                )
                 sums.add(entropy=masked_sum(out["entropies"], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
                 if epoch == 0:  # each response once
@@ -895,7 +1149,8 @@ def main(args: Args) -> None:
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
                     latest = logprobs.detach() if old_logprobs_from == "engine" else old_logprobs
-                    if number == 0 or old_logprobs_from != "engine":  # the nearest to the weights that sampled
+                    # the nearest to the weights that sampled
+                    if number == 0 or old_logprobs_from != "engine":
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             if policy_trains:
                 optimizer.step()
@@ -911,13 +1166,23 @@ def main(args: Args) -> None:
             total["surprisal"] = -masked_sum(logprobs_at_start, scored).item()
             if reference is not None:
                 kl = batch.tokens["kl"]
-                total.update(kl=masked_sum(kl, scored).item(), mean_kl=masked_mean(kl, scored, 1).sum().item())
+                total.update(
+                    kl=masked_sum(kl, scored).item(),
+                    mean_kl=masked_mean(kl, scored, 1).sum().item(),
+                )
 
         # ---- 6. metrics, and the KL controller ----
         metrics = {
             "epoch": experience.position / len(prompts),
             "objective/kl_coef": kl_coef,
-            **policy_metrics(total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef),
+            **policy_metrics(
+                total,
+                len(updates),
+                len(trained),
+                args,
+                experience.metrics["objective/scores"],
+                kl_coef,
+            ),
             **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
             "loss/value_avg": total["value_loss"],
             "val/clipfrac_avg": total["raised"] / total["value_tokens"],
@@ -931,12 +1196,18 @@ def main(args: Args) -> None:
         }
         if reference is not None and args.kl_target and policy_trains:
             mean_kl = total["mean_kl"] / max(1, len(trained))
-            adapted_kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon)
+            adapted_kl_coef = adapt_kl_coef(
+                kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
+            )
         samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(
-            metrics, samples, experience.sampled_tokens, position=experience.position, kl_coef=adapted_kl_coef,
+            metrics,
+            samples,
+            experience.sampled_tokens,
+            position=experience.position,
+            kl_coef=adapted_kl_coef,
             score_statistics=experience.score_statistics,
-        )  # fmt: skip
+        )
     run.finish()
 
 

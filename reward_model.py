@@ -1,22 +1,29 @@
 """Reward model from preference pairs (Bradley-Terry), in one file.
 
-A language model with a linear head of one output reads query and response; its output at the last token is the score r.
-For each pair of responses to a prompt, of which the first was preferred, minimise
+A language model with a linear head of one output reads query and response; its output at the last
+token is the score r. For each pair of responses to a prompt, of which the first was preferred,
+minimise
 
     -log sigmoid(r_chosen - r_rejected - margin) + centre_coef * (r_chosen + r_rejected)^2
 
-Sources: arXiv:2203.02155, eq. 1; margin: arXiv:2307.09288, eq. 2; centring: arXiv:2312.09244, eq. 2.
+Sources: arXiv:2203.02155, eq. 1; margin: arXiv:2307.09288, eq. 2; centring: arXiv:2312.09244, eq.
+2.
 
 Deliberate choices:
-1. The head has no bias and starts at Normal(0, 1 / sqrt(hidden + 1)) (arXiv:2009.01325), scores near 0.
-2. The score is read at the last token by the rows' lengths, never by looking for padding: pad == eos is harmless.
-   (transformers' forward looks for padding; where pad == eos its config therefore gets no pad token, and it reads
-   one row at a time.)
-3. A response ends with the stop token of the chat template, as those of a policy do, and is encoded behind its prompt.
-4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens` changes it.
-5. The order of the pairs is a function of the seed and the step: a resumed run continues bit for bit.
-6. The output is a folder for AutoModelForSequenceClassification. Its config carries `score_mean` and `score_std` of the
-   held-out responses (of up to 1,000 training pairs where there are none) for whoever reads it: nothing here does.
+1. The head has no bias and starts at Normal(0, 1 / sqrt(hidden + 1)) (arXiv:2009.01325), scores
+   near 0.
+2. The score is read at the last token by the rows' lengths, never by looking for padding: pad ==
+   eos is harmless. (transformers' forward looks for padding; where pad == eos its config therefore
+   gets no pad token, and it reads one row at a time.)
+3. A response ends with the stop token of the chat template, as those of a policy do, and is encoded
+   behind its prompt.
+4. The gradient is that of the global batch: neither the number of ranks nor `--micro_batch_tokens`
+   changes it.
+5. The order of the pairs is a function of the seed and the step: a resumed run continues bit for
+   bit.
+6. The output is a folder for AutoModelForSequenceClassification. Its config carries `score_mean`
+   and `score_std` of the held-out responses (of up to 1,000 training pairs where there are none)
+   for whoever reads it: nothing here does.
 
     bash scripts/demo.sh reward_model                                                 # a tiny model on a CPU, minutes
     python reward_model.py --model Qwen/Qwen2.5-0.5B-Instruct                         # one GPU of 24 GB, UltraFeedback
@@ -43,19 +50,21 @@ from plumbing.models.sharding import Sharding, gradient_sync
 from plumbing.run.ranks import record
 from plumbing.run.run import Run, count_tokens
 
-SIDES = ("chosen", "rejected")  # token ids of prompt and response, in a pair as `load_pairs` makes it
+# token ids of prompt and response, in a pair as `load_pairs` makes it
+SIDES = ("chosen", "rejected")
 TEXTS = ("prompt", "chosen_text", "rejected_text")  # what is shown of a pair
 
 
 @dataclass
 class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
     dataset: str = "trl-lib/ultrafeedback_binarized"
-    """Preference pairs: arithmetic (built in), a .jsonl, .json, .csv or .parquet file, a folder, or owner/name[:config]
-    on the hub, each with @split after it for another split than train. Columns: chosen and rejected, text or messages,
-    with a prompt or without; or src, tgt, response, sort; where there are any, margin (a number) and subset."""
+    """Preference pairs: arithmetic (built in), a .jsonl, .json, .csv or .parquet file, a folder, or
+    owner/name[:config] on the hub, each with @split after it for another split than train. Columns:
+    chosen and rejected, text or messages, with a prompt or without; or src, tgt, response, sort;
+    where there are any, margin (a number) and subset."""
     eval_dataset: str = ""
-    """Pairs to evaluate on, split test unless @split is given; default: those of --dataset, or for a single file a
-    tenth of it at most."""
+    """Pairs to evaluate on, split test unless @split is given; default: those of --dataset, or for
+    a single file a tenth of it at most."""
     eval_every: NonNegativeInt = 50
     """Steps between evaluations; also before the first step and after the last. 0: never."""
     eval_pairs: NonNegativeInt = 1000
@@ -76,25 +85,34 @@ class Args(cli.RunArgs, cli.ModelArgs, cli.OptimizerArgs):
     """Weight of (r_chosen + r_rejected)^2, which keeps scores around 0; 0.01 is usual."""
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The equations: tensors in, tensors out. n pairs, L tokens.
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
-def preference_loss(chosen: Tensor, rejected: Tensor, margins: Tensor, centre_coef: float) -> Tensor:
+def preference_loss(
+    chosen: Tensor, rejected: Tensor, margins: Tensor, centre_coef: float
+) -> Tensor:
     """Return the loss of each pair (n,), from the scores of both sides and the margins, (n,) each.
 
-    -log sigmoid(r_chosen - r_rejected - margin) (arXiv:2307.09288, eq. 2) + centre_coef * (r_chosen + r_rejected)^2
-    (arXiv:2312.09244, eq. 2).
+    -log sigmoid(r_chosen - r_rejected - margin) (arXiv:2307.09288, eq. 2) + centre_coef * (r_chosen
+    + r_rejected)^2 (arXiv:2312.09244, eq. 2).
     """
-    return -nn.functional.logsigmoid(chosen - rejected - margins) + centre_coef * (chosen + rejected).square()
+    return (
+        -nn.functional.logsigmoid(chosen - rejected - margins)
+        + centre_coef * (chosen + rejected).square()
+    )
 
 
 def collate(pairs: list[dict], device) -> tuple[Tensor, Tensor]:
-    """Return all chosen sides, then all rejected ones: input_ids (2n, L), padded on the right, and a mask (2n, L) of
-    the last token of each. Without pairs there is one row of padding, of which nothing is read."""
+    """Return all chosen sides, then all rejected ones: input_ids (2n, L), padded on the right, and
+    a mask (2n, L) of the last token of each. Without pairs there is one row of padding, of which
+    nothing is read.
+    """
     sides = [torch.tensor(pair[side]) for side in SIDES for pair in pairs]
-    input_ids = nn.utils.rnn.pad_sequence(sides or [torch.zeros(2, dtype=torch.long)], batch_first=True)
+    input_ids = nn.utils.rnn.pad_sequence(
+        sides or [torch.zeros(2, dtype=torch.long)], batch_first=True
+    )
     last = torch.zeros_like(input_ids, dtype=torch.bool)
     for row, side in zip(last, sides):
         row[len(side) - 1] = True
@@ -102,7 +120,8 @@ def collate(pairs: list[dict], device) -> tuple[Tensor, Tensor]:
 
 
 def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
-    """Return how the scores (P, 2), chosen and rejected, rank the pairs, in all and per subset (None: of no subset).
+    """Return how the scores (P, 2), chosen and rejected, rank the pairs, in all and per subset
+    (None: of no subset).
 
     Equal scores do not rank a pair right. The standard deviation is unbiased, over both sides.
     """
@@ -122,37 +141,55 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
     return {name: value.item() for name, value in statistics.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Preference pairs
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def read_pair(where: str, row: dict) -> list[tuple]:
-    """Return the two sides of a row, chosen and rejected: (prompt (text, messages or None), text of the response) each.
+    """Return the two sides of a row, chosen and rejected: (prompt (text, messages or None), text of
+    the response) each.
 
     Exit with code 2, naming the row, if a side is missing or the two are equal.
     """
     if "response" in row and "sort" in row:  # PaddleNLP's form
-        responses, sort = row["response"], row["sort"]
-        prompt, reference = prompts.prompt_and_answer(where, prompts.with_messages(where, row, "src"), "src", "tgt")
-        if reference is not None or not all(isinstance(x, list) and len(x) == 2 for x in (responses, sort)):
-            utils.fail(f"{where}: src requires one turn more than tgt, response and sort two entries each")
+        responses = row["response"]
+        sort = row["sort"]
+        prompt, reference = prompts.prompt_and_answer(
+            where, prompts.with_messages(where, row, "src"), "src", "tgt"
+        )
+        if reference is not None or not all(
+            isinstance(x, list) and len(x) == 2 for x in (responses, sort)
+        ):
+            utils.fail(
+                f"{where}: src requires one turn more than tgt, response and sort two entries each"
+            )
         if not all(map(is_number, sort)) or sort[0] == sort[1]:
-            utils.fail(f"{where}: sort must be two different numbers, the higher for the chosen response, not {sort}")
+            utils.fail(
+                f"{where}: sort must be two different numbers, the higher for the chosen response, not {sort}"
+            )
         chosen = int(sort[1] > sort[0])
         row = {"prompt": prompt, "chosen": responses[chosen], "rejected": responses[1 - chosen]}
-    column = next((name for name in prompts.COLUMNS["prompt"] if row.get(name) not in (None, "", [])), None)
+    column = next(
+        (name for name in prompts.COLUMNS["prompt"] if row.get(name) not in (None, "", [])), None
+    )
     prompt = column and prompts.with_messages(where, row, column)[column]
     sides = []
     for name in SIDES:
-        before, response = [], row.get(name)
-        if isinstance(response, list):  # messages: the last turn is the response, the others belong to the prompt
+        before = []
+        response = row.get(name)
+        # messages: the last turn is the response, the others belong to the prompt
+        if isinstance(response, list):
             if not prompts.is_turn_of_assistant(response):
-                utils.fail(f"{where}: messages of the {name} side have to end with a turn of the assistant")
+                utils.fail(
+                    f"{where}: messages of the {name} side have to end with a turn of the assistant"
+                )
             *before, last_turn = response
             response = last_turn.get("content")
             if prompts.is_turn_of_assistant(before[:1]) and prompt:  # continues the prompt
-                before = (prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]) + before
+                before = (
+                    prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+                ) + before
         if not isinstance(response, str) or not response.strip():
             utils.fail(f"{where}: has no {name} response")
         sides.append((before or prompt, response))  # the whole conversation, if there is one
@@ -162,26 +199,38 @@ def read_pair(where: str, row: dict) -> list[tuple]:
 
 
 def arithmetic_pairs(split: str) -> list[dict]:
-    """Return preference pairs for `arithmetic_rows`: the worked answer, and the same with wrong digits.
+    """Return preference pairs for `arithmetic_rows`: the worked answer, and the same with wrong
+    digits.
 
     `subset` is how many of the three columns are wrong.
     """
-    numbers, pairs = random.Random(f"pairs {split}"), []
+    numbers = random.Random(f"pairs {split}")
+    pairs = []
     for row in read_rows("--dataset", "arithmetic", split):
         chosen = rejected = worked_addition(row["prompt"], 0.0, numbers)
         while rejected == chosen:
             rejected = worked_addition(row["prompt"], 0.3, numbers)
         wrong = sum(a[4:] != b[4:] for a, b in zip(chosen.split()[:3], rejected.split()))
-        pairs.append({"prompt": row["prompt"], "chosen": chosen, "rejected": rejected, "subset": f"{wrong} wrong"})
+        pairs.append(
+            {
+                "prompt": row["prompt"],
+                "chosen": chosen,
+                "rejected": rejected,
+                "subset": f"{wrong} wrong",
+            }
+        )
     return pairs
 
 
-def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args: Args) -> list[dict]:
-    """Read preference pairs and encode them, once and for all; those over --max_length are left out and reported.
+def load_pairs(
+    flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args: Args
+) -> list[dict]:
+    """Read preference pairs and encode them, once and for all; those over --max_length are left out
+    and reported.
 
     Returns:
-        {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of prompt, response and stop
-        token; "margin": float, 0 if the row has none; "subset": text or None}
+        {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of prompt,
+        response and stop token; "margin": float, 0 if the row has none; "subset": text or None}
     """
     name, split = split_of(name, split)
     rows = arithmetic_pairs(split) if name == "arithmetic" else read_rows(flag, name, split)
@@ -189,29 +238,50 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
     for number, row in enumerate(rows, 1):
         where = f"{flag} {name} row {number}"
         margin = 0.0 if row.get("margin") is None else row["margin"]
-        pair = {"margin": margin, "subset": None if row.get("subset") is None else str(row["subset"])}
+        pair = {
+            "margin": margin,
+            "subset": None if row.get("subset") is None else str(row["subset"]),
+        }
         if not is_number(margin):
             utils.fail(f"{where}: margin must be a number, not {str(margin)[:60]!r}")
         for side, (prompt, text) in zip(SIDES, read_pair(where, row)):
             query = []
             if prompt is not None:
                 as_is = args.chat_template == "none"
-                pair["prompt"], query = prompts.encode_prompt(where, prompt, tokenizer, args.system_prompt, as_is)
-            ids = query + prompts.encode_response(where, text, tokenizer, stop_ids, special=prompt is None)
+                pair["prompt"], query = prompts.encode_prompt(
+                    where, prompt, tokenizer, args.system_prompt, as_is
+                )
+            ids = query + prompts.encode_response(
+                where, text, tokenizer, stop_ids, special=prompt is None
+            )
             pair |= {side: ids, f"{side}_text": text}
         pairs.append({"prompt": "", **pair})
     for part in TEXTS:
         utils.say(f"{flag} {name} row 1: {part}: {SHORT.repr(pairs[0][part])}")
-    fitting = [pair for pair in pairs if max(len(pair["chosen"]), len(pair["rejected"])) <= args.max_length]
-    return leave_out(f"{flag} {name}", pairs, fitting, f"which have more tokens than --max_length {args.max_length}")
+    fitting = [
+        pair for pair in pairs if max(len(pair["chosen"]), len(pair["rejected"])) <= args.max_length
+    ]
+    return leave_out(
+        f"{flag} {name}",
+        pairs,
+        fitting,
+        f"which have more tokens than --max_length {args.max_length}",
+    )
 
 
-def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[list[dict], list[dict]]:
-    """Return the pairs to train on, and those to evaluate on, which are never trained on ([] with --eval_every 0)."""
-    pairs, held_out = load_pairs("--dataset", args.dataset, "train", tokenizer, stop_ids, args), []
+def load_train_and_eval(
+    args: Args, tokenizer, stop_ids: list[int]
+) -> tuple[list[dict], list[dict]]:
+    """Return the pairs to train on, and those to evaluate on, which are never trained on ([] with
+    --eval_every 0).
+    """
+    pairs = load_pairs("--dataset", args.dataset, "train", tokenizer, stop_ids, args)
+    held_out = []
     dataset, _ = split_of(args.dataset)
     if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
-        held_out = load_pairs("--eval_dataset", args.eval_dataset or dataset, "test", tokenizer, stop_ids, args)
+        held_out = load_pairs(
+            "--eval_dataset", args.eval_dataset or dataset, "test", tokenizer, stop_ids, args
+        )
         held_out = held_out[: args.eval_pairs or None]
     elif args.eval_every:
         count = min(args.eval_pairs or len(pairs), max(1, len(pairs) // 10))
@@ -225,19 +295,25 @@ def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple[lis
     return kept, held_out
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Training
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def cut_pairs(pairs: list[dict], budget: int, world) -> list[list[int]]:
-    """Return this rank's micro-batches of pairs, both sides of a pair in the same one; see `utils.micro_batches`."""
+    """Return this rank's micro-batches of pairs, both sides of a pair in the same one; see
+    `utils.micro_batches`.
+    """
     lengths = [2 * max(len(pair["chosen"]), len(pair["rejected"])) for pair in pairs]
     return utils.micro_batches(lengths, budget, world)
 
 
-def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, world, autocast) -> Tensor | None:
-    """Return scores of chosen and rejected sides (P, 2) float64, computed on all ranks; None if interrupted."""
+def score_pairs(
+    model: nn.Module, pairs: list[dict], budget: int, interrupt, world, autocast
+) -> Tensor | None:
+    """Return scores of chosen and rejected sides (P, 2) float64, computed on all ranks; None if
+    interrupted.
+    """
     local = []
     for cut in cut_pairs(pairs, budget, world):
         if interrupt.agreed():
@@ -245,7 +321,9 @@ def score_pairs(model: nn.Module, pairs: list[dict], budget: int, interrupt, wor
         with torch.no_grad(), autocast():
             scores = model(*collate([pairs[i] for i in cut], world.device))
         local += zip(cut, scores.view(2, -1).T.tolist())
-    return torch.tensor([scores for _, scores in sorted(world.all_gather(local))], dtype=torch.float64)
+    return torch.tensor(
+        [scores for _, scores in sorted(world.all_gather(local))], dtype=torch.float64
+    )
 
 
 def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
@@ -256,12 +334,17 @@ def sample_pairs(pairs: list[dict], scores: Tensor) -> list[dict]:
     ]
 
 
-def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, dtype: torch.dtype, device):
-    """Load --model, or the checkpoint folder `saved`, with a head of one output; a new head is random (choice 1)."""
+def load_scorer(
+    args: Args, tokenizer, stop_ids: list[int], saved: str | None, dtype: torch.dtype, device
+):
+    """Load --model, or the checkpoint folder `saved`, with a head of one output; a new head is
+    random (choice 1).
+    """
     scorer, new_head = loading.load_scalar_model(
         "--model", args.model if args.lora_rank else saved or args.model, dtype, device
     )
-    config, head = scorer.model.config, scorer.model.score.weight.data
+    config = scorer.model.config
+    head = scorer.model.score.weight.data
     if args.lora_rank:
         lora.add_lora(scorer.model, args)
     # transformers' forward reads it, and would treat a stop token that is the pad token as padding.
@@ -271,7 +354,9 @@ def load_scorer(args: Args, tokenizer, stop_ids: list[int], saved: str | None, d
         for name in ("score_mean", "score_std"):
             vars(config).pop(name, None)
     if new_head:
-        values = utils.generator("head", args.seed).normal(0, 1 / math.sqrt(head.shape[1] + 1), head.shape)
+        values = utils.generator("head", args.seed).normal(
+            0, 1 / math.sqrt(head.shape[1] + 1), head.shape
+        )
         head.copy_(torch.from_numpy(values))
     return scorer
 
@@ -286,18 +371,27 @@ def main(args: Args) -> None:
     total_steps = count_steps(args.passes, pairs, args.batch_size)
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    scorer = load_scorer(args, tokenizer, stop_ids, run.checkpoint, precision.base_dtype(args), sharding.load_device)
-    config, wrapped = scorer.model.config, sharding.wrap(scorer)
+    scorer = load_scorer(
+        args, tokenizer, stop_ids, run.checkpoint, precision.base_dtype(args), sharding.load_device
+    )
+    config = scorer.model.config
+    wrapped = sharding.wrap(scorer)
     optimizer = utils.Optimizer(scorer, args, total_steps)
     run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer})
     run.check_rows(pairs, eval_pairs)
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict]] | None:
-        """Score pairs, keep mean and deviation in the model's config, and return metrics and samples."""
-        scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, world, precision.autocast)  # (P, 2)
+        """Score pairs, keep mean and deviation in the model's config, and return metrics and
+        samples.
+        """
+        # (P, 2)
+        scores = score_pairs(
+            scorer, pairs, args.micro_batch_tokens, run.interrupt, world, precision.autocast
+        )
         if scores is None:
             return None
-        config.score_mean, config.score_std = scores.mean().item(), scores.std().item()
+        config.score_mean = scores.mean().item()
+        config.score_std = scores.std().item()
         statistics = pair_statistics(scores, [pair["subset"] for pair in pairs])
         samples = sample_pairs(pairs[: max(4, args.log_samples)], scores)
         return {f"eval/{name}": x for name, x in statistics.items()}, samples
@@ -307,35 +401,49 @@ def main(args: Args) -> None:
         run.phase("training")
         position = run.state.get("position", 0)
         batch = take_prompts(pairs, position, args.batch_size, args.seed)
-        total, local = torch.zeros((), dtype=torch.float64, device=world.device), []
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        local = []
         cuts = cut_pairs(batch, args.micro_batch_tokens, world)
         for number, cut in enumerate(cuts, 1):
             micro = [batch[i] for i in cut]
             with gradient_sync(wrapped, number == len(cuts)):
                 with precision.autocast():
-                    scores = wrapped(*collate(micro, world.device)).view(2, -1)  # chosen and rejected, (2, n)
+                    # chosen and rejected, (2, n)
+                    scores = wrapped(*collate(micro, world.device)).view(2, -1)
                 margins = torch.tensor(
-                    [pair["margin"] for pair in micro], device=world.device, dtype=precision.loss_dtype
+                    [pair["margin"] for pair in micro],
+                    device=world.device,
+                    dtype=precision.loss_dtype,
                 )
                 loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
-                # DDP and FSDP average over ranks, and the sum was divided by the pairs of all ranks.
+                # DDP and FSDP average over ranks, and the sum was divided by the pairs of all
+                # ranks.
                 optimizer.backward(loss * world.size)
             total += loss.detach()
             local += zip(cut, scores.detach().T.tolist())
         optimizer.step()
 
         # ---- metrics ----
-        scores = torch.tensor([scores for _, scores in sorted(world.all_gather(local))], dtype=torch.float64)  # (P, 2)
+        # (P, 2)
+        scores = torch.tensor(
+            [scores for _, scores in sorted(world.all_gather(local))], dtype=torch.float64
+        )
         position += args.batch_size
         metrics = {
             "epoch": position / len(pairs),
             "train/loss": world.sum(total).item(),
-            **{f"train/{name}": x for name, x in pair_statistics(scores, [None] * len(batch)).items()},
+            **{
+                f"train/{name}": x
+                for name, x in pair_statistics(scores, [None] * len(batch)).items()
+            },
             **optimizer.metrics(),
         }
         samples = sample_pairs(batch[: args.log_samples], scores)
         run.finish_step(metrics, samples, sum(map(count_tokens, batch)), position=position)
-    if not eval_pairs and evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None:
+    if (
+        not eval_pairs
+        and evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None
+    ):
         run.leave()
     run.finish()
 

@@ -1,10 +1,12 @@
 """REINFORCE for language models, without a critic: RLOO, REINFORCE++, ReMax and OPO, in one file.
 
-For each prompt, sample responses from the current policy, score them, and minimise over the response tokens
+For each prompt, sample responses from the current policy, score them, and minimise over the
+response tokens
 
     mean of  max(-A * r, -A * clip(r, 1 - low, 1 + high))          r = pi / pi_old of the token or of the sequence
 
-The algorithms differ in the advantage A alone (`token_advantages`; R: score minus beta * KL of the response):
+The algorithms differ in the advantage A alone (`token_advantages`; R: score minus beta * KL of the
+response):
 
     rloo                  R - mean R of the other responses to the prompt         arXiv:2402.14740, section 2.3
     reinforce++           reward-to-go of each token, whitened over the batch     arXiv:2501.03262v9, eq. 4 and 5
@@ -12,15 +14,20 @@ The algorithms differ in the advantage A alone (`token_advantages`; R: score min
     remax                 R - score of the greedy response                        arXiv:2310.10505
     opo                   R - mean R of the group weighted by length              arXiv:2505.23585
 
-Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the ranks and
-micro-batches; the sampling temperature is in every log-probability; each (response, position) has one random
-number; masks come from lengths, never from token ids; what could not be scored is left out and counted; per-token
-values live in `Batch.tokens`, a dict that carries whatever is put there (see grpo.py, choice 8). And:
-1. The KL stands in the reward, estimator k1, as RLOO and REINFORCE++ have it; `--kl_in loss` moves it to the loss.
-2. `--ratio sequence` has one ratio a response, as RLOO is derived; one ratio a token is what most systems run.
+Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the
+ranks and micro-batches; the sampling temperature is in every log-probability; each (response,
+position) has one random number; masks come from lengths, never from token ids; what could not be
+scored is left out and counted; per-token values live in `Batch.tokens`, a dict that carries
+whatever is put there (see grpo.py, choice 8). And:
+1. The KL stands in the reward, estimator k1, as RLOO and REINFORCE++ have it; `--kl_in loss` moves
+   it to the loss.
+2. `--ratio sequence` has one ratio a response, as RLOO is derived; one ratio a token is what most
+   systems run.
 3. With one update a rollout the ratio is exactly 1, and all of this is REINFORCE with a baseline.
-4. Whitening counts the response tokens of all ranks, its variance is unbiased, and a response without a score is out.
-5. The greedy response of remax is scored without its KL: any function of the prompt is a baseline without bias.
+4. Whitening counts the response tokens of all ranks, its variance is unbiased, and a response
+   without a score is out.
+5. The greedy response of remax is scored without its KL: any function of the prompt is a baseline
+   without bias.
 
     bash scripts/demo.sh rloo                                                         # a tiny model on a CPU, minutes
     python rloo.py --model Qwen/Qwen2.5-0.5B-Instruct                                 # one GPU of 24 GB, GSM8K
@@ -60,21 +67,30 @@ from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores of a token; vLLM returns no other
-MAX_REFILLS = 9  # further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
+# further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
+MAX_REFILLS = 9
 
 
 @dataclass
 class Args(
-    cli.RunArgs, cli.ModelArgs, cli.DataArgs, cli.RewardArgs, cli.RolloutArgs, cli.ConversationArgs, cli.PolicyArgs
-):  # fmt: skip
+    cli.RunArgs,
+    cli.ModelArgs,
+    cli.DataArgs,
+    cli.RewardArgs,
+    cli.RolloutArgs,
+    cli.ConversationArgs,
+    cli.PolicyArgs,
+):
     total_episodes: PositiveInt = 180_000
-    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has 59,784 a pass."""
+    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has
+    59,784 a pass."""
     rollout_batch_size: PositiveInt = 64
     """Prompts a step, over all ranks."""
     group_size: PositiveInt = 8
     """Responses a prompt (G)."""
     mini_batch_size: NonNegativeInt = 0
-    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0: the whole step."""
+    """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
+    the whole step."""
     num_epochs: PositiveInt = 1
     """Passes over one rollout."""
     max_response_length: PositiveInt = 1024
@@ -91,17 +107,21 @@ class Args(
     gamma: Share = 1.0
     """Discount per token, where each token has a reward (GAE, reinforce++)."""
     turn_rewards: bool = False
-    """Give each reward of the --environment to the last token of its turn, not their sum to the last
-    token of the response."""
-    loss_aggregation: Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None = None
-    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean of sequence means,
-    of sequence sums, or sum / (sequences * max_response_length); default: token, with --ratio sequence sequence."""
+    """Give each reward of the --environment to the last token of its turn, not their sum to the
+    last token of the response."""
+    loss_aggregation: (
+        Literal["token", "step_token", "sequence", "sequence_sum", "constant"] | None
+    ) = None
+    """How token losses become one number: mean over an update's tokens, over a step's tokens, mean
+    of sequence means, of sequence sums, or sum / (sequences * max_response_length); default: token,
+    with --ratio sequence sequence."""
     clip_low: Share = 0.2
     """The ratio is clipped below at 1 - this."""
     clip_high: NonNegativeFloat = 0.2
     """The ratio is clipped above at 1 + this."""
     dual_clip: NonNegativeFloat = 0.0
-    """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no such bound."""
+    """Where the advantage is negative, the loss is at most -A times this (> 1; verl: 3.0); 0 for no
+    such bound."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus."""
 
@@ -117,12 +137,14 @@ class Args(
     penalty_reward_value: FiniteFloat | None = None
     """Score of a response without a stop token; default: the lower of its score and 0."""
     overlong_buffer: NonNegativeInt = 0
-    """Soft overlong penalty: over this many last tokens before --max_response_length the score falls linearly by up to
-    1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
+    """Soft overlong penalty: over this many last tokens before --max_response_length the score
+    falls linearly by up to 1 (DAPO, arXiv:2503.14476, eq. 13); 0 for none."""
     mask_truncated: bool = False
-    """Leave responses without a stop token out of the loss and of their group's baseline; they get no penalty."""
+    """Leave responses without a stop token out of the loss and of their group's baseline; they get
+    no penalty."""
     filter_groups: Literal["none", "drop", "refill"] = "none"
-    """Drop the groups whose scores are all equal; refill samples other prompts in their place (DAPO)."""
+    """Drop the groups whose scores are all equal; refill samples other prompts in their place
+    (DAPO)."""
 
     RULES = {
         "--group_size must be 2 or more with this --advantage, which compares the responses to a prompt": lambda a: (
@@ -134,9 +156,10 @@ class Args(
     }
 
 
-# ----------------------------------------------------------------------------------------------------------------
-# The equations: tensors in, tensors out. N sequences, T response positions, G responses a prompt, V vocabulary.
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The equations: tensors in, tensors out. N sequences, T response positions, G responses a prompt, V
+# vocabulary.
+# --------------------------------------------------------------------------------------------------
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -150,13 +173,15 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any shape.
+    """Estimate KL(policy || reference) per token from the sampled tokens' log-probabilities, any
+    shape.
 
-    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d clamped at -20, for the
-    exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its gradient is 0 for d < -2.6, where the policy has
-    run away furthest.) As a loss on policy, the gradient of k1 has zero mean, that of k2 is the gradient of the reverse
-    KL, and that of k3, which DeepSeekMath has, is the gradient of the forward KL.
-    Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    d = logprobs - ref_logprobs; k1 = d, abs = |d|, k2 = d^2 / 2, k3 = exp(-d) + d - 1 with d
+    clamped at -20, for the exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its
+    gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss on policy, the
+    gradient of k1 has zero mean, that of k2 is the gradient of the reverse KL, and that of k3,
+    which DeepSeekMath has, is the gradient of the forward KL. Source: J. Schulman, "Approximating
+    KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -165,15 +190,17 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    d = d.clamp(min=-20)  # not in the exponent alone: the gradient of the other d would then push d further down
+    # not in the exponent alone: the gradient of the other d would then push d further down
+    d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
 
 def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, horizon: int) -> float:
-    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """Return the adaptive controller's next beta (Ziegler et al. 2019, arXiv:1909.08593, section
+    2.2).
 
-    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over sequences of the
-    token mean. A KL that is not finite leaves beta as it is.
+    beta * (1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon), where kl is the mean over
+    sequences of the token mean. A KL that is not finite leaves beta as it is.
     """
     error = min(max(kl / target - 1, -0.2), 0.2) if math.isfinite(kl) else 0.0
     return kl_coef * (1 + error * sequences / horizon)
@@ -182,33 +209,45 @@ def adapt_kl_coef(kl_coef: float, kl: float, target: float, sequences: int, hori
 def clipped_loss(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return PPO's clipped loss (arXiv:1707.06347, eq. 7), with dual_clip above 0 that of arXiv:1912.09729, eq. 5.
+    """Return PPO's clipped loss (arXiv:1707.06347, eq. 7), with dual_clip above 0 that of
+    arXiv:1912.09729, eq. 5.
 
     Args:
-        log_ratio: (N, T), of the policy to the one that sampled, its exponent clamped to +-20. advantages: (N, T).
+        log_ratio: (N, T), of the policy to the one that sampled, its exponent clamped to +-20.
+            advantages: (N, T).
     Returns:
         Loss (N, T), and where clipping took the gradient (N, T) bool.
     """
     ratio = torch.exp(log_ratio.clamp(-20, 20))
     outside = (ratio < 1 - clip_low) & (advantages < 0) | (ratio > 1 + clip_high) & (advantages > 0)
-    loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
+    loss = torch.maximum(
+        -advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    )
     if dual_clip:
         bounded = (advantages < 0) & (loss > -advantages * dual_clip)
-        loss, outside = torch.where(bounded, -advantages * dual_clip, loss), outside | bounded
+        loss = torch.where(bounded, -advantages * dual_clip, loss)
+        outside = outside | bounded
     return loss, outside
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0 elsewhere. Any shape."""
+    """Return (x - mean) / sqrt(var + 1e-8) over the entries where mask is set, var unbiased; 0
+    elsewhere. Any shape.
+    """
     mean = masked_mean(x, mask)
     variance = masked_sum((x - mean).square(), mask) / (mask.sum() - 1).clamp(min=1)
     return torch.where(mask, (x - mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
 def token_rewards(
-    scores: Tensor, kl: Tensor | None, mask: Tensor, kl_coef: float, turn_rewards: Tensor | None = None
+    scores: Tensor,
+    kl: Tensor | None,
+    mask: Tensor,
+    kl_coef: float,
+    turn_rewards: Tensor | None = None,
 ) -> Tensor:
-    """Return the reward of each token: r_t = u_t - beta * KL_t, at the last token + score - sum_t u_t, too.
+    """Return the reward of each token: r_t = u_t - beta * KL_t, at the last token + score - sum_t
+    u_t, too.
 
     Without --turn_rewards, u = 0 and the score stands at the last token (arXiv:1909.08593, eq. 2).
     With them, u_t is what a turn earned of the score, at the turn's last token (MT-PPO,
@@ -231,7 +270,8 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
     Outside of the mask (N, T) bool stands the G of the next token.
     """
-    returns, following = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
+    returns = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         following = torch.where(mask[:, t], rewards[:, t] + gamma * following, following)
         returns[:, t] = following
@@ -239,7 +279,9 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def minus_mean(grouped: Tensor, weights: Tensor) -> Tensor:
-    """Return R_i minus the mean of its group, weighted by positive numbers: (P, G), (P, G) -> (P, G)."""
+    """Return R_i minus the mean of its group, weighted by positive numbers: (P, G), (P, G) -> (P,
+    G).
+    """
     scored = grouped.isfinite()
     total = masked_sum(weights, scored, 1)
     return grouped - (masked_sum(weights * grouped, scored, 1) / total)[:, None]
@@ -254,13 +296,17 @@ def leave_one_out(grouped: Tensor) -> Tensor:
     return minus_mean(grouped, torch.ones_like(grouped)) * count / (count - 1)
 
 
-def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float) -> Tensor:
-    """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another policy.
+def correction_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str, cap: float
+) -> Tensor:
+    """Return importance weights rho = exp(old_logprobs - rollout_logprobs), for samples of another
+    policy.
 
     Args:
-        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the sampler.
-        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop); "sequence_mask": rho
-            of the whole response, 0 above cap; "none": 1.
+        old_logprobs, rollout_logprobs: (N, T), by the policy at the start of the step and by the
+            sampler.
+        kind: "truncate": min(rho, cap) (TIS); "mask": rho, 0 outside of [1 / cap, cap] (IcePop);
+            "sequence_mask": rho of the whole response, 0 above cap; "none": 1.
     Returns:
         (N, T), without gradient.
     """
@@ -276,13 +322,15 @@ def correction_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Ten
     return rho.masked_fill(dropped, 0.0)
 
 
-def aggregate(x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int) -> Tensor:
+def aggregate(
+    x: Tensor, mask: Tensor, how: str, tokens: float, sequences: int, max_length: int
+) -> Tensor:
     """Return a micro-batch's share of the loss of its optimizer batch.
 
     Args:
         x: (N, T). mask: (N, T) bool.
-        how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means; "sequence_sum" = mean of sums;
-            "constant" = sum / (sequences * max_length).
+        how: "token" or "step_token" = sum / tokens; "sequence" = mean of token means;
+            "sequence_sum" = mean of sums; "constant" = sum / (sequences * max_length).
         tokens, sequences: of the whole optimizer batch, over all ranks and micro-batches.
     """
     if how == "sequence":
@@ -299,36 +347,44 @@ def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
     return -(logprobs.exp() * logprobs.clamp(min=-1e30)).sum(-1)
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The policy: log-probabilities of the response tokens, without ever holding logits of all of them
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
     """A causal language model whose forward gives statistics of response tokens instead of logits.
 
-    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every use of the weights.
+    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every
+    use of the weights.
     """
 
     def __init__(self, model: nn.Module, args):
         super().__init__()
-        self.model, self.temperature = model, args.temperature
+        self.model = model
+        self.temperature = args.temperature
         self.recompute_logits = args.gradient_checkpointing
         self.trains_entropy = args.entropy_coef > 0
 
-    def forward(self, input_ids: Tensor, response_mask: Tensor, entropy: bool = True) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, response_mask: Tensor, entropy: bool = True
+    ) -> dict[str, Tensor]:
         """Return statistics of the response tokens.
 
         Args:
-            input_ids: (N, L), query and response, padded on the right (causal attention never looks there).
+            input_ids: (N, L), query and response, padded on the right (causal attention never looks
+                there).
             response_mask: (N, L) bool, set on response tokens.
             entropy: whether to compute the entropies.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs"; "entropies",
-            which have no gradient, and raise where a loss uses them, unless `trains_entropy` is set.
+            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
+            "entropies", which have no gradient, and raise where a loss uses them, unless
+            `trains_entropy` is set.
         """
-        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,), each is predicted at the position before
-        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))  # (tokens, H)
+        # (tokens,), each is predicted at the position before
+        rows, positions = response_mask.nonzero(as_tuple=True)
+        # (tokens, H)
+        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
@@ -341,11 +397,16 @@ class Policy(nn.Module):
         return outputs
 
     def statistics(self, hidden: Tensor, labels: Tensor, entropy: bool) -> dict[str, Tensor]:
-        """Return log-probability and entropy of each token of a chunk, from (chunk, H) and (chunk,); see `forward`."""
+        """Return log-probability and entropy of each token of a chunk, from (chunk, H) and
+        (chunk,); see `forward`.
+        """
         logprobs = (self.logits(hidden) / self.temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        if entropy:  # with a gradient, several tensors of the size of the logits would be kept for it
-            outputs["entropies"] = entropy_from_logprobs(logprobs if self.trains_entropy else logprobs.detach())
+        # with a gradient, several tensors of the size of the logits would be kept for it
+        if entropy:
+            outputs["entropies"] = entropy_from_logprobs(
+                logprobs if self.trains_entropy else logprobs.detach()
+            )
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -355,49 +416,71 @@ class Policy(nn.Module):
         return loading.adjusted_logits(logits, self.model.config.get_text_config())
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Rollout: the decode loop, and what makes its responses a batch
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def generate(
-    model, queries: list[list[int]], uniforms: Tensor | None, stop_ids: list[int], args, interrupted: Callable,
-    lengths: list[int] | None = None, stop_strings: Callable | None = None,
-) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:  # fmt: skip
-    """Sample one response a query: a pass over the left-padded prompts, then one token at a time over the cache.
+    model,
+    queries: list[list[int]],
+    uniforms: Tensor | None,
+    stop_ids: list[int],
+    args,
+    interrupted: Callable,
+    lengths: list[int] | None = None,
+    stop_strings: Callable | None = None,
+) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
+    """Sample one response a query: a pass over the left-padded prompts, then one token at a time
+    over the cache.
 
-    A token is drawn by inverting its distribution function at a uniform number given in advance. Whenever a quarter of
-    the rows have ended, they are dropped: the long tail of responses runs in a small batch.
+    A token is drawn by inverting its distribution function at a uniform number given in advance.
+    Whenever a quarter of the rows have ended, they are dropped: the long tail of responses runs in
+    a small batch.
 
     Args:
-        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy decoding.
+        queries: token ids. uniforms: (N, T) float64 in [0, 1), T >= all lengths, or None for greedy
+            decoding.
         interrupted: called at every token; once it is true, there are no further responses.
         lengths: most tokens of each response; None: --max_response_length.
-        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a stop token does.
+        stop_strings: transformers' StopStringCriteria, which ends a turn of a conversation as a
+            stop token does.
     Yields:
-        The place of a query whose response has ended; the response, token ids up to and including the first stop token;
-        its per-token values by name.
+        The place of a query whose response has ended; the response, token ids up to and including
+        the first stop token; its per-token values by name.
     """
-    device, width = model_device(model), max(map(len, queries))
+    device = model_device(model)
+    width = max(map(len, queries))
     lengths = lengths or [args.max_response_length] * len(queries)
-    length, ends = max(lengths), torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
+    # (N,), where each response ends at the latest
+    length, ends = max(lengths), torch.tensor(lengths, device=device)
     # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
-    mask = torch.tensor([[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device)
-    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}  # (N, T) each
+    mask = torch.tensor(
+        [[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device
+    )
+    # (N, T) each
+    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
-    stops, uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)
+    stops = torch.tensor(stop_ids, device=device)
+    uniforms = None if uniforms is None else uniforms.to(device)
     running = torch.arange(len(queries), device=device)  # (n,), the rows that the batch still holds
     finished = torch.zeros_like(running, dtype=torch.bool)  # (n,)
     count = 0  # of the rows that have finished and are still in the batch
-    cache, input_ids, positions = None, sequences[:, :width], (mask.cumsum(1) - 1).clamp(0)
+    cache = None
+    input_ids = sequences[:, :width]
+    positions = (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
         outputs = model(
-            input_ids=input_ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
             logits_to_keep=1,
-        )  # fmt: skip
+        )
         cache, scores = outputs.past_key_values, outputs.logits[:, -1].float()  # (n, V)
         for process in processors:
             scores = process(sequences[running, : width + t], scores)
@@ -407,7 +490,8 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            tokens.clamp_(max=cdf.shape[1] - 1)  # NaN logits: `Sampler.rollout` fails once it has all responses
+            # NaN logits: `Sampler.rollout` fails once it has all responses
+            tokens.clamp_(max=cdf.shape[1] - 1)
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
@@ -422,31 +506,44 @@ def generate(
         count += len(new)
         if count == len(running) or interrupted():
             return
-        input_ids, positions = tokens, positions[:, -1:] + 1
+        input_ids = tokens
+        positions = positions[:, -1:] + 1
         mask = nn.functional.pad(mask, (0, 1), value=1)
         if 4 * count >= len(running):
             kept = ~finished
-            running, input_ids, positions, mask = running[kept], input_ids[kept], positions[kept], mask[kept]
+            running = running[kept]
+            input_ids = input_ids[kept]
+            positions = positions[kept]
+            mask = mask[kept]
             finished = finished[kept]
             count = 0
-            cache.reorder_cache(kept.nonzero()[:, 0])  # batch_select_indices leaves recurrent states out
+            # batch_select_indices leaves recurrent states out
+            cache.reorder_cache(kept.nonzero()[:, 0])
 
 
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a fork changes first: how reward components become one score, and scores become advantages
-# ----------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
-    """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with a weight is NaN."""
-    return sum(weight * scores for scores, weight in zip(components.values(), reward_weights(args)) if weight)
+    """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with
+    a weight is NaN.
+    """
+    return sum(
+        weight * scores
+        for scores, weight in zip(components.values(), reward_weights(args))
+        if weight
+    )
 
 
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -> Tensor:
-    """Return the score that each response trains with (N,); NaN for one that is left out, also of baselines and means.
+    """Return the score that each response trains with (N,); NaN for one that is left out, also of
+    baselines and means.
 
     Args:
-        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included. stopped: (N,) bool.
+        scores: (N,), as `weighted_sum` gives them. lengths: (N,), tokens, observations included.
+            stopped: (N,) bool.
     """
     if args.non_stop_penalty:
         value = args.penalty_reward_value
@@ -458,26 +555,34 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
-def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int) -> Experience | None:
+def collect(
+    sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int
+) -> Experience | None:
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
-    With --advantage remax, also the greedy response to each prompt: its score is the baseline of the sampled ones.
+    With --advantage remax, also the greedy response to each prompt: its score is the baseline of
+    the sampled ones.
 
     Args:
-        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy has trained.
+        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy
+            has trained.
     Returns:
         The Experience; None if the run is interrupted.
     """
-    args, rewards = sampler.args, sampler.rewards
-    wanted, size = args.rollout_batch_size, args.group_size
-    samples, count = [], wanted
+    args = sampler.args
+    rewards = sampler.rewards
+    wanted = args.rollout_batch_size
+    size = args.group_size
+    samples = []
+    count = wanted
     for refill in range(1 + (MAX_REFILLS if args.filter_groups == "refill" else 0)):
         rows = take_prompts(prompts, position, count, args.seed)
         key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
         latest = sampler.rollout(rows, size, key)
         if latest is None:
             return None
-        position, samples = position + count, samples + latest.samples
+        position = position + count
+        samples = samples + latest.samples
         batch = Batch.from_samples(samples, latest.stopped.device)
         scores = weighted_sum(batch.reward_components, args)
         batch.scores = final_scores(scores, batch.response_lengths, batch.stopped, args)
@@ -493,23 +598,30 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
         "val/sampled_prompts": len(has_signal),
         **evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards),
     }
-    unscored, sampled_tokens = evaluation.unscored(batch, rewards, args), sum(batch.lengths)
+    unscored = evaluation.unscored(batch, rewards, args)
+    sampled_tokens = sum(batch.lengths)
     if args.filter_groups != "none":
         if not groups:  # nothing to learn from in this step
-            batch.scores, has_signal = torch.full_like(batch.scores, math.nan), torch.ones_like(has_signal)
+            batch.scores = torch.full_like(batch.scores, math.nan)
+            has_signal = torch.ones_like(has_signal)
         chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0]
         samples = [batch.samples[i] for i in chosen.tolist()]
         batch = Batch.from_samples(samples, batch.scores.device, batch.scores[chosen])
     if not batch.scores.isfinite().any():
-        utils.warn(f"step {step}: no response trains: each lacks a score, or was masked or filtered out")
+        utils.warn(
+            f"step {step}: no response trains: each lacks a score, or was masked or filtered out"
+        )
     experience = Experience(batch, metrics, sampled_tokens, position, policy_step, unscored)
     if args.advantage == "remax":
         greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))
         if greedy is None:
             return None
-        sums, lengths = weighted_sum(greedy.reward_components, args), greedy.response_lengths
+        sums = weighted_sum(greedy.reward_components, args)
+        lengths = greedy.response_lengths
         # A baseline cannot be left out: a greedy response without a stop token has its penalty.
-        baselines = final_scores(sums, lengths, greedy.stopped, dataclasses.replace(args, mask_truncated=False))
+        baselines = final_scores(
+            sums, lengths, greedy.stopped, dataclasses.replace(args, mask_truncated=False)
+        )
         experience.baselines = baselines.repeat_interleave(size)
         batch.scores = batch.scores.masked_fill(~experience.baselines.isfinite(), math.nan)
         experience.metrics["val/missing_greedy_scores"] = int((~baselines.isfinite()).sum())
@@ -519,19 +631,27 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, position: int, pol
 
 
 def token_advantages(
-    kind: str, scores: Tensor, baselines: Tensor | None, rewards: Tensor, mask: Tensor, group_size: int, gamma: float
+    kind: str,
+    scores: Tensor,
+    baselines: Tensor | None,
+    rewards: Tensor,
+    mask: Tensor,
+    group_size: int,
+    gamma: float,
 ) -> Tensor:
     """Return the advantage of every response token: where the algorithms of this file differ.
 
     Args:
         kind: as --advantage; each formula stands in the docstring at the top.
-        scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is no score.
+        scores: (N,), the G responses of a prompt next to each other; NaN or infinite where there is
+            no score.
         baselines: (N,), scores of the greedy response to the same prompt, for remax; NaN only where
             `scores` are.
         rewards: (N, T), see `token_rewards`. mask: (N, T) bool.
     Returns:
-        (N, T), 0 outside of the mask and for a response without a score, which does not count in its group either;
-        where there is a group and its R are all equal, exactly 0 (before any whitening over the batch).
+        (N, T), 0 outside of the mask and for a response without a score, which does not count in
+        its group either; where there is a group and its R are all equal, exactly 0 (before any
+        whitening over the batch).
     """
     trained = mask & scores.isfinite()[:, None]
     if kind == "reinforce++":
@@ -545,14 +665,19 @@ def token_advantages(
             advantages = leave_one_out(grouped)
         else:
             advantages = minus_mean(grouped, lengths if kind == "opo" else torch.ones_like(lengths))
-        # A KL that is not finite is not a missing score: it stays, and `Optimizer.step` skips its update.
-        advantages = advantages.masked_fill(equal_scores(grouped)[:, None] & grouped.isfinite(), 0.0).flatten()
+        # A KL that is not finite is not a missing score: it stays, and `Optimizer.step` skips its
+        # update.
+        advantages = advantages.masked_fill(
+            equal_scores(grouped)[:, None] & grouped.isfinite(), 0.0
+        ).flatten()
     advantages = torch.where(trained, advantages[:, None], 0.0)
     return whiten(advantages, trained) if kind == "reinforce++-baseline" else advantages
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
-    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N / G,) bool."""
+    """Return which groups (N / G, G) have no two different scores, so that nothing is learned: (N /
+    G,) bool.
+    """
     scored = grouped.isfinite()
     highest = grouped.masked_fill(~scored, -torch.inf).amax(1)
     lowest = grouped.masked_fill(~scored, torch.inf).amin(1)
@@ -560,15 +685,24 @@ def equal_scores(grouped: Tensor) -> Tensor:
 
 
 def policy_metrics(
-    total: dict[str, float], updates: int, responses: int, args: Args, mean_score: float, kl_coef: float
+    total: dict[str, float],
+    updates: int,
+    responses: int,
+    args: Args,
+    mean_score: float,
+    kl_coef: float,
 ) -> dict[str, float]:
     """Return the logged objectives of a step from the totals of its sums.
 
     Args:
-        total: sums over the tokens of all updates; those of kl, surprisal and weights over the first epoch only.
-        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta of the step.
+        total: sums over the tokens of all updates; those of kl, surprisal and weights over the
+            first epoch only.
+        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta
+            of the step.
     """
-    tokens, updates, responses = total["tokens"], max(1, updates), max(1, responses)
+    tokens = total["tokens"]
+    updates = max(1, updates)
+    responses = max(1, responses)
     kl = total["kl"] / responses if args.kl_coef else math.nan
     return {
         "objective/kl": kl,  # mean over responses of the sum over tokens
@@ -593,7 +727,8 @@ def main(args: Args) -> None:
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
     rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
-    N = args.rollout_batch_size * args.group_size  # responses a step; fewer train where some are left out
+    # responses a step; fewer train where some are left out
+    N = args.rollout_batch_size * args.group_size
     updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
     aggregation = args.loss_aggregation or args.ratio
@@ -609,10 +744,14 @@ def main(args: Args) -> None:
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS)
-    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in bfloat16.
-    correction = args.rollout_correction or ("none" if engine is None or args.async_steps else "truncate")
-    # The old log-probs are those of the policy at the start of the step: with one update, the current ones. If an
-    # asynchronous rollout is by older weights, they are the engine's, unless --rollout_correction weighs the two.
+    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in
+    # bfloat16.
+    correction = args.rollout_correction or (
+        "none" if engine is None or args.async_steps else "truncate"
+    )
+    # The old log-probs are those of the policy at the start of the step: with one update, the
+    # current ones. If an asynchronous rollout is by older weights, they are the engine's, unless
+    # --rollout_correction weighs the two.
     old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
     if args.async_steps and correction == "none":
         old_logprobs_from = "engine"
@@ -644,9 +783,15 @@ def main(args: Args) -> None:
             run.leave()
         if experience.unscored:
             run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
-        if args.async_steps and step < total_steps:  # samples while this step trains, with the weights from before
+        # samples while this step trains, with the weights from before
+        if args.async_steps and step < total_steps:
             prefetch.start(step + 1, experience.position, step - 1)
-        batch, mask, scores = experience.batch, experience.batch.response_mask, experience.batch.scores  # (N, T), (N,)
+        # (N, T), (N,)
+        batch, mask, scores = (
+            experience.batch,
+            experience.batch.response_mask,
+            experience.batch.scores,
+        )
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
         adapted_kl_coef = run.state.get("kl_coef") if args.kl_target else None
         kl_coef = adapted_kl_coef or args.kl_coef
@@ -656,13 +801,22 @@ def main(args: Args) -> None:
         run.phase("logprobs")
         if reference is not None:
             with lora.without_lora(reference.model):
-                values = forward_batch(reference, batch, args, world, precision.autocast, entropy=False)
+                values = forward_batch(
+                    reference, batch, args, world, precision.autocast, entropy=False
+                )
             batch.tokens["ref_logprobs"] = values["logprobs"]
-        if old_logprobs_from == "trainer" or kl_in == "reward" or reference is not None and updates_a_step > 1:
+        if (
+            old_logprobs_from == "trainer"
+            or kl_in == "reward"
+            or reference is not None
+            and updates_a_step > 1
+        ):
             values = forward_batch(policy, batch, args, world, precision.autocast, entropy=False)
             logprobs_at_start = values["logprobs"]
             if reference is not None:
-                batch.tokens["kl"] = kl_estimate(logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator)
+                batch.tokens["kl"] = kl_estimate(
+                    logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator
+                )
         if old_logprobs_from == "trainer":
             batch.tokens["old_logprobs"] = logprobs_at_start
         if old_logprobs_from == "engine":
@@ -670,23 +824,37 @@ def main(args: Args) -> None:
 
         # ---- 3. advantages ----
         kl = batch.tokens["kl"] if kl_in == "reward" else None
-        rewards_t = token_rewards(scores, kl, mask, kl_coef, batch.tokens.get("turn_rewards"))  # (N, T)
+        # (N, T)
+        rewards_t = token_rewards(scores, kl, mask, kl_coef, batch.tokens.get("turn_rewards"))
         advantages = token_advantages(
-            args.advantage, scores, experience.baselines, rewards_t, mask, args.group_size, args.gamma
+            args.advantage,
+            scores,
+            experience.baselines,
+            rewards_t,
+            mask,
+            args.group_size,
+            args.gamma,
         )
         batch.tokens["advantages"] = advantages.to(precision.loss_dtype)
 
         # ---- 4. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
         sums = utils.Sums(world)
-        updates = utils.mini_batches(trained, args.mini_batch_size, args.num_epochs, (args.seed, step))
+        updates = utils.mini_batches(
+            trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
+        )
         optimizer.skip(updates_a_step - len(updates))
         for number, (epoch, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
-            if aggregation == "step_token":  # the mean over updates of sum / this is the token mean of the step
+            # the mean over updates of sum / this is the token mean of the step
+            if aggregation == "step_token":
                 token_count = mask[trained].sum().item() * args.num_epochs / len(updates)
             reduce_loss = functools.partial(
-                aggregate, how=aggregation, tokens=token_count, sequences=len(mini), max_length=args.max_response_length
+                aggregate,
+                how=aggregation,
+                tokens=token_count,
+                sequences=len(mini),
+                max_length=args.max_response_length,
             )
             for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = t["response_mask"]  # (n, T), as all of t and out
@@ -694,9 +862,15 @@ def main(args: Args) -> None:
                     with precision.autocast():
                         out = forward_tokens(wrapped, inputs, m)
                     logprobs = out["logprobs"]
-                    old_logprobs = logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
+                    old_logprobs = (
+                        logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
+                    )
                     weights = correction_weights(
-                        old_logprobs, t["rollout_logprobs"], m, correction, args.rollout_correction_cap
+                        old_logprobs,
+                        t["rollout_logprobs"],
+                        m,
+                        correction,
+                        args.rollout_correction_cap,
                     )
                     log_ratio = logprobs - old_logprobs
                     if args.ratio == "sequence":
@@ -711,9 +885,12 @@ def main(args: Args) -> None:
                     if kl_in == "loss":
                         token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
-                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts of all ranks.
+                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts
+                    # of all ranks.
                     optimizer.backward(loss * world.size)
-                sums.add(policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m))
+                sums.add(
+                    policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m)
+                )
                 sums.add(entropy=masked_sum(out["entropies"], m), tokens=m.sum())
                 sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
                 if epoch == 0:  # each response once
@@ -721,7 +898,8 @@ def main(args: Args) -> None:
                     sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
                     sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
                     latest = logprobs.detach() if old_logprobs_from == "engine" else old_logprobs
-                    if number == 0 or old_logprobs_from != "engine":  # the nearest to the weights that sampled
+                    # the nearest to the weights that sampled
+                    if number == 0 or old_logprobs_from != "engine":
                         evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
             optimizer.step()
 
@@ -737,7 +915,14 @@ def main(args: Args) -> None:
         metrics = {
             "epoch": experience.position / len(prompts),
             "objective/kl_coef": kl_coef,
-            **policy_metrics(total, len(updates), len(trained), args, experience.metrics["objective/scores"], kl_coef),
+            **policy_metrics(
+                total,
+                len(updates),
+                len(trained),
+                args,
+                experience.metrics["objective/scores"],
+                kl_coef,
+            ),
             **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
             **experience.metrics,
             **optimizer.metrics(),
@@ -745,10 +930,16 @@ def main(args: Args) -> None:
         }
         if reference is not None and args.kl_target:
             mean_kl = total["mean_kl"] / max(1, len(trained))
-            adapted_kl_coef = adapt_kl_coef(kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon)
+            adapted_kl_coef = adapt_kl_coef(
+                kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
+            )
         samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(
-            metrics, samples, experience.sampled_tokens, position=experience.position, kl_coef=adapted_kl_coef
+            metrics,
+            samples,
+            experience.sampled_tokens,
+            position=experience.position,
+            kl_coef=adapted_kl_coef,
         )
     run.finish()
 

@@ -1,4 +1,5 @@
-"""What every training loop calls at every step: processes, random numbers, micro-batches, optimizer, clock, sums.
+"""What every training loop calls at every step: processes, random numbers, micro-batches,
+optimizer, clock, sums.
 
 Imports nothing of this project.
 """
@@ -27,18 +28,22 @@ from tqdm import tqdm
 ROOT = os.path.dirname(os.path.abspath(__file__))
 progress_bars: list[tqdm] = []  # on the terminal now
 EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
-EXIT_INTERRUPTED = 75  # SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
+# SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
+EXIT_INTERRUPTED = 75
 
 
 def one_line(message: str) -> str:
-    """Return a message without codes that a terminal obeys, such as line ends: files may hold any."""
+    """Return a message without codes that a terminal obeys, such as line ends: files may hold
+    any.
+    """
     return re.sub(r"[\0-\x1f\x7f-\x9f]+", " ", message)
 
 
 def fail(message: str, local: bool = False) -> NoReturn:
     """Print one line on stderr and exit with code 2, for a reason that the user can mend.
 
-    All ranks of a node are assumed to fail alike, and one prints for them, unless the reason is `local` to this rank.
+    All ranks of a node are assumed to fail alike, and one prints for them, unless the reason is
+    `local` to this rank.
     """
     if local or int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for bar in progress_bars:
@@ -73,15 +78,19 @@ class World:
     size: int
     device: torch.device
     group: object = None  # of torch.distributed; None: the default one
-    ranks_per_engine: int = 1  # neighbouring ranks that share one rollout engine, and so compute the same rollout
+    # neighbouring ranks that share one rollout engine, and so compute the same rollout
+    ranks_per_engine: int = 1
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
     def rollout_world(self, ranks_per_engine: int) -> "World":
-        """Return the same processes in a separate CPU group, for the thread that makes the next rollout."""
-        self.barrier()  # fails at once where a rank has ended; a new group would wait for it for half an hour
+        """Return the same processes in a separate CPU group, for the thread that makes the next
+        rollout.
+        """
+        # fails at once where a rank has ended; a new group would wait for it for half an hour
+        self.barrier()
         group = dist.new_group(backend="gloo") if self.size > 1 else None
         return World(self.rank, self.size, torch.device("cpu"), group, ranks_per_engine)
 
@@ -96,12 +105,15 @@ class World:
         return parts
 
     def shard(self, items: list) -> list:
-        """Return this rank's share of a list that all ranks hold: items rank, rank + size, rank + 2 size and so on."""
+        """Return this rank's share of a list that all ranks hold: items rank, rank + size, rank + 2
+        size and so on.
+        """
         return items[self.rank // self.ranks_per_engine :: self.size // self.ranks_per_engine]
 
     def unshard(self, items: list, total: int) -> list:
         """Gather the shares of `shard` in the order of the original list of `total` items."""
-        result, shares = [None] * total, self._all_gather(items)[:: self.ranks_per_engine]
+        result = [None] * total
+        shares = self._all_gather(items)[:: self.ranks_per_engine]
         for number, share in enumerate(shares):
             result[number :: len(shares)] = share
         return result
@@ -141,26 +153,34 @@ class World:
 
 
 def setup_processes() -> World:
-    """Join the process group that torchrun describes in the environment; without torchrun, be the only process."""
+    """Join the process group that torchrun describes in the environment; without torchrun, be the
+    only process.
+    """
     # transformers would print its progress and warnings once a rank.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rank, size = 0, 1
-    # Without it, memory that training has fragmented has no room for a vLLM that wakes up. (Read at first allocation.)
+    rank = 0
+    size = 1
+    # Without it, memory that training has fragmented has no room for a vLLM that wakes up. (Read at
+    # first allocation.)
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        gpus = torch.cuda.device_count()
         if local >= gpus:
             fail(f"torchrun --nproc_per_node: starts more processes than there are GPUs, {gpus}")
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
-        # Half an hour: longer than any collective should last. A rank that waits longer ends in an error.
-        backend, wait = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(minutes=30)
+        # Half an hour: longer than any collective should last. A rank that waits longer ends in an
+        # error.
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        wait = timedelta(minutes=30)
         store, rank, size = next(rendezvous("env://", timeout=wait))
-        # torchrun's store outlives the ranks. Without a prefix for each start, those that --max_restarts starts again
-        # find the addresses of the dead ones there, and fail or hang (torch 2.13).
+        # torchrun's store outlives the ranks. Without a prefix for each start, those that
+        # --max_restarts starts again find the addresses of the dead ones there, and fail or hang
+        # (torch 2.13).
         store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(backend, timeout=wait, store=store, rank=rank, world_size=size)
     return World(rank, size, device)
@@ -169,40 +189,46 @@ def setup_processes() -> World:
 def generator(*key) -> np.random.Generator:
     """Return a random generator that is a function of `key` alone, such as ("rollout", seed, step).
 
-    Nothing random in a run depends on what ran before, so a resumed run, or one with another number of ranks, draws
-    the same numbers. (torch's CPU generator would use 32 bits of the seed only.)
+    Nothing random in a run depends on what ran before, so a resumed run, or one with another number
+    of ranks, draws the same numbers. (torch's CPU generator would use 32 bits of the seed only.)
     """
     return np.random.default_rng(int.from_bytes(hashlib.sha256(repr(key).encode()).digest(), "big"))
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, for a one-line report."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
+    )
 
 
 @contextlib.contextmanager
 def loading(flag: str):
-    """Report an error that a library raises while it loads what a flag names: one line, exit code 2.
+    """Report an error that a library raises while it loads what a flag names: one line, exit code
+    2.
 
     Args:
         flag: with its value, such as "--model Qwen/Qwen2.5-7B".
     """
     try:
         yield
-    except Exception as error:  # files of any content: transformers, tokenizers and datasets raise errors of any type
+    except Exception as error:
+        # files of any content: transformers, tokenizers and datasets raise errors of any type
         fail(f"{flag}: {first_line(error)}")
 
 
 class Optimizer:
-    """AdamW with a schedule, gradient clipping, and a guard: a gradient that is not finite never reaches the weights.
+    """AdamW with a schedule, gradient clipping, and a guard: a gradient that is not finite never
+    reaches the weights.
 
-    Weight decay acts on matrices, not on biases and norms. What runs backward is the loss times `loss_scale`: 1, or
-    with --precision fp16 a power of two that is halved at a gradient that is not finite and doubled after 2000 updates
-    without one. torch.amp.GradScaler does the same, but lets each rank decide by its shard of the gradient; here
-    the norm over all ranks decides.
+    Weight decay acts on matrices, not on biases and norms. What runs backward is the loss times
+    `loss_scale`: 1, or with --precision fp16 a power of two that is halved at a gradient that is
+    not finite and doubled after 2000 updates without one. torch.amp.GradScaler does the same, but
+    lets each rank decide by its shard of the gradient; here the norm over all ranks decides.
 
     Args:
-        model: the parameters; all ranks hold the same gradient of them, or their shards of it, when `step` is called.
+        model: the parameters; all ranks hold the same gradient of them, or their shards of it, when
+            `step` is called.
         total_updates: how many updates the schedule spans.
         prefix: of the flags to go by, "critic_" for --critic_learning_rate and so on.
     """
@@ -211,13 +237,20 @@ class Optimizer:
 
     def __init__(self, model: torch.nn.Module, args, total_updates: int, prefix: str = ""):
         setting = lambda name: getattr(args, prefix + name)
-        self.peak, self.floor = setting("learning_rate"), 0.0 if prefix else args.min_learning_rate
-        self.schedule, self.warmup_ratio = setting("lr_schedule"), setting("warmup_ratio")
-        self.max_grad_norm, self.prefix = args.max_grad_norm, prefix
+        self.peak = setting("learning_rate")
+        self.floor = 0.0 if prefix else args.min_learning_rate
+        self.schedule = setting("lr_schedule")
+        self.warmup_ratio = setting("warmup_ratio")
+        self.max_grad_norm = args.max_grad_norm
+        self.prefix = prefix
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        matrices, others = [p for p in self.parameters if p.ndim >= 2], [p for p in self.parameters if p.ndim < 2]
+        matrices = [p for p in self.parameters if p.ndim >= 2]
+        others = [p for p in self.parameters if p.ndim < 2]
         decay = setting("weight_decay")
-        groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=args.adam_betas, fused=True)
         self.total_updates = total_updates
         self.updates = self.skipped_in_a_row = self.since_rescaled = 0
@@ -236,8 +269,8 @@ class Optimizer:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a loss times `loss_scale`.
 
-        That of a loss that is not finite becomes NaN, so that `step` skips it: a NaN that torch.clamp has passed on
-        has a gradient of 0.
+        That of a loss that is not finite becomes NaN, so that `step` skips it: a NaN that
+        torch.clamp has passed on has a gradient of 0.
         """
         (loss * torch.where(loss.isfinite(), self.loss_scale, math.nan)).backward()
 
@@ -247,7 +280,9 @@ class Optimizer:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad /= self.loss_scale
-        norm = full_tensor(torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)).item()
+        norm = full_tensor(
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        ).item()
         factor = lr_factor(self.updates, self.total_updates, self.warmup_ratio, self.schedule)
         for group in self.adam.param_groups:
             group["lr"] = self.floor + factor * (self.peak - self.floor)
@@ -260,7 +295,9 @@ class Optimizer:
             self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
             if self.skipped_in_a_row:
                 name = f"{self.prefix}update".replace("_", " ")
-                warn(f"{name} {self.updates}: its loss or gradient is not finite, so it changes no weight")
+                warn(
+                    f"{name} {self.updates}: its loss or gradient is not finite, so it changes no weight"
+                )
         if self.skipped_in_a_row > self.MAX_SKIPPED:
             fail(
                 f"--{self.prefix}learning_rate {self.peak}: the gradient was not finite in {self.skipped_in_a_row} "
@@ -268,7 +305,9 @@ class Optimizer:
             )
 
     def skip(self, updates: int) -> None:
-        """Count updates that were not made, since responses were left out: the schedule goes by steps."""
+        """Count updates that were not made, since responses were left out: the schedule goes by
+        steps.
+        """
         self.updates += updates
 
     def rescale(self, finite: bool) -> bool:
@@ -276,15 +315,19 @@ class Optimizer:
         self.since_rescaled += 1
         lower = self.rescales and not finite and self.loss_scale > 1
         if lower or self.rescales and finite and self.since_rescaled == 2000:
-            self.loss_scale, self.since_rescaled = self.loss_scale * (0.5 if lower else 2.0), 0
+            self.loss_scale = self.loss_scale * (0.5 if lower else 2.0)
+            self.since_rescaled = 0
         elif not finite:
             self.since_rescaled = 0
         return lower
 
     def metrics(self) -> dict[str, float]:
-        """Return the learning rate now, and mean gradient norm and number of skipped updates since the last call."""
+        """Return the learning rate now, and mean gradient norm and number of skipped updates since
+        the last call.
+        """
         finite = [norm for norm in self.norms if math.isfinite(norm)]
-        skipped, self.norms = len(self.norms) - len(finite), []
+        skipped = len(self.norms) - len(finite)
+        self.norms = []
         mean = sum(finite) / len(finite) if finite else math.nan
         return {
             f"{self.prefix}lr": self.lr,
@@ -294,25 +337,33 @@ class Optimizer:
         }
 
     def state_dict(self) -> dict:
-        """Return the counters; plumbing/run/checkpoints.py saves Adam's state by the names of its parameters."""
+        """Return the counters; plumbing/run/checkpoints.py saves Adam's state by the names of its
+        parameters.
+        """
         return {name: getattr(self, name) for name in self.counters}
 
     def load_state_dict(self, state: dict) -> None:
         for name in self.counters:
-            setattr(self, name, state.get(name, getattr(self, name)))  # no scale of a run with another --precision
+            # no scale of a run with another --precision
+            setattr(self, name, state.get(name, getattr(self, name)))
 
 
 def lr_factor(update: int, total: int, warmup_ratio: float, schedule: str) -> float:
     """Return where the learning rate of an update stands between its floor (0) and its peak (1).
 
-    It rises linearly over the first `warmup_ratio * total` updates, then stays ("constant") or falls to 0 at the last
-    update ("linear", "cosine"). transformers' schedules start at 0, so that the first update would not move a weight.
+    It rises linearly over the first `warmup_ratio * total` updates, then stays ("constant") or
+    falls to 0 at the last update ("linear", "cosine"). transformers' schedules start at 0, so that
+    the first update would not move a weight.
     """
     warmup = math.ceil(warmup_ratio * total)
     if update < warmup:
         return (update + 1) / warmup
     progress = min(1.0, (update - warmup) / max(1, total - 1 - warmup))
-    return {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[schedule]
+    return {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[schedule]
 
 
 PASS_TOKENS = 1024  # tokens of padding that cost as much as one more forward and backward pass
@@ -321,43 +372,62 @@ PASS_TOKENS = 1024  # tokens of padding that cost as much as one more forward an
 def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[list[int]]:
     """Cut sequences into this rank's micro-batches of similar length.
 
-    All ranks cut at the same places, since they meet in the collectives of each pass and the slowest one decides. The
-    cuts minimise the tokens of the slowest rank, padding and PASS_TOKENS for each micro-batch included.
+    All ranks cut at the same places, since they meet in the collectives of each pass and the
+    slowest one decides. The cuts minimise the tokens of the slowest rank, padding and PASS_TOKENS
+    for each micro-batch included.
 
     Args:
         lengths: tokens of every sequence of all ranks, the same list on every rank.
-        token_budget: tokens of a micro-batch on a rank, padding included; a longer sequence is a micro-batch alone.
+        token_budget: tokens of a micro-batch on a rank, padding included; a longer sequence is a
+            micro-batch alone.
     Returns:
-        Lists of indices into `lengths`, as many on every rank, so that none waits for the others in a collective. The
-        last one may be empty, and is run like the rest.
+        Lists of indices into `lengths`, as many on every rank, so that none waits for the others in
+        a collective. The last one may be empty, and is run like the rest.
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])  # longest first: memory problems show at once
-    longest = np.array([lengths[i] for i in order[:: world.size]])  # (places,), the longest over the ranks
-    # Dynamic programming over cut positions: cost[i] is the minimum for the first i places, and last_cut[i] the place
-    # where the last micro-batch of that minimum begins.
-    cost, last_cut, start = np.zeros(len(longest) + 1), [0], 0
+    # longest first: memory problems show at once
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    # (places,), the longest over the ranks
+    longest = np.array([lengths[i] for i in order[:: world.size]])
+    # Dynamic programming over cut positions: cost[i] is the minimum for the first i places, and
+    # last_cut[i] the place where the last micro-batch of that minimum begins.
+    cost = np.zeros(len(longest) + 1)
+    last_cut = [0]
+    start = 0
     for end in range(1, len(longest) + 1):
         while start < end - 1 and (end - start) * longest[start] > token_budget:
             start += 1
-        padded = np.arange(end - start, 0, -1) * longest[start:end]  # tokens of longest[i:end] as one micro-batch
+        # tokens of longest[i:end] as one micro-batch
+        padded = np.arange(end - start, 0, -1) * longest[start:end]
         costs = cost[start:end] + padded + PASS_TOKENS
         cost[end] = costs.min()
         last_cut.append(start + int(costs.argmin()))
-    mine, cuts, end = order[world.rank :: world.size], [], len(longest)
+    mine = order[world.rank :: world.size]
+    cuts = []
+    end = len(longest)
     while end:
         cuts.append(mine[last_cut[end] : end])
         end = last_cut[end]
     return cuts[::-1]
 
 
-def mini_batches(items: list[int], size: int, epochs: int, key: tuple) -> list[tuple[int, list[int]]]:
-    """Shuffle items anew for each epoch and cut them into mini-batches of at most `size`, 0 for all: [(epoch, items)].
+def mini_batches(
+    items: list[int], size: int, epochs: int, key: tuple
+) -> list[tuple[int, list[int]]]:
+    """Shuffle items anew for each epoch and cut them into mini-batches of at most `size`, 0 for
+    all: [(epoch, items)].
 
     Args:
         key: names the random order, see `generator`.
     """
-    orders = [generator("mini-batches", *key, epoch).permutation(items).tolist() for epoch in range(epochs)]
-    return [(epoch, part) for epoch, order in enumerate(orders) for part in even_parts(order, size or len(items) or 1)]
+    orders = [
+        generator("mini-batches", *key, epoch).permutation(items).tolist()
+        for epoch in range(epochs)
+    ]
+    return [
+        (epoch, part)
+        for epoch, order in enumerate(orders)
+        for part in even_parts(order, size or len(items) or 1)
+    ]
 
 
 def count_updates(count: int, size: int, epochs: int) -> int:
@@ -366,7 +436,9 @@ def count_updates(count: int, size: int, epochs: int) -> int:
 
 
 def even_parts(items: list, most: int) -> list[list]:
-    """Cut a list into the fewest parts of at most `most` items, of sizes that differ by one at most."""
+    """Cut a list into the fewest parts of at most `most` items, of sizes that differ by one at
+    most.
+    """
     count = math.ceil(len(items) / most)
     return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
 
@@ -376,14 +448,18 @@ def parameter_count(module) -> int:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor, gathered if it is sharded: a collective, on the GPU where the ranks have one."""
+    """Return a tensor, gathered if it is sharded: a collective, on the GPU where the ranks have
+    one.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # an offloaded tensor is gathered by the GPUs
+    # an offloaded tensor is gathered by the GPUs
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def memory_gb(device: torch.device) -> float:
-    """Return the memory in use, in GB: of the GPU once it has nothing to do, else the peak of this process so far.
+    """Return the memory in use, in GB: of the GPU once it has nothing to do, else the peak of this
+    process so far.
 
     The GPU's driver is asked, as torch's counters include what a vLLM that sleeps has freed.
     """
@@ -391,7 +467,11 @@ def memory_gb(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         free, total = torch.cuda.mem_get_info(device)
         return (total - free) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        * (1 if sys.platform == "darwin" else 1024)
+        / 1e9
+    )
 
 
 class Clock:
@@ -402,9 +482,12 @@ class Clock:
         Args:
             seconds_before: of the run before it was resumed. parameters: of the model that trains.
         """
-        self.device, self.ranks, self.parameters = world.device, world.size, parameters
+        self.device = world.device
+        self.ranks = world.size
+        self.parameters = parameters
         self.start_time = time.perf_counter() - seconds_before
-        self.phase, self.seconds = "", {}
+        self.phase = ""
+        self.seconds = {}
         self.start()
 
     def start(self) -> None:
@@ -413,12 +496,14 @@ class Clock:
 
     def begin(self, phase: str) -> None:
         """Begin a phase, which ends the one before; "" for none."""
-        # It waits for the GPU, which works on after a call has returned. What a phase has freed is still torch's then.
+        # It waits for the GPU, which works on after a call has returned. What a phase has freed is
+        # still torch's then.
         self.peak_memory_gb = max(self.peak_memory_gb, memory_gb(self.device))
         now = time.perf_counter()
         if self.phase:
             self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.last
-        self.phase, self.last = phase, now
+        self.phase = phase
+        self.last = now
 
     def total(self) -> float:
         """Return the seconds since the run began, those before a resume included."""
@@ -435,8 +520,9 @@ class Clock:
         """End the step; return the seconds of its phases, its speed and its peak memory.
 
         Args:
-            tokens: of the step's sequences, prompts included, over all ranks. The model FLOPs utilisation (perf/mfu)
-                counts 6 FLOPs a parameter and token, those of training; NaN where the device's peak is not known.
+            tokens: of the step's sequences, prompts included, over all ranks. The model FLOPs
+                utilisation (perf/mfu) counts 6 FLOPs a parameter and token, those of training; NaN
+                where the device's peak is not known.
         """
         times = self.times()
         step = sum(times.values())
@@ -452,34 +538,53 @@ class Clock:
 
 
 class Sums:
-    """Sums and largest values of tensors over micro-batches and ranks; nothing waits for the GPU until `totals`."""
+    """Sums and largest values of tensors over micro-batches and ranks; nothing waits for the GPU
+    until `totals`.
+    """
 
     def __init__(self, world: World):
-        self.world, self.sums, self.largest = world, {}, {}
+        self.world = world
+        self.sums = {}
+        self.largest = {}
 
     def add(self, **tensors: torch.Tensor) -> None:
         for name, x in tensors.items():
             self.sums[name] = self.sums.get(name, 0) + x.detach().double()
 
     def max(self, **tensors: torch.Tensor) -> None:
-        for name, x in tensors.items():  # 0 is below every value that is asked for, and stands for an empty tensor
+        # 0 is below every value that is asked for, and stands for an empty tensor
+        for name, x in tensors.items():
             before = self.largest.get(name, x.new_zeros(1))
             self.largest[name] = torch.cat([x.detach().flatten().double(), before]).amax(0, True)
 
     def totals(self) -> dict[str, float]:
-        """Return {name: sum over all ranks, "max_" + name: largest over all ranks}; NaN for what was never added."""
+        """Return {name: sum over all ranks, "max_" + name: largest over all ranks}; NaN for what
+        was never added.
+        """
         if not self.sums:
             return defaultdict(lambda: math.nan)
         sums = self.world.sum(torch.stack(list(self.sums.values()))).tolist()
         largest = self.world.max(torch.cat(list(self.largest.values()))).tolist()
-        return dict(zip(self.sums, sums)) | {f"max_{name}": value for name, value in zip(self.largest, largest)}
+        return dict(zip(self.sums, sums)) | {
+            f"max_{name}": value for name, value in zip(self.largest, largest)
+        }
 
 
 def peak_flops(device: torch.device) -> float:
-    """Return the dense bf16 FLOP/s of the GPU by its data sheet; NaN where it is not known, as on a CPU."""
+    """Return the dense bf16 FLOP/s of the GPU by its data sheet; NaN where it is not known, as on a
+    CPU.
+    """
     sheet = {  # TFLOP/s
-        "H100": 989, "H200": 989, "H800": 989, "B200": 2250, "A100": 312, "A800": 312, "L40S": 362, "A10": 125,
-        "4090": 165, "3090": 71,
-    }  # fmt: skip
+        "H100": 989,
+        "H200": 989,
+        "H800": 989,
+        "B200": 2250,
+        "A100": 312,
+        "A800": 312,
+        "L40S": 362,
+        "A10": 125,
+        "4090": 165,
+        "3090": 71,
+    }
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((teraflops * 1e12 for key, teraflops in sheet.items() if key in name), math.nan)

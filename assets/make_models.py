@@ -3,27 +3,29 @@
     python assets/make_models.py tiny
     python assets/make_models.py guess
 
-Both are Qwen2 models with the configuration and the tokenizer of assets/tiny, pretrained from scratch by next-token
-prediction on the demonstrations of a careless teacher: 2 layers of width 64, with 2 heads of 32 channels, which vLLM's
-attention on CPUs supports, and a token a byte, so that no text is unknown and decoding gives back what was encoded. A
-model learns both the method and the carelessness: greedy decoding is nearly always right, a sample at temperature 1
-less than half of the time. That is a base for reinforcement learning: right answers are frequent enough to be
+Both are Qwen2 models with the configuration and the tokenizer of assets/tiny, pretrained from
+scratch by next-token prediction on the demonstrations of a careless teacher: 2 layers of width 64,
+with 2 heads of 32 channels, which vLLM's attention on CPUs supports, and a token a byte, so that no
+text is unknown and decoding gives back what was encoded. A model learns both the method and the
+carelessness: greedy decoding is nearly always right, a sample at temperature 1 less than half of
+the time. That is a base for reinforcement learning: right answers are frequent enough to be
 reinforced, and there is much to gain. No pretraining problem is among the held-out ones.
 
-1. tiny does 3-digit addition column by column (units, tens, hundreds, each with its carry). In a quarter of the columns
-   the teacher writes a wrong digit.
+1. tiny does 3-digit addition column by column (units, tens, hundreds, each with its carry). In a
+   quarter of the columns the teacher writes a wrong digit.
 
        prompt "737+361="   response "7+1+0=8 3+6+0=9 7+3+0=10 #### 1098" and the end-of-sequence token
 
-2. guess plays the game of assets/guess/game.py; the rows of the game, {"prompt": "37-67:", "secret": 50}, are written
-   too. The model guesses a number, the game answers "higher " or "lower ", and so on for at most five guesses. The
-   teacher halves the range: first the middle, then 8, 4, 2 and 1 up or down from the last guess, which finds any
-   number. But in a third of the turns the guess is random.
+2. guess plays the game of assets/guess/game.py; the rows of the game, {"prompt": "37-67:",
+   "secret": 50}, are written too. The model guesses a number, the game answers "higher " or "lower
+   ", and so on for at most five guesses. The teacher halves the range: first the middle, then 8, 4,
+   2 and 1 up or down from the last guess, which finds any number. But in a third of the turns the
+   guess is random.
 
        37-67:52<eos>lower 44<eos>higher 48<eos>higher 50<eos>
 
-Each takes about 3 minutes on one core; two runs on one machine wrote the same bytes. Held-out success: tiny 1.00
-greedy and 0.41 sampled, guess 1.00 and 0.38.
+Each takes about 3 minutes on one core; two runs on one machine wrote the same bytes. Held-out
+success: tiny 1.00 greedy and 0.41 sampled, guess 1.00 and 0.38.
 """
 
 import json
@@ -49,14 +51,17 @@ IGNORE = -100  # transformers' label of the positions that carry no loss
 STEPS = 1500  # updates
 BATCH_SIZE = 128  # demonstrations an update; each is used once
 SEED = 1  # of the weights and of the teacher's mistakes
-NOISE = {"tiny": 0.24, "guess": 0.35}  # probability that the teacher writes a wrong digit, or guesses blindly
+# probability that the teacher writes a wrong digit, or guesses blindly
+NOISE = {"tiny": 0.24, "guess": 0.35}
 
 
 def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels, both (N, L), padded on the right; labels of what the teacher wrote.
+    """Return token ids and labels, both (N, L), padded on the right; labels of what the teacher
+    wrote.
 
     Args:
-        demonstrations: texts in turns: what is given, what the teacher wrote, what is given after that, and so on.
+        demonstrations: texts in turns: what is given, what the teacher wrote, what is given after
+            that, and so on.
     """
     rows = []
     for prompt, *texts in demonstrations:
@@ -72,7 +77,9 @@ def pretrain(demonstrations: list[list[str]]) -> Qwen2ForCausalLM:
     tokenizer = Qwen2Tokenizer.from_pretrained(ASSETS / "tiny")
     config = Qwen2Config.from_pretrained(ASSETS / "tiny")
     model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+    model.generation_config = GenerationConfig(
+        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     warmup = STEPS // 10
     progress = tqdm(range(STEPS), desc="pretraining")
@@ -82,18 +89,22 @@ def pretrain(demonstrations: list[list[str]]) -> Qwen2ForCausalLM:
         loss = model(input_ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = 3e-3 * min((step + 1) / warmup, (STEPS - step) / (STEPS - warmup))
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(
+            (step + 1) / warmup, (STEPS - step) / (STEPS - warmup)
+        )
         optimizer.step()
         optimizer.zero_grad()
         progress.set_postfix(loss=f"{loss.item():.3f}")
     return model.eval()
 
 
-# ---- the game --------------------------------------------------------------------------------------------------------
+# ---- the game ------------------------------------------------------------------------------------
 
 
 def game_rows(split: str) -> list[dict]:
-    """Return all games of a split; "test" has a tenth of the ranges, chosen by a hash, and "train" the others."""
+    """Return all games of a split; "test" has a tenth of the ranges, chosen by a hash, and "train"
+    the others.
+    """
     rows = []
     for low in range(20, 61):  # so that all guesses have two digits
         prompt = f"{low}-{low + 30}:"
@@ -104,8 +115,12 @@ def game_rows(split: str) -> list[dict]:
 
 
 def careless_game(row: dict, noise: float, numbers: random.Random) -> list[str]:
-    """Return a game of the teacher as texts in turns: the prompt, a guess with its <eos>, its answer, and so on."""
-    low, game, texts = int(row["prompt"].split("-")[0]), GuessTheNumber(), [row["prompt"]]
+    """Return a game of the teacher as texts in turns: the prompt, a guess with its <eos>, its
+    answer, and so on.
+    """
+    low = int(row["prompt"].split("-")[0])
+    game = GuessTheNumber()
+    texts = [row["prompt"]]
     game.reset(**row)
     guess = low + 15
     for step in (8, 4, 2, 1, 0):
@@ -120,22 +135,30 @@ def careless_game(row: dict, noise: float, numbers: random.Random) -> list[str]:
     return texts
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def main(name: tyro.conf.Positional[Literal["tiny", "guess"]]) -> None:
     """Make a model, and the rows of the game; they replace those in assets/."""
-    folder, numbers, count = ASSETS / name, random.Random(SEED), STEPS * BATCH_SIZE
+    folder = ASSETS / name
+    numbers = random.Random(SEED)
+    count = STEPS * BATCH_SIZE
     if name == "tiny":
         prompts = [row["prompt"] for row in arithmetic_rows("train", count)]
-        demonstrations = [[prompt, worked_addition(prompt, NOISE[name], numbers) + "<eos>"] for prompt in prompts]
+        demonstrations = [
+            [prompt, worked_addition(prompt, NOISE[name], numbers) + "<eos>"] for prompt in prompts
+        ]
     else:
         rows = {split: game_rows(split) for split in ("train", "test")}
-        demonstrations = [careless_game(row, NOISE[name], numbers) for row in numbers.choices(rows["train"], k=count)]
+        demonstrations = [
+            careless_game(row, NOISE[name], numbers)
+            for row in numbers.choices(rows["train"], k=count)
+        ]
         for split, games in rows.items():
             numbers.shuffle(games)
             (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in games))
-    torch.set_num_threads(1)  # another number adds floats in another order, so it may give other weights
+    # another number adds floats in another order, so it may give other weights
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     set_seed(SEED)
     model = pretrain(demonstrations)

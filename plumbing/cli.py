@@ -1,9 +1,9 @@
 """The command line: the flags of the machinery, their ranges and cross rules, and --config.
 
-The type of a flag holds its range. pydantic checks it; tyro prints what does not fit and exits with code 2. What a
-paper's table of hyperparameters lists is in the scripts, whose `Args` inherit the groups that they need. A class of
-flags may have RULES and WARNINGS, which `parse` checks: {message: function of the flags that is true unless it
-applies}.
+The type of a flag holds its range. pydantic checks it; tyro prints what does not fit and exits with
+code 2. What a paper's table of hyperparameters lists is in the scripts, whose `Args` inherit the
+groups that they need. A class of flags may have RULES and WARNINGS, which `parse` checks: {message:
+function of the flags that is true unless it applies}.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from pydantic.dataclasses import dataclass
 from plumbing.data import rows
 from utils import ROOT, fail, loading, warn
 
-ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"  # of a server, such as http://10.0.0.2:8000
+# of a server, such as http://10.0.0.2:8000
+ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 NonNegativeFloat = Annotated[FiniteFloat, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -41,29 +42,34 @@ SYSTEM_PROMPTS = {  # by the first source of --reward: they read an answer in th
 
 
 def parse(cls: type, line: list[str] | None = None):
-    """Read a command line into the dataclass `cls`. It overrides the flags of --config FILE, and these the defaults.
+    """Read a command line into the dataclass `cls`. It overrides the flags of --config FILE, and
+    these the defaults.
 
-    A class may have `from_model(model)`, which returns the defaults for a --model, and `from_run(flags)`, which returns
-    its flags for a --config that is the args.json of a run.
+    A class may have `from_model(model)`, which returns the defaults for a --model, and
+    `from_run(flags)`, which returns its flags for a --config that is the args.json of a run.
 
     Args:
         line: the arguments after the program's name, or FILE alone; None for those of this process.
     Raises:
-        SystemExit: with code 2, after a message that names the flag (printed by one rank of a node).
+        SystemExit: with code 2, after a message that names the flag (printed by one rank of a
+            node).
     """
     line = sys.argv[1:] if line is None else line
     if len(line) == 1 and line[0].endswith((".json", ".yaml")):
         line = ["--config", *line]
     refuse_other_names(cls, line)
     description = sys.modules[cls.__module__].__doc__
-    read = functools.partial(tyro.cli, cls, args=line, description=description, use_underscores=True)
+    read = functools.partial(
+        tyro.cli, cls, args=line, description=description, use_underscores=True
+    )
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
     with (
         open(os.devnull, "w") as nowhere,
         contextlib.redirect_stdout(nowhere if silent else sys.stdout),
         contextlib.redirect_stderr(nowhere if silent else sys.stderr),
     ):
-        args, values = read(), {}
+        args = read()
+        values = {}
         if config := getattr(args, "config", ""):
             values = from_file(cls, config)
             args = read(default=cls(**values))
@@ -71,15 +77,21 @@ def parse(cls: type, line: list[str] | None = None):
             args = read(default=cls(**(cls.from_model(args.model) | values)))
         check(args)
         if getattr(args, "system_prompt", "") is None:
-            args.system_prompt = "" if args.chat_template == "none" else SYSTEM_PROMPTS.get(args.reward[0], "")
-            print(f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}", flush=True)
+            args.system_prompt = (
+                "" if args.chat_template == "none" else SYSTEM_PROMPTS.get(args.reward[0], "")
+            )
+            print(
+                f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}", flush=True
+            )
     if config:
         args.config = ""  # its flags are those of the run now, and args.json is a --config itself
     return args
 
 
 def from_file(cls: type, path: str) -> dict:
-    """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json of a run."""
+    """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json
+    of a run.
+    """
     fields = cls.__dataclass_fields__
     with loading(f"--config {path}"), open(path) as file:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
@@ -97,12 +109,14 @@ def from_file(cls: type, path: str) -> dict:
 
 
 def refuse_other_names(cls: type, words: Iterable[str], where: str = "") -> None:
-    """Exit with code 2 if words are other names of flags, after a line that says what all of them are here.
+    """Exit with code 2 if words are other names of flags, after a line that says what all of them
+    are here.
 
     Args:
         words: of a command line, or the names in the file that `where` names.
     """
-    hints, flags = [], cls.__dataclass_fields__
+    hints = []
+    flags = cls.__dataclass_fields__
     with open(f"{ROOT}/plumbing/other_names.yaml") as file:
         other_names = yaml.safe_load(file)
     for word in words:
@@ -116,20 +130,26 @@ def refuse_other_names(cls: type, words: Iterable[str], where: str = "") -> None
 
 
 def check(args) -> None:
-    """Exit with code 2 for flags that break a rule of their classes, after a line with their values; print warnings."""
+    """Exit with code 2 for flags that break a rule of their classes, after a line with their
+    values; print warnings.
+    """
     for table, say in (("RULES", fail), ("WARNINGS", warn)):
         for cls in reversed(type(args).__mro__):
             for message, holds in vars(cls).get(table, {}).items():
                 if not holds(args):
-                    names = [name for name in re.findall(r"--(\w+)", message) if hasattr(args, name)]
-                    say(f"{message} ({', '.join(f'{name} {getattr(args, name)!r}' for name in names)})")
+                    names = [
+                        name for name in re.findall(r"--(\w+)", message) if hasattr(args, name)
+                    ]
+                    say(
+                        f"{message} ({', '.join(f'{name} {getattr(args, name)!r}' for name in names)})"
+                    )
 
 
 @dataclass
 class OutputArgs:
     config: str = ""
-    """File with flags, .json or .yaml: {"learning_rate": 1e-6, ...}, or the args.json of a run. Flags of the command
-    line override it."""
+    """File with flags, .json or .yaml: {"learning_rate": 1e-6, ...}, or the args.json of a run.
+    Flags of the command line override it."""
     run_name: Annotated[str, Field(max_length=200)] = ""
     """Name of the run's folder; default: script, model, data set and seed."""
     output_dir: str = "runs"
@@ -149,24 +169,27 @@ class RunArgs(OutputArgs):
     resume: bool = False
     """Continue from the run's newest checkpoint; begin a new run if there is none."""
     save_every: NonNegativeInt = 50
-    """Steps between checkpoints; the last step has one, too. 0: only where the run is interrupted or fails, so that its
-    end leaves final/ and no state of Adam."""
+    """Steps between checkpoints; the last step has one, too. 0: only where the run is interrupted
+    or fails, so that its end leaves final/ and no state of Adam."""
     keep_checkpoints: NonNegativeInt = 2
     """Number of checkpoints to keep, the newest ones; 0 for all."""
     keep_best: str = ""
-    """Metric of the evaluation, such as eval/accuracy: keep the trained model with the highest value, without Adam's
-    state, in checkpoints/best/."""
+    """Metric of the evaluation, such as eval/accuracy: keep the trained model with the highest
+    value, without Adam's state, in checkpoints/best/."""
     eval_every: NonNegativeInt = 20
     """Steps between evaluations; also before the first step and after the last. 0: never."""
     log_samples: NonNegativeInt = 16
     """Samples of each step written to samples.jsonl."""
     track: Literal["", "wandb", "trackio"] = ""
-    """Log to Weights & Biases (wandb; WANDB_PROJECT and WANDB_MODE=offline work) or to trackio, too."""
+    """Log to Weights & Biases (wandb; WANDB_PROJECT and WANDB_MODE=offline work) or to trackio,
+    too."""
     push_to_hub: str = ""
-    """Push the final model to the Hugging Face hub with a model card, as NAME or OWNER/NAME; requires a login (hf auth
-    login, or HF_TOKEN). "": do not."""
+    """Push the final model to the Hugging Face hub with a model card, as NAME or OWNER/NAME;
+    requires a login (hf auth login, or HF_TOKEN). "": do not."""
 
-    RULES = {"--keep_best requires an --eval_every above 0": lambda a: not a.keep_best or a.eval_every}
+    RULES = {
+        "--keep_best requires an --eval_every above 0": lambda a: not a.keep_best or a.eval_every
+    }
 
 
 @dataclass
@@ -174,57 +197,69 @@ class PretrainedArgs:
     model: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """Model to begin with: a causal language model's folder or hub name."""
     stop_token: str = "eos"
-    """Token that ends a response: eos (every end token of tokenizer and model, and that of the chat template's turns)
-    or the text of one token."""
+    """Token that ends a response: eos (every end token of tokenizer and model, and that of the chat
+    template's turns) or the text of one token."""
     chat_template: str = ""
-    """File of a chat template (jinja) in place of the tokenizer's, as for a base model; none for prompts that hold a
-    template already: texts that stay as they are, without --system_prompt. Default: the tokenizer's."""
+    """File of a chat template (jinja) in place of the tokenizer's, as for a base model; none for
+    prompts that hold a template already: texts that stay as they are, without --system_prompt.
+    Default: the tokenizer's."""
     chat_template_kwargs: str = "{}"
     """JSON object of values that the chat template reads, such as {"enable_thinking": false}."""
     precision: Literal["auto", "float32", "float64", "bf16", "fp16", "pure_bf16"] = "auto"
-    """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the loss scaled; pure_bf16
-    has weights and Adam's state in bfloat16, too; float64 is for exactness tests; auto is bf16 on GPUs and float32
-    elsewhere."""
+    """bf16 keeps float32 weights and computes in bfloat16 (autocast), fp16 in float16, with the
+    loss scaled; pure_bf16 has weights and Adam's state in bfloat16, too; float64 is for exactness
+    tests; auto is bf16 on GPUs and float32 elsewhere."""
 
 
 @dataclass
 class ModelArgs(PretrainedArgs):
     attention: Literal[
-        "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention"
+        "auto",
+        "sdpa",
+        "eager",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+        "flex_attention",
     ] = "auto"
-    """Attention kernel, by transformers' names; auto is sdpa (torch's) where the model has it, and eager for one
-    that caps the scores of attention (Gemma 2), which sdpa would leave out."""
+    """Attention kernel, by transformers' names; auto is sdpa (torch's) where the model has it, and
+    eager for one that caps the scores of attention (Gemma 2), which sdpa would leave out."""
     gradient_checkpointing: bool = True
-    """Recompute activations and logits in the backward pass: much less memory, about a third more time."""
+    """Recompute activations and logits in the backward pass: much less memory, about a third more
+    time."""
     compile: bool = False
-    """Compile decoder blocks and log-probabilities by torch.compile: faster, in less memory; the first step takes a
-    minute or more. The decode loop and reward models stay as they are."""
+    """Compile decoder blocks and log-probabilities by torch.compile: faster, in less memory; the
+    first step takes a minute or more. The decode loop and reward models stay as they are."""
     micro_batch_tokens: PositiveInt = 16_384
-    """Tokens, padding included, of a forward pass on one device. Memory and speed; results change by rounding only."""
+    """Tokens, padding included, of a forward pass on one device. Memory and speed; results change
+    by rounding only."""
     lora_rank: NonNegativeInt = 0
-    """Train LoRA adapters of this rank (alpha is twice the rank) instead of the weights, with peft; the reference is
-    then the model without them. 0: train all weights."""
+    """Train LoRA adapters of this rank (alpha is twice the rank) instead of the weights, with peft;
+    the reference is then the model without them. 0: train all weights."""
     shard: Literal["auto", "none", "fsdp", "fsdp_offload"] = "auto"
-    """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over the ranks;
-    fsdp_offload also keeps them on the CPU, where the update is computed: slow, but small; auto is fsdp if whole
-    models would take over 60 % of a GPU's memory, or with vLLM over 90 %."""
+    """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over
+    the ranks; fsdp_offload also keeps them on the CPU, where the update is computed: slow, but
+    small; auto is fsdp if whole models would take over 60 % of a GPU's memory, or with vLLM over 90
+    %."""
 
 
 @dataclass
 class PromptArgs:
     dataset: str = "openai/gsm8k"
-    """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json, .csv or .parquet file, a folder, owner/name
-    or owner/name:config on the hub, each with @split after it for another split than train; or a .json list of {"prob":
-    weight, "filepath": any of these}."""
+    """Prompts: arithmetic (built in), reasoning_gym:TASK, a .jsonl, .json, .csv or .parquet file, a
+    folder, owner/name or owner/name:config on the hub, each with @split after it for another split
+    than train; or a .json list of {"prob": weight, "filepath": any of these}."""
     prompt_column: str = ""
-    """Column of the prompt, text or messages; a dot goes into an object. Default: the first of prompt, question,
-    messages, problem, quiz, src, instruction, conversations in which any row has something."""
+    """Column of the prompt, text or messages; a dot goes into an object. Default: the first of
+    prompt, question, messages, problem, quiz, src, instruction, conversations in which any row has
+    something."""
     answer_column: str = ""
-    """Column of the reference answer, likewise; default: the first of answer, ground_truth, reward_model.ground_truth,
-    solution_text, solution, tgt, completion, output, or else the turn of the assistant that messages end with."""
+    """Column of the reference answer, likewise; default: the first of answer, ground_truth,
+    reward_model.ground_truth, solution_text, solution, tgt, completion, output, or else the turn of
+    the assistant that messages end with."""
     system_prompt: str | None = None
-    """System turn put before each prompt that has none; "" for none. Default: what the first source of --reward reads,
-    with math an answer in \\boxed{}, with gsm8k one behind ####, else none."""
+    """System turn put before each prompt that has none; "" for none. Default: what the first source
+    of --reward reads, with math an answer in \\boxed{}, with gsm8k one behind ####, else none."""
     max_prompt_length: PositiveInt = 512
     """Maximum number of tokens of a prompt; longer ones are left out, and counted."""
 
@@ -232,36 +267,47 @@ class PromptArgs:
 @dataclass
 class DataArgs(PromptArgs):
     eval_dataset: str = ""
-    """Prompts to evaluate on, named as those of --dataset, split test unless @split is given; default: those of
-    --dataset, or for a single file nothing but --eval_share. Of a list, each data set has an accuracy, too."""
+    """Prompts to evaluate on, named as those of --dataset, split test unless @split is given;
+    default: those of --dataset, or for a single file nothing but --eval_share. Of a list, each data
+    set has an accuracy, too."""
     eval_share: Decay = 0.0
-    """Share of the rows of --dataset that is held out and evaluated on, in place of --eval_dataset: chosen by a hash of
-    the prompt, so that it is the same in each run."""
+    """Share of the rows of --dataset that is held out and evaluated on, in place of --eval_dataset:
+    chosen by a hash of the prompt, so that it is the same in each run."""
     eval_prompts: NonNegativeInt = 256
     """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
     eval_samples: PositiveInt = 4
     """Sampled responses a prompt for accuracy and pass@k, in addition to the greedy one."""
 
-    RULES = {"--eval_share and --eval_dataset exclude each other": lambda a: not (a.eval_share and a.eval_dataset)}
+    RULES = {
+        "--eval_share and --eval_dataset exclude each other": lambda a: (
+            not (a.eval_share and a.eval_dataset)
+        )
+    }
 
 
 @dataclass
 class ScoringArgs:
     reward: Annotated[tuple[str, ...], Field(min_length=1)] = ("math",)
-    """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format (think/answer), code (runs Python
-    against the row's tests), ifeval, reasoning_gym, environment (the sum of what --environment gives),
-    path/to/file.py:function, a reward model's folder or hub name, or a reward server's http:// address. A response
-    counts as correct if the first source that tells right from wrong gives it 1 or more."""
+    """Reward sources: math (parsed and compared), gsm8k (strict ####), exact, format
+    (think/answer), code (runs Python against the row's tests), ifeval, reasoning_gym, environment
+    (the sum of what --environment gives), path/to/file.py:function, a reward model's folder or hub
+    name, or a reward server's http:// address. A response counts as correct if the first source
+    that tells right from wrong gives it 1 or more."""
     timeout: Seconds = 30.0
-    """Seconds after which a call of a reward source, a tool or an environment is killed; the sample of such a reward is
-    left out."""
+    """Seconds after which a call of a reward source, a tool or an environment is killed; the sample
+    of such a reward is left out."""
     reward_workers: NonNegativeInt = 0
-    """Processes of a rank for built-in rewards, which score while it samples; 0: one for each of its share of cores."""
+    """Processes of a rank for built-in rewards, which score while it samples; 0: one for each of
+    its share of cores."""
 
     RULES = {
         "--reward must not name a source twice": lambda a: len(set(a.reward)) == len(a.reward),
-        "--reward: the address of a reward server must be of the form http://10.0.0.2:8000": lambda a: all(
-            re.fullmatch(ADDRESS, name) for name in a.reward if name.startswith(("http://", "https://"))
+        "--reward: the address of a reward server must be of the form http://10.0.0.2:8000": lambda a: (
+            all(
+                re.fullmatch(ADDRESS, name)
+                for name in a.reward
+                if name.startswith(("http://", "https://"))
+            )
         ),
     }
 
@@ -269,13 +315,16 @@ class ScoringArgs:
 @dataclass
 class RewardArgs(ScoringArgs):
     reward_weights: tuple[Weight, ...] = ()
-    """Weight of each reward source in their sum; default: 1 each. A source of weight 0 is only measured."""
+    """Weight of each reward source in their sum; default: 1 each. A source of weight 0 is only
+    measured."""
 
     RULES = {
         "--reward_weights must hold one weight for each source of --reward": lambda a: (
             len(a.reward_weights) in (0, len(a.reward))
         ),
-        "--reward_weights must not all be 0": lambda a: not a.reward_weights or any(a.reward_weights),
+        "--reward_weights must not all be 0": lambda a: (
+            not a.reward_weights or any(a.reward_weights)
+        ),
     }
 
 
@@ -288,7 +337,8 @@ class SamplingArgs:
     min_response_length: NonNegativeInt = 0
     """Tokens before which a stop token cannot be sampled."""
     top_p: PositiveShare = 1.0
-    """Sample from the smallest set of tokens with this probability; below 1 it biases training's ratio."""
+    """Sample from the smallest set of tokens with this probability; below 1 it biases training's
+    ratio."""
     repetition_penalty: PositiveFloat = 1.0
     """Divide the logits of tokens seen before; other than 1 it biases training's ratio."""
 
@@ -302,12 +352,14 @@ class SamplingArgs:
 @dataclass
 class RolloutArgs(SamplingArgs):
     rollout_backend: Literal["auto", "hf", "vllm", "server"] = "auto"
-    """What samples: transformers' model (hf), vLLM in this process, or vLLM servers; auto is vLLM on a GPU where it is
-    installed, else hf."""
+    """What samples: transformers' model (hf), vLLM in this process, or vLLM servers; auto is vLLM
+    on a GPU where it is installed, else hf."""
     rollout_servers: tuple[Address, ...] = ()
-    """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.py starts one."""
+    """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.py starts
+    one."""
     async_steps: Literal[0, 1] = 0
-    """1: while a step trains, vLLM samples for the next one, with the weights from before the step."""
+    """1: while a step trains, vLLM samples for the next one, with the weights from before the
+    step."""
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
 
@@ -335,23 +387,27 @@ class RolloutArgs(SamplingArgs):
 @dataclass
 class ConversationArgs:
     tools: tuple[str, ...] = ()
-    """Functions that the model may call, each as path/to/tools.py:function, with type hints and a docstring."""
+    """Functions that the model may call, each as path/to/tools.py:function, with type hints and a
+    docstring."""
     environment: str = ""
-    """Class that answers the model's turns, as path/to/environment.py:Class, with an instance for each response; the
-    sum of its rewards is the source environment of --reward."""
+    """Class that answers the model's turns, as path/to/environment.py:Class, with an instance for
+    each response; the sum of its rewards is the source environment of --reward."""
     max_turns: PositiveInt = 10
     """Maximum number of turns of the model in a response."""
     tool_call_pattern: str = ""
-    """Regular expression of a tool call, with groups name and arguments (without name: the only tool), in place of the
-    form of the chat template."""
+    """Regular expression of a tool call, with groups name and arguments (without name: the only
+    tool), in place of the form of the chat template."""
     turn_stop: tuple[Text, ...] = ()
-    """Texts that end a turn as a stop token does, such as </search> for a model that continues after a call."""
+    """Texts that end a turn as a stop token does, such as </search> for a model that continues
+    after a call."""
 
     RULES = {
         "--tools and --environment must have the form path/to/file.py:name": lambda a: all(
             re.fullmatch(r".+:\w+", name) for name in (*a.tools, a.environment) if name
         ),
-        "--reward environment requires an --environment": lambda a: a.environment or "environment" not in a.reward,
+        "--reward environment requires an --environment": lambda a: (
+            a.environment or "environment" not in a.reward
+        ),
         "--turn_rewards requires environment in --reward, no --reward_normalization and no other --advantage than "
         "reinforce++": lambda a: (
             not getattr(a, "turn_rewards", False)
@@ -363,7 +419,8 @@ class ConversationArgs:
             a.tools or a.environment or not (a.tool_call_pattern or a.turn_stop)
         ),
         "--tools and --environment require --min_response_length 0 and --vllm_tensor_parallel 1": lambda a: (
-            not (a.tools or a.environment) or (a.min_response_length, a.vllm_tensor_parallel) == (0, 1)
+            not (a.tools or a.environment)
+            or (a.min_response_length, a.vllm_tensor_parallel) == (0, 1)
         ),
     }
     WARNINGS = {
@@ -388,7 +445,11 @@ class OptimizerArgs:
     max_grad_norm: PositiveFloat = 1.0
     """Clip the norm of the gradient to this."""
 
-    RULES = {"--min_learning_rate must be at most --learning_rate": lambda a: a.min_learning_rate <= a.learning_rate}
+    RULES = {
+        "--min_learning_rate must be at most --learning_rate": lambda a: (
+            a.min_learning_rate <= a.learning_rate
+        )
+    }
     WARNINGS = {
         "--lora_rank: adapters hardly move at a --learning_rate below 1e-5; 1e-5 to 2e-4 are usual": lambda a: (
             not a.lora_rank or a.learning_rate >= 1e-5
@@ -399,27 +460,33 @@ class OptimizerArgs:
 @dataclass
 class PolicyArgs(OptimizerArgs):
     rollout_correction: Literal["none", "truncate", "mask", "sequence_mask"] | None = None
-    """Weight the policy loss by rho = policy at the start of the step / policy that sampled: truncate rho of a token to
-    --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or use the response's and drop it above cap.
-    Default: truncate where vLLM samples without --async_steps, else none."""
+    """Weight the policy loss by rho = policy at the start of the step / policy that sampled:
+    truncate rho of a token to --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or
+    use the response's and drop it above cap. Default: truncate where vLLM samples without
+    --async_steps, else none."""
     rollout_correction_cap: PositiveFloat = 2.0
     """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
     kl_target: NonNegativeFloat = 0.0
-    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef on; a resume goes on
-    with the beta that it found. 0 keeps beta fixed."""
+    """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef
+    on; a resume goes on with the beta that it found. 0 keeps beta fixed."""
     kl_horizon: PositiveInt = 10_000
     """Responses over which --kl_target acts."""
     ref_model: str = ""
     """Reference for the KL penalty; default: --model as it was at the start."""
     ref_refresh_every: NonNegativeInt = 0
-    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for never."""
+    """Steps between refreshes of the reference from the policy (TR-DPO, arXiv:2404.09656); 0 for
+    never."""
 
     RULES = {
         "--total_episodes must be at least a step, --rollout_batch_size x --group_size": lambda a: (
             a.total_episodes >= a.rollout_batch_size * a.group_size
         ),
-        "--overlong_buffer must be at most --max_response_length": lambda a: a.overlong_buffer <= a.max_response_length,
-        "--filter_groups requires a --group_size of 2 or more": lambda a: a.filter_groups == "none" or a.group_size > 1,
+        "--overlong_buffer must be at most --max_response_length": lambda a: (
+            a.overlong_buffer <= a.max_response_length
+        ),
+        "--filter_groups requires a --group_size of 2 or more": lambda a: (
+            a.filter_groups == "none" or a.group_size > 1
+        ),
         "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
         "--rollout_correction mask requires a --rollout_correction_cap of 1 or more": lambda a: (
             a.rollout_correction != "mask" or a.rollout_correction_cap >= 1
@@ -434,12 +501,15 @@ class PolicyArgs(OptimizerArgs):
             not a.kl_target or 5 * a.kl_horizon > a.rollout_batch_size * a.group_size
         ),
         "--clip_low and --clip_high require a --loss that clips the ratio": lambda a: (
-            getattr(a, "loss", "") not in ("sapo", "reinforce") or (a.clip_low, a.clip_high) == (None, None)
+            getattr(a, "loss", "") not in ("sapo", "reinforce")
+            or (a.clip_low, a.clip_high) == (None, None)
         ),
     }
     WARNINGS = {
         "--clip_high: above 10 a clip hardly ever acts": lambda a: (a.clip_high or 0) <= 10,
         "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3": lambda a: (
-            not a.kl_coef or (a.kl_in, a.kl_estimator, getattr(a, "kl_weighting", "none")) != ("loss", "k1", "none")
+            not a.kl_coef
+            or (a.kl_in, a.kl_estimator, getattr(a, "kl_weighting", "none"))
+            != ("loss", "k1", "none")
         ),
     }

@@ -1,10 +1,11 @@
-"""Measure a step of grpo.py beside transformers and AdamW alone, on random weights. The first thing to run on a GPU:
+"""Measure a step of grpo.py beside transformers and AdamW alone, on random weights. The first thing
+to run on a GPU:
 
     python scripts/benchmark.py --output results/training.md
     python scripts/benchmark.py --shape 1.5b --variants "precision pure_bf16" "compile --attention sdpa"
 
-Runs that are compared take turns, each in a process of its own with one thread. Numbers are medians over the processes
-of the median step, the first two left out.
+Runs that are compared take turns, each in a process of its own with one thread. Numbers are medians
+over the processes of the median step, the first two left out.
 """
 
 import itertools
@@ -29,7 +30,8 @@ from plumbing.run.log import read_log
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
 GPU = torch.cuda.is_available()
-TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())  # shapes of models, flags of grpo.py, metrics
+# shapes of models, flags of grpo.py, metrics
+TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 LENGTH = 1024 if GPU else 128  # tokens of a response
 FLAGS = TABLE["flags"] | {"min_response_length": LENGTH, "max_response_length": LENGTH}
 METRICS = TABLE["metrics"]
@@ -37,25 +39,35 @@ WARM_UP = 2  # first steps of a run, which do not count
 
 
 def bare_logprobs(model, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probability of each token (N, L) but the first, by transformers' whole logits."""
+    """Return the log-probability of each token (N, L) but the first, by transformers' whole
+    logits.
+    """
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=GPU):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
     return -cross_entropy(logits.mT, ids[:, 1:], reduction="none")
 
 
 def run_transformers(flags: dict) -> list[dict]:
-    """Do the work of steps by transformers and AdamW alone: `generate`, a pass for log-probs, updates in one batch."""
+    """Do the work of steps by transformers and AdamW alone: `generate`, a pass for log-probs,
+    updates in one batch.
+    """
     device = torch.device("cuda" if GPU else "cpu")
-    model = transformers.AutoModelForCausalLM.from_pretrained(flags["model"], dtype=torch.float32).to(device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        flags["model"], dtype=torch.float32
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0)
     length = flags["max_response_length"]
-    ids = torch.randint(2, model.config.vocab_size, (flags["mini_batch_size"], 8 + length), device=device)
+    ids = torch.randint(
+        2, model.config.vocab_size, (flags["mini_batch_size"], 8 + length), device=device
+    )
     clock = utils.Clock(utils.World(0, 1, device), 0.0, utils.parameter_count(model))
     steps = []
     for _ in range(flags["total_episodes"] // len(ids)):
         clock.start()
         clock.begin("rollout")
-        model.generate(ids[:, :8], do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length)
+        model.generate(
+            ids[:, :8], do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length
+        )
         clock.begin("logprobs")
         with torch.no_grad():
             bare_logprobs(model, ids)
@@ -69,7 +81,8 @@ def run_transformers(flags: dict) -> list[dict]:
 
 
 def measure(kind: str, flags: dict) -> pandas.Series:
-    """Return the medians of METRICS over the steps that count, of "transformers" or of "grpo.py" with further flags.
+    """Return the medians of METRICS over the steps that count, of "transformers" or of "grpo.py"
+    with further flags.
 
     Besides, the seconds of the first step, which has what --compile costs.
     """
@@ -80,7 +93,9 @@ def measure(kind: str, flags: dict) -> pandas.Series:
         grpo.main(tyro.cli(grpo.Args, args=further, default=grpo.Args(**flags)))
         steps = read_log(os.path.join(flags["output_dir"], flags["run_name"]))
     frame = pandas.DataFrame(steps)[[*METRICS]].rename(columns=METRICS)
-    return pandas.concat([frame[WARM_UP:].median(), pandas.Series({"first step, s": frame["step, s"][0]})])
+    return pandas.concat(
+        [frame[WARM_UP:].median(), pandas.Series({"first step, s": frame["step, s"][0]})]
+    )
 
 
 def random_model(shape: str, folder: str) -> str:
@@ -107,7 +122,9 @@ def compare(flags: dict, kinds: list[str], rounds: int) -> pandas.DataFrame:
 
 
 def table(rows: pandas.DataFrame) -> str:
-    """Return medians over the rounds, and the median, lowest and highest ratio to transformers alone, in a round."""
+    """Return medians over the rounds, and the median, lowest and highest ratio to transformers
+    alone, in a round.
+    """
     medians = rows.groupby(level=0, sort=False).median().round(4)
     ratios = rows.div(rows.loc["transformers"], level=1).groupby(level=0, sort=False)
     ranges = ratios.agg(["median", "min", "max"]).round(2).T
@@ -115,14 +132,19 @@ def table(rows: pandas.DataFrame) -> str:
 
 
 def main(
-    shape: str = "0.5b" if GPU else "39m", rounds: int = 3, variants: tuple[str, ...] = (), output: str = ""
+    shape: str = "0.5b" if GPU else "39m",
+    rounds: int = 3,
+    variants: tuple[str, ...] = (),
+    output: str = "",
 ) -> None:
-    """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights, beside transformers alone.
+    """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights, beside
+    transformers alone.
 
     Args:
         shape: of the model: 10m, 39m, 0.5b or 1.5b.
         rounds: processes of each kind, in turns.
-        variants: flags of grpo.py to time, too, without the first two dashes, such as "attention sdpa".
+        variants: flags of grpo.py to time, too, without the first two dashes, such as "attention
+            sdpa".
         output: Markdown file to write.
     """
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -130,7 +152,9 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         flags = {**FLAGS, "model": random_model(shape, f"{folder}/model"), "output_dir": folder}
         rows = compare(flags, kinds, rounds)
-    device = torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
+    device = (
+        torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
+    )
     text = f"# {shape} on {device}, torch {torch.__version__}, {rounds} rounds\n\n```\n{table(rows)}\n```\n"
     print(text)
     if output:

@@ -1,33 +1,39 @@
-"""Measure a model on a data set, with the data, sampling and rewards of training: avg@n, pass@k, maj@n.
+"""Measure a model on a data set, with the data, sampling and rewards of training: avg@n, pass@k,
+maj@n.
 
     python scripts/evaluate.py --model runs/my-run/final --samples 8                       # GSM8K's test split
     python scripts/evaluate.py --model runs/my-run/final --config runs/my-run/args.json    # as the run evaluates
     python scripts/evaluate.py --model Qwen/Qwen2.5-7B-Instruct --temperature 0
     torchrun --nproc_per_node 8 scripts/evaluate.py --model Qwen/Qwen2.5-7B-Instruct       # prompts spread over GPUs
 
-A model that a run saved reads and writes what it was trained on: unless they are given, the flags of `Args.FROM_RUN`
-(system prompt, template, stop token, lengths) are those of the run's args.json, and printed. --config RUN/args.json
-takes all flags that the run has in common with this command, also --tools and --environment, and measures as the run
-did: on the prompts of its --eval_dataset or --eval_share, --eval_prompts of them, --eval_samples responses each, so
-that avg@n is the eval/accuracy that it logged (of over 256 prompts, the later ones have other random numbers). Without
---model it measures the model that the run began with.
+A model that a run saved reads and writes what it was trained on: unless they are given, the flags
+of `Args.FROM_RUN` (system prompt, template, stop token, lengths) are those of the run's args.json,
+and printed. --config RUN/args.json takes all flags that the run has in common with this command,
+also --tools and --environment, and measures as the run did: on the prompts of its --eval_dataset or
+--eval_share, --eval_prompts of them, --eval_samples responses each, so that avg@n is the
+eval/accuracy that it logged (of over 256 prompts, the later ones have other random numbers).
+Without --model it measures the model that the run began with.
 
-Write results.json and samples.jsonl (every response, as in a run's samples.jsonl) to OUTPUT_DIR/RUN_NAME. With n =
---samples responses to each of P prompts, every number is a mean over prompts, and "se" its standard error, the standard
-deviation over prompts / sqrt(P) (arXiv:2411.00640, section 2.2):
-1. avg@n: the share of the n responses that are correct, by the rule of training (`evaluation.correct_responses`): the
-   first source of --reward that is not a model gave 1 or more, and the response stopped by itself. Responses without a
-   score are left out, and counted.
-2. pass@k, for k = 1, 2, 4, ...: the probability that k of the n responses, drawn without replacement, include a correct
-   one (arXiv:2107.03374, eq. 1). Prompts with fewer than k scores are left out.
-3. maj@n: whether the most frequent final answer of the n responses is correct (of equally frequent ones the first).
-   Answers are equal as text (`voted_answer`); the first with a score says whether they are correct, and a prompt whose
-   answer has none is left out. A response that was cut off does not vote.
-4. The score of each source by its name, the share of responses that stopped by themselves, and tokens a response.
+Write results.json and samples.jsonl (every response, as in a run's samples.jsonl) to
+OUTPUT_DIR/RUN_NAME. With n = --samples responses to each of P prompts, every number is a mean over
+prompts, and "se" its standard error, the standard deviation over prompts / sqrt(P)
+(arXiv:2411.00640, section 2.2):
+1. avg@n: the share of the n responses that are correct, by the rule of training
+   (`evaluation.correct_responses`): the first source of --reward that is not a model gave 1 or
+   more, and the response stopped by itself. Responses without a score are left out, and counted.
+2. pass@k, for k = 1, 2, 4, ...: the probability that k of the n responses, drawn without
+   replacement, include a correct one (arXiv:2107.03374, eq. 1). Prompts with fewer than k scores
+   are left out.
+3. maj@n: whether the most frequent final answer of the n responses is correct (of equally frequent
+   ones the first). Answers are equal as text (`voted_answer`); the first with a score says whether
+   they are correct, and a prompt whose answer has none is left out. A response that was cut off
+   does not vote.
+4. The score of each source by its name, the share of responses that stopped by themselves, and
+   tokens a response.
 
-With --tools or --environment a response is a conversation, as in training; the vote is on its last turn. The random
-numbers of a response are a function of the seed, its prompt's place in the data set and its number among n: neither
-ranks nor --generation_batch_size change them.
+With --tools or --environment a response is a conversation, as in training; the vote is on its last
+turn. The random numbers of a response are a function of the seed, its prompt's place in the data
+set and its number among n: neither ranks nor --generation_batch_size change them.
 """
 
 import json
@@ -62,9 +68,17 @@ PROMPTS_AT_ONCE = 256  # between two moves of the progress bar
 
 
 @dataclass
-class Args(cli.OutputArgs, cli.PretrainedArgs, cli.PromptArgs, cli.ScoringArgs, cli.SamplingArgs, cli.ConversationArgs):
+class Args(
+    cli.OutputArgs,
+    cli.PretrainedArgs,
+    cli.PromptArgs,
+    cli.ScoringArgs,
+    cli.SamplingArgs,
+    cli.ConversationArgs,
+):
     num_prompts: NonNegativeInt = 0
-    """Number of prompts, the first ones of the data set (split test, unless @split is given); 0 for all."""
+    """Number of prompts, the first ones of the data set (split test, unless @split is given); 0 for
+    all."""
     samples: Annotated[int, Field(ge=1, le=512)] = 8
     """Responses a prompt (n)."""
     temperature: NonNegativeFloat = 1.0
@@ -72,10 +86,11 @@ class Args(cli.OutputArgs, cli.PretrainedArgs, cli.PromptArgs, cli.ScoringArgs, 
     max_response_length: PositiveInt = 1024
     """Maximum number of tokens of a response; of a conversation with its observations."""
     eval_share: Decay = 0.0
-    """Measure on the rows of --dataset alone that a run with this --eval_share holds out; 0 for all rows."""
+    """Measure on the rows of --dataset alone that a run with this --eval_share holds out; 0 for all
+    rows."""
     backend: Literal["auto", "hf", "vllm"] = "auto"
-    """What generates: the sampler of training, on transformers (hf), or vLLM in this process; auto is vLLM on a GPU
-    where it is installed, else hf."""
+    """What generates: the sampler of training, on transformers (hf), or vLLM in this process; auto
+    is vLLM on a GPU where it is installed, else hf."""
     micro_batch_tokens: PositiveInt = 16_384
     """Tokens, padding included, of a reward model's forward pass. Memory and speed only."""
 
@@ -84,25 +99,38 @@ class Args(cli.OutputArgs, cli.PretrainedArgs, cli.PromptArgs, cli.ScoringArgs, 
         "max_prompt_length min_response_length max_response_length"
     ).split()
     # Not flags, but read by vLLM's engine and by `check_reference`.
-    async_steps, vllm_tensor_parallel, reward_weights = 0, 1, ()
+    async_steps = 0
+    vllm_tensor_parallel = 1
+    reward_weights = ()
 
     @classmethod
     def from_model(cls, model: str) -> dict:
-        """Return the flags FROM_RUN of the run that saved a model, and print them; {} if there is no such run."""
-        folders = Path(os.path.abspath(model)).parents[:2]  # of RUN/final, and of RUN/checkpoints/step_N
+        """Return the flags FROM_RUN of the run that saved a model, and print them; {} if there is
+        no such run.
+        """
+        # of RUN/final, and of RUN/checkpoints/step_N
+        folders = Path(os.path.abspath(model)).parents[:2]
         for folder in folders if os.path.isdir(model) else ():
             with utils.loading(f"--model {model}"):
                 flags = read_args(folder).get("args", {})
             taken = {name: flags[name] for name in cls.FROM_RUN if name in flags}
             if taken:
-                print(f"defaults by {folder}/args.json: {taken}; --config takes its other flags, too")
+                print(
+                    f"defaults by {folder}/args.json: {taken}; --config takes its other flags, too"
+                )
                 return taken
         return {}
 
     @classmethod
     def from_run(cls, flags: dict) -> dict:
-        """Return the flags that measure as a run with some flags does. The name of its folder is taken."""
-        own = {name: flags[name] for name in cls.__dataclass_fields__ if name in flags and name != "run_name"}
+        """Return the flags that measure as a run with some flags does. The name of its folder is
+        taken.
+        """
+        own = {
+            name: flags[name]
+            for name in cls.__dataclass_fields__
+            if name in flags and name != "run_name"
+        }
         if "eval_samples" in flags:  # not in this command's own results.json
             own |= {"num_prompts": flags["eval_prompts"], "samples": flags["eval_samples"]}
             if not flags.get("eval_share"):
@@ -113,7 +141,8 @@ class Args(cli.OutputArgs, cli.PretrainedArgs, cli.PromptArgs, cli.ScoringArgs, 
 def voted_answer(response: str) -> str | None:
     """Return the answer of a response as text, for a vote among responses; None without one.
 
-    The number behind "####", if there is one, else the `stated_text` without dollar signs, final full stop and case.
+    The number behind "####", if there is one, else the `stated_text` without dollar signs, final
+    full stop and case.
     """
     text = stated_text(response)
     number = marked_number(text)
@@ -125,19 +154,25 @@ def voted_answer(response: str) -> str | None:
 def sample_table(batch: Batch, rewards: Rewards, n: int) -> pandas.DataFrame:
     """Return a row for each of the n responses to each prompt."""
     table = pandas.DataFrame(evaluation.sample_rows(batch, len(batch.samples)))
-    last_turns = [x.row["turns"][-1]["content"] if x.conversation else x.text for x in batch.samples]
+    last_turns = [
+        x.row["turns"][-1]["content"] if x.conversation else x.text for x in batch.samples
+    ]
     return table.assign(
         index=table.index // n,
         dataset=[sample.row["dataset"] for sample in batch.samples],
         tokens=batch.response_mask.sum(1).tolist(),
         stopped=batch.stopped.tolist(),
         correct=evaluation.correct_responses(batch, rewards).tolist(),
-        extracted=[voted_answer(text) if stopped else None for text, stopped in zip(last_turns, batch.stopped)],
+        extracted=[
+            voted_answer(text) if stopped else None
+            for text, stopped in zip(last_turns, batch.stopped)
+        ],
     )
 
 
 def majority(responses: pandas.DataFrame) -> float:
-    """Return whether the most frequent answer of the responses to a prompt is correct; 0 if none votes.
+    """Return whether the most frequent answer of the responses to a prompt is correct; 0 if none
+    votes.
 
     NaN if no response with this answer has a score.
     """
@@ -146,9 +181,11 @@ def majority(responses: pandas.DataFrame) -> float:
 
 
 def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, dict]:
-    """Return {measure: {"value", "se"}} of a table of responses: means over prompts, without those that have no number.
+    """Return {measure: {"value", "se"}} of a table of responses: means over prompts, without those
+    that have no number.
 
-    avg@n, pass@k and maj@n if a source tells right from wrong; and the mean of each of some columns.
+    avg@n, pass@k and maj@n if a source tells right from wrong; and the mean of each of some
+    columns.
     """
     prompts = table.groupby("index")
     measures = {}
@@ -160,7 +197,10 @@ def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, di
         if table["extracted"].notna().any():
             measures[f"maj@{n}"] = prompts[["extracted", "correct"]].apply(majority)
     measures |= {name: prompts[name].mean() for name in columns}
-    return {name: as_logged({"value": by_prompt.mean(), "se": by_prompt.sem()}) for name, by_prompt in measures.items()}
+    return {
+        name: as_logged({"value": by_prompt.mean(), "se": by_prompt.sem()})
+        for name, by_prompt in measures.items()
+    }
 
 
 @record
@@ -179,7 +219,14 @@ def main(args: Args) -> None:
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     split, held_out = ("train", True) if args.eval_share else ("test", None)
     parts = mixture.load_prompts(
-        "--dataset", args.dataset, split, tokenizer, args, check_reference, conversations, held_out=held_out
+        "--dataset",
+        args.dataset,
+        split,
+        tokenizer,
+        args,
+        check_reference,
+        conversations,
+        held_out=held_out,
     )
     prompts = mixture.first_prompts(parts, args.num_prompts)
     mixture.check_responses_fit(args, prompts)
@@ -193,7 +240,9 @@ def main(args: Args) -> None:
         model = types.SimpleNamespace(device=world.device)  # the engine has the weights
     else:
         engine = None
-        model = loading.load_model("--model", args.model, precision.param_dtype, world.device).requires_grad_(False)
+        model = loading.load_model(
+            "--model", args.model, precision.param_dtype, world.device
+        ).requires_grad_(False)
         loading.check_decodes(f"--model {args.model}", model, precision, "--backend vllm")
     rewards.load_models(args, precision)
     sampler = Sampler(
@@ -213,9 +262,14 @@ def main(args: Args) -> None:
     # ---- sample and score ----
     samples = []
     starts = range(0, len(prompts), PROMPTS_AT_ONCE)
-    for first in tqdm(starts, "prompts", unit_scale=PROMPTS_AT_ONCE, disable=None if world.main else True):
-        key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)  # as in a run's evaluation
-        batch = sampler.rollout(prompts[first : first + PROMPTS_AT_ONCE], n if args.temperature else 0, key)
+    for first in tqdm(
+        starts, "prompts", unit_scale=PROMPTS_AT_ONCE, disable=None if world.main else True
+    ):
+        # as in a run's evaluation
+        key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)
+        batch = sampler.rollout(
+            prompts[first : first + PROMPTS_AT_ONCE], n if args.temperature else 0, key
+        )
         if batch is None:
             utils.fail(f"--backend {args.backend}: {engine.failure}")
         samples += batch.samples
@@ -230,7 +284,9 @@ def main(args: Args) -> None:
     by_dataset = table.groupby("dataset", sort=False)
     results = {
         "scores": measure(table, n, columns),
-        "datasets": {name: measure(rows, n, columns) for name, rows in by_dataset if len(by_dataset) > 1},
+        "datasets": {
+            name: measure(rows, n, columns) for name, rows in by_dataset if len(by_dataset) > 1
+        },
         "missing_scores": missing,
         "conversations": evaluation.conversation_metrics(batch),
         "args": asdict(args),
@@ -243,7 +299,9 @@ def main(args: Args) -> None:
         replace_file(folder / "results.json", json.dumps(results, indent=2, allow_nan=False))
         print(f"{len(prompts)} prompts x {n} responses; without a score: {missing}")
         for name, scores in {"": results["scores"], **results["datasets"]}.items():
-            print(name, pandas.DataFrame(scores).T.to_string(float_format="{:.4g}".format), sep="\n")
+            print(
+                name, pandas.DataFrame(scores).T.to_string(float_format="{:.4g}".format), sep="\n"
+            )
         print(folder / "results.json")
 
 

@@ -1,13 +1,15 @@
-"""GPU memory of a run, without a GPU: the script's own main() on tensors that have shapes and no data.
+"""GPU memory of a run, without a GPU: the script's own main() on tensors that have shapes and no
+data.
 
     python scripts/memory.py grpo --gpus 8 --gpu_gb 80 --model Qwen/Qwen2.5-7B    # and any flags of grpo.py
     python scripts/memory.py my_fork.py --gpu_gb 24 --model runs/base/final --lora_rank 16
 
-Two steps with prompts and responses of the greatest length run on torch's fake tensors and, for several GPUs, on its
-fake process group; every storage that lives is counted, by what made it. vLLM does not run: its weights and its cache
-are added. What CUDA, NCCL and cuBLAS take for themselves, and fragmentation, are not seen: RESERVE is kept free for
-them. A model is a folder or one of scripts/memory.yaml. If the run does not fit, flags that lower its memory are tried.
-Exit code 0: it fits, 1: it does not, 2: bad input.
+Two steps with prompts and responses of the greatest length run on torch's fake tensors and, for
+several GPUs, on its fake process group; every storage that lives is counted, by what made it. vLLM
+does not run: its weights and its cache are added. What CUDA, NCCL and cuBLAS take for themselves,
+and fragmentation, are not seen: RESERVE is kept free for them. A model is a folder or one of
+scripts/memory.yaml. If the run does not fit, flags that lower its memory are tried. Exit code 0: it
+fits, 1: it does not, 2: bad input.
 """
 
 import contextlib
@@ -61,7 +63,9 @@ class MemoryArgs:
 
 
 class Memory(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the bytes of the fake storages that live, by what made them, and keeps the peak of each phase."""
+    """Counts the bytes of the fake storages that live, by what made them, and keeps the peak of
+    each phase.
+    """
 
     storages, live = {}, Counter()  # id: (maker, bytes); maker: bytes
     peaks = defaultdict(Counter)  # phase: `live` at its peak
@@ -80,9 +84,11 @@ class Memory(torch.utils._python_dispatch.TorchDispatchMode):
             return NotImplemented  # it is taken apart first
         if types and operation is aten._local_scalar_dense.default:
             return 1  # what is read has a value
-        if operation is aten.index.Tensor and args[1][0].dtype == torch.bool:  # how many are set is known
+        # how many are set is known
+        if operation is aten.index.Tensor and args[1][0].dtype == torch.bool:
             args = args[0], args[1][0].nonzero(as_tuple=True)
-        # Weights, and what FSDP gathers them into, begin as empty tensors; what is computed from fake ones is fake.
+        # Weights, and what FSDP gathers them into, begin as empty tensors; what is computed from
+        # fake ones is fake.
         with FAKE if operation is aten.empty.memory_format else contextlib.nullcontext():
             outputs = operation(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves(outputs):
@@ -93,23 +99,29 @@ class Memory(torch.utils._python_dispatch.TorchDispatchMode):
                 while "/torch/" in frame.f_code.co_filename:
                     frame = frame.f_back
                 weakref.finalize(storage, self.set_bytes, id(storage), 0)
-                self.set_bytes(id(storage), storage.size(), f"{frame.f_code.co_qualname}, {x.dtype}")
+                self.set_bytes(
+                    id(storage), storage.size(), f"{frame.f_code.co_qualname}, {x.dtype}"
+                )
         return outputs
 
 
 class Engine(vllm_engine.VllmSampling):
-    """Stands for vLLM: responses of the greatest length, and the bytes of its weights and its cache."""
+    """Stands for vLLM: responses of the greatest length, and the bytes of its weights and its
+    cache.
+    """
 
     length = 1  # of responses; the first step is for Adam's state
 
     def __init__(self, args, model, world, *_):
         precision = loading.precision(args.precision, world.device)
-        _, *self.bytes = sharding.unsharded_bytes(args, precision, (), sharding.gpu_bytes(0))  # weights, cache
+        # weights, cache
+        _, *self.bytes = sharding.unsharded_bytes(args, precision, (), sharding.gpu_bytes(0))
         self.stays = args.async_steps
 
     def generate(self, queries, seeds, stop_ids, args, interrupted, end):
         memory.set_bytes("vLLM", sum(self.bytes))
-        length, self.length = self.length, args.max_response_length
+        length = self.length
+        self.length = args.max_response_length
         for place in range(len(queries)):
             end(place, [5] * (length - 1) + stop_ids[:1], {"rollout_logprobs": [-1.0] * length})
 
@@ -147,8 +159,12 @@ def resize(storage, size, resize=torch.UntypedStorage.resize_):
 
 
 def replace_machine(gpus, gpu_bytes):
-    """Replace what needs a GPU, other processes, files of weights or numbers by what takes as much memory."""
-    torch.distributed.init_process_group("fake", store=torch.distributed.HashStore(), rank=0, world_size=gpus)
+    """Replace what needs a GPU, other processes, files of weights or numbers by what takes as much
+    memory.
+    """
+    torch.distributed.init_process_group(
+        "fake", store=torch.distributed.HashStore(), rank=0, world_size=gpus
+    )
     utils.setup_processes = lambda: utils.World(0, gpus, torch.device("cpu"))
     utils.World._all_gather = lambda world, items: [items] * world.size
     utils.World.rollout_world = lambda world, _: world
@@ -167,13 +183,22 @@ def replace_machine(gpus, gpu_bytes):
 
 
 def shorten(args, gpus, folder):
-    """Leave two steps of two micro-batches of the longest rows, and what their memory depends on."""
+    """Leave two steps of two micro-batches of the longest rows, and what their memory depends
+    on.
+    """
     if found := re.search(NOT_FOLLOWED, str(args)):
         utils.fail(f"--{found[0]}: scripts/memory.py cannot follow it")
     given = defaultdict(int, vars(args))
-    query, response, pair = given["max_prompt_length"], given["max_response_length"], given["max_length"]
+    query = given["max_prompt_length"]
+    response = given["max_response_length"]
+    pair = given["max_length"]
     count = 2 * max(1, args.micro_batch_tokens // (query + response + 2 * pair)) * gpus
-    row = {"prompt": "5" * query, "answer": "5" * (response - 1), "chosen": "5" * (pair - 1), "rejected": "4"}
+    row = {
+        "prompt": "5" * query,
+        "answer": "5" * (response - 1),
+        "chosen": "5" * (pair - 1),
+        "rejected": "4",
+    }
     dataset = f"{folder}/rows.jsonl"
     Path(dataset).write_text(count * f"{json.dumps(row)}\n")
     vars(args).update(
@@ -209,7 +234,8 @@ def main():
     parts = max(memory.peaks.values(), key=Counter.total)
     for maker, size in parts.most_common(6):
         print(f"{size / 1e9:10.1f} GB of the most: {maker}")
-    free, most = gpu_bytes - RESERVE, parts.total()
+    free = gpu_bytes - RESERVE
+    most = parts.total()
     if options.advice and most > free:
         tried = []
         for words in TABLE["tried"]:
@@ -217,7 +243,9 @@ def main():
             done = subprocess.run(command, capture_output=True, text=True)
             tried.append((float(done.stdout.partition("needed ")[2] or "inf"), words))
         print("the flag that lowers it most, to {} GB: {}".format(*min(tried)))
-    print(f"{'does not fit' if most > free else 'fits'}: {free / 1e9:.1f} GB are free, needed {most / 1e9:.1f}")
+    print(
+        f"{'does not fit' if most > free else 'fits'}: {free / 1e9:.1f} GB are free, needed {most / 1e9:.1f}"
+    )
     sys.exit(most > free)
 
 

@@ -1,4 +1,6 @@
-"""The curves of several runs in one picture: python scripts/plot.py runs/a runs/b runs/c --output curves.png"""
+"""The curves of several runs in one picture: python scripts/plot.py runs/a runs/b runs/c --output
+curves.png
+"""
 
 import os
 
@@ -18,16 +20,22 @@ def run_names(folders: list[str]) -> list[str]:
     return [os.path.relpath(path, shared) for path in paths]
 
 
-def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "curves.png", metrics: tuple[str, ...] = ()):
+def main(
+    runs: tyro.conf.Positional[tuple[str, ...]],
+    output: str = "curves.png",
+    metrics: tuple[str, ...] = (),
+):
     """Draw the curves of several runs into one picture, a color a run.
 
     Args:
         runs: Run folders, each with a metrics.jsonl.
         output: The picture to write: .png, .pdf or .svg.
-        metrics: Names from metrics.jsonl to draw, accuracies in one panel; default: the main ones that the runs have.
+        metrics: Names from metrics.jsonl to draw, accuracies in one panel; default: the main ones
+            that the runs have.
     """
     shown = {"step", *(metrics or CURVES)}
-    known, rows = set(), {}
+    known = set()
+    rows = {}
     with utils.loading("RUNS"):
         for name, run in zip(run_names(runs), runs):
             rows[name] = []

@@ -1,9 +1,10 @@
-"""Write one HTML page of one or several runs: headline numbers, curves, arguments, times and samples.
+"""Write one HTML page of one or several runs: headline numbers, curves, arguments, times and
+samples.
 
     python scripts/report.py runs/a runs/b --output report.html
 
-The page requires no network: it is assets/report/page.html with its style sheet, its scripts, the charting library
-uPlot and the runs' data, from which the scripts draw everything.
+The page requires no network: it is assets/report/page.html with its style sheet, its scripts, the
+charting library uPlot and the runs' data, from which the scripts draw everything.
 """
 
 import json
@@ -20,11 +21,13 @@ import utils
 from plumbing.run.log import CURVES, read_args, read_log, replace_file, without_secrets
 
 SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
-NAMES = {"seed", "run_name", "output_dir", "resume", "track", "push_to_hub"}  # flags that runs of a group differ by
+# flags that runs of a group differ by
+NAMES = {"seed", "run_name", "output_dir", "resume", "track", "push_to_hub"}
 
 
 def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html"):
-    """Write one HTML page of one or several runs: headline numbers, curves, arguments, times and samples.
+    """Write one HTML page of one or several runs: headline numbers, curves, arguments, times and
+    samples.
 
     Args:
         runs: Run folders. Runs that differ by their seed alone share a curve, with a band.
@@ -39,22 +42,32 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html
 
 def page(folders: list[str]) -> str:
     """Return the page of some run folders."""
-    runs = [read_run(folder, name, len(folders)) for folder, name in zip(folders, run_names(folders))]
+    runs = [
+        read_run(folder, name, len(folders)) for folder, name in zip(folders, run_names(folders))
+    ]
     keys = [without_seed(run) for run in runs]
     for run, key in zip(runs, keys):
         run["group"] = list(dict.fromkeys(keys)).index(key)
-    parts = jinja2.Environment(loader=jinja2.FileSystemLoader(f"{utils.ROOT}/assets/report"), autoescape=True)
+    parts = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(f"{utils.ROOT}/assets/report"), autoescape=True
+    )
     title = runs[0]["name"] if len(runs) == 1 else f"{len(runs)} runs"
     # An HTML parser would read "</script>" in a sample as the end of the data.
-    data = json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps({"titles": CURVES, "runs": runs}, separators=(",", ":")).replace(
+        "<", "\\u003c"
+    )
     return parts.get_template("page.html").render(title=title, data=data)
 
 
 def read_run(folder: str, name: str, runs: int) -> dict:
-    """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics alone will do."""
-    facts, (steps, metrics) = without_secrets(read_args(folder)), read_metrics(folder)
+    """Return what the page has of a run; `runs` share the bytes for samples. A folder of metrics
+    alone will do.
+    """
+    facts = without_secrets(read_args(folder))
+    (steps, metrics) = read_metrics(folder)
     samples, held_out = (
-        read_samples(folder, part, SAMPLE_BYTES // 2 // runs) for part in ("samples.jsonl", "held_out.jsonl")
+        read_samples(folder, part, SAMPLE_BYTES // 2 // runs)
+        for part in ("samples.jsonl", "held_out.jsonl")
     )
     return {
         "args": {},
@@ -68,17 +81,21 @@ def read_run(folder: str, name: str, runs: int) -> dict:
 
 
 def without_seed(run: dict) -> str:
-    """Return what the runs of a group share: script and flags, but for seed and names. A run without flags is alone."""
+    """Return what the runs of a group share: script and flags, but for seed and names. A run
+    without flags is alone.
+    """
     flags = {name: x for name, x in run["args"].items() if name not in NAMES}
     return json.dumps([run.get("script"), flags], sort_keys=True) if flags else run["name"]
 
 
 def read_metrics(folder: str) -> tuple[list[int], dict[str, list]]:
-    """Return the steps of a run and the values of its metrics in them, {name: [number rounded to five digits]}.
+    """Return the steps of a run and the values of its metrics in them, {name: [number rounded to
+    five digits]}.
 
     A metric is None in a step without it, and its list ends with the last step that has it.
     """
-    steps, metrics = [], {}
+    steps = []
+    metrics = {}
     for row in read_log(folder):
         for name, x in row.items():
             if isinstance(x, (int, float)) and name not in ("step", "episode"):
@@ -91,7 +108,8 @@ def read_metrics(folder: str) -> tuple[list[int], dict[str, list]]:
 
 
 def read_samples(folder: str, name: str, size: int) -> list[dict]:
-    """Return the rows of so many steps, evenly spread and the last one among them, as `size` bytes hold.
+    """Return the rows of so many steps, evenly spread and the last one among them, as `size` bytes
+    hold.
 
     The log is read twice, line by line: of the steps that are left out, a number each is in memory.
     """

@@ -1,4 +1,6 @@
-"""Puts the repository on Python's path, which has the script's folder only: commands import this before our modules."""
+"""Puts the repository on Python's path, which has the script's folder only: commands import this
+before our modules.
+"""
 
 import os
 import sys

@@ -4,12 +4,13 @@
     curl http://127.0.0.1:8731 --json '{"src": ["6*7="], "tgt": ["42"], "response": ["It is 42."]}'
     python grpo.py --reward http://127.0.0.1:8731
 
-The score of a response is the weighted sum of the sources, null where one of them has none (the server's output says
-why, once a source) or reads a reference answer that is missing. PaddleNLP has neither "columns": {name: [...]}, what
-else a source reads from a row, nor "messages": [...], the prompts as lists of messages. A reward model reads these
-through its chat template, if it has one. A prompt that is there as text only is what the policy saw, its chat template
-included: who writes it can write the template's tokens, too. Each response gets one stop token.
-docs/data_and_rewards.md has the key, the statuses and GET /health.
+The score of a response is the weighted sum of the sources, null where one of them has none (the
+server's output says why, once a source) or reads a reference answer that is missing. PaddleNLP has
+neither "columns": {name: [...]}, what else a source reads from a row, nor "messages": [...], the
+prompts as lists of messages. A reward model reads these through its chat template, if it has one. A
+prompt that is there as text only is what the policy saw, its chat template included: who writes it
+can write the template's tokens, too. Each response gets one stop token. docs/data_and_rewards.md
+has the key, the statuses and GET /health.
 """
 
 import contextlib
@@ -40,11 +41,12 @@ AT_ONCE = 16  # requests that are scored at the same time
 @dataclass
 class Args(RewardArgs):
     timeout: Seconds = 10.0
-    """Seconds that one call of a reward source may take before it is killed and its sample left out. Shorter than that
-    of the runs which ask: theirs is for all of a request, the wait for its turn included."""
+    """Seconds that one call of a reward source may take before it is killed and its sample left
+    out. Shorter than that of the runs which ask: theirs is for all of a request, the wait for its
+    turn included."""
     host: str = "127.0.0.1"
-    """Address to listen at, 0.0.0.0 for all of the machine's; one that other machines reach requires a key in the
-    variable REWARD_API_KEY."""
+    """Address to listen at, 0.0.0.0 for all of the machine's; one that other machines reach
+    requires a key in the variable REWARD_API_KEY."""
     port: Port = 8731
     """Port to listen at; 0 for a free one, which the first line of output names."""
     stop_token: str = "eos"
@@ -52,9 +54,14 @@ class Args(RewardArgs):
     precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
     """What a reward model computes in; auto is bf16 on GPUs and float32 elsewhere."""
     micro_batch_tokens: PositiveInt = 16_384
-    """Tokens, padding included, of a reward model's forward pass. Memory and speed; results change by rounding only."""
+    """Tokens, padding included, of a reward model's forward pass. Memory and speed; results change
+    by rounding only."""
 
-    RULES = {"--reward environment requires the conversations of a run": lambda a: "environment" not in a.reward}
+    RULES = {
+        "--reward environment requires the conversations of a run": lambda a: (
+            "environment" not in a.reward
+        )
+    }
 
 
 class Batch(BaseModel):
@@ -68,7 +75,12 @@ class Batch(BaseModel):
 
     @model_validator(mode="after")
     def one_entry_a_sample(self):
-        given = {"tgt": self.tgt, "response": self.response, "messages": self.messages or self.src, **self.columns}
+        given = {
+            "tgt": self.tgt,
+            "response": self.response,
+            "messages": self.messages or self.src,
+            **self.columns,
+        }
         for name, column in given.items():
             if len(column) != len(self.src):
                 raise ValueError(f"{name} has {len(column)} entries, src has {len(self.src)}")
@@ -76,10 +88,13 @@ class Batch(BaseModel):
 
 
 class Scorer:
-    """The reward sources of the server. Several threads may use it, if none of them is a reward model."""
+    """The reward sources of the server. Several threads may use it, if none of them is a reward
+    model.
+    """
 
     def __init__(self, args: Args, world: utils.World):
-        self.args, self.tokenizer = args, None
+        self.args = args
+        self.tokenizer = None
         for name in args.reward:
             sources.check_name(name)
             if sources.kind_of(name) == "model" and self.tokenizer is None:
@@ -92,21 +107,32 @@ class Scorer:
         self.verifies = self.weights == (1,) and bool(self.rewards.verifiers)
 
     def score(self, batch: Batch) -> list[float | None]:
-        """Return a score for each response, None where a source has none or its reference is missing."""
+        """Return a score for each response, None where a source has none or its reference is
+        missing.
+        """
         rows = [self.row(batch, i) for i in range(len(batch.src))]
-        scoring, scores = sources.Scoring(self.rewards, sources.never), []
+        scoring = sources.Scoring(self.rewards, sources.never)
+        scores = []
         for i, (row, text) in enumerate(zip(rows, batch.response)):
             scoring.add(i, SimpleNamespace(row=row, text=text, response=row["response"]))
         for row, sample in zip(rows, scoring.finish()):
-            total = sum(weight * number for weight, number in zip(self.weights, sample.scores.values()))
+            total = sum(
+                weight * number for weight, number in zip(self.weights, sample.scores.values())
+            )
             # A response could equal a reference that is missing: "" or None.
-            is_missing = not prompts.is_filled(row["answer"]) and sources.needs_answer(self.args, row["sources"])
+            is_missing = not prompts.is_filled(row["answer"]) and sources.needs_answer(
+                self.args, row["sources"]
+            )
             scores.append(total if math.isfinite(total) and not is_missing else None)
         return scores
 
     def row(self, batch: Batch, i: int) -> dict:
-        """Return a sample as a row of a data set with its response; for a reward model, both as token ids, too."""
-        at, query, response = f"entry {i} of", [], []
+        """Return a sample as a row of a data set with its response; for a reward model, both as
+        token ids, too.
+        """
+        at = f"entry {i} of"
+        query = []
+        response = []
         messages = batch.messages and batch.messages[i]
         columns = {name: column[i] for name, column in batch.columns.items()}
         if self.tokenizer is not None:
@@ -115,7 +141,9 @@ class Scorer:
             else:  # a template has written the special tokens
                 special = not self.tokenizer.chat_template
                 query = prompts.encode_text(f"{at} src", batch.src[i], self.tokenizer, special)
-            response = prompts.encode_response(f"{at} response", batch.response[i], self.tokenizer, self.stop_ids)
+            response = prompts.encode_response(
+                f"{at} response", batch.response[i], self.tokenizer, self.stop_ids
+            )
         return {
             "prompt": batch.src[i],
             "query": query,
@@ -128,15 +156,20 @@ class Scorer:
 
 
 class Protocol(H11Protocol):
-    """A connection. One that has sent nothing is closed after uvicorn's timeout_keep_alive, as one between requests."""
+    """A connection. One that has sent nothing is closed after uvicorn's timeout_keep_alive, as one
+    between requests.
+    """
 
     def connection_made(self, transport) -> None:
         super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
 
 def make_app(args: Args, scorer: Scorer) -> FastAPI:
-    app, places = FastAPI(), threading.Semaphore(AT_ONCE if scorer.tokenizer is None else 1)
+    app = FastAPI()
+    places = threading.Semaphore(AT_ONCE if scorer.tokenizer is None else 1)
     app.add_middleware(CheckKey, variable="REWARD_API_KEY")
 
     @app.post("/")
@@ -158,8 +191,11 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
 def main(args: Args) -> None:
     with utils.loading(f"--host {args.host} --port {args.port}"):
         require_key(args.host, "REWARD_API_KEY")
-        host, family = (f"[{args.host}]", socket.AF_INET6) if ":" in args.host else (args.host, socket.AF_INET)
-        listener = socket.create_server((args.host, args.port), family=family)  # clients wait until models are loaded
+        host, family = (
+            (f"[{args.host}]", socket.AF_INET6) if ":" in args.host else (args.host, socket.AF_INET)
+        )
+        # clients wait until models are loaded
+        listener = socket.create_server((args.host, args.port), family=family)
     scorer = Scorer(args, utils.setup_processes())
     app = make_app(args, scorer)
     config = uvicorn.Config(app, http=Protocol, log_level="warning", timeout_graceful_shutdown=3)

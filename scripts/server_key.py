@@ -9,7 +9,9 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def require_key(host: str, variable: str) -> None:
-    """Raise ValueError if `host` is not the machine's loopback and the environment variable has no key."""
+    """Raise ValueError if `host` is not the machine's loopback and the environment variable has no
+    key.
+    """
     if host not in LOOPBACK and not os.environ.get(variable):
         raise ValueError(
             f"other machines can reach addresses but {', '.join(LOOPBACK)}; set the variable {variable} to a key of "
@@ -24,12 +26,16 @@ class CheckKey:
     """
 
     def __init__(self, app, variable: str = "VLLM_API_KEY"):
-        self.app, self.variable, self.key = app, variable, os.environ.get(variable)
+        self.app = app
+        self.variable = variable
+        self.key = os.environ.get(variable)
 
     async def __call__(self, scope: dict, receive, send) -> None:
         answer = self.app
         if self.key and scope["type"] != "lifespan" and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not secrets.compare_digest(given, f"Bearer {self.key}".encode()):
-                answer = JSONResponse({"error": {"message": f"{self.variable} is not the one of the server"}}, 401)
+                answer = JSONResponse(
+                    {"error": {"message": f"{self.variable} is not the one of the server"}}, 401
+                )
         await answer(scope, receive, send)

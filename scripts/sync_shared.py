@@ -1,12 +1,14 @@
-"""Keeps equal what the algorithm scripts share by design: each holds its own copy, so that it can be read alone.
+"""Keeps equal what the algorithm scripts share by design: each holds its own copy, so that it can
+be read alone.
 
     python scripts/sync_shared.py grpo.py                   copy from grpo.py into the other scripts
     python scripts/sync_shared.py grpo.py --check           change nothing; a line for each difference, and exit code 1
     python scripts/sync_shared.py grpo.py my_fork.py --only generate collect     copy these parts into a fork
 
-Shared are top-level functions and classes of the same name, and fields of `Args` of the same name (type and docstring;
-the default is the script's own). Into a fork, which differs on purpose, goes only what --only names: without it, what
-differs is printed, as by --check. Names that a file lacks after that are found by `ruff check --select F821`.
+Shared are top-level functions and classes of the same name, and fields of `Args` of the same name
+(type and docstring; the default is the script's own). Into a fork, which differs on purpose, goes
+only what --only names: without it, what differs is printed, as by --check. Names that a file lacks
+after that are found by `ruff check --select F821`.
 """
 
 import ast
@@ -21,9 +23,12 @@ SCRIPTS = ("grpo.py", "rloo.py", "ppo.py", "reward_model.py", "distill.py")
 MAY_DIFFER = (  # what has one name and may differ
     "Args",  # each algorithm has its own flags; fields are compared one by one
     "main",  # the algorithm itself
-    "collect",  # rloo.py adds ReMax's greedy responses, ppo.py statistics of scores, distill.py responses of the rows
+    # rloo.py adds ReMax's greedy responses, ppo.py statistics of scores, distill.py responses of
+    # the rows
+    "collect",
     "final_scores",  # ppo.py normalizes and clips scores
-    "Policy",  # ppo.py's supervised rows have a temperature of 1, distill.py's student has a teacher
+    # ppo.py's supervised rows have a temperature of 1, distill.py's student has a teacher
+    "Policy",
     "policy_metrics",  # ppo.py adds the loss on supervised rows
     "Args.clip_low",  # its default depends on grpo's --loss
     "Args.clip_high",  # its default depends on grpo's --loss
@@ -32,7 +37,8 @@ MAY_DIFFER = (  # what has one name and may differ
 
 
 def parts(source: str) -> dict[str, tuple[list[str], str]]:
-    """Return what a script may share, {name: (what has to be equal, its lines)}: functions, classes, fields of Args.
+    """Return what a script may share, {name: (what has to be equal, its lines)}: functions,
+    classes, fields of Args.
 
     Layout, comments and the default of a field need not be equal.
     """
@@ -60,7 +66,9 @@ def with_default(ours: str, theirs: str) -> str:
     return ours.replace(re.search(default, ours)[0], re.search(default, theirs)[0], 1)
 
 
-def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] = (), check: bool = False) -> int:
+def main(
+    source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] = (), check: bool = False
+) -> int:
     """Copy what is shared from a script into others, and print what was copied, or differs.
 
     Args:
@@ -71,7 +79,8 @@ def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] 
     Returns:
         the exit code, 1 if something differs that was not copied.
     """
-    code, shared = 0, parts(source.read_text())
+    code = 0
+    shared = parts(source.read_text())
     for path in targets or [source.parent / name for name in SCRIPTS if name != source.name]:
         text = path.read_text()
         copies = not check and (only or path.name in SCRIPTS)
@@ -79,7 +88,9 @@ def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] 
             if name in shared and name in (only or shared) and shared[name][0] != equal:
                 print(f"{path.name}: {name} {'copied' if copies else 'differs'} from {source.name}")
                 ours = shared[name][1]
-                text = text.replace(theirs, with_default(ours, theirs) if name.startswith("Args.") else ours)
+                text = text.replace(
+                    theirs, with_default(ours, theirs) if name.startswith("Args.") else ours
+                )
                 code |= not copies
         if copies:
             path.write_text(text)

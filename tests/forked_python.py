@@ -1,8 +1,9 @@
-"""A program `python` for the tests: what it is given runs in a process forked from one that has imported everything.
+"""A program `python` for the tests: what it is given runs in a process forked from one that has
+imported everything.
 
-A test, or a shell script in a test, calls it as it would call Python, with a script or with -m and a module. Working
-folder, environment, output, signals and exit code are those of the call. It saves five seconds of imports a call, and
-thirteen where vLLM is imported (helpers.vllm_preloaded).
+A test, or a shell script in a test, calls it as it would call Python, with a script or with -m and
+a module. Working folder, environment, output, signals and exit code are those of the call. It saves
+five seconds of imports a call, and thirteen where vLLM is imported (helpers.vllm_preloaded).
 """
 
 import contextlib
@@ -22,7 +23,8 @@ from pathlib import Path
 
 import helpers
 
-# Passes what it is called with to the tests' process, signals to the process that this one forks, and its exit code on.
+# Passes what it is called with to the tests' process, signals to the process that this one forks,
+# and its exit code on.
 PROGRAM = """#!PYTHON -IS
 import json, os, signal, socket, sys
 line = socket.socket(socket.AF_UNIX)
@@ -42,7 +44,8 @@ if code < 0:  # a signal ended it
 sys.exit(code)
 """
 
-FORKED: dict[int, int] = {}  # process that runs the program -> the one that does what it asks for and leads a group
+# process that runs the program -> the one that does what it asks for and leads a group
+FORKED: dict[int, int] = {}
 
 
 class Call(socketserver.StreamRequestHandler):
@@ -77,7 +80,9 @@ def python():
     with tempfile.TemporaryDirectory() as folder, Server(f"{folder}/calls", Call) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         program = Path(folder, "python")
-        program.write_text(PROGRAM.replace("PYTHON", sys.executable, 1).replace("ADDRESS", f"{folder}/calls", 1))
+        program.write_text(
+            PROGRAM.replace("PYTHON", sys.executable, 1).replace("ADDRESS", f"{folder}/calls", 1)
+        )
         program.chmod(0o755)
         yield str(program)
         server.shutdown()
@@ -86,9 +91,18 @@ def python():
 @contextlib.contextmanager
 def torchrun(script, values: dict, log: Path, *options: str, **environment):
     """Two ranks of a script, in processes forked as above, whose output goes to a file."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options, str(script)]
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        *options,
+        str(script),
+    ]
     with python() as program, open(log, "w") as file:
-        words, settings = [program, *words, *helpers.words(values)], {"PYTHON_EXEC": program, **environment}
+        words = [program, *words, *helpers.words(values)]
+        settings = {"PYTHON_EXEC": program, **environment}
         running = subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, **settings})
         try:
             yield running
@@ -103,10 +117,13 @@ def execute(words: list[str], folder: str, environment: dict, caller: int) -> No
         os.dup2(os.open(f"/proc/{caller}/fd/{number}", os.O_WRONLY | os.O_APPEND), number)
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.chdir(folder)
-    # What would begin a new interpreter goes on in this process, or in a fork of it: a vLLM server and its engine.
+    # What would begin a new interpreter goes on in this process, or in a fork of it: a vLLM server
+    # and its engine.
     os.execve = lambda path, words, environment: start(words[1:], environment)
     of_method = multiprocessing.get_context
-    multiprocessing.get_context = lambda method=None: of_method("fork" if method == "spawn" else method)
+    multiprocessing.get_context = lambda method=None: of_method(
+        "fork" if method == "spawn" else method
+    )
     start(words, environment)
 
 
@@ -114,9 +131,12 @@ def start(words: list[str], environment: dict) -> None:
     """Run a script or module as __main__, and end this process with its exit code."""
     os.environ.clear()
     os.environ.update(environment)
-    helpers.torch._dynamo.config.disable = environment.get("TORCH_COMPILE_DISABLE") == "1"  # read when it is imported
+    # read when it is imported
+    helpers.torch._dynamo.config.disable = environment.get("TORCH_COMPILE_DISABLE") == "1"
     if words[0] == "-m":
-        sys.argv, call = words[1:], partial(runpy.run_module, words[1], alter_sys=True)
+        sys.argv = words[1:]
+        call = partial(runpy.run_module, words[1], alter_sys=True)
     else:
-        sys.argv, call = words, partial(runpy.run_path, words[0])
+        sys.argv = words
+        call = partial(runpy.run_path, words[0])
     helpers.run_and_exit(partial(call, run_name="__main__"))

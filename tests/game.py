@@ -9,7 +9,8 @@ class Game:
     """Answers with the number of characters said so far, three times."""
 
     def reset(self, prompt, mode="", **row):
-        self.said, self.mode = [], mode
+        self.said = []
+        self.mode = mode
         return {"adds": "[more]", "long": "x" * 300}.get(mode)
 
     def step(self, response):
@@ -27,7 +28,9 @@ class Counter:
     """Counts, as TRL has it: its methods are tools."""
 
     def reset(self, late=False, **row):
-        self.count, self.done, self.reward = 0, False, None if late else 0.0
+        self.count = 0
+        self.done = False
+        self.reward = None if late else 0.0
 
     def increment(self, by: int) -> int:
         """Count.

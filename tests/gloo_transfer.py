@@ -1,4 +1,5 @@
-"""vLLM's NCCL weight transfer by gloo, as CPUs have no NCCL: importing this file changes both of its ends.
+"""vLLM's NCCL weight transfer by gloo, as CPUs have no NCCL: importing this file changes both of
+its ends.
 
 What vLLM does around the broadcasts stays: handshake, metadata, gathers of the other ranks.
 """
@@ -12,8 +13,11 @@ from vllm.distributed.weight_transfer import nccl_engine
 
 
 def group(info, rank: int) -> dist.ProcessGroupGloo:
-    # As vLLM's own group: it listens on the address in use, where TCPStore by itself takes all of the machine's.
-    store = StatelessProcessGroup.create(info.master_address, info.master_port, rank, info.world_size).store
+    # As vLLM's own group: it listens on the address in use, where TCPStore by itself takes all of
+    # the machine's.
+    store = StatelessProcessGroup.create(
+        info.master_address, info.master_port, rank, info.world_size
+    ).store
     return dist.ProcessGroupGloo(store, rank, info.world_size, timedelta(minutes=10))
 
 
@@ -32,11 +36,14 @@ def receive(self, info) -> None:
 
 
 def update_weights(self, update_info: dict) -> None:
-    self.receive_weights(self.parse_update_info(update_info))  # the base class then asks for an accelerator
+    # the base class then asks for an accelerator
+    self.receive_weights(self.parse_update_info(update_info))
 
 
 nccl_engine.open_trainer_endpoint = lambda info: group(info, 0)
-nccl_engine.worker_init_process_group = lambda info, config: group(info, info.rank_offset + config.rank)
+nccl_engine.worker_init_process_group = lambda info, config: group(
+    info, info.rank_offset + config.rank
+)
 nccl_engine.NCCLTrainerWeightTransferEngine._broadcast = broadcast
 nccl_engine.NCCLWeightTransferEngine.receive_weights = receive
 nccl_engine.NCCLWeightTransferEngine.update_weights = update_weights

@@ -1,8 +1,9 @@
 """Runs of the scripts for the tests: tiny models, real processes, and signals at an exact place.
 
-A process of its own costs five seconds of imports, so most runs are forked from a server that has imported everything:
-each is a real process with its own signals and exit code. `start` can make such a process send itself a signal at the
-n-th call of any function, which hits a phase of the training exactly, where a sleep would only hit it mostly.
+A process of its own costs five seconds of imports, so most runs are forked from a server that has
+imported everything: each is a real process with its own signals and exit code. `start` can make
+such a process send itself a signal at the n-th call of any function, which hits a phase of the
+training exactly, where a sleep would only hit it mostly.
 """
 
 import atexit
@@ -18,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import types
 from multiprocessing import forkserver
@@ -50,7 +52,10 @@ from plumbing.rewards.sources import Scoring  # noqa: E402
 from plumbing.run import log as run_log  # noqa: E402
 
 GAME = f"{ROOT / 'tests/game.py'}:Game"  # an environment
-ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 40, 3), range(2, 93, 7))]  # 13
+# 13
+ROWS = [
+    {"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 40, 3), range(2, 93, 7))
+]
 HELD_OUT = [{"prompt": f"{a}+{a}=", "answer": str(2 * a)} for a in (5, 6, 9)]
 
 # Scores that differ from response to response, whatever a random model writes.
@@ -69,20 +74,29 @@ CHAT_TEMPLATE = """
 {%- if add_generation_prompt %}{{ '>' }}{% endif %}"""
 
 
-def tiny_model(folder, kind: str = "qwen2", chat: bool = False, stop: float = 1.0, **changes) -> str:
+def tiny_model(
+    folder, kind: str = "qwen2", chat: bool = False, stop: float = 1.0, **changes
+) -> str:
     """Save a random model of two layers and its tokenizer (one token a character) in a folder.
 
-    `stop` is a factor of the stop token's row of the output head: responses of many lengths, where it is larger than 1.
+    `stop` is a factor of the stop token's row of the output head: responses of many lengths, where
+    it is larger than 1.
     """
     tokenizer = make_tokenizer()
     if chat:
         tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
     shape = dict(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=256, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    )
     if kind != "gpt_neox":
         shape |= dict(num_key_value_heads=1)
     if kind.startswith("gemma"):
@@ -100,10 +114,16 @@ def tiny_model(folder, kind: str = "qwen2", chat: bool = False, stop: float = 1.
     return str(folder)
 
 
-def scalar_folder(source: str, folder, labels: int = 1, tokens: tuple = (), tokenizer=None, **config) -> str:
-    """A reward model in a folder: the body of a language model, and a head at random values far from 0."""
+def scalar_folder(
+    source: str, folder, labels: int = 1, tokens: tuple = (), tokenizer=None, **config
+) -> str:
+    """A reward model in a folder: the body of a language model, and a head at random values far
+    from 0.
+    """
     torch.manual_seed(5)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=labels)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        source, num_labels=labels
+    )
     model.score.weight.data = torch.randn_like(model.score.weight)
     model.config.update(config)
     model.save_pretrained(folder)
@@ -119,8 +139,9 @@ def write_rows(path, rows: list) -> str:
 
 
 def workspace(folder) -> dict:
-    """Flags of a small run (2 prompts x 4 responses a step) in which all of mini-batches, epochs, micro-batches,
-    evaluation and KL occur, with its model, data and reward in a folder."""
+    """Flags of a small run (2 prompts x 4 responses a step) in which all of mini-batches, epochs,
+    micro-batches, evaluation and KL occur, with its model, data and reward in a folder.
+    """
     folder = Path(folder)
     (folder / "reward.py").write_text(REWARD)
     return {
@@ -163,17 +184,20 @@ def words(values: dict) -> list[str]:
     return line
 
 
-# ---- processes -------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 
 def _before(name: str, action) -> None:
     """Make every call of a function call `action(how often)` first: "utils.Optimizer.step"."""
     *path, function = name.split(".")
-    rooms = [module for module in sys.modules if re.fullmatch(rf"plumbing\.(\w+\.)?{path[0]}", module)]
+    rooms = [
+        module for module in sys.modules if re.fullmatch(rf"plumbing\.(\w+\.)?{path[0]}", module)
+    ]
     owner = sys.modules[max(rooms, key=len, default=path[0])]
     for part in path[1:]:
         owner = getattr(owner, part)
-    original, calls = getattr(owner, function), []
+    original = getattr(owner, function)
+    calls = []
 
     def call(*args, **kwargs):
         calls.append(1)
@@ -184,7 +208,9 @@ def _before(name: str, action) -> None:
 
 
 def _send_after(calls: int, what: signal.Signals) -> None:
-    """Make this process send itself a signal after so many further calls of functions in this thread, C's included."""
+    """Make this process send itself a signal after so many further calls of functions in this
+    thread, C's included.
+    """
     left = calls
 
     def count(frame, event: str, argument) -> None:
@@ -198,21 +224,28 @@ def _send_after(calls: int, what: signal.Signals) -> None:
 
 
 def _signal_at(place: str) -> None:
-    """Make this process send itself a signal before the n-th call of a function: "utils.Optimizer.step:3:SIGTERM".
+    """Make this process send itself a signal before the n-th call of a function:
+    "utils.Optimizer.step:3:SIGTERM".
 
-    "A;B" stands for two such places, and "run_log.RunLog.log>json.dumps:2:SIGKILL" for the second call of json.dumps
-    after run_log.RunLog.log was called for the first time. "utils.Optimizer.step:3:SIGTERM+500" is the 500th call of
-    any function after that of "utils.Optimizer.step:3:SIGTERM".
+    "A;B" stands for two such places, and "run_log.RunLog.log>json.dumps:2:SIGKILL" for the second
+    call of json.dumps after run_log.RunLog.log was called for the first time.
+    "utils.Optimizer.step:3:SIGTERM+500" is the 500th call of any function after that of
+    "utils.Optimizer.step:3:SIGTERM".
     """
     for part in place.split(";"):
         first, _, then = part.rpartition(">")
         name, number, what = then.split(":")
         signal_name, _, later = what.partition("+")
-        send = lambda calls, at=int(number), what=signal.Signals[signal_name], later=int(later or 0): (
-            _send_after(later, what) if calls == at else None
+        send = (
+            lambda calls, at=int(number), what=signal.Signals[signal_name], later=int(later or 0): (
+                _send_after(later, what) if calls == at else None
+            )
         )
         if first:
-            _before(first, lambda calls, name=name, send=send: _before(name, send) if calls == 1 else None)
+            _before(
+                first,
+                lambda calls, name=name, send=send: _before(name, send) if calls == 1 else None,
+            )
         else:
             _before(name, send)
 
@@ -239,7 +272,8 @@ def _main(script: str, flags: list[str], log: str, environment: dict, place: str
     for number, name in ((1, "out"), (2, "err")):
         descriptor = os.open(f"{log}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(descriptor, number)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout = open(1, "w", closefd=False)
+    sys.stderr = open(2, "w", closefd=False)
     faulthandler.enable(sys.stderr)  # shows where it is when it crashes
     faulthandler.register(signal.SIGUSR1, sys.stderr)
     os.environ.clear()  # the server's is that of the test which started it
@@ -262,8 +296,10 @@ def _fork_server(*preloaded: str) -> forkserver.ForkServer:
     server = forkserver.ForkServer()
     server.set_forkserver_preload(list(preloaded))
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "VLLM_LOGGING_LEVEL")}
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))  # Python 3.11's server does not take over sys.path
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # as the engine sets it, before vLLM is imported
+    # Python 3.11's server does not take over sys.path
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))
+    # as the engine sets it, before vLLM is imported
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     server.ensure_running()
     for name, value in before.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
@@ -277,13 +313,25 @@ def _server() -> multiprocessing.context.ForkServerContext:
 
 
 # What vLLM's CPU build needs; on GPUs, scripts/vllm_server.py needs nothing of this.
-SERVER_ON_CPU = ["--", "--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "65536"]
-VLLM_ON_CPU = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+SERVER_ON_CPU = [
+    "--",
+    "--enforce-eager",
+    "--no-enable-chunked-prefill",
+    "--max-num-batched-tokens",
+    "65536",
+]
+VLLM_ON_CPU = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 @contextlib.contextmanager
 def vllm_preloaded():
-    """Fork the runs from a server that has imported vLLM, too, which other runs do not: it changes torch.compile."""
+    """Fork the runs from a server that has imported vLLM, too, which other runs do not: it changes
+    torch.compile.
+    """
     PRELOADED.append("preloaded_vllm")
     yield
     PRELOADED.remove("preloaded_vllm")
@@ -292,7 +340,9 @@ def vllm_preloaded():
 class Running:
     """A run in a process of its own, without curves.png, which takes as long as four steps."""
 
-    def __init__(self, values: dict, script: str = "grpo", environment: dict | None = None, place: str = ""):
+    def __init__(
+        self, values: dict, script: str = "grpo", environment: dict | None = None, place: str = ""
+    ):
         context = _server()
         self.log = tempfile.mktemp(prefix="log_", dir=_logs.name)
         environment = {**os.environ, "RUN_TEST_LOG": self.log, **(environment or {})}
@@ -327,13 +377,18 @@ class Running:
 
     @property
     def errors(self) -> list[str]:
-        """The lines that say why a run ended. (A progress bar shares its line with what comes after it.)"""
-        return [line for line in self.err.replace("\r", "\n").split("\n") if line.startswith("error:")]
+        """The lines that say why a run ended. (A progress bar shares its line with what comes after
+        it.)
+        """
+        return [
+            line for line in self.err.replace("\r", "\n").split("\n") if line.startswith("error:")
+        ]
 
 
 def processes_of(running: Running) -> list[int]:
     """The processes that a run has started and that are still there."""
-    mark, processes = f"RUN_TEST_LOG={running.log}\0".encode(), []
+    mark = f"RUN_TEST_LOG={running.log}\0".encode()
+    processes = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is somebody else's
             if mark in (process / "environ").read_bytes() + b"\0":
@@ -344,7 +399,8 @@ def processes_of(running: Running) -> list[int]:
 def refused(captured, call, *args, noisy: bool = False, **options) -> str:
     """Call what has to end with exit code 2; return its one line of stderr that says why.
 
-    Nothing else may be there but warnings, unless it is `noisy`: a progress bar, a traceback of the user's function.
+    Nothing else may be there but warnings, unless it is `noisy`: a progress bar, a traceback of the
+    user's function.
     """
     with pytest.raises(SystemExit) as end:
         call(*args, **options)
@@ -358,11 +414,21 @@ def refused(captured, call, *args, noisy: bool = False, **options) -> str:
 _logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
 
 
-def scores_by(rewards, rows: list[dict], texts: list[str], responses: list, interrupted=lambda: False) -> dict:
+def scores_by(
+    rewards, rows: list[dict], texts: list[str], responses: list, interrupted=lambda: False
+) -> dict:
     """Each source's scores of responses that are all there."""
-    scoring = Scoring(rewards, interrupted)
+    there = threading.Event()  # whether all are there: what a source takes at once does not vary
+
+    class Waiting(Scoring):
+        def _score(self, name):
+            there.wait()
+            super()._score(name)
+
+    scoring = Waiting(rewards, interrupted)
     for i, (row, text, response) in enumerate(zip(rows, texts, responses)):
         scoring.add(i, types.SimpleNamespace(row=row, text=text, response=response))
+    there.set()
     scores = [sample.scores for sample in scoring.finish()]
     return {name: [each[name] for each in scores] for name in (*rewards.sources, *rewards.further)}
 
@@ -395,9 +461,15 @@ def free_port() -> int:
 def start_ranks(
     values: dict, size: int, places: dict | None = None, environment: dict | None = None, **options
 ) -> list[Running]:
-    """The same over several ranks; `places` gives one rank a signal, {1: "grpo.generate:3:SIGTERM"}, or calls there
-    what breaks something (picklable)."""
-    group = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    """The same over several ranks; `places` gives one rank a signal, {1:
+    "grpo.generate:3:SIGTERM"}, or calls there what breaks something (picklable).
+    """
+    group = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }
     start_rank = lambda rank, **variables: Running(
         values,
         environment={name: str(x) for name, x in variables.items()} | (environment or {}),
@@ -407,7 +479,9 @@ def start_ranks(
     return [start_rank(rank, **group, RANK=rank, LOCAL_RANK=rank) for rank in range(size)]
 
 
-def run_ranks(values: dict, size: int, codes: tuple, places: dict | None = None, **options) -> list[Running]:
+def run_ranks(
+    values: dict, size: int, codes: tuple, places: dict | None = None, **options
+) -> list[Running]:
     """Run several ranks to the end, and check the exit codes."""
     ranks = start_ranks(values, size, places, **options)
     try:
@@ -425,9 +499,11 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
 
     What it changes is put back: signal handlers, reward processes.
     """
-    module, plot_curves = __import__(script), run_log.plot_curves
+    module = __import__(script)
+    plot_curves = run_log.plot_curves
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    made, rewards = [], getattr(module, "Rewards", None) or object
+    made = []
+    rewards = getattr(module, "Rewards", None) or object
 
     class Closed(rewards):
         def __init__(self, *args):
@@ -451,7 +527,7 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
             signal.signal(number, handler)
 
 
-# ---- what a run left --------------------------------------------------------------------------------------------
+# ---- what a run left -----------------------------------------------------------------------------
 
 
 def refuse(constant: str):
@@ -478,35 +554,56 @@ def weights_of(folder) -> dict[str, torch.Tensor]:
 
 
 def tensors_of(folder) -> dict[str, torch.Tensor]:
-    """All that the .safetensors files in and below a folder hold: model or adapter, critic, reference."""
-    files = {path.relative_to(folder): load_file(path) for path in sorted(Path(folder).rglob("*.safetensors"))}
-    return {f"{path} {name}": tensor for path, tensors in files.items() for name, tensor in tensors.items()}
+    """All that the .safetensors files in and below a folder hold: model or adapter, critic,
+    reference.
+    """
+    files = {
+        path.relative_to(folder): load_file(path)
+        for path in sorted(Path(folder).rglob("*.safetensors"))
+    }
+    return {
+        f"{path} {name}": tensor
+        for path, tensors in files.items()
+        for name, tensor in tensors.items()
+    }
 
 
 def largest_difference(
-    values: dict, reference: dict, parts: tuple = ("checkpoints/step_3",), least: float = 1e-2, without: str = " "
+    values: dict,
+    reference: dict,
+    parts: tuple = ("checkpoints/step_3",),
+    least: float = 1e-2,
+    without: str = " ",
 ) -> tuple[float, str]:
-    """The largest difference between two runs, and where it is: in any metric of any step but those that begin with
-    `without`, and in any weight in some of their folders.
+    """The largest difference between two runs, and where it is: in any metric of any step but those
+    that begin with `without`, and in any weight in some of their folders.
 
-    It is relative to the reference's number, and to the largest number of a tensor, but to `least` at least, as a loss
-    can be next to 0. Both runs have to have the same metrics, and tensors of the same names and formats.
+    It is relative to the reference's number, and to the largest number of a tensor, but to `least`
+    at least, as a loss can be next to 0. Both runs have to have the same metrics, and tensors of
+    the same names and formats.
     """
     differences = [(0.0, "nowhere")]
     for row, expected in zip(metrics_of(values), metrics_of(reference), strict=True):
         assert row.keys() == expected.keys()
         assert [x is None for x in row.values()] == [x is None for x in expected.values()]
-        compared = {key: x for key, x in expected.items() if x is not None and not key.startswith(without)}
+        compared = {
+            key: x for key, x in expected.items() if x is not None and not key.startswith(without)
+        }
         differences += [
-            (abs(row[key] - x) / max(abs(x), least), f"{key} of step {row['step']}") for key, x in compared.items()
+            (abs(row[key] - x) / max(abs(x), least), f"{key} of step {row['step']}")
+            for key, x in compared.items()
         ]
     for part in parts:
-        ours, theirs = tensors_of(folder_of(values) / part), tensors_of(folder_of(reference) / part)
-        assert theirs and {key: x.dtype for key, x in ours.items()} == {key: x.dtype for key, x in theirs.items()}
+        ours = tensors_of(folder_of(values) / part)
+        theirs = tensors_of(folder_of(reference) / part)
+        assert theirs and {key: x.dtype for key, x in ours.items()} == {
+            key: x.dtype for key, x in theirs.items()
+        }
         for key, x in theirs.items():
             size = (ours[key] - x).abs().max().item() / max(x.abs().max().item(), least)
             differences.append((size, f"{part}/{key}"))
-    return max(differences, key=lambda x: (math.isnan(x[0]), x))  # NaN, which is not less than anything, counts most
+    # NaN, which is not less than anything, counts most
+    return max(differences, key=lambda x: (math.isnan(x[0]), x))
 
 
 def steps_of(values: dict) -> list[str]:
@@ -514,14 +611,18 @@ def steps_of(values: dict) -> list[str]:
 
 
 def same_weights(one, other) -> bool:
-    one, other = weights_of(one), weights_of(other)
+    one = weights_of(one)
+    other = weights_of(other)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def assert_same_run(values: dict, whole: dict) -> None:
-    """What a run left is that of another one, bit for bit, clocks aside; and nothing is left half saved."""
+    """What a run left is that of another one, bit for bit, clocks aside; and nothing is left half
+    saved.
+    """
     assert metrics_of(values) == metrics_of(whole)
-    ours, theirs = folder_of(values), folder_of(whole)
+    ours = folder_of(values)
+    theirs = folder_of(whole)
     assert read_lines(ours / "samples.jsonl") == read_lines(theirs / "samples.jsonl")
     assert same_weights(ours / "final", theirs / "final")
     assert not list((ours / "checkpoints").glob(".*"))

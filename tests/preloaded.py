@@ -11,10 +11,12 @@ import reward_model
 import rloo
 from plumbing import cli
 
-os.fsync = lambda descriptor: None  # it keeps files of a machine that dies, of which no test is one; a run has 40
+# it keeps files of a machine that dies, of which no test is one; a run has 40
+os.fsync = lambda descriptor: None
 
 for script in (grpo, ppo, reward_model, rloo):
     cli.parse(script.Args, [])  # fills the caches of tyro
 conversion_mapping.get_checkpoint_conversion_mapping("qwen2")  # and those of transformers
 gc.collect()
-gc.freeze()  # a collection in a run would write to the pages of every object, and each would be copied
+# a collection in a run would write to the pages of every object, and each would be copied
+gc.freeze()

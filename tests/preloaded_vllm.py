@@ -1,4 +1,6 @@
-"""What the server that forks the tests' runs has done before, where they take vLLM: see helpers.py."""
+"""What the server that forks the tests' runs has done before, where they take vLLM: see
+helpers.py.
+"""
 
 import gc
 

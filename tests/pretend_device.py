@@ -1,9 +1,10 @@
-"""A pretend accelerator: tensors of the device "pretend" hold CPU tensors, and an operation that mixes them with CPU
-tensors raises, as it does on CUDA. So a CPU finds the `.to(device)` that a GPU would miss.
+"""A pretend accelerator: tensors of the device "pretend" hold CPU tensors, and an operation that
+mixes them with CPU tensors raises, as it does on CUDA. So a CPU finds the `.to(device)` that a GPU
+would miss.
 
-As on CUDA, tensors without dimensions may be on the CPU, indices into a pretend tensor, too, and copies cross devices.
-`WAITS` counts what makes a CPU wait for a GPU: reading a value, copying to the CPU, indexing by a boolean mask, whose
-result has as many entries as are set.
+As on CUDA, tensors without dimensions may be on the CPU, indices into a pretend tensor, too, and
+copies cross devices. `WAITS` counts what makes a CPU wait for a GPU: reading a value, copying to
+the CPU, indexing by a boolean mask, whose result has as many entries as are set.
 """
 
 import collections
@@ -18,22 +19,30 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 _setup_privateuseone_for_python_backend("pretend")
 AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # without casts
 AUTOCAST.fallback(torch.library.fallthrough_kernel)
-torch.__future__.set_swap_module_params_on_conversion(True)  # so that tied weights stay tied in module.to(DEVICE)
+# so that tied weights stay tied in module.to(DEVICE)
+torch.__future__.set_swap_module_params_on_conversion(True)
 
 DEVICE = torch.device("pretend", 0)
 WAITS = collections.Counter()
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
-INDEXING = {aten.index.Tensor: (), aten.index_put_.default: (2,)}  # of which indices may be on the CPU, but not values
+# of which indices may be on the CPU, but not values
+INDEXING = {aten.index.Tensor: (), aten.index_put_.default: (2,)}
 
 
 class Pretend(torch.Tensor):
     @staticmethod
     def __new__(cls, raw, requires_grad=False):
         return torch.Tensor._make_wrapper_subclass(
-            cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype,
-            layout=raw.layout, device=DEVICE, requires_grad=requires_grad,
-        )  # fmt: skip
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            layout=raw.layout,
+            device=DEVICE,
+            requires_grad=requires_grad,
+        )
 
     def __init__(self, raw, requires_grad=False):
         self.raw = raw
@@ -58,24 +67,39 @@ def compute(operation, args: tuple, kwargs: dict):
     plain = [x for x in tensors if not is_pretend(x) and x.dim() > 0]
     if pretend and plain and operation not in COPIES:
         values = [args[i] for i in INDEXING.get(operation, ()) if i < len(args)]
-        if operation not in INDEXING or not is_pretend(args[0]) or any(x is y for x in values for y in plain):
-            raise RuntimeError(f"{operation}: expected all tensors to be on the same device, but found pretend and cpu")
+        if (
+            operation not in INDEXING
+            or not is_pretend(args[0])
+            or any(x is y for x in values for y in plain)
+        ):
+            raise RuntimeError(
+                f"{operation}: expected all tensors to be on the same device, but found pretend and cpu"
+            )
     target = kwargs.get("device")
     to_pretend = target is not None and torch.device(target).type == "pretend"
-    if pretend and (operation is aten._local_scalar_dense.default or target is not None and not to_pretend):
+    if pretend and (
+        operation is aten._local_scalar_dense.default or target is not None and not to_pretend
+    ):
         WAITS["item" if target is None else "cpu"] += 1
     masks = [x for x in pretend if x.dtype == torch.bool and x is not args[0]]
-    if operation in INDEXING and masks or operation in (aten.nonzero.default, aten.masked_select.default):
+    if (
+        operation in INDEXING
+        and masks
+        or operation in (aten.nonzero.default, aten.masked_select.default)
+    ):
         WAITS["mask"] += 1
     if target is not None:
-        kwargs = {**kwargs, "device": torch.device("cpu"), "pin_memory": False} if to_pretend else kwargs
+        kwargs = (
+            {**kwargs, "device": torch.device("cpu"), "pin_memory": False} if to_pretend else kwargs
+        )
     raw_args, raw_kwargs = tree_map_only(Pretend, lambda x: x.raw, (args, kwargs))
     result = operation(*raw_args, **raw_kwargs)
     if operation is aten.copy_.default:
         return args[0]
     if not (to_pretend or pretend and target is None):
         return result
-    same = {id(x.raw): x for x in pretend if operation is not aten.detach.default}  # of operations in place
+    # of operations in place
+    same = {id(x.raw): x for x in pretend if operation is not aten.detach.default}
     wrap = lambda x: x if is_pretend(x) else same[id(x)] if id(x) in same else Pretend(x)
     return tree_map_only(torch.Tensor, wrap, result)
 
@@ -92,7 +116,10 @@ class Functions(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if function in (torch.tensor, torch.as_tensor) and torch.device(kwargs.get("device") or "cpu") == DEVICE:
+        if (
+            function in (torch.tensor, torch.as_tensor)
+            and torch.device(kwargs.get("device") or "cpu") == DEVICE
+        ):
             del kwargs["device"]
             requires_grad = kwargs.pop("requires_grad", False)
             return function(*args, **kwargs).to(DEVICE).requires_grad_(requires_grad)

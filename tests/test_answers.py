@@ -1,7 +1,8 @@
-"""Where the final answer of a response is, and what `math`, `gsm8k`, `exact` and `format` say of it.
+"""Where the final answer of a response is, and what `math`, `gsm8k`, `exact` and `format` say of
+it.
 
-tests/data/answers.jsonl has the cases. `gsm8k` is judged by the rule of the original: the number after "####", without
-commas, "$" and a final full stop.
+tests/data/answers.jsonl has the cases. `gsm8k` is judged by the rule of the original: the number
+after "####", without commas, "$" and a final full stop.
 """
 
 import importlib
@@ -16,7 +17,8 @@ import pytest
 
 from plumbing.rewards import answers, verifiers
 
-voted_answer = importlib.import_module("evaluate").voted_answer  # in scripts/, which helpers has put on the path
+# in scripts/, which helpers has put on the path
+voted_answer = importlib.import_module("evaluate").voted_answer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,21 +29,32 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "data" / "answers.jsonl").read_text().splitlines()]
+CASES = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "data" / "answers.jsonl").read_text().splitlines()
+]
 
 
-@pytest.mark.parametrize("verifier, kind", dict.fromkeys((case["verifier"], case["kind"]) for case in CASES))
+@pytest.mark.parametrize(
+    "verifier, kind", dict.fromkeys((case["verifier"], case["kind"]) for case in CASES)
+)
 def test_cases(verifier, kind):
-    """Each response gets 1 if a careful teacher would call it right, else 0; those marked `known` get the other."""
+    """Each response gets 1 if a careful teacher would call it right, else 0; those marked `known`
+    get the other.
+    """
     check = verifiers.VERIFIERS[verifier].check
     cases = [case for case in CASES if (case["verifier"], case["kind"]) == (verifier, kind)]
     scores = [check(case["response"], case["reference"]) for case in cases]
     judged = [case["right"] != case.get("known", 0) for case in cases]
-    assert not [(case, score) for case, score, right in zip(cases, scores, judged) if score != right]
+    assert not [
+        (case, score) for case, score, right in zip(cases, scores, judged) if score != right
+    ]
 
 
 def test_shares_of_what_math_judges_otherwise():
-    """The counts in docs/data_and_rewards.md, without the kinds that have one form for each word of a table."""
+    """The counts in docs/data_and_rewards.md, without the kinds that have one form for each word of
+    a table.
+    """
     counts = []
     for right in (1, 0):
         cases = [case for case in CASES if case["verifier"] == "math" and case["right"] == right]
@@ -52,7 +65,7 @@ def test_shares_of_what_math_judges_otherwise():
     assert "{} of {} right answers and {} of {} wrong ones".format(*counts) in docs.read_text()
 
 
-# ---- one rule for the final answer -----------------------------------------------------------------------------------
+# ---- one rule for the final answer ---------------------------------------------------------------
 
 FORMS = [  # the thought never counts, whatever it holds
     "<think>{thought}</think> <answer>{answer}</answer>",
@@ -65,8 +78,18 @@ FORMS = [  # the thought never counts, whatever it holds
     "<think>{thought}</think>\n\\boxed{{{answer}}}",
     "<think>{thought}</think><answer>so \\boxed{{{answer}}}</answer>\\boxed{{{wrong}}}",
 ]
-THOUGHTS = ["hm", "\\boxed{{{wrong}}}", "<answer>{wrong}</answer>", "#### {wrong}", "The answer is {wrong}."]
-NO_ANSWERS = ["<think>{thought}</think>", "<think>{thought}", "<think>hm</think> so <think>{thought}"]
+THOUGHTS = [
+    "hm",
+    "\\boxed{{{wrong}}}",
+    "<answer>{wrong}</answer>",
+    "#### {wrong}",
+    "The answer is {wrong}.",
+]
+NO_ANSWERS = [
+    "<think>{thought}</think>",
+    "<think>{thought}",
+    "<think>hm</think> so <think>{thought}",
+]
 SOURCES = {  # reward: (the reference, a right answer, a wrong one)
     "math": ("42", "42", "41"),
     "exact": ("42", "42", "41"),
@@ -81,38 +104,54 @@ def test_each_verifier_reads_the_same_place(name, monkeypatch):
         def score_answer(self, answer, entry):
             return float(answer == entry["answer"])
 
-    monkeypatch.setattr(verifiers, "reasoning_gym_dataset", lambda *source: Task({0: {"answer": "42"}}))
-    check, (reference, right, wrong) = verifiers.VERIFIERS[name].check, SOURCES[name]
+    monkeypatch.setattr(
+        verifiers, "reasoning_gym_dataset", lambda *source: Task({0: {"answer": "42"}})
+    )
+    check = verifiers.VERIFIERS[name].check
+    (reference, right, wrong) = SOURCES[name]
     for thought in THOUGHTS:
         for form in FORMS:
             if name == "gsm8k" and "boxed" in form:
                 continue  # strict: a box is not "####"
             for answer, other, score in ((right, wrong, 1), (wrong, right, 0)):
-                response = form.format(thought=thought.format(wrong=other), answer=answer, wrong=other)
+                response = form.format(
+                    thought=thought.format(wrong=other), answer=answer, wrong=other
+                )
                 assert check(response, reference) == score, response
                 if name in ("math", "gsm8k"):
                     assert voted_answer(response) == answer.removeprefix("#### ")
         for form in NO_ANSWERS:
-            assert check(form.format(thought=thought.format(wrong=right)), reference) == 0, (form, thought)
+            assert check(form.format(thought=thought.format(wrong=right)), reference) == 0, (
+                form,
+                thought,
+            )
 
 
 @pytest.mark.parametrize(
     "response, answer",
     [
-        ("<answer>\n 5 \n</answer> or 6", "5"), ("$\\boxed{ 5 }$", "5"), ("\\boxed{5", None),
-        ("\\boxed{4} \\boxed{5", None), ("<answer>5", None), ("</answer>5<answer>", None), ("boxed{5}", None),
-        ("5", None), (r"\boxed{1} and \boxed{[2, \infty\}}", r"[2, \infty\}"),
+        ("<answer>\n 5 \n</answer> or 6", "5"),
+        ("$\\boxed{ 5 }$", "5"),
+        ("\\boxed{5", None),
+        ("\\boxed{4} \\boxed{5", None),
+        ("<answer>5", None),
+        ("</answer>5<answer>", None),
+        ("boxed{5}", None),
+        ("5", None),
+        (r"\boxed{1} and \boxed{[2, \infty\}}", r"[2, \infty\}"),
         (r"\boxed{a \\} b}", r"a \\"),  # a line end, then the brace
     ],
-)  # fmt: skip
+)
 def test_stated_text(response, answer):
     assert answers.stated_text(response) == (response if answer is None else answer)
 
 
-# ---- math ------------------------------------------------------------------------------------------------------------
+# ---- math ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("solution", [r"Since $x=5$, we get $\boxed{10}$.", "Then 2 * 5 = 10.\nThe answer is $10$."])
+@pytest.mark.parametrize(
+    "solution", [r"Since $x=5$, we get $\boxed{10}$.", "Then 2 * 5 = 10.\nThe answer is $10$."]
+)
 def test_a_solution_as_reference_is_its_answer(solution):
     assert verifiers.math(r"\boxed{10}", solution) == verifiers.math(solution, "10") == 1
     assert verifiers.math(r"\boxed{5}", solution) == 0
@@ -121,37 +160,60 @@ def test_a_solution_as_reference_is_its_answer(solution):
 @pytest.mark.parametrize(
     "text",
     [
-        "<answer>" * 4000, "<answer>5</answer" * 2000, "\\boxed{" * 4000, "\\boxed" + "{" * 20, "9^9^9",
-        "\\boxed{((9^9)^9)^9}", "\\[" * 15_000, "(" * 3000, "answer: $" * 500,
-        "$1$, " * 600, r"\frac{" * 500, r"\boxed{1} " * 300, "1," * 1500, "1+" * 1500, "-" * 3000, "answer 1" * 375,
+        "<answer>" * 4000,
+        "<answer>5</answer" * 2000,
+        "\\boxed{" * 4000,
+        "\\boxed" + "{" * 20,
+        "9^9^9",
+        "\\boxed{((9^9)^9)^9}",
+        "\\[" * 15_000,
+        "(" * 3000,
+        "answer: $" * 500,
+        "$1$, " * 600,
+        r"\frac{" * 500,
+        r"\boxed{1} " * 300,
+        "1," * 1500,
+        "1+" * 1500,
+        "-" * 3000,
+        "answer 1" * 375,
     ],
     ids=lambda text: text[:12],
-)  # fmt: skip
+)
 def test_long_nonsense_is_read_at_once(text):
     start = time.process_time()
     assert verifiers.math(text, "42") == 0
     assert time.process_time() - start < 5
 
 
-# ---- references ------------------------------------------------------------------------------------------------------
+# ---- references ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [["966"], '["966"]', [966], ["so\n#### 966"], [966.0], 966, "966", " 966\n"])
+@pytest.mark.parametrize(
+    "answer", [["966"], '["966"]', [966], ["so\n#### 966"], [966.0], 966, "966", " 966\n"]
+)
 def test_a_list_of_one_is_its_element(answer):
-    for check, response in ((verifiers.math, "\\boxed{966}"), (verifiers.gsm8k, "#### 966"), (verifiers.exact, "966")):
+    for check, response in (
+        (verifiers.math, "\\boxed{966}"),
+        (verifiers.gsm8k, "#### 966"),
+        (verifiers.exact, "966"),
+    ):
         assert check(response, answer) == 1 and check(response.replace("966", "967"), answer) == 0
 
 
 @pytest.mark.parametrize(
     "reward, answer, reason",
     [
-        *[(name, answer, "is not one answer") for name in ("math", "gsm8k", "exact")
-          for answer in (["1", "2"], [], '["1", "2"]', None)],
-        ("math", "$$", "is not an answer"), ("math", "####", "is not an answer"),
+        *[
+            (name, answer, "is not one answer")
+            for name in ("math", "gsm8k", "exact")
+            for answer in (["1", "2"], [], '["1", "2"]', None)
+        ],
+        ("math", "$$", "is not an answer"),
+        ("math", "####", "is not an answer"),
         ("gsm8k", "12 or 13", "is not a number"),
         ("math", "word " * 101, "is not an answer"),
     ],
-)  # fmt: skip
+)
 def test_references_of_no_use_are_refused(reward, answer, reason):
     """A score of 0 for every response would say that the model is wrong."""
     with pytest.raises(ValueError, match=re.escape(reason)):

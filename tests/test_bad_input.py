@@ -1,6 +1,7 @@
 """Bad files and rows: one line that names the flag, file and row, exit code 2, and no run folder.
 
-Commands run in this process, in a folder of models and of FILES. Flags themselves are in tests/test_cli.py.
+Commands run in this process, in a folder of models and of FILES. Flags themselves are in
+tests/test_cli.py.
 """
 
 import json
@@ -26,7 +27,9 @@ FLAGS = {  # of a command that would run; what follows them counts
 }
 FILES = {
     "data.jsonl": ROWS,
-    "pairs.jsonl": [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "none"} for row in ROWS],
+    "pairs.jsonl": [
+        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": "none"} for row in ROWS
+    ],
     "second line.jsonl": '{"prompt": "a"}\n{"prompt": "a"\n',
     "not utf8.jsonl": b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n',
     "lists.json": "[[1]]",
@@ -100,12 +103,14 @@ COMMANDS = CASES["files"] | {f"grpo --model '{name}'": f"--model {name}: " for n
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: ascii(command)[1:60])
 def test_commands(refused, command, monkeypatch):
-    monkeypatch.setattr("builtins.input", pytest.fail)  # transformers would ask whether to run a model's own code
+    # transformers would ask whether to run a model's own code
+    monkeypatch.setattr("builtins.input", pytest.fail)
     line = refused(command)
     assert line.startswith(COMMANDS[command]), line
 
 
-BAD_ROWS = [  # (script, row 3 of its data set, further flags); more are in test_data.py and test_reward_model.py
+# (script, row 3 of its data set, further flags); more are in test_data.py and test_reward_model.py
+BAD_ROWS = [
     ("grpo", {"prompt": " \n"}, ""),
     ("grpo", {"prompt": 12}, ""),
     ("grpo", {"prompt": "1+1=", "answer": float("nan")}, ""),
@@ -119,6 +124,9 @@ BAD_ROWS = [  # (script, row 3 of its data set, further flags); more are in test
 @pytest.mark.parametrize("script, row, flags", BAD_ROWS)
 def test_rows(refused, folder, script, row, flags):
     rows = list(FILES["pairs.jsonl" if script == "reward_model" else "data.jsonl"])
-    write_rows(folder / "rows.jsonl", [*rows[:2], {"answer": "2", **row} if isinstance(row, dict) else row, *rows[3:]])
+    write_rows(
+        folder / "rows.jsonl",
+        [*rows[:2], {"answer": "2", **row} if isinstance(row, dict) else row, *rows[3:]],
+    )
     line = refused(f"{script} --dataset rows.jsonl {flags}")
     assert line.startswith("--dataset rows.jsonl row 3"), line

@@ -9,22 +9,34 @@ import transformers
 import grpo
 
 FLAGS = benchmark.FLAGS | {
-    "model": benchmark.TINY, "min_response_length": 1, "max_response_length": 4, "rollout_batch_size": 1,
-    "mini_batch_size": 8, "total_episodes": 8 * 3,
-}  # fmt: skip
+    "model": benchmark.TINY,
+    "min_response_length": 1,
+    "max_response_length": 4,
+    "rollout_batch_size": 1,
+    "mini_batch_size": 8,
+    "total_episodes": 8 * 3,
+}
 
 
 def test_processes(monkeypatch, tmp_path):
     """What kinds measure, each in a process of its own."""
-    monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())  # one that has its imports
-    rows = benchmark.compare(FLAGS | {"output_dir": str(tmp_path)}, ["transformers", "grpo.py --lora_rank 2"], 1)
+    # one that has its imports
+    monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())
+    rows = benchmark.compare(
+        FLAGS | {"output_dir": str(tmp_path)}, ["transformers", "grpo.py --lora_rank 2"], 1
+    )
     assert [kind for kind, _ in rows.index] == ["transformers", "grpo.py --lora_rank 2"]
     assert (rows > 0).all(axis=None)
 
 
 def test_a_table_pairs_the_rounds():
     """Medians over the rounds; ratios round by round."""
-    seconds = {("transformers", 1): 2.0, ("grpo.py", 1): 1.0, ("transformers", 2): 4.0, ("grpo.py", 2): 8.0}
+    seconds = {
+        ("transformers", 1): 2.0,
+        ("grpo.py", 1): 1.0,
+        ("transformers", 2): 4.0,
+        ("grpo.py", 2): 8.0,
+    }
     rows = pandas.DataFrame({key: {"step, s": x} for key, x in seconds.items()}).T
     lines = [line.split() for line in benchmark.table(rows).splitlines()]
     assert lines[1:3] == [["transformers", "3.0"], ["grpo.py", "4.5"]]
@@ -36,4 +48,6 @@ def test_transformers_alone_does_the_same_work():
     model = transformers.AutoModelForCausalLM.from_pretrained(benchmark.TINY)
     ids = torch.randint(2, 20, (3, 9))
     ours = grpo.Policy(model, grpo.Args())(ids, torch.arange(9).expand_as(ids) > 0)["logprobs"]
-    torch.testing.assert_close(benchmark.bare_logprobs(model, ids).flatten(), ours, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        benchmark.bare_logprobs(model, ids).flatten(), ours, rtol=1e-4, atol=1e-5
+    )

@@ -1,4 +1,6 @@
-"""Command lines, --config and the rules of flags (plumbing/cli.py): in this process, before anything is loaded."""
+"""Command lines, --config and the rules of flags (plumbing/cli.py): in this process, before
+anything is loaded.
+"""
 
 import dataclasses
 import json
@@ -20,10 +22,17 @@ import reward_model
 import rloo
 from plumbing import cli
 
-SCRIPTS = {"grpo": grpo, "rloo": rloo, "ppo": ppo, "reward_model": reward_model, "evaluate": evaluate}
+SCRIPTS = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "ppo": ppo,
+    "reward_model": reward_model,
+    "evaluate": evaluate,
+}
 SCRIPTS |= {"distill": distill, "reward_server": reward_server, "vllm_server": vllm_server}
 
-# {line: what is printed}: words that are refused, rules, warnings ("" for none); {content of a .yaml file: its error}
+# {line: what is printed}: words that are refused, rules, warnings ("" for none); {content of a
+# .yaml file: its error}
 CASES = json.loads((ROOT / "tests" / "data" / "command_lines.json").read_text())
 
 
@@ -41,20 +50,33 @@ def refused(capsys, line: str) -> str:
     return err
 
 
-# ---- words and ranges: tyro's and pydantic's own messages, which name the flag ---------------------------------------
+# ---- words and ranges: tyro's and pydantic's own messages, which name the flag -------------------
 
 
 @pytest.mark.parametrize("line", CASES["words"])
 def test_bad_words(line, capsys):
-    assert CASES["words"][line] in re.sub(r"[│╭╮╰╯─|+\s]+|-{9,}", " ", refused(capsys, line))  # without boxes
+    # without boxes
+    assert CASES["words"][line] in re.sub(r"[│╭╮╰╯─|+\s]+|-{9,}", " ", refused(capsys, line))
 
 
 RANGES = {  # flag: values outside of its range; below 0, NaN and infinity are in a test below
-    "rollout_batch_size": "0", "num_epochs": "0", "micro_batch_tokens": "0", "learning_rate": "0",
-    "warmup_ratio": "1.5", "max_grad_norm": "0", "temperature": "0", "top_p": "0 1.5", "repetition_penalty": "0",
-    "kl_horizon": "0", "eval_samples": "0", "timeout": "0 1e9", "clip_low": "-1 2", "clip_high": "-0.1",
-    "reward_weights": "1e30", "overlong_buffer": "-1",
-}  # fmt: skip
+    "rollout_batch_size": "0",
+    "num_epochs": "0",
+    "micro_batch_tokens": "0",
+    "learning_rate": "0",
+    "warmup_ratio": "1.5",
+    "max_grad_norm": "0",
+    "temperature": "0",
+    "top_p": "0 1.5",
+    "repetition_penalty": "0",
+    "kl_horizon": "0",
+    "eval_samples": "0",
+    "timeout": "0 1e9",
+    "clip_low": "-1 2",
+    "clip_high": "-0.1",
+    "reward_weights": "1e30",
+    "overlong_buffer": "-1",
+}
 
 
 @pytest.mark.parametrize("name", RANGES)
@@ -68,8 +90,14 @@ def test_ranges(name):
 def test_every_number_has_a_range(script):
     """No number takes NaN or infinity, and only two make sense below 0."""
     cls = SCRIPTS[script].Args
-    numbers = [field for field in dataclasses.fields(cls) if isinstance(field.default, (int, float))]
-    numbers = [field.name for field in numbers if "Literal" not in str(field.type) and field.type is not bool]
+    numbers = [
+        field for field in dataclasses.fields(cls) if isinstance(field.default, (int, float))
+    ]
+    numbers = [
+        field.name
+        for field in numbers
+        if "Literal" not in str(field.type) and field.type is not bool
+    ]
     assert len(numbers) >= 3
     for name in numbers:
         for value in [math.nan, math.inf] + [-1] * (name != "penalty_reward_value"):
@@ -77,14 +105,19 @@ def test_every_number_has_a_range(script):
                 cls(**{name: value})
 
 
-# ---- rules and warnings ----------------------------------------------------------------------------------------------
+# ---- rules and warnings --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("line", CASES["rules"])
 def test_rules(line, capsys):
     """One line with the values of the flags that it names."""
     err = refused(capsys, line)
-    assert err.startswith("error: ") and CASES["rules"][line] in err and err.count("\n") == 1 and err.endswith(")\n")
+    assert (
+        err.startswith("error: ")
+        and CASES["rules"][line] in err
+        and err.count("\n") == 1
+        and err.endswith(")\n")
+    )
 
 
 DEFAULTS = {script: "" for script in SCRIPTS if script not in ("distill", "vllm_server")}
@@ -98,7 +131,12 @@ def test_warnings(line, capsys):
     assert err.startswith(WARNINGS[line]) and err.count("\n") == bool(WARNINGS[line])
 
 
-SYSTEM_PROMPTS = {"math format": "boxed{}", "gsm8k math": '"####"', "code": "", "gsm8k --chat_template none": ""}
+SYSTEM_PROMPTS = {
+    "math format": "boxed{}",
+    "gsm8k math": '"####"',
+    "code": "",
+    "gsm8k --chat_template none": "",
+}
 
 
 @pytest.mark.parametrize("reward", SYSTEM_PROMPTS)
@@ -107,7 +145,10 @@ def test_the_system_prompt_goes_by_the_first_reward(reward, capsys):
     text = parse(f"grpo --reward {reward}").system_prompt
     assert SYSTEM_PROMPTS[reward] in text and bool(text) == bool(SYSTEM_PROMPTS[reward])
     assert capsys.readouterr().out == f"--system_prompt {text!r}, by --reward {reward.split()[0]}\n"
-    assert parse(f"evaluate --reward {reward} --system_prompt=").system_prompt == "" and not capsys.readouterr().out
+    assert (
+        parse(f"evaluate --reward {reward} --system_prompt=").system_prompt == ""
+        and not capsys.readouterr().out
+    )
 
 
 def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
@@ -118,25 +159,37 @@ def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
         assert end.value.code == 2 and capsys.readouterr() == ("", "")
 
 
-# ---- --config --------------------------------------------------------------------------------------------------------
+# ---- --config ------------------------------------------------------------------------------------
 
 
-def with_file(tmp_path, content: str, line: str = "", name: str = "config.yaml", script: str = "grpo"):
+def with_file(
+    tmp_path, content: str, line: str = "", name: str = "config.yaml", script: str = "grpo"
+):
     (tmp_path / name).write_text(content)
     return parse(f"{script} --config {tmp_path / name} {line}")
 
 
 def test_flags_of_the_command_line_override_the_file(tmp_path):
     content = "learning_rate: 1e-5\nreward: [math, format]\ngroup_size: 16\nnon_stop_penalty: false\nclip_low: null\n"
-    args = with_file(tmp_path, content, "--group_size 32 --reward exact --resume --no-resume --resume --seed=3")
+    args = with_file(
+        tmp_path, content, "--group_size 32 --reward exact --resume --no-resume --resume --seed=3"
+    )
     changed = dict(learning_rate=1e-5, reward=("exact",), group_size=32, resume=True, seed=3)
     changed |= dict(non_stop_penalty=False, system_prompt="")
     assert args == dataclasses.replace(grpo.Args(), **changed)
     assert with_file(tmp_path, content).reward == ("math", "format")
     assert with_file(tmp_path, "reward: exact\nreward_weights: 2\n").reward_weights == (2.0,)
-    texts = {"system_prompt": "- think\n--seed 3 = 'x'", "reward_weights": [-0.5], "adam_betas": [0.9, 0.95]}
+    texts = {
+        "system_prompt": "- think\n--seed 3 = 'x'",
+        "reward_weights": [-0.5],
+        "adam_betas": [0.9, 0.95],
+    }
     args = with_file(tmp_path, json.dumps(texts), name="config.json")
-    assert (args.system_prompt, args.reward_weights, args.adam_betas) == (texts["system_prompt"], (-0.5,), (0.9, 0.95))
+    assert (args.system_prompt, args.reward_weights, args.adam_betas) == (
+        texts["system_prompt"],
+        (-0.5,),
+        (0.9, 0.95),
+    )
 
 
 @pytest.mark.parametrize("script", ["grpo", "ppo", "reward_model", "evaluate"])

@@ -1,4 +1,6 @@
-"""The reward `code`: what passes and what does not, and what holds programs, with and without namespaces."""
+"""The reward `code`: what passes and what does not, and what holds programs, with and without
+namespaces.
+"""
 
 import ctypes
 import json
@@ -33,18 +35,25 @@ def score(response: str, tests, seconds: float = 10.0) -> float:
     return VERIFIERS["code"].check(response, tests, seconds)
 
 
-# ---- right and wrong -------------------------------------------------------------------------------------------------
+# ---- right and wrong -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "right, tests",
     [
-        (ADD, ASSERTS), (ADD, json.dumps(ASSERTS.split("\n"))), (ADD, HUMANEVAL),
-        (READ, STDIN), (READ, json.dumps(STDIN | {"fn_name": None})),
-        (READ, {"inputs": [["1 2", ""]], "outputs": [["3"]]}), (ADD, CALLS),
-        ("class Solution:\n    def add(self, a: List[int], b: Optional[str]):\n        return a + b", CALLS),
+        (ADD, ASSERTS),
+        (ADD, json.dumps(ASSERTS.split("\n"))),
+        (ADD, HUMANEVAL),
+        (READ, STDIN),
+        (READ, json.dumps(STDIN | {"fn_name": None})),
+        (READ, {"inputs": [["1 2", ""]], "outputs": [["3"]]}),
+        (ADD, CALLS),
+        (
+            "class Solution:\n    def add(self, a: List[int], b: Optional[str]):\n        return a + b",
+            CALLS,
+        ),
     ],
-)  # fmt: skip
+)
 def test_right_and_wrong(right, tests):
     assert score(right, tests) == 1
     for wrong in ("a - b", "a + c", "a + "):
@@ -55,24 +64,45 @@ def test_right_and_wrong(right, tests):
 @pytest.mark.parametrize(
     "code, tests",
     [
-        (READ + "exit()", STDIN), (ADD + "exit()", CALLS), (ADD + "exit()", ASSERTS),
+        (READ + "exit()", STDIN),
+        (ADD + "exit()", CALLS),
+        (ADD + "exit()", ASSERTS),
         ("a, b = map(int, open('/dev/stdin').read().split())\nprint(a + b)", STDIN),
-        ("import os, tempfile\nprint('log', file=open(os.devnull, 'w'))\n"
-         "with tempfile.TemporaryDirectory() as f: open(f + '/x', 'w')\n" + READ, STDIN),
-        ("import numpy, time, zoneinfo\ntime.localtime(), zoneinfo.available_timezones()\n" + READ, STDIN),
-        ("def add(a, b): return [a + b, {'x': (a, 1)}]", CALLS | {"inputs": [[0.1, 0.2]] * 2,
-                                                            "outputs": [[0.3, {"x": [0.1, 1]}]] * 2}),
-        ("import atexit, sys\natexit.register(lambda: print(3))\nsys.exit()", {"inputs": [""], "outputs": ["3"]}),
-        ("import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**28)\n"
-         "def f(n): return n and 1 + f(n - 1)\nthreading.Thread(target=lambda: print(f(10**5))).start()",
-         {"inputs": [""], "outputs": ["100000"]}),
-        ("from concurrent.futures import ThreadPoolExecutor as Pool\nimport time\n"
-         "print(sum(Pool(64).map(lambda x: time.sleep(0.1) or x, range(64))))", {"inputs": [""], "outputs": ["2016"]}),
-        ("def sqrt(x): return math.sqrt(x) + pow(2, -1, 3) - len(deque([x, x]))",
-         {"fn_name": "sqrt", "inputs": [[4]], "outputs": [2]}),
+        (
+            "import os, tempfile\nprint('log', file=open(os.devnull, 'w'))\n"
+            "with tempfile.TemporaryDirectory() as f: open(f + '/x', 'w')\n" + READ,
+            STDIN,
+        ),
+        (
+            "import numpy, time, zoneinfo\ntime.localtime(), zoneinfo.available_timezones()\n"
+            + READ,
+            STDIN,
+        ),
+        (
+            "def add(a, b): return [a + b, {'x': (a, 1)}]",
+            CALLS | {"inputs": [[0.1, 0.2]] * 2, "outputs": [[0.3, {"x": [0.1, 1]}]] * 2},
+        ),
+        (
+            "import atexit, sys\natexit.register(lambda: print(3))\nsys.exit()",
+            {"inputs": [""], "outputs": ["3"]},
+        ),
+        (
+            "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**28)\n"
+            "def f(n): return n and 1 + f(n - 1)\nthreading.Thread(target=lambda: print(f(10**5))).start()",
+            {"inputs": [""], "outputs": ["100000"]},
+        ),
+        (
+            "from concurrent.futures import ThreadPoolExecutor as Pool\nimport time\n"
+            "print(sum(Pool(64).map(lambda x: time.sleep(0.1) or x, range(64))))",
+            {"inputs": [""], "outputs": ["2016"]},
+        ),
+        (
+            "def sqrt(x): return math.sqrt(x) + pow(2, -1, 3) - len(deque([x, x]))",
+            {"fn_name": "sqrt", "inputs": [[4]], "outputs": [2]},
+        ),
         ("print(input())", {"inputs": ["ü" * 10**6], "outputs": ["ü" * 10**6]}),
     ],
-)  # fmt: skip
+)
 def test_right_programs_pass(code, tests):
     assert score(code, tests) == 1
 
@@ -80,16 +110,25 @@ def test_right_programs_pass(code, tests):
 @pytest.mark.parametrize(
     "code, tests",
     [
-        ("def add(a, b): return 3", ASSERTS), ("def add(a, b): return 3", CALLS | {"outputs": [3, 4]}),
-        ("print(3)", STDIN), ("def add(a, b): return {1}", CALLS),  # not JSON
+        ("def add(a, b): return 3", ASSERTS),
+        ("def add(a, b): return 3", CALLS | {"outputs": [3, 4]}),
+        ("print(3)", STDIN),
+        ("def add(a, b): return {1}", CALLS),  # not JSON
         ("def add(a, b):\n x = []\n for _ in range(10**5): x = [x]\n return x", CALLS),
         ("print(0)\nraise SystemExit(1)", {"inputs": [""], "outputs": ["0"]}),
-        *[(code, tests) for tests in (ASSERTS, STDIN, CALLS) for code in (
-            "import os; os._exit(0)", "print([1])", "raise SystemExit", "import os; os.write(3, b'[]'); os._exit(0)",
-            "import os, threading; threading.Timer(0.2, os._exit, [0]).start(); import time; time.sleep(9)",
-        )],
+        *[
+            (code, tests)
+            for tests in (ASSERTS, STDIN, CALLS)
+            for code in (
+                "import os; os._exit(0)",
+                "print([1])",
+                "raise SystemExit",
+                "import os; os.write(3, b'[]'); os._exit(0)",
+                "import os, threading; threading.Timer(0.2, os._exit, [0]).start(); import time; time.sleep(9)",
+            )
+        ],
     ],
-)  # fmt: skip
+)
 def test_wrong_programs_fail(code, tests):
     assert score(code, tests) == 0
 
@@ -112,11 +151,22 @@ def test_attacks_on_asserts(program, asserts):
 @pytest.mark.parametrize(
     "printed, expected, same",
     [
-        ("1 2 \n3\n\n", "1 2\n3", 1), ("1\n2 3", "1 2\n3", 0), ("1 2\n3 4", "1 2\n3", 0), ("1\n\n2", "1\n2", 0),
-        ("0.3333333", "0.33333333", 1), ("0.334", "0.333", 0), ("1000000001", "1000000002", 0), ("x", "0.5", 0),
-        ("3", "3.0", 1), ("nan", "0.5", 0), ("1 \r\n2\r\n", "1\n2", 1), ("", "", 1), ("a", "", 0), ("", "a", 0),
+        ("1 2 \n3\n\n", "1 2\n3", 1),
+        ("1\n2 3", "1 2\n3", 0),
+        ("1 2\n3 4", "1 2\n3", 0),
+        ("1\n\n2", "1\n2", 0),
+        ("0.3333333", "0.33333333", 1),
+        ("0.334", "0.333", 0),
+        ("1000000001", "1000000002", 0),
+        ("x", "0.5", 0),
+        ("3", "3.0", 1),
+        ("nan", "0.5", 0),
+        ("1 \r\n2\r\n", "1\n2", 1),
+        ("", "", 1),
+        ("a", "", 0),
+        ("", "a", 0),
     ],
-)  # fmt: skip
+)
 def test_outputs_are_compared(printed, expected, same):
     assert code_tests.same_output((0, printed), expected) == same
     assert not code_tests.same_output((1, printed), expected)
@@ -125,11 +175,20 @@ def test_outputs_are_compared(printed, expected, same):
 @pytest.mark.parametrize(
     "value, expected, same",
     [
-        (0.1 + 0.2, 0.3, 1), (3, 3.0, 1), (0.31, 0.3, 0), (3.0000000001, 3, 0), (math.inf, math.inf, 1),
-        ([1, [0.1 + 0.2]], [1, [0.3]], 1), ([1], [1, 2], 0), ({"a": 0.1 + 0.2}, {"a": 0.3}, 1), ({"b": 1}, {"a": 1}, 0),
-        (None, 0.3, 0), ("3", 3, 0), ([], {}, 0),
+        (0.1 + 0.2, 0.3, 1),
+        (3, 3.0, 1),
+        (0.31, 0.3, 0),
+        (3.0000000001, 3, 0),
+        (math.inf, math.inf, 1),
+        ([1, [0.1 + 0.2]], [1, [0.3]], 1),
+        ([1], [1, 2], 0),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, 1),
+        ({"b": 1}, {"a": 1}, 0),
+        (None, 0.3, 0),
+        ("3", 3, 0),
+        ([], {}, 0),
     ],
-)  # fmt: skip
+)
 def test_values_are_compared(value, expected, same):
     assert code_tests.same_value(value, expected) == same
 
@@ -157,27 +216,44 @@ def test_code_of_a_response(response, code):
 @pytest.mark.parametrize(
     "tests",
     [
-        None, "", "what is it?", "[1, 2", [1], "x = 1", {"inputs": []}, [{"input": 1, "output": 2}],
+        None,
+        "",
+        "what is it?",
+        "[1, 2",
+        [1],
+        "x = 1",
+        {"inputs": []},
+        [{"input": 1, "output": 2}],
         "def check(candidate):\n    assert candidate(1) == 2",
         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        assert f(1) == 2",
         "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        pass\nunittest.main()",
-        {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": ["1", "2"]}, {"inputs": ["1"], "outputs": [None]},
-        {"inputs": [1], "outputs": [2], "fn_name": "f"}, {"inputs": [], "outputs": [], "fn_name": "f"},
+        {"inputs": [], "outputs": []},
+        {"inputs": ["1"], "outputs": ["1", "2"]},
+        {"inputs": ["1"], "outputs": [None]},
+        {"inputs": [1], "outputs": [2], "fn_name": "f"},
+        {"inputs": [], "outputs": [], "fn_name": "f"},
     ],
-)  # fmt: skip
+)
 def test_tests_that_cannot_be_understood(tests):
     with pytest.raises((ValueError, TypeError, SyntaxError)):
         score("def check(x): pass", tests)
 
 
-# ---- what holds programs ---------------------------------------------------------------------------------------------
+# ---- what holds programs -------------------------------------------------------------------------
 
 
 def without_namespaces() -> None:
-    """In a new process: a user namespace in which the kernel allows no further one, as a container often is."""
-    uid, gid = os.getuid(), os.getgid()
+    """In a new process: a user namespace in which the kernel allows no further one, as a container
+    often is.
+    """
+    uid = os.getuid()
+    gid = os.getgid()
     assert ctypes.CDLL(None).unshare(0x10000000) == 0  # CLONE_NEWUSER
-    for file, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    for file, line in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
         with open(f"/proc/self/{file}", "w") as mapping:
             mapping.write(line)
     with open("/proc/sys/user/max_user_namespaces", "w") as most:
@@ -187,8 +263,12 @@ def without_namespaces() -> None:
 def without_call(number: int) -> None:
     """In a new process: a kernel without a system call, which a filter answers with ENOSYS."""
     steps = ((0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, 0x50026), (0x06, 0, 0, 0x7FFF0000))
-    filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps), 32)
-    assert ctypes.CDLL(None).prctl(22, 2, struct.pack("HP", 4, ctypes.addressof(filters)), 0, 0) == 0
+    filters = ctypes.create_string_buffer(
+        b"".join(struct.pack("HBBI", *step) for step in steps), 32
+    )
+    assert (
+        ctypes.CDLL(None).prctl(22, 2, struct.pack("HP", 4, ctypes.addressof(filters)), 0, 0) == 0
+    )
 
 
 CALLER = """
@@ -210,9 +290,13 @@ class Caller:
         environment = {**os.environ, "TMPDIR": str(folder), "SECRET": "do-not-tell"}
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", CALLER, str(ROOT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                env=environment, preexec_fn=before,
-            )  # fmt: skip
+                [sys.executable, "-c", CALLER, str(ROOT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                preexec_fn=before,
+            )
         except subprocess.SubprocessError:
             pytest.skip("this kernel does not allow the namespace in which to forbid namespaces")
         self.missing = json.loads(self.process.stdout.readline())
@@ -222,7 +306,9 @@ class Caller:
         self.process.stdin.flush()
 
     def run(self, code: str, *texts: str, seconds: float = 20.0) -> tuple[int, str]:
-        """Return the last status and output of a program; 137 if its process was killed as a whole."""
+        """Return the last status and output of a program; 137 if its process was killed as a
+        whole.
+        """
         self.send(code, *texts, seconds=seconds)
         results = json.loads(self.process.stdout.readline())
         return tuple(results[-1]) if results else (137, "")
@@ -270,11 +356,15 @@ for s in range(1, 64):
 @pytest.mark.parametrize(
     "code",
     [
-        IGNORE_SIGNALS + "while True: pass", "x = []\nwhile True: x.append(bytearray(10**7))",
-        "while True: print('x' * 10**5)", "import ctypes; ctypes.string_at(0)", MANY_THREADS, OTHER_NUMBERS,
+        IGNORE_SIGNALS + "while True: pass",
+        "x = []\nwhile True: x.append(bytearray(10**7))",
+        "while True: print('x' * 10**5)",
+        "import ctypes; ctypes.string_at(0)",
+        MANY_THREADS,
+        OTHER_NUMBERS,
     ],
     ids=["signals", "memory", "output", "crash", "threads", "numbers"],
-)  # fmt: skip
+)
 def test_limits(caller, code):
     start = time.monotonic()
     status, _ = caller.run(code, seconds=2.0)
@@ -283,9 +373,14 @@ def test_limits(caller, code):
 
 def test_limits_are_in_force(caller):
     names = "'CPU', 'AS', 'FSIZE', 'NOFILE', 'CORE'"
-    shown = f"import resource as r\nfor x in ({names}): print(*r.getrlimit(getattr(r, 'RLIMIT_' + x)))"
+    shown = (
+        f"import resource as r\nfor x in ({names}): print(*r.getrlimit(getattr(r, 'RLIMIT_' + x)))"
+    )
     mega = 2**20
-    assert caller.run(shown) == (0, f"10 10\n{1024 * mega} {1024 * mega}\n{16 * mega} {16 * mega}\n64 64\n0 0\n")
+    assert caller.run(shown) == (
+        0,
+        f"10 10\n{1024 * mega} {1024 * mega}\n{16 * mega} {16 * mega}\n64 64\n0 0\n",
+    )
     assert caller.run("print(open('/proc/self/oom_score_adj').read())") == (0, "1000\n\n")
     alive = "import os\nfor i in range(1024):\n try: os.fstat(i); print(i)\n except OSError: pass"
     assert caller.run(alive) == (0, "0\n1\n2\n")
@@ -303,24 +398,44 @@ def test_the_time_limit_keeps_what_was_printed():
 def test_environment(caller):
     own = "import os\nprint(*sorted(os.environ))\n"
     own += "print(os.getcwd() == os.environ['HOME'] == os.environ['TMPDIR'], os.listdir())"
-    assert caller.run(own) == (0, "HOME LC_CTYPE MALLOC_ARENA_MAX OMP_NUM_THREADS PATH TMPDIR\nTrue []\n")
+    assert caller.run(own) == (
+        0,
+        "HOME LC_CTYPE MALLOC_ARENA_MAX OMP_NUM_THREADS PATH TMPDIR\nTrue []\n",
+    )
     code = f"for name in ('environ', 'mem', 'fd/0'): open('/proc/{caller.process.pid}/' + name)"
     assert caller.run(code)[0] == 1
 
 
 def facts(number: int, path: Path) -> list:
     """Return what an attack would change of a process and of a file."""
-    status, priority, affinity = os.stat(path), os.getpriority(0, number), os.sched_getaffinity(number)
-    of_process = [os.sched_getscheduler(number), resource.prlimit(number, resource.RLIMIT_NOFILE), priority, affinity]
-    return of_process + [status.st_mode, status.st_uid, status.st_mtime, os.listxattr(path), path.read_text()]
+    status = os.stat(path)
+    priority = os.getpriority(0, number)
+    affinity = os.sched_getaffinity(number)
+    of_process = [
+        os.sched_getscheduler(number),
+        resource.prlimit(number, resource.RLIMIT_NOFILE),
+        priority,
+        affinity,
+    ]
+    return of_process + [
+        status.st_mode,
+        status.st_uid,
+        status.st_mtime,
+        os.listxattr(path),
+        path.read_text(),
+    ]
 
 
 def test_attacks(caller, tmp_path):
-    """What tests/data/sandbox_attacks.txt tries, from sockets to other processes and attributes of files."""
-    file, victim = tmp_path / "old", subprocess.Popen(["sleep", "60"])
+    """What tests/data/sandbox_attacks.txt tries, from sockets to other processes and attributes of
+    files.
+    """
+    file = tmp_path / "old"
+    victim = subprocess.Popen(["sleep", "60"])
     file.write_text("the expected output")
     os.setxattr(file, "user.old", b"1")
-    before, name = facts(victim.pid, file), f"attack-{os.getpid()}"
+    before = facts(victim.pid, file)
+    name = f"attack-{os.getpid()}"
     with (
         socket.create_server(("127.0.0.1", 0)) as tcp,
         socket.socket(socket.AF_UNIX) as by_path,
@@ -330,7 +445,9 @@ def test_attacks(caller, tmp_path):
             server.bind(address)
             server.listen()
         target = [str(file), str(tmp_path / "socket"), name, tcp.getsockname()[1], victim.pid]
-        assert caller.run(Path(ROOT, "tests/data/sandbox_attacks.txt").read_text(), json.dumps(target)) == (0, "")
+        assert caller.run(
+            Path(ROOT, "tests/data/sandbox_attacks.txt").read_text(), json.dumps(target)
+        ) == (0, "")
         for server in (tcp, by_path, abstract):
             server.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -342,7 +459,9 @@ def test_attacks(caller, tmp_path):
 
 
 def test_files_outside(caller, tmp_path):
-    """Nothing is written outside of the folder, and nothing is read but Python and the system's libraries."""
+    """Nothing is written outside of the folder, and nothing is read but Python and the system's
+    libraries.
+    """
     (tmp_path / "old").write_text("the expected output")
     path = str(tmp_path / "old")
     code = f"""
@@ -382,7 +501,9 @@ def test_the_end_of_the_caller_is_the_end_of_its_programs(caller, tmp_path):
 
 
 def programs_of(caller) -> set[str]:
-    """Return the processes whose command line names the caller's folder: others run programs at the same time."""
+    """Return the processes whose command line names the caller's folder: others run programs at the
+    same time.
+    """
     found = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -398,21 +519,25 @@ def test_without_namespaces_and_landlock(tmp_path):
     caller = Caller(tmp_path, lambda: (without_namespaces(), without_call(444)))
     assert "no Landlock" in caller.missing and "no namespaces" in caller.missing
     assert caller.run(READ, "1 2") == (0, "3\n")
-    hidden = "for name in ('environ', 'mem', 'fd/0'):\n try: open(f'/proc/{}/{{name}}'); print(name)\n"
+    hidden = (
+        "for name in ('environ', 'mem', 'fd/0'):\n try: open(f'/proc/{}/{{name}}'); print(name)\n"
+    )
     hidden += " except PermissionError: print(1)"
     assert caller.run(hidden.format(caller.process.pid)) == (0, "1\n1\n1\n")
     caller.end()
 
 
 def test_namespaces_that_end_halfway(tmp_path):
-    """As before Linux 5.12, or where AppArmor lets a user enter them but do nothing: each input gets its program."""
+    """As before Linux 5.12, or where AppArmor lets a user enter them but do nothing: each input
+    gets its program.
+    """
     caller = Caller(tmp_path, lambda: without_call(442))
     assert "no namespaces" in caller.missing
     assert caller.run(READ, "1 2", "3 4") == (0, "7\n")
     caller.end()
 
 
-# ---- SandboxFusion ---------------------------------------------------------------------------------------------------
+# ---- SandboxFusion -------------------------------------------------------------------------------
 
 
 def test_programs_on_a_server(monkeypatch):
@@ -422,17 +547,24 @@ def test_programs_on_a_server(monkeypatch):
 
     def behave(question, _):
         assert question["language"] == "python" and question["run_timeout"] > 0
-        status, outcome, ended, code = answers.pop(0) if answers else (200, "Success", "Finished", 0)
+        status, outcome, ended, code = (
+            answers.pop(0) if answers else (200, "Success", "Finished", 0)
+        )
         printed = str(sum(map(int, question["stdin"].split())))
         result = {"status": ended, "return_code": code, "stdout": printed, "stderr": ""}
-        return status, {"status": outcome, "message": "", "compile_result": None, "run_result": result}, {}
+        return (
+            status,
+            {"status": outcome, "message": "", "compile_result": None, "run_result": result},
+            {},
+        )
 
     with Server(behave) as server:
         for url in (server.url, f"{server.url}/run_code"):
             assert verifier_of(f"code:{url}").check(READ, STDIN, 10.0) == 1
             assert sandbox.run(READ, ["1 2", "3 4"], 10.0, url) == [(0, "3"), (0, "7")]
             answers += [(503, "Success", "Finished", 0), (200, "Failed", "Finished", 1)]
-            assert sandbox.run(READ, ["1 2", "3 4"], 10.0, url) == [(1, "3")]  # asked again, and ends at the failure
+            # asked again, and ends at the failure
+            assert sandbox.run(READ, ["1 2", "3 4"], 10.0, url) == [(1, "3")]
             answers += [(200, "Failed", "TimeLimitExceeded", None)]
             assert verifier_of(f"code:{url}").check(READ, STDIN, 10.0) == 0
             for answer in ((400, "Failed", "Finished", 0), (200, "SandboxError", "Finished", 0)):

@@ -1,4 +1,6 @@
-"""Responses of several turns: how they go on and end, and that only sampled tokens are trained on."""
+"""Responses of several turns: how they go on and end, and that only sampled tokens are trained
+on.
+"""
 
 import contextlib
 import dataclasses
@@ -31,11 +33,17 @@ never = lambda: False
 FILE = helpers.GAME.rpartition(":")[0]
 PATTERN = r"<(?P<name>\w+) (?P<arguments>.*?)>"
 ALONE = {"tools": (f"{FILE}:add",), "tool_call_pattern": PATTERN, "environment": ""}
-SHORT = tuple("0123456789abcdefghijklm")  # as --turn_stop, for a random model: turns of a few tokens
+# as --turn_stop, for a random model: turns of a few tokens
+SHORT = tuple("0123456789abcdefghijklm")
 
 
 def args_of(script=grpo, **changes):
-    flags = {"environment": helpers.GAME, "reward": ("environment",), "max_response_length": 200, **changes}
+    flags = {
+        "environment": helpers.GAME,
+        "reward": ("environment",),
+        "max_response_length": 200,
+        **changes,
+    }
     return dataclasses.replace(script.Args(), timeout=2.0, chat_template="", **flags)
 
 
@@ -46,7 +54,11 @@ def conversations_of(**changes) -> Conversations:
 
 
 def row_of(tokenizer, prompt: str = "go", **columns) -> dict:
-    row = {"prompt": prompt, "query": tokenizer.encode(prompt), "messages": [{"role": "user", "content": prompt}]}
+    row = {
+        "prompt": prompt,
+        "query": tokenizer.encode(prompt),
+        "messages": [{"role": "user", "content": prompt}],
+    }
     return {**row, "answer": None, "columns": {"prompt": prompt, **columns}}
 
 
@@ -63,28 +75,43 @@ def says(tokenizer, *texts: str):
     return generate
 
 
-def talk(conversations: Conversations, rows: list[dict], interrupted, generate) -> list[Conversation]:
+def talk(
+    conversations: Conversations, rows: list[dict], interrupted, generate
+) -> list[Conversation]:
     ended = {}
     conversations.sample(rows, [1, 2], None, interrupted, ended.__setitem__, generate=generate)
     return [ended[place] for place in range(len(ended))]
 
 
-# ---- how a conversation goes on and ends -----------------------------------------------------------------------------
+# ---- how a conversation goes on and ends ---------------------------------------------------------
 
-# columns of the row, flags, turns of the model, expected text, stop reason, reward, tool calls and errors
-CASES = json.loads((helpers.ROOT / "tests" / "data" / "conversations.json").read_text().replace("GAME", FILE))
+# columns of the row, flags, turns of the model, expected text, stop reason, reward, tool calls and
+# errors
+CASES = json.loads(
+    (helpers.ROOT / "tests" / "data" / "conversations.json").read_text().replace("GAME", FILE)
+)
 ADD = '<add {"a": 1, "b": 2}>'
 LEFT_OUT = "Error: 8 further calls were not made: a turn may have 32"
 CASES["too many calls"] = [
-    {}, ALONE | {"max_response_length": 2000}, [ADD * 40, "x"], f"{ADD * 40}{'3' * 32}{LEFT_OUT}x", "done", None, 33, 1,
-]  # fmt: skip
+    {},
+    ALONE | {"max_response_length": 2000},
+    [ADD * 40, "x"],
+    f"{ADD * 40}{'3' * 32}{LEFT_OUT}x",
+    "done",
+    None,
+    33,
+    1,
+]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_how_it_goes(name):
     columns, changes, said, text, stop_reason, reward, calls, errors = CASES[name]
-    tokenizer, reward = make_tokenizer(), math.nan if reward is None else reward
-    conversations = conversations_of(**{flag: tuple(x) if isinstance(x, list) else x for flag, x in changes.items()})
+    tokenizer = make_tokenizer()
+    reward = math.nan if reward is None else reward
+    conversations = conversations_of(
+        **{flag: tuple(x) if isinstance(x, list) else x for flag, x in changes.items()}
+    )
     rows = [row_of(tokenizer, **columns), row_of(tokenizer, "other", **columns)]
     for row, one in zip(rows, talk(conversations, rows, never, says(tokenizer, *said))):
         assert tokenizer.decode(one.response, skip_special_tokens=True) == text
@@ -94,23 +121,33 @@ def test_how_it_goes(name):
         assert one.reward == pytest.approx(reward, nan_ok=True)
         # The mask is set on turns of the model, and on nothing else.
         turns = [turn["content"] for turn in one.turns if turn["role"] == "assistant"]
-        masked = [token for token, sampled in zip(one.response, one.values["response_mask"]) if sampled]
+        masked = [
+            token for token, sampled in zip(one.response, one.values["response_mask"]) if sampled
+        ]
         assert tokenizer.decode(masked, skip_special_tokens=True) == "".join(turns)
         assert one.metrics()["turns"] == len(turns)
         assert {len(column) for column in one.values.values()} == {len(one.response)}
         mask = one.values["response_mask"]
-        assert one.values.get("again", []) == [token * sampled for token, sampled in zip(one.response, mask)]
+        assert one.values.get("again", []) == [
+            token * sampled for token, sampled in zip(one.response, mask)
+        ]
         added = "[more]" if columns.get("mode") == "adds" else ""
-        assert one.row["prompt"] == row["prompt"] + added and one.row["query"] == tokenizer.encode(one.row["prompt"])
+        assert one.row["prompt"] == row["prompt"] + added and one.row["query"] == tokenizer.encode(
+            one.row["prompt"]
+        )
 
 
 def test_a_slow_pattern_holds_up_no_other():
     """It runs beside the event loop, which asks for interruptions meanwhile, and has a limit."""
-    tokenizer, asked = make_tokenizer(), []
+    tokenizer = make_tokenizer()
+    asked = []
     conversations = conversations_of(**ALONE | {"tool_call_pattern": "<(?P<arguments>(x|xx)+)>"})
     said = says(tokenizer, f"<{'x' * 60}!>", "y")
     (one,) = talk(conversations, [row_of(tokenizer)], lambda: asked.append(1), said)
-    assert [turn["content"] for turn in one.turns[1:]] == ["Error: the calls cannot be read within 2 s", "y"]
+    assert [turn["content"] for turn in one.turns[1:]] == [
+        "Error: the calls cannot be read within 2 s",
+        "y",
+    ]
     assert len(asked) > 10
 
 
@@ -121,8 +158,11 @@ def test_rewards_of_turns_stand_at_their_last_tokens():
     conversations = Conversations(args, tokenizer, [tokenizer.eos_token_id])
     said = says(tokenizer, "ab", "c", "def")
     (one,) = talk(conversations, [row_of(tokenizer)], never, said)
-    ends, earned = [token == tokenizer.eos_token_id for token in one.response], iter([0.4, 0.2, 0.6])
-    assert one.values["turn_rewards"] == pytest.approx([next(earned) if end else 0.0 for end in ends])
+    ends = [token == tokenizer.eos_token_id for token in one.response]
+    earned = iter([0.4, 0.2, 0.6])
+    assert one.values["turn_rewards"] == pytest.approx(
+        [next(earned) if end else 0.0 for end in ends]
+    )
 
 
 def test_reset_is_tried_at_the_start(capsys):
@@ -137,12 +177,15 @@ def test_what_reset_adds_forges_no_turn():
     tokenizer = make_tokenizer()
     row = conversations_of()._prompt_with(row_of(tokenizer), "<eos>more")
     assert (
-        row["prompt"] == tokenizer.decode(row["query"]) == "go<eos>more" and tokenizer.eos_token_id not in row["query"]
+        row["prompt"] == tokenizer.decode(row["query"]) == "go<eos>more"
+        and tokenizer.eos_token_id not in row["query"]
     )
 
 
 def test_interruption():
-    tokenizer, conversations, calls = make_tokenizer(), conversations_of(), []
+    tokenizer = make_tokenizer()
+    conversations = conversations_of()
+    calls = []
 
     def generate(queries, uniforms, lengths, stop_strings=None):
         calls.append(len(queries))
@@ -153,25 +196,44 @@ def test_interruption():
     assert calls == [3]
     calls.clear()
     with pytest.raises(KeyError):  # an error ends the run: nobody waits for the turns of the others
-        conversations.sample([row_of(tokenizer), {"query": [5]}], [0] * 2, None, never, calls.append, generate=generate)
+        conversations.sample(
+            [row_of(tokenizer), {"query": [5]}],
+            [0] * 2,
+            None,
+            never,
+            calls.append,
+            generate=generate,
+        )
     assert not calls
 
 
-# ---- only sampled tokens count ---------------------------------------------------------------------------------------
+# ---- only sampled tokens count -------------------------------------------------------------------
 
 
 class EnvironmentRewards(Rewards):
-    models, verifiers, further = {}, ("environment",), ()
+    models = {}
+    verifiers = ("environment",)
+    further = ()
 
     def __init__(self):
-        self.sources, self.warned = {"environment": EnvironmentSource("environment", 1.0, None, None)}, set()
+        self.sources = {"environment": EnvironmentSource("environment", 1.0, None, None)}
+        self.warned = set()
 
 
 def sampler_of(model, rewards, conversations, args) -> Sampler:
     return Sampler(
-        grpo.generate, model, None, make_tokenizer(), [make_tokenizer().eos_token_id], rewards, conversations, args,
-        Interrupt(WORLD), WORLD, contextlib.nullcontext,
-    )  # fmt: skip
+        grpo.generate,
+        model,
+        None,
+        make_tokenizer(),
+        [make_tokenizer().eos_token_id],
+        rewards,
+        conversations,
+        args,
+        Interrupt(WORLD),
+        WORLD,
+        contextlib.nullcontext,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +249,12 @@ def batch(tmp_path_factory):
 
 
 def sampled_positions(conversation: Conversation) -> list[int]:
-    """Return the positions in the response of the model's turns, from the text of the observations alone."""
-    positions, start, mask = [], 0, conversation.values["response_mask"]
+    """Return the positions in the response of the model's turns, from the text of the observations
+    alone.
+    """
+    positions = []
+    start = 0
+    mask = conversation.values["response_mask"]
     for turn in conversation.turns:
         if turn["role"] == "user":
             length = len(make_tokenizer().encode(turn["content"]))
@@ -201,40 +267,56 @@ def sampled_positions(conversation: Conversation) -> list[int]:
 
 
 def test_logprobs_and_loss_by_hand(batch):
-    """Each sampled token's log-probability is that of a plain forward pass over all tokens before it; the loss is the
-    mean over these tokens alone."""
+    """Each sampled token's log-probability is that of a plain forward pass over all tokens before
+    it; the loss is the mean over these tokens alone.
+    """
     batch, policy, args = batch
     outputs = forward_batch(policy, batch, args, WORLD, contextlib.nullcontext)
     assert all(sample.conversation.metrics()["observation_tokens"] for sample in batch.samples)
-    count, loss, advantages = 0, 0.0, torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask)
+    count = 0
+    loss = 0.0
+    advantages = torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask)
     for i, sample in enumerate(batch.samples):
-        query, response = sample.row["query"], sample.response.tolist()
+        query = sample.row["query"]
+        response = sample.response.tolist()
         assert sample.row["columns"]["prompt"] in ("go", "another")
         assert sample.row["prompt"].endswith("[more]") == (i >= 2)
-        logits = policy.model(torch.tensor([[*query, *response]])).logits[0].double() / args.temperature
-        expected, positions = logits.log_softmax(-1), sampled_positions(sample.conversation)
+        logits = (
+            policy.model(torch.tensor([[*query, *response]])).logits[0].double() / args.temperature
+        )
+        expected = logits.log_softmax(-1)
+        positions = sampled_positions(sample.conversation)
         assert batch.response_mask[i].nonzero()[:, 0].tolist() == positions
         for t in range(batch.response_mask.shape[1]):
             want = expected[len(query) + t - 1, response[t]].item() if t in positions else 0.0
             assert outputs["logprobs"][i, t].item() == pytest.approx(want, abs=1e-12)
             assert batch.tokens["rollout_logprobs"][i, t].item() == pytest.approx(want, abs=1e-5)
             if t in positions:
-                count, loss = count + 1, loss - advantages[i, t].item() * want
+                count = count + 1
+                loss = loss - advantages[i, t].item() * want
     mask = batch.response_mask
-    mine = grpo.aggregate(-advantages * outputs["logprobs"], mask, "token", mask.sum().item(), len(batch.samples), 60)
+    mine = grpo.aggregate(
+        -advantages * outputs["logprobs"], mask, "token", mask.sum().item(), len(batch.samples), 60
+    )
     assert mine.item() == pytest.approx(loss / count, abs=1e-12)
     metrics = evaluation.conversation_metrics(batch)
     assert metrics["conversation/turns"] == 3 and metrics["stop_reason/done"] == 1
 
 
 def test_advantages_pass_over_observations(batch):
-    """GAE and reward-to-go over a conversation are those over the model's tokens alone, as is the place of rewards."""
+    """GAE and reward-to-go over a conversation are those over the model's tokens alone, as is the
+    place of rewards.
+    """
     batch, _, _ = batch
-    generator, mask = torch.Generator().manual_seed(0), batch.response_mask
-    values, kl = (torch.randn(mask.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    mask = batch.response_mask
+    values, kl = (
+        torch.randn(mask.shape, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     scores = batch.reward_components["environment"].double() + 1
     turn_rewards = torch.randn(mask.shape, generator=generator, dtype=torch.float64) * mask
-    rewards, to_go = ppo.token_rewards(scores, kl, mask, 0.1, turn_rewards), []
+    rewards = ppo.token_rewards(scores, kl, mask, 0.1, turn_rewards)
+    to_go = []
     advantages, returns = ppo.gae(rewards, values, mask, 0.9, 0.8)
     for i, row in enumerate(mask):
         sampled = row.nonzero()[:, 0]
@@ -258,17 +340,26 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
     values = {"rollout_logprobs": [-1.0], "response_mask": [1], "again": [5]}
     stopped = Conversation(row, [5], values, [], {0: 1.0}, "done")
     failed = Conversation(row, stop_reason="error", error="it is broken")  # in its reset
-    others = [dataclasses.replace(stopped, stop_reason=reason) for reason in ("max_turns", "length")]
-    end_all = lambda rows, seeds, draws, interrupted, end, *_: list(map(end, [2, 3, 0, 1], [*others, failed, stopped]))
+    others = [
+        dataclasses.replace(stopped, stop_reason=reason) for reason in ("max_turns", "length")
+    ]
+    end_all = lambda rows, seeds, draws, interrupted, end, *_: list(
+        map(end, [2, 3, 0, 1], [*others, failed, stopped])
+    )
     monkeypatch.setattr(Conversations, "sample", lambda self, *given: end_all(*given))
     scored = EnvironmentRewards()
-    scored.sources["model"], scored.verifiers = scored.sources.pop("environment"), ()
+    scored.sources["model"] = scored.sources.pop("environment")
+    scored.verifiers = ()
     monkeypatch.setattr(EnvironmentSource, "score", lambda *_: [2.0, 3.0, 3.0, 3.0])
-    args = args_of(script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none")
+    args = args_of(
+        script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none"
+    )
     sampler = sampler_of(batch[1].model, scored, conversations_of(), args)
     statistics = [[0.0, 0.0, 0.0]] if script is ppo else []
     found = script.collect(sampler, [row], 1, 0, 0, *statistics)
-    assert found.batch.reward_components["model"].tolist() == pytest.approx([math.nan, 3.0, 3.0, 3.0], nan_ok=True)
+    assert found.batch.reward_components["model"].tolist() == pytest.approx(
+        [math.nan, 3.0, 3.0, 3.0], nan_ok=True
+    )
     assert found.batch.scores.tolist() == pytest.approx([math.nan, 3.0, 3.0, 0.0], nan_ok=True)
     assert found.batch.tokens["again"].tolist() == [[0], [5], [5], [5]]
 
@@ -276,12 +367,19 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
 def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
     """What the environment adds to the prompt of the data set is added once."""
     flags = dict(max_response_length=60, turn_stop=SHORT)
-    args = args_of(rloo, **flags, advantage="remax", rollout_batch_size=1, group_size=2, filter_groups="none")
+    args = args_of(
+        rloo, **flags, advantage="remax", rollout_batch_size=1, group_size=2, filter_groups="none"
+    )
     sampler = sampler_of(batch[1].model, EnvironmentRewards(), conversations_of(**flags), args)
-    rollouts, rollout = [], Sampler.rollout
-    monkeypatch.setattr(Sampler, "rollout", lambda *args: rollouts.append(rollout(*args)) or rollouts[-1])
+    rollouts = []
+    rollout = Sampler.rollout
+    monkeypatch.setattr(
+        Sampler, "rollout", lambda *args: rollouts.append(rollout(*args)) or rollouts[-1]
+    )
     rloo.collect(sampler, [row_of(make_tokenizer(), mode="adds")], 1, 0, 0)
-    assert [sample.row["prompt"] for made in rollouts for sample in made.samples] == ["go[more]"] * 3
+    assert [sample.row["prompt"] for made in rollouts for sample in made.samples] == [
+        "go[more]"
+    ] * 3
 
 
 def test_rewards_that_are_not_finite_are_no_scores():
@@ -292,9 +390,13 @@ def test_rewards_that_are_not_finite_are_no_scores():
 
 
 def test_a_string_ends_a_turn(load, tokenizer):
-    """With --turn_stop a turn ends with the token that completes the text, in the decode loop itself."""
-    model, queries = load("qwen2", torch.float64, vocab_size=len(tokenizer)), [[5, 6], [7, 8, 9], [10]]
-    uniforms, args = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)), grpo.Args(max_response_length=20)
+    """With --turn_stop a turn ends with the token that completes the text, in the decode loop
+    itself.
+    """
+    model = load("qwen2", torch.float64, vocab_size=len(tokenizer))
+    queries = [[5, 6], [7, 8, 9], [10]]
+    uniforms = torch.rand(3, 20, generator=torch.Generator().manual_seed(0))
+    args = grpo.Args(max_response_length=20)
     given = model, queries, uniforms.double(), [1], args, never
     sample = lambda *limits: helpers.listed(grpo.generate(*given, *limits))
     whole, _ = sample(None, None)
@@ -308,23 +410,44 @@ def test_a_string_ends_a_turn(load, tokenizer):
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
     """In a run; they add up to today's score where nothing else is set."""
-    values = helpers.workspace(tmp_path) | {"turn_rewards": True, "turn_stop": SHORT, "non_stop_penalty": False}
-    values |= {"environment": helpers.GAME, "reward": "environment", "max_response_length": 40, "total_episodes": 8}
+    values = helpers.workspace(tmp_path) | {
+        "turn_rewards": True,
+        "turn_stop": SHORT,
+        "non_stop_penalty": False,
+    }
+    values |= {
+        "environment": helpers.GAME,
+        "reward": "environment",
+        "max_response_length": 40,
+        "total_episodes": 8,
+    }
     values |= {"advantage": "reinforce++"} if script is rloo else {}
-    calls, original = [], script.token_rewards
-    monkeypatch.setattr(script, "token_rewards", lambda *args: calls.append(args) or original(*args))
+    calls = []
+    original = script.token_rewards
+    monkeypatch.setattr(
+        script, "token_rewards", lambda *args: calls.append(args) or original(*args)
+    )
     run_here(values, script.__name__)
     for scores, _, _, _, turn_rewards in calls:
         torch.testing.assert_close(turn_rewards.sum(1), scores.float())
         assert (turn_rewards != 0).sum(1).max() == 3
 
 
-# ---- whole runs ------------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
 
 def test_sampler_and_trainer_agree_and_two_ranks_are_one(tmp_path):
-    values = helpers.workspace(tmp_path) | {"run_name": "one", "precision": "float64", "turn_stop": SHORT}
-    values |= {"environment": helpers.GAME, "reward": "environment", "max_response_length": 40, "total_episodes": 16}
+    values = helpers.workspace(tmp_path) | {
+        "run_name": "one",
+        "precision": "float64",
+        "turn_stop": SHORT,
+    }
+    values |= {
+        "environment": helpers.GAME,
+        "reward": "environment",
+        "max_response_length": 40,
+        "total_episodes": 16,
+    }
     run(values)
     rows = metrics_of(values)
     for row in rows[1:]:
@@ -335,5 +458,10 @@ def test_sampler_and_trainer_agree_and_two_ranks_are_one(tmp_path):
     run_ranks(two, 2, (0, 0))
     for row, other in zip(rows, metrics_of(two), strict=True):
         assert other == pytest.approx(row, rel=1e-6, abs=1e-6)
-    turns, others = ([x["turns"] for x in read_lines(folder_of(each) / "samples.jsonl")] for each in (values, two))
-    assert turns == others and [turn["role"] for turn in turns[0]] == ["assistant", "user"] * 2 + ["assistant"]
+    turns, others = (
+        [x["turns"] for x in read_lines(folder_of(each) / "samples.jsonl")]
+        for each in (values, two)
+    )
+    assert turns == others and [turn["role"] for turn in turns[0]] == ["assistant", "user"] * 2 + [
+        "assistant"
+    ]

@@ -1,5 +1,6 @@
-"""Data: what the readers make of each kind of row and of any bytes, mixtures, and conversations through the chat
-template."""
+"""Data: what the readers make of each kind of row and of any bytes, mixtures, and conversations
+through the chat template.
+"""
 
 import collections
 import contextlib
@@ -25,9 +26,12 @@ from plumbing.data.rows import BUILT_IN, read_rows
 from plumbing.models import loading as models
 from plumbing.rewards.sources import check_reference
 
-ARGS = vars(ppo.Args(model=str(helpers.ROOT / "assets" / "tiny"), max_response_length=64, system_prompt=""))
+ARGS = vars(
+    ppo.Args(model=str(helpers.ROOT / "assets" / "tiny"), max_response_length=64, system_prompt="")
+)
 
-# The templates of Llama (which begins with the BOS) and of Qwen (which has none), as far as they matter here.
+# The templates of Llama (which begins with the BOS) and of Qwen (which has none), as far as they
+# matter here.
 WITH_BOS = "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"  # noqa: E501
 WITHOUT_BOS = WITH_BOS.removeprefix("{{ bos_token }}")
 
@@ -41,75 +45,117 @@ def tokenizers() -> dict:
     """One that puts a BOS before a text and one that does not, each with and without a template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-    made, special = {}, {"pad_token": "<pad>", "eos_token": "<eos>"}
+    made = {}
+    special = {"pad_token": "<pad>", "eos_token": "<eos>"}
     tokens = ["<pad>", "<eos>", "<bos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     for bos, template in itertools.product((True, False), (None, WITH_BOS, WITHOUT_BOS)):
         core = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-        core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
         if bos:
-            core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+            core.post_processor = processors.TemplateProcessing(
+                single="<bos> $A", special_tokens=[("<bos>", 2)]
+            )
         made[bos, template] = PreTrainedTokenizerFast(
-            tokenizer_object=core, chat_template=template, **special, **({"bos_token": "<bos>"} if bos else {})
+            tokenizer_object=core,
+            chat_template=template,
+            **special,
+            **({"bos_token": "<bos>"} if bos else {}),
         )
     return made
 
 
 def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[dict]:
     args = args_of(**changes)
-    return data.mix(data.load_prompts("--dataset", name, split, tokenizer, args, check_reference), 1)
+    return data.mix(
+        data.load_prompts("--dataset", name, split, tokenizer, args, check_reference), 1
+    )
 
 
 def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
     return prompts_of(helpers.write_rows(tmp_path / "rows.jsonl", rows), tokenizer, **changes)
 
 
-# ---- rows that people have --------------------------------------------------------------------------------------
+# ---- rows that people have -----------------------------------------------------------------------
 
 TEXT = "6*7?"
 TURN = {"role": "user", "content": TEXT}
 PARTS = [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]
 RECOGNISED = {  # name: row, its answer, --reward
     "GSM8K": ({"question": TEXT, "answer": "6*7=42\n#### 42"}, "6*7=42\n#### 42", "gsm8k"),
-    "MATH": ({"problem": TEXT, "level": "Level 1", "solution": "It is $\\boxed{42}$."}, "It is $\\boxed{42}$.", "math"),
+    "MATH": (
+        {"problem": TEXT, "level": "Level 1", "solution": "It is $\\boxed{42}$."},
+        "It is $\\boxed{42}$.",
+        "math",
+    ),
     "DeepScaleR": ({"problem": TEXT, "answer": "42", "solution": "See above."}, "42", "math"),
     "BigMath": ({"prompt": TEXT, "ground_truth": 42}, 42, "math"),
     "Knights and Knaves": (
-        {"quiz": TEXT, "solution": [True], "solution_text": "Zoey is a knight.", "solution_text_format": "(1) Zoey"},
-        "Zoey is a knight.", "exact",
+        {
+            "quiz": TEXT,
+            "solution": [True],
+            "solution_text": "Zoey is a knight.",
+            "solution_text_format": "(1) Zoey",
+        },
+        "Zoey is a knight.",
+        "exact",
     ),
     "src and tgt": ({"src": [TEXT], "tgt": ["42"]}, "42", "math"),
     "src and tgt as text": ({"src": TEXT, "tgt": "42"}, "42", "math"),
-    "src and its reference in another column": ({"src": [TEXT], "tgt": [], "answer": "42"}, "42", "math"),
+    "src and its reference in another column": (
+        {"src": [TEXT], "tgt": [], "answer": "42"},
+        "42",
+        "math",
+    ),
     "open-instruct": ({"messages": [TURN], "ground_truth": "42", "dataset": "gsm8k"}, "42", "math"),
     "TRL": ({"prompt": TEXT, "completion": "42"}, "42", "exact"),
     "TRL, as messages": (
-        {"prompt": [TURN], "completion": [{"role": "assistant", "content": "42"}]}, "42", "exact",
+        {"prompt": [TURN], "completion": [{"role": "assistant", "content": "42"}]},
+        "42",
+        "exact",
     ),
     "Alpaca": ({"instruction": TEXT, "input": "", "output": "42"}, "42", "math"),
     "ShareGPT": (
-        {"conversations": [{"from": "human", "value": TEXT}, {"from": "gpt", "value": "42"}]}, "42", "math",
+        {"conversations": [{"from": "human", "value": TEXT}, {"from": "gpt", "value": "42"}]},
+        "42",
+        "math",
     ),
-    "parts of text": ({"prompt": [{"role": "user", "content": PARTS}], "answer": "42"}, "42", "exact"),
+    "parts of text": (
+        {"prompt": [{"role": "user", "content": PARTS}], "answer": "42"},
+        "42",
+        "exact",
+    ),
     "verl": (
-        {"data_source": "openai/gsm8k", "prompt": [TURN], "reward_model": {"style": "rule", "ground_truth": "42"}},
-        "42", "gsm8k",
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [TURN],
+            "reward_model": {"style": "rule", "ground_truth": "42"},
+        },
+        "42",
+        "gsm8k",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RECOGNISED)
 def test_known_rows_need_no_flags(name, tokenizers, tmp_path):
     row, answer, reward = RECOGNISED[name]
     messages = isinstance(row.get("prompt", row.get("messages")), list)
-    (got,) = load([row], tmp_path, tokenizers[False, WITHOUT_BOS if messages else None], reward=(reward,))
-    assert got["prompt"] == (f"<user>{TEXT}</><assistant>" if messages else TEXT) and got["answer"] == answer
+    (got,) = load(
+        [row], tmp_path, tokenizers[False, WITHOUT_BOS if messages else None], reward=(reward,)
+    )
+    assert (
+        got["prompt"] == (f"<user>{TEXT}</><assistant>" if messages else TEXT)
+        and got["answer"] == answer
+    )
     assert got["columns"] == row  # whole: reward functions get them
 
 
 def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers, capsys, monkeypatch):
     pytest.importorskip("reasoning_gym")
     monkeypatch.setitem(BUILT_IN, "reasoning_gym", {"train": 20, "test": 5})
-    name, tokenizer = "reasoning_gym:leg_counting", tokenizers[False, None]
+    name = "reasoning_gym:leg_counting"
+    tokenizer = tokenizers[False, None]
     changes = dict(reward=("reasoning_gym",), max_prompt_length=2000)
     train, test = (prompts_of(name, tokenizer, split, **changes) for split in ("train", "test"))
     assert (len(train), len(test)) == (20, 5)
@@ -122,12 +168,18 @@ def test_reasoning_gym_rows_are_apart_and_the_same_each_time(tokenizers, capsys,
 
 def test_rows_that_name_their_sources(tokenizers, tmp_path):
     """An answer is needed where a named source reads it."""
-    rows = [{"prompt": "1+1?", "answer": "2", "verifier": "exact"}, {"prompt": "2+2?", "verifier": "format"}]
+    rows = [
+        {"prompt": "1+1?", "answer": "2", "verifier": "exact"},
+        {"prompt": "2+2?", "verifier": "format"},
+    ]
     read = load(rows, tmp_path, tokenizers[False, None], reward=("math", "exact", "format"))
-    assert [(row["sources"], row["answer"]) for row in read] == [(["exact"], "2"), (["format"], None)]
+    assert [(row["sources"], row["answer"]) for row in read] == [
+        (["exact"], "2"),
+        (["format"], None),
+    ]
 
 
-# ---- src and tgt ------------------------------------------------------------------------------------------------
+# ---- src and tgt ---------------------------------------------------------------------------------
 
 turns = st.lists(st.text("ab \n", min_size=1).filter(str.strip), min_size=1, max_size=5)
 
@@ -135,7 +187,9 @@ turns = st.lists(st.text("ab \n", min_size=1).filter(str.strip), min_size=1, max
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(turns, turns)
 def test_both_readings_of_src_and_tgt(src, tgt):
-    """The turns alternate and begin with the user; what is left of tgt, if anything, is the reference."""
+    """The turns alternate and begin with the user; what is left of tgt, if anything, is the
+    reference.
+    """
     read = functools.partial(prompts.with_messages, "row", {"src": src, "tgt": tgt}, "src")
     if not len(src) - 1 <= len(tgt) <= len(src):
         with pytest.raises(SystemExit):
@@ -148,7 +202,7 @@ def test_both_readings_of_src_and_tgt(src, tgt):
     assert [turn["role"] for turn in messages] == ["user", "assistant"] * (len(src) - 1) + ["user"]
 
 
-# ---- the chat template, exactly once ------------------------------------------------------------------------------
+# ---- the chat template, exactly once -------------------------------------------------------------
 
 DIALOGUE = [
     {"role": "user", "content": "1+1?"},
@@ -159,14 +213,22 @@ SYSTEM = [{"role": "system", "content": "Be brief."}]
 ROWS = {
     "text": ({"prompt": "1+1?", "answer": "2"}, DIALOGUE[:1]),
     "src and tgt": ({"src": ["1+1?", "+3?"], "tgt": ["2", "5"]}, DIALOGUE),
-    "src and tgt without a reference": ({"src": ["1+1?", "+3?"], "tgt": ["2"], "answer": "5"}, DIALOGUE),
+    "src and tgt without a reference": (
+        {"src": ["1+1?", "+3?"], "tgt": ["2"], "answer": "5"},
+        DIALOGUE,
+    ),
     "messages": ({"messages": DIALOGUE, "answer": "5"}, DIALOGUE),
-    "messages with a system turn": ({"messages": SYSTEM + DIALOGUE, "answer": "5"}, SYSTEM + DIALOGUE),
+    "messages with a system turn": (
+        {"messages": SYSTEM + DIALOGUE, "answer": "5"},
+        SYSTEM + DIALOGUE,
+    ),
 }
 
 
 @pytest.mark.parametrize("system", ["", "Think."])
-@pytest.mark.parametrize("kind", [(True, WITH_BOS), (True, WITHOUT_BOS), (False, WITHOUT_BOS)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [(True, WITH_BOS), (True, WITHOUT_BOS), (False, WITHOUT_BOS)], ids=str
+)
 @pytest.mark.parametrize("name", ROWS)
 def test_token_ids_are_those_of_apply_chat_template(name, kind, system, tokenizers, tmp_path):
     row, messages = ROWS[name]
@@ -174,23 +236,34 @@ def test_token_ids_are_those_of_apply_chat_template(name, kind, system, tokenize
     if system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     (got,) = load([row], tmp_path, tokenizer, system_prompt=system)
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     assert got["query"] == ids and ids.count(2) == (kind[1] == WITH_BOS)
-    assert got["prompt"] == tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert got["prompt"] == tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
 
 
 @pytest.mark.parametrize("bos", [True, False])
 def test_without_a_template_text_stays_as_it_is(bos, tokenizers, tmp_path, capsys):
     tokenizer = tokenizers[bos, None]
     (row,) = load([ROWS["text"][0]], tmp_path, tokenizer)
-    assert row["query"] == tokenizer.encode("1+1?") and row["query"].count(2) == bos and row["prompt"] == "1+1?"
+    assert (
+        row["query"] == tokenizer.encode("1+1?")
+        and row["query"].count(2) == bos
+        and row["prompt"] == "1+1?"
+    )
     line = refused(capsys, load, [ROWS["src and tgt"][0]], tmp_path, tokenizer)
     assert "row 1: has several turns, and the tokenizer of --model has no chat template" in line
     assert line.endswith("name a file of one with --chat_template")
-    assert load([{"prompt": DIALOGUE[:1], "answer": "2"}], tmp_path, tokenizer)[0]["query"] == row["query"]
+    assert (
+        load([{"prompt": DIALOGUE[:1], "answer": "2"}], tmp_path, tokenizer)[0]["query"]
+        == row["query"]
+    )
 
 
-# ---- messages ----------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 def one(row, tmp_path, tokenizer, **changes) -> tuple:
@@ -198,37 +271,53 @@ def one(row, tmp_path, tokenizer, **changes) -> tuple:
     return got["prompt"], got["answer"]
 
 
-def test_a_last_turn_of_the_assistant_is_the_reference_and_not_part_of_the_prompt(tokenizers, tmp_path, capsys):
-    tokenizer, answered = tokenizers[False, WITHOUT_BOS], [*DIALOGUE, {"role": "assistant", "content": "5"}]
+def test_a_last_turn_of_the_assistant_is_the_reference_and_not_part_of_the_prompt(
+    tokenizers, tmp_path, capsys
+):
+    tokenizer = tokenizers[False, WITHOUT_BOS]
+    answered = [*DIALOGUE, {"role": "assistant", "content": "5"}]
     asked = one({"messages": DIALOGUE, "answer": "5"}, tmp_path, tokenizer)
     assert one({"messages": answered}, tmp_path, tokenizer) == asked
     assert one({"messages": answered, "answer": "five"}, tmp_path, tokenizer) == (asked[0], "five")
-    assert "row 1 prompt: " in refused(capsys, load, [{"messages": answered[-1:]}], tmp_path, tokenizer)
+    assert "row 1 prompt: " in refused(
+        capsys, load, [{"messages": answered[-1:]}], tmp_path, tokenizer
+    )
 
 
 @pytest.mark.parametrize("content", [None, 3, ["a"], [{"type": "image", "url": "a.png"}]], ids=str)
 def test_content_that_is_not_text_is_named_with_its_row(content, tokenizers, tmp_path, capsys):
-    rows = [ROWS["messages"][0], {"messages": [*DIALOGUE, {"role": "user", "content": content}], "answer": "2"}]
+    rows = [
+        ROWS["messages"][0],
+        {"messages": [*DIALOGUE, {"role": "user", "content": content}], "answer": "2"},
+    ]
     line = refused(capsys, load, rows, tmp_path, tokenizers[False, WITHOUT_BOS])
     assert "row 2 prompt turn 4: content: " in line
 
 
 def test_a_template_from_a_file_and_none(tokenizers, tmp_path, capsys):
     (tmp_path / "chat.jinja").write_text("<eos>{{ messages[-1]['content'] }}<pad>")
-    tokenizer = models.load_tokenizer(str(helpers.ROOT / "assets" / "tiny"), str(tmp_path / "chat.jinja"))
+    tokenizer = models.load_tokenizer(
+        str(helpers.ROOT / "assets" / "tiny"), str(tmp_path / "chat.jinja")
+    )
     row = {"prompt": "<eos>1+1=<pad>", "answer": "2"}
     assert one({"prompt": "1+1=", "answer": "2"}, tmp_path, tokenizer)[0] == row["prompt"]
     (read,) = load([row], tmp_path, tokenizer, chat_template="none", system_prompt="Think.")
     ids = tokenizer.encode(row["prompt"], add_special_tokens=False)
-    assert read["prompt"] == row["prompt"] and read["query"] == ids and capsys.readouterr().err == ""
+    assert (
+        read["prompt"] == row["prompt"] and read["query"] == ids and capsys.readouterr().err == ""
+    )
 
 
-# ---- rows that lack something, or have too much -------------------------------------------------------------------
+# ---- rows that lack something, or have too much --------------------------------------------------
 
 
 def test_first_rows_without_an_answer(tokenizers, tmp_path):
     """The column is that of any row."""
-    rows = [{"prompt": "a", "other": 1}, {"prompt": "b", "answer": None}, {"prompt": "c", "answer": "3"}]
+    rows = [
+        {"prompt": "a", "other": 1},
+        {"prompt": "b", "answer": None},
+        {"prompt": "c", "answer": "3"},
+    ]
     read = load(rows, tmp_path, tokenizers[False, None], reward=("format",))
     assert [row["answer"] for row in read] == [None, None, "3"]
 
@@ -237,7 +326,10 @@ def test_columns_with_dots(tokenizers, tmp_path, capsys):
     row = {"in": {"text": "6*7?"}, "out": {"a": {"b": 42}}, "out.a": "exactly so called"}
     names = dict(prompt_column="in.text", answer_column="out.a.b")
     assert one(row, tmp_path, tokenizers[False, None], **names) == ("6*7?", 42)
-    assert one(row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "out.a"})[1] == "exactly so called"
+    assert (
+        one(row, tmp_path, tokenizers[False, None], **{**names, "answer_column": "out.a"})[1]
+        == "exactly so called"
+    )
     names["answer_column"] = "in.text.b"
     line = refused(capsys, lambda: one(row, tmp_path, tokenizers[False, None], **names))
     assert "has nothing in column 'in.text.b'; name a column with --answer_column" in line
@@ -248,52 +340,84 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(tokenizers, tmp_path
     read = load(rows, tmp_path, tokenizers[False, None], max_prompt_length=5)
     assert [len(row["query"]) for row in read] == [3, 4]
     dropped = "2 of 4 rows, which have more tokens than --max_prompt_length 5"
-    assert capsys.readouterr().err == f"warning: --dataset {tmp_path / 'rows.jsonl'}: left out {dropped}\n"
+    assert (
+        capsys.readouterr().err
+        == f"warning: --dataset {tmp_path / 'rows.jsonl'}: left out {dropped}\n"
+    )
 
 
 USELESS = {  # source: references that no response can equal
-    "gsm8k": ["none"], "math": ["-", "x" * 501], "exact": [["1", "2"]],
-    "code": ["x = 1", "assert ("], "reasoning_gym": ["5"],
+    "gsm8k": ["none"],
+    "math": ["-", "x" * 501],
+    "exact": [["1", "2"]],
+    "code": ["x = 1", "assert ("],
+    "reasoning_gym": ["5"],
     "ifeval": [
-        "{'instruction_id': ['no:such'], 'kwargs': [None]}", '{"func_name": "verify_letter_frequency", "N": 2}',
+        "{'instruction_id': ['no:such'], 'kwargs': [None]}",
+        '{"func_name": "verify_letter_frequency", "N": 2}',
         '{"func_name": "validate_word_constraint", "N": 9, "quantifier": "around"}',
     ],
-}  # fmt: skip
+}
 USEFUL = {
-    "code": "assert f(2) == 4", "ifeval": "{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}",
-}  # fmt: skip
+    "code": "assert f(2) == 4",
+    "ifeval": "{'instruction_id': ['punctuation:no_comma'], 'kwargs': [None]}",
+}
 
 
 @pytest.mark.parametrize("source", USELESS)
-def test_rows_that_no_response_can_answer_are_left_out_and_counted(source, tokenizers, tmp_path, capsys):
+def test_rows_that_no_response_can_answer_are_left_out_and_counted(
+    source, tokenizers, tmp_path, capsys
+):
     """Unless the source is only measured, or another one scores the row."""
-    pytest.importorskip({"ifeval": "if_verifiable"}.get(source, source if source == "reasoning_gym" else "re"))
+    pytest.importorskip(
+        {"ifeval": "if_verifiable"}.get(source, source if source == "reasoning_gym" else "re")
+    )
     bad = USELESS[source]
     good = {"answer": USEFUL.get(source, "4"), "reasoning_gym": ["leg_counting", 1, 1, 0]}
-    rows = [{"prompt": "a", **good}, *({"prompt": "b", "answer": x} for x in bad), {"prompt": "c", **good}]
+    rows = [
+        {"prompt": "a", **good},
+        *({"prompt": "b", "answer": x} for x in bad),
+        {"prompt": "c", **good},
+    ]
     read = load(rows, tmp_path, tokenizers[False, None], reward=(source,))
     assert [row["prompt"] for row in read] == ["a", "c"]
     err = capsys.readouterr().err
-    assert f"left out {len(bad)} of {len(rows)} rows, which have no score: --reward {source}: " in err
+    assert (
+        f"left out {len(bad)} of {len(rows)} rows, which have no score: --reward {source}: " in err
+    )
     named = [{**row, "verifier": "format"} for row in rows]
     for others, flags in ((rows, {"reward_weights": (0, 1)}), (named, {})):
-        assert len(load(others, tmp_path, tokenizers[False, None], reward=(source, "format"), **flags)) == len(rows)
+        assert len(
+            load(others, tmp_path, tokenizers[False, None], reward=(source, "format"), **flags)
+        ) == len(rows)
 
 
-TEMPLATES = "<|im_start|>user\n1+1=<|im_end|>\n", "[INST] 1+1= [/INST]", "USER: 1+1= ASSISTANT:", "1+1="
+TEMPLATES = (
+    "<|im_start|>user\n1+1=<|im_end|>\n",
+    "[INST] 1+1= [/INST]",
+    "USER: 1+1= ASSISTANT:",
+    "1+1=",
+)
 
 
 @pytest.mark.parametrize("text", TEMPLATES)
 def test_text_that_holds_a_chat_template(text, tokenizers, tmp_path, capsys):
     for template in (WITHOUT_BOS, None):
         for name in ("", "none"):
-            load([{"prompt": text, "answer": "2"}], tmp_path, tokenizers[False, template], chat_template=name)
+            load(
+                [{"prompt": text, "answer": "2"}],
+                tmp_path,
+                tokenizers[False, template],
+                chat_template=name,
+            )
             warned = "prompts hold a chat template" in capsys.readouterr().err
             assert warned == (template is not None and not name and text != "1+1=")
 
 
 def test_prompts_that_are_all_evaluated_on(tokenizers, tmp_path, capsys):
-    file = helpers.write_rows(tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": "1"} for i in range(3)])
+    file = helpers.write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": str(i), "answer": "1"} for i in range(3)]
+    )
     args = args_of(dataset=file, eval_dataset=file)
     train, held_out = data.load_train_and_eval(args, tokenizers[False, None], check_reference)
     assert train == held_out and len(train) == 3
@@ -302,31 +426,50 @@ def test_prompts_that_are_all_evaluated_on(tokenizers, tmp_path, capsys):
 
 def test_a_share_is_held_out_by_its_prompts(tokenizers, tmp_path, capsys):
     """The same rows in any order, and a line if nothing is evaluated."""
-    rows = [{"prompt": f"{i // 2}", "answer": "1", "number": i} for i in range(400)]  # each prompt twice
+    # each prompt twice
+    rows = [{"prompt": f"{i // 2}", "answer": "1", "number": i} for i in range(400)]
     load_both = lambda rows, **changes: data.load_train_and_eval(
-        args_of(dataset=helpers.write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, **changes),
-        tokenizers[False, None], check_reference,
-    )  # fmt: skip
+        args_of(
+            dataset=helpers.write_rows(tmp_path / "rows.jsonl", rows), eval_prompts=0, **changes
+        ),
+        tokenizers[False, None],
+        check_reference,
+    )
     parts = load_both(rows, eval_share=0.2)
     train, held_out = ({row["prompt"] for row in part} for part in parts)
     assert not train & held_out and len(train | held_out) == 200 and 25 < len(held_out) < 55
     assert sum(map(len, parts)) == 400 and "nothing is evaluated" not in capsys.readouterr().out
     assert {row["prompt"] for row in load_both(rows[::-1], eval_share=0.2)[1]} == held_out
-    assert load_both(rows)[1] == [] and "so nothing is evaluated; --eval_share" in capsys.readouterr().out
+    assert (
+        load_both(rows)[1] == []
+        and "so nothing is evaluated; --eval_share" in capsys.readouterr().out
+    )
     with pytest.raises(SystemExit):
         load_both(rows, eval_share=1e-9)
-    assert f"--eval_share 1e-09 of {tmp_path}/rows.jsonl: holds out none of 400 rows" in capsys.readouterr().err
+    assert (
+        f"--eval_share 1e-09 of {tmp_path}/rows.jsonl: holds out none of 400 rows"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
     """In one short line each, of both ends; .csv holds texts."""
     name = str(tmp_path / "rows.csv")
     with open(name, "w", encoding="utf-8-sig") as file:  # as Excel writes them
-        file.write('question,solution,note\n"' + "first\n" + 99 * "x, " + 'last",007,\n2+2?,"4 ""four""",\n')
+        file.write(
+            'question,solution,note\n"'
+            + "first\n"
+            + 99 * "x, "
+            + 'last",007,\n2+2?,"4 ""four""",\n'
+        )
     rows = prompts_of(name, tokenizers[False, None], prompt_column="question")
-    assert [row["answer"] for row in rows] == ["007", '4 "four"'] and rows[1]["columns"]["note"] == ""
+    assert [row["answer"] for row in rows] == ["007", '4 "four"'] and rows[1]["columns"][
+        "note"
+    ] == ""
     prompt, answer = capsys.readouterr().out.splitlines()
-    assert prompt.startswith(f"--dataset {name} row 1: prompt (question): 'first\\nx, ") and prompt.endswith("x, last'")
+    assert prompt.startswith(
+        f"--dataset {name} row 1: prompt (question): 'first\\nx, "
+    ) and prompt.endswith("x, last'")
     assert len(prompt) < 150 + 150 and answer == f"--dataset {name} row 1: answer (solution): '007'"
     (tmp_path / "rows.csv").write_text("prompt,answer\na,b,c\n")
     assert refused(capsys, prompts_of, name, None).startswith(f"error: --dataset {name} row 1: ")
@@ -340,13 +483,19 @@ def test_a_folder_without_the_split(tokenizers, tmp_path, capsys):
     assert read_rows("--dataset", name, "train") == helpers.ROWS
     args = args_of(dataset=name), tokenizers[False, None], check_reference
     line = refused(capsys, data.load_train_and_eval, *args, noisy=True)
-    assert line.startswith(f"error: --eval_dataset {name}: ") and "test" in line and "['train']" in line
+    assert (
+        line.startswith(f"error: --eval_dataset {name}: ")
+        and "test" in line
+        and "['train']" in line
+    )
 
 
-# ---- rows of odd types -----------------------------------------------------------------------------------------------
+# ---- rows of odd types ---------------------------------------------------------------------------
 
 CHAT = helpers.make_tokenizer()
-CHAT.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{% endfor %}>"
+CHAT.chat_template = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}{% endfor %}>"
+)
 
 
 def prompts_or_error(file: str, tokenizer, **changes) -> list | str:
@@ -358,7 +507,9 @@ def prompts_or_error(file: str, tokenizer, **changes) -> list | str:
     except SystemExit as end:
         err.seek(0)
         text = err.read()
-        assert end.code == 2 and text.startswith("error: --dataset ") and text.count("\n") == 1, text
+        assert end.code == 2 and text.startswith("error: --dataset ") and text.count("\n") == 1, (
+            text
+        )
         return text
 
 
@@ -367,11 +518,15 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("files")
 
 
-names = st.sampled_from("prompt question messages src tgt answer solution role content".split() + ["\u00e9 ", ""])
+names = st.sampled_from(
+    "prompt question messages src tgt answer solution role content".split() + ["\u00e9 ", ""]
+)
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=50)
 turn = st.fixed_dictionaries({"role": scalars | st.just("user"), "content": scalars})
 values = st.recursive(
-    scalars | turn, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6
+    scalars | turn,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
 )
 objects = st.dictionaries(names, values, max_size=4)
 
@@ -390,20 +545,26 @@ def test_rows_of_odd_types(folder, tokenizers, tokenizer, rows, column, value):
             assert all(type(token) is int for token in row["query"]) and str(row["answer"]).strip()
 
 
-@pytest.mark.parametrize("value", [datetime.datetime(2020, 1, 1), b"\xff", True, {"a": 1}, [b"1"], None], ids=repr)
+@pytest.mark.parametrize(
+    "value", [datetime.datetime(2020, 1, 1), b"\xff", True, {"a": 1}, [b"1"], None], ids=repr
+)
 def test_types_that_only_parquet_has(folder, tokenizers, value):
     for column in ("prompt", "answer", "other"):
         row = {"prompt": "1+1=", "answer": "2", column: value}
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), folder / "types.parquet")
         read = prompts_or_error(str(folder / "types.parquet"), tokenizers[False, None])
-        assert isinstance(read, str) == (column == "prompt" or column == "answer" and value in (None, {"a": 1})), read
+        assert isinstance(read, str) == (
+            column == "prompt" or column == "answer" and value in (None, {"a": 1})
+        ), read
 
 
-# ---- mixtures ---------------------------------------------------------------------------------------------------
+# ---- mixtures ------------------------------------------------------------------------------------
 
 
 def mixture(folder, parts: dict[str, tuple[int, float]], name: str = "mix.json") -> str:
-    """Write a list of data sets {letter: (size, weight)}, whose prompts begin with their letter; return its path."""
+    """Write a list of data sets {letter: (size, weight)}, whose prompts begin with their letter;
+    return its path.
+    """
     entries = []
     for letter, (size, weight) in parts.items():
         rows = [{"prompt": f"{letter}{i}", "answer": str(i)} for i in range(size)]
@@ -426,7 +587,9 @@ def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tok
         assert abs(counts[letter] - 600 * share) < 4 * math.sqrt(600 * share * (1 - share))
         part = [prompt for prompt in drawn if prompt[0] == letter]
         passes = [part[i : i + size] for i in range(0, len(part), size)]
-        assert all(len(set(each)) == len(each) for each in passes) and len({tuple(x) for x in passes}) == len(passes)
+        assert all(len(set(each)) == len(each) for each in passes) and len(
+            {tuple(x) for x in passes}
+        ) == len(passes)
     assert {row["dataset"] for row in rows} == {"a.jsonl", "b.jsonl", "c.jsonl"}
 
 
@@ -438,7 +601,9 @@ def test_what_is_evaluated_on_is_not_trained_on(tmp_path, tokenizers, capsys):
     assert [row["prompt"] for row in held_out] == ["a0", "a1", "a2", "b0"]
     assert [row["prompt"] for row in train] == [f"b{i}" for i in range(1, 50)]
     assert "left out 1 of 50 rows, whose prompts are evaluated on" in capsys.readouterr().err
-    parts = data.load_prompts("--dataset", evaluated, "train", tokenizers[False, None], args, check_reference)
+    parts = data.load_prompts(
+        "--dataset", evaluated, "train", tokenizers[False, None], args, check_reference
+    )
     assert len(data.first_prompts(parts, 0)) == 55
     assert [row["prompt"] for row in data.first_prompts(parts[1:], 2)] == ["b0", "b1"]
 
@@ -447,18 +612,30 @@ def test_entries_may_name_their_split(tmp_path, tokenizers, monkeypatch):
     monkeypatch.setitem(BUILT_IN, "arithmetic", {"train": 20, "test": 10})
     entries = [{"prob": 1, "filepath": "arithmetic"}, {"prob": 1, "filepath": "arithmetic@test"}]
     path = helpers.write_rows(tmp_path / "mix.json", [entries])
-    parts = data.load_prompts("--dataset", path, "train", tokenizers[False, None], args_of(), check_reference)
-    assert {part[0]["dataset"]: len(part) for part, _ in parts} == {"arithmetic": 20, "arithmetic@test": 10}
+    parts = data.load_prompts(
+        "--dataset", path, "train", tokenizers[False, None], args_of(), check_reference
+    )
+    assert {part[0]["dataset"]: len(part) for part, _ in parts} == {
+        "arithmetic": 20,
+        "arithmetic@test": 10,
+    }
 
 
 def test_supervised_rows(tmp_path, tokenizers, capsys):
-    file = helpers.write_rows(tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 99)])
+    file = helpers.write_rows(
+        tmp_path / "a.jsonl", [{"prompt": "a", "completion": "b" * n} for n in (1, 2, 99)]
+    )
     rows = ppo.load_supervised(args_of(ptx_dataset=file), tokenizers[False, None], [1])
-    assert [tokenizers[False, None].decode(row["response"]) for row in rows] == ["b<eos>", "bb<eos>"]
+    assert [tokenizers[False, None].decode(row["response"]) for row in rows] == [
+        "b<eos>",
+        "bb<eos>",
+    ]
     assert "left out 1 of 3 rows" in capsys.readouterr().err
     args = args_of(ptx_dataset=file, response_column="prompt")
     assert (
-        tokenizers[False, None].decode(ppo.load_supervised(args, tokenizers[False, None], [1])[0]["response"])
+        tokenizers[False, None].decode(
+            ppo.load_supervised(args, tokenizers[False, None], [1])[0]["response"]
+        )
         == "a<eos>"
     )
 
@@ -466,10 +643,12 @@ def test_supervised_rows(tmp_path, tokenizers, capsys):
 @pytest.mark.parametrize(
     "entry, field",
     [
-        ({"prob": 0, "filepath": "a.jsonl"}, "prob"), ({"prob": float("nan"), "filepath": "a.jsonl"}, "prob"),
-        ({"prob": 1, "filepath": ""}, "filepath"), ({"prob": 1, "filepath": "a.jsonl", "weight": 2}, "weight"),
+        ({"prob": 0, "filepath": "a.jsonl"}, "prob"),
+        ({"prob": float("nan"), "filepath": "a.jsonl"}, "prob"),
+        ({"prob": 1, "filepath": ""}, "filepath"),
+        ({"prob": 1, "filepath": "a.jsonl", "weight": 2}, "weight"),
     ],
-)  # fmt: skip
+)
 def test_bad_entries(entry, field, tmp_path, tokenizers, capsys):
     path = mixture(tmp_path, {"a": (1, 0.5)})
     helpers.write_rows(path, [[{"prob": 0.5, "filepath": "a.jsonl"}, entry]])

@@ -1,7 +1,7 @@
 """distill.py: the statistics of chunks, whole updates and rows against brute force; bad input.
 
-tests/agreement/ compares the divergences and their gradients with TRL's GKD, tests/test_invariance.py the cuts of a
-batch.
+tests/agreement/ compares the divergences and their gradients with TRL's GKD,
+tests/test_invariance.py the cuts of a batch.
 """
 
 import json
@@ -28,7 +28,7 @@ def pair(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     return logits.requires_grad_(), (2 * teacher).log_softmax(-1)
 
 
-# ---- the equations ---------------------------------------------------------------------------------------------------
+# ---- the equations -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd"])
@@ -46,23 +46,28 @@ def test_sampled_tokens_give_the_gradient_of_the_reverse_kl():
     logits, q = pair()
     sampler = torch.randn(VOCABULARY, dtype=torch.float64).log_softmax(-1)
     p = logits.log_softmax(-1)
-    (expected,) = torch.autograd.grad(distill.divergence(p, q, "reverse_kl", 0.5), logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(
+        distill.divergence(p, q, "reverse_kl", 0.5), logits, retain_graph=True
+    )
     mean = (sampler.exp() * distill.sampled_reverse_kl(p, q, sampler)).sum()
     (gradient,) = torch.autograd.grad(mean, logits)
     torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(mean, distill.divergence(p, q, "reverse_kl", 0.5))
 
 
-# ---- the statistics of chunks ----------------------------------------------------------------------------------------
+# ---- the statistics of chunks --------------------------------------------------------------------
 
 
 def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
-    """Values and gradients; the teacher is another family with a few more rows of its vocabulary."""
+    """Values and gradients; the teacher is another family with a few more rows of its
+    vocabulary.
+    """
     name = tiny_model(tmp_path / "student")
     rows = transformers.AutoConfig.from_pretrained(name).vocab_size
     other = tiny_model(tmp_path / "teacher", "llama", vocab_size=rows + 5)
     load = lambda flag, name: loading.load_model(flag, name, torch.float64, torch.device("cpu"))
-    student, teacher = load("--model", name), load("--teacher", other)
+    student = load("--model", name)
+    teacher = load("--teacher", other)
     ids = torch.tensor([[7, 8, 9, 10, 11, 12], [5, 6, 7, 8, 0, 0]])
     mask = torch.tensor([[0, 0, 1, 1, 0, 1], [0, 1, 1, 1, 0, 0]]).bool()
     ours, theirs = (
@@ -71,39 +76,69 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
     )  # (tokens, V) each
     tokens = ids[:, 1:][mask[:, 1:], None]
     expected = {
-        "logprobs": ours.gather(1, tokens)[:, 0], "losses": distill.divergence(ours, theirs[:, :rows], "jsd", 0.3),
-        "entropies": -(ours.exp() * ours).sum(1), "teacher_entropies": -(theirs.exp() * theirs).sum(1),
+        "logprobs": ours.gather(1, tokens)[:, 0],
+        "losses": distill.divergence(ours, theirs[:, :rows], "jsd", 0.3),
+        "entropies": -(ours.exp() * ours).sum(1),
+        "teacher_entropies": -(theirs.exp() * theirs).sum(1),
         "same_top": (ours.argmax(1) == theirs.argmax(1)).double(),
-    }  # fmt: skip
+    }
     gradients = torch.autograd.grad(3 * expected["losses"].sum(), list(student.parameters()))
-    args, near = distill.Args(teacher=other, divergence="jsd", jsd_beta=0.3), dict(rtol=1e-9, atol=1e-11)
-    monkeypatch.setattr(torch.Tensor, "dot", None)  # on GPUs, of at most 2**31 numbers: less than a large head has
+    args = distill.Args(teacher=other, divergence="jsd", jsd_beta=0.3)
+    near = dict(rtol=1e-9, atol=1e-11)
+    # on GPUs, of at most 2**31 numbers: less than a large head has
+    monkeypatch.setattr(torch.Tensor, "dot", None)
     for size in (2, 100):
         monkeypatch.setattr(distill, "CHUNK_TOKENS", size)
         with torch.no_grad():
             teacher_logprobs = distill.Teacher(teacher, args, 2.0)(ids, mask)
-        out = distill.Policy(student, args, 0.5)(ids, mask, torch.zeros(int(mask.sum())), teacher_logprobs)
+        out = distill.Policy(student, args, 0.5)(
+            ids, mask, torch.zeros(int(mask.sum())), teacher_logprobs
+        )
         torch.testing.assert_close(out, expected, **near)
         student.zero_grad()
         (3 * out["losses"].sum()).backward()
-        torch.testing.assert_close([weight.grad for weight in student.parameters()], list(gradients), **near)
+        torch.testing.assert_close(
+            [weight.grad for weight in student.parameters()], list(gradients), **near
+        )
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 TURNS = [("user", "1+1="), ("assistant", "2"), ("user", "and 3?"), ("assistant", "5")]
 MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
-SHARED = [{"from": "gpt", "value": "Hi"}, {"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+SHARED = [
+    {"from": "gpt", "value": "Hi"},
+    {"from": "human", "value": "1+1="},
+    {"from": "gpt", "value": "2"},
+]
 LEARNED = {  # a row, and the prompts and responses that are made of it
-    "conversation": ({"messages": MESSAGES}, [("[user]1+1=>", "2"), ("[user]1+1=[assistant]2[user]and 3?>", "5")]),
+    "conversation": (
+        {"messages": MESSAGES},
+        [("[user]1+1=>", "2"), ("[user]1+1=[assistant]2[user]and 3?>", "5")],
+    ),
     "reference": ({"messages": MESSAGES, "answer": "7"}, [(None, "2"), (None, "5")]),
-    "PaddleNLP's": ({"src": ["1+1=", "and 3?"], "tgt": ["2", "5"]}, [("[user]1+1=>", "2"), (None, "5")]),
+    "PaddleNLP's": (
+        {"src": ["1+1=", "and 3?"], "tgt": ["2", "5"]},
+        [("[user]1+1=>", "2"), (None, "5")],
+    ),
     "ShareGPT": ({"conversations": SHARED}, [("[assistant]Hi[user]1+1=>", "2")]),
-    "Alpaca": ({"instruction": "Add.", "input": "1+1", "output": "2"}, [("[user]Add.\n\n1+1>", "2")]),
-    "a named column": ({"messages": MESSAGES, "thought": "so 5"}, [("[user]1+1=[assistant]2[user]and 3?>", "so 5")]),
+    "Alpaca": (
+        {"instruction": "Add.", "input": "1+1", "output": "2"},
+        [("[user]Add.\n\n1+1>", "2")],
+    ),
+    "a named column": (
+        {"messages": MESSAGES, "thought": "so 5"},
+        [("[user]1+1=[assistant]2[user]and 3?>", "so 5")],
+    ),
     "completion": ({"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}, [(None, "5")]),
-    "solution": ({"problem": "1+1=", "answer": "2", "solution": "it is 2"}, [("[user]1+1=>", "it is 2")]),
-    "response": ({"question": "1+1=", "response": "so 2", "answer": "2"}, [("[user]1+1=>", "so 2")]),
+    "solution": (
+        {"problem": "1+1=", "answer": "2", "solution": "it is 2"},
+        [("[user]1+1=>", "it is 2")],
+    ),
+    "response": (
+        {"question": "1+1=", "response": "so 2", "answer": "2"},
+        [("[user]1+1=>", "so 2")],
+    ),
 }
 
 
@@ -115,7 +150,9 @@ def test_what_is_learned_from_a_row(tmp_path, name):
     named = "thought" if "thought" in row else ""
     args = distill.Args(model=model, max_response_length=50, response_column=named)
     path = write_rows(tmp_path / "rows.jsonl", [row])
-    load = lambda stops: mixture.load_prompts("--dataset", path, "train", tokenizer, args, lambda *_: "", None, stops)
+    load = lambda stops: mixture.load_prompts(
+        "--dataset", path, "train", tokenizer, args, lambda *_: "", None, stops
+    )
     [(rows, _)], [(alone, _)] = load([1]), load([])  # with responses, and prompts alone
     assert alone == [{name: x for name, x in row.items() if name != "response"} for row in rows]
     assert len(rows) == len(expected) and all(row["sources"] == [] for row in rows)
@@ -124,34 +161,63 @@ def test_what_is_learned_from_a_row(tmp_path, name):
         assert tokenizer.decode(row["response"]) == f"{response}<eos>"
 
 
-# ---- whole updates ---------------------------------------------------------------------------------------------------
+# ---- whole updates -------------------------------------------------------------------------------
 
 
 def flags(folder, **changes) -> dict:
-    values = {**helpers.workspace(folder), "precision": "float64", "run_name": "run", "num_epochs": 1}
+    values = {
+        **helpers.workspace(folder),
+        "precision": "float64",
+        "run_name": "run",
+        "num_epochs": 1,
+    }
     for name in ("group_size", "non_stop_penalty", "kl_coef", "total_episodes"):
         del values[name]
-    return {**values, "rollout_batch_size": 4, "passes": 8 / 13, "eval_every": 0, "save_every": 0, **changes}
+    return {
+        **values,
+        "rollout_batch_size": 4,
+        "passes": 8 / 13,
+        "eval_every": 0,
+        "save_every": 0,
+        **changes,
+    }
 
 
 def test_supervised_updates_are_those_of_cross_entropy(tmp_path, capsys):
-    """Loss and gradient norm of the first update, of rows of messages: each turn of the assistant, and nothing else."""
+    """Loss and gradient norm of the first update, of rows of messages: each turn of the assistant,
+    and nothing else.
+    """
     model = tiny_model(tmp_path / "chat", chat=True)
-    rows = [{"messages": [{**turn, "content": f"{i}{turn['content']}"} for turn in MESSAGES]} for i in range(2)]
-    values = flags(tmp_path, model=model, dataset=write_rows(tmp_path / "rows.jsonl", rows), passes=2, temperature=0.7)
-    values["max_response_length"] = 300  # with a prompt more than the model's positions: it does not matter here
+    rows = [
+        {"messages": [{**turn, "content": f"{i}{turn['content']}"} for turn in MESSAGES]}
+        for i in range(2)
+    ]
+    values = flags(
+        tmp_path,
+        model=model,
+        dataset=write_rows(tmp_path / "rows.jsonl", rows),
+        passes=2,
+        temperature=0.7,
+    )
+    # with a prompt more than the model's positions: it does not matter here
+    values["max_response_length"] = 300
     run_here({**values, "on_policy_share": 0}, "distill")
     assert "\n2 steps of 4 rows: 2 passes over 4 rows\n" in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for row in rows:
         for end in (2, 4):
             *before, turn = row["messages"][:end]
-            query = tokenizer.encode(tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True))
+            query = tokenizer.encode(
+                tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True)
+            )
             response = tokenizer.encode(turn["content"]) + [tokenizer.eos_token_id]
             logprobs = policy(torch.tensor([[*query, *response]])).logits[0].log_softmax(-1)
-            total = total - sum(logprobs[len(query) - 1 + i, token] for i, token in enumerate(response))
+            total = total - sum(
+                logprobs[len(query) - 1 + i, token] for i, token in enumerate(response)
+            )
             count += len(response)
     (total / count).backward()
     norm = torch.stack([p.grad.norm() for p in policy.parameters()]).norm()
@@ -165,16 +231,28 @@ def test_supervised_updates_are_those_of_cross_entropy(tmp_path, capsys):
 def test_who_answers_a_prompt(tmp_path, share):
     teacher = tiny_model(tmp_path / "teacher", "llama", hidden_size=48)
     values = flags(
-        tmp_path, teacher=teacher, on_policy_share=share, passes=80 / 13, rollout_batch_size=20, mini_batch_size=20
+        tmp_path,
+        teacher=teacher,
+        on_policy_share=share,
+        passes=80 / 13,
+        rollout_batch_size=20,
+        mini_batch_size=20,
     )
     run_here(values, "distill")
     answers = {row["prompt"]: row["answer"] for row in helpers.ROWS}
-    rows, metrics = read_lines(folder_of(values) / "samples.jsonl"), metrics_of(values)
+    rows = read_lines(folder_of(values) / "samples.jsonl")
+    metrics = metrics_of(values)
     copied = sum(row["response"] == answers[row["prompt"]] for row in rows) / len(rows)
     assert 1 - copied == share if share in (0, 1) else abs(1 - copied - share) < 0.3
-    assert all(abs(row["val/on_policy_share"] - share) < (1e-12 if share in (0, 1) else 0.3) for row in metrics)
+    assert all(
+        abs(row["val/on_policy_share"] - share) < (1e-12 if share in (0, 1) else 0.3)
+        for row in metrics
+    )
     assert all(row["objective/divergence"] == pytest.approx(row["train/loss"]) for row in metrics)
-    assert all(0 <= row["teacher/same_top_token"] <= 1 and row["teacher/entropy_avg"] > 0 for row in metrics)
+    assert all(
+        0 <= row["teacher/same_top_token"] <= 1 and row["teacher/entropy_avg"] > 0
+        for row in metrics
+    )
     compared = [row["rollout/logprob_diff_max"] for row in metrics if row["val/on_policy_share"]]
     assert max(compared, default=0) < 1e-4 and (len(compared) < len(metrics)) == (share < 0.5)
 
@@ -202,8 +280,13 @@ class Broken:
 def test_conversations_that_fail_do_not_train(tmp_path, capfd):
     """Nor does a step of which all fail, in which nothing changes."""
     (tmp_path / "broken.py").write_text(BROKEN)
-    values = flags(tmp_path, teacher=tiny_model(tmp_path / "teacher", "llama"), passes=16 / 13, num_epochs=2)
-    run_here({**values, "environment": f"{tmp_path / 'broken.py'}:Broken", "rollout_batch_size": 4}, "distill")
+    values = flags(
+        tmp_path, teacher=tiny_model(tmp_path / "teacher", "llama"), passes=16 / 13, num_epochs=2
+    )
+    run_here(
+        {**values, "environment": f"{tmp_path / 'broken.py'}:Broken", "rollout_batch_size": 4},
+        "distill",
+    )
     rows = metrics_of(values)
     trained = [row["train/loss"] is not None for row in rows]
     assert any(trained) and not all(trained)
@@ -211,7 +294,7 @@ def test_conversations_that_fail_do_not_train(tmp_path, capfd):
     assert "responses are left out; the first: reset" in capfd.readouterr().err
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 # Flags, and what the line names.
 REFUSED = json.loads((helpers.ROOT / "tests/data/command_lines.json").read_text())["distill"]

@@ -1,4 +1,6 @@
-"""What README.md and docs/ name exists: flags, paths, links, and the functions of the reading map."""
+"""What README.md and docs/ name exists: flags, paths, links, and the functions of the reading
+map.
+"""
 
 import ast
 import functools
@@ -14,12 +16,15 @@ from helpers import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAP = ROOT / "docs" / "reading_map.md"
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")  # `grpo.py: group_advantages`
-LISTED = re.compile(r"^\d+\. `([\w/]+\.py)`: (.*)$", re.MULTILINE)  # 1. `grpo.py`: `main` calls `collect`
-# of torchrun, tyro, hf upload, pytest
-FOREIGN = {"nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts"}
-FOREIGN |= {"shutdown_timeout", "help", "delete", "long", "no", "no_async_scheduling"}
+# 1. `grpo.py`: `main` calls `collect`
+LISTED = re.compile(r"^\d+\. `([\w/]+\.py)`: (.*)$", re.MULTILINE)
+# Of torchrun, tyro, hf upload and pytest.
+FOREIGN = set(
+    "nproc_per_node nnodes node_rank rdzv_backend rdzv_endpoint rdzv_id max_restarts shutdown_timeout "
+    "help delete long no no_async_scheduling".split()
+)
 
-# ---- what there is ---------------------------------------------------------------------------------------------------
+# ---- what there is -------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -29,7 +34,9 @@ def tree_of(name: str) -> ast.Module:
 
 def defines(name: str, dotted: str) -> bool:
     """Return whether a file defines a name, such as "generate", "Policy.forward" or "Args.loss"."""
-    module = importlib.import_module(name.removesuffix(".py").removeprefix("scripts/").replace("/", "."))
+    module = importlib.import_module(
+        name.removesuffix(".py").removeprefix("scripts/").replace("/", ".")
+    )
     first, _, member = dotted.partition(".")
     value = getattr(module, first, None)
     is_here = getattr(value, "__module__", module.__name__) == module.__name__
@@ -38,38 +45,60 @@ def defines(name: str, dotted: str) -> bool:
 
 @functools.cache
 def flags() -> set[str]:
-    """Return the flags of all commands: the fields of every class called Args or SomethingArgs, and the parameters of
-    the functions of files that give functions to tyro."""
+    """Return the flags of all commands: the fields of every class called Args or SomethingArgs, and
+    the parameters of the functions of files that give functions to tyro.
+    """
     found = set()
-    folders = ("*.py", "plumbing/**/*.py", "scripts/*.py", "assets/*.py", "tests/agreement/agree.py")
+    folders = (
+        "*.py",
+        "plumbing/**/*.py",
+        "scripts/*.py",
+        "assets/*.py",
+        "tests/agreement/agree.py",
+    )
     for path in (path for folder in folders for path in ROOT.glob(folder)):
-        tree, text = tree_of(str(path.relative_to(ROOT))), path.read_text()
+        tree = tree_of(str(path.relative_to(ROOT)))
+        text = path.read_text()
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
                 found |= {x.target.id for x in node.body if isinstance(x, ast.AnnAssign)}
         if "tyro." in text:
-            found |= {x.arg for node in tree.body if isinstance(node, ast.FunctionDef) for x in node.args.args}
+            found |= {
+                x.arg
+                for node in tree.body
+                if isinstance(node, ast.FunctionDef)
+                for x in node.args.args
+            }
         found |= set(re.findall(r'add_argument\("--(\w+)"', text))
     return found | {f"no_{name}" for name in found}
 
 
-# ---- what a page names -----------------------------------------------------------------------------------------------
+# ---- what a page names ---------------------------------------------------------------------------
 
 
 def unknown_flags(text: str) -> set[str]:
     text = re.sub(r"^pip .*$|`pip [^`]*`", "", text, flags=re.MULTILINE)
-    named = {word.replace("-", "_").rstrip("_") for word in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)}
+    named = {
+        word.replace("-", "_").rstrip("_")
+        for word in re.findall(r"(?<![\w-])--([a-z][\w-]*)", text)
+    }
     return named - flags() - FOREIGN
 
 
 def missing_paths(text: str) -> set[str]:
-    """Return the paths in code, inline or in a block, that look like files of this repository and do not exist."""
+    """Return the paths in code, inline or in a block, that look like files of this repository and
+    do not exist.
+    """
     code = " ".join(re.findall(r"```.*?```|`[^`]*`", text, re.DOTALL))
     in_a_folder = r"(?:plumbing|scripts|tests|docs|results|assets)/(?:[\w.-]+/?)*"
     named = re.findall(rf"(?<![\w/.:~*${{-])(?:{in_a_folder}|[\w-]+\.(?:py|sh|md))(?![\w/*])", code)
     made = {"my_reward.py", "judge.py", "my_method.py", "scripts/train/my_method.sh", "ppo_8b.sh"}
-    made |= set(re.findall(r"^# (\w+\.py)\b", text, re.MULTILINE))  # files that the page itself shows
-    short = {path.name for folder in ("plumbing", "scripts") for path in ROOT.glob(f"{folder}/**/*")}  # in tables
+    # files that the page itself shows
+    made |= set(re.findall(r"^# (\w+\.py)\b", text, re.MULTILINE))
+    # in tables
+    short = {
+        path.name for folder in ("plumbing", "scripts") for path in ROOT.glob(f"{folder}/**/*")
+    }
     return {x for x in named if x not in made and not (ROOT / x).exists() and x not in short}
 
 
@@ -91,11 +120,19 @@ def broken_links(path: Path, text: str) -> list[str]:
 
 def broken_references(text: str) -> list[str]:
     found = REFERENCE.findall(text)
-    found += [(name, dotted) for name, line in LISTED.findall(text) for dotted in re.findall(r"`([\w.]+)`", line)]
-    return [f"{name}: {dotted}" for name, dotted in found if not (ROOT / name).exists() or not defines(name, dotted)]
+    found += [
+        (name, dotted)
+        for name, line in LISTED.findall(text)
+        for dotted in re.findall(r"`([\w.]+)`", line)
+    ]
+    return [
+        f"{name}: {dotted}"
+        for name, dotted in found
+        if not (ROOT / name).exists() or not defines(name, dotted)
+    ]
 
 
-# ---- tests -----------------------------------------------------------------------------------------------------------
+# ---- tests ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
@@ -114,19 +151,21 @@ def test_what_does_not_exist_is_found():
     assert missing_paths(text) == {"scripts/nothing.sh", "sac.py"}
     links = "[a](docs/rollouts.md#vllm) [b](docs/no.md) [c](docs/rollouts.md#no) [d](https://a.b) ![e](assets/demo.png)"
     assert broken_links(ROOT / "README.md", links) == ["docs/no.md", "docs/rollouts.md#no"]
-    text = (
-        "`grpo.py: generate` `grpo.py: Args.seed` `grpo.py: Args.no` `sac.py: main`\n2. `utils.py`: `Sums`, `Sampler`"
-    )
-    assert broken_references(text) == ["grpo.py: Args.no", "sac.py: main", "utils.py: Sampler"]
+    text = "`grpo.py: generate` `grpo.py: Args.seed` `grpo.py: Args.no` `sac.py: main`\n2. `utils.py`: `Sums`, `Run`"
+    assert broken_references(text) == ["grpo.py: Args.no", "sac.py: main", "utils.py: Run"]
 
 
 def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
-    """Its diff fits grpo.py; what comes of it logs the new metric, and trains by each of its flags."""
+    """Its diff fits grpo.py; what comes of it logs the new metric, and trains by each of its
+    flags.
+    """
     diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "forking.md").read_text(), re.DOTALL)[1]
     fork = (ROOT / "grpo.py").read_text()
     for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
         lines = hunk.splitlines(keepends=True)
-        before, after = ("".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +"))
+        before, after = (
+            "".join(line[1:] for line in lines if line[0] in kinds) for kinds in (" -", " +")
+        )
         assert fork.count(before) == 1, before
         fork = fork.replace(before, after)
     (tmp_path / "my_method.py").write_text(fork)
@@ -142,17 +181,23 @@ def test_the_example_of_a_fork_trains(tmp_path, monkeypatch):
 
 
 def test_the_reading_map_has_every_equation():
-    """Every function in the section of equations of an algorithm. No name stands without its file."""
+    """Every function in the section of equations of an algorithm. No name stands without its
+    file.
+    """
     assert not re.findall(r"`([A-Za-z_][\w.]*(?<!\.py))`", LISTED.sub("", MAP.read_text()))
     named = {dotted for _, dotted in REFERENCE.findall(MAP.read_text())}
     for name in ("grpo.py", "rloo.py", "ppo.py", "reward_model.py", "distill.py"):
-        section = re.search(r"\n# The equations.*?\n# -+\n(.*?)\n# -+\n", (ROOT / name).read_text(), re.DOTALL)[1]
+        section = re.search(
+            r"\n# The equations.*?\n# -+\n(.*?)\n# -+\n", (ROOT / name).read_text(), re.DOTALL
+        )[1]
         functions = set(re.findall(r"^def (\w+)", section, re.MULTILINE))
         assert functions and functions <= named, name
 
 
 def test_every_metric_has_a_formula():
-    """Every name that stands in the code as it is; of those that are put together there, as reward/SOURCE is, none."""
+    """Every name that stands in the code as it is; of those that are put together there, as
+    reward/SOURCE is, none.
+    """
     metric = r"(?:objective|loss|policy|teacher|val|rollout|eval|time|perf|train)/\w*[a-z]"
     named = set(re.findall(rf"`({metric})`", (ROOT / "docs" / "metrics.md").read_text()))
     named |= {name.replace("eval/", "train/") for name in named}

@@ -19,7 +19,7 @@ SCRIPTS = sync_shared.SCRIPTS
 SHELL = sorted(ROOT.glob("scripts/**/*.sh"))  # for README.md and docs/ see test_docs.py
 
 
-# ---- scripts/sync_shared.py ------------------------------------------------------------------------------------------
+# ---- scripts/sync_shared.py ----------------------------------------------------------------------
 
 FIRST = '''"""One."""
 import functools
@@ -46,7 +46,9 @@ class Batch:
 def main(args):
     return mean(1)
 '''
-CHANGES = {  # what makes the second script of the first and is no drift: defaults, layout, comments, what is not shared
+# what makes the second script of the first and is no drift: defaults, layout, comments, what is not
+# shared
+CHANGES = {
     "One.": "Two.",
     "seed: int = 1": "seed: int = 7",
     "size: int = 2": "size: int = 5",
@@ -68,22 +70,29 @@ DRIFTS = {  # what is changed in the second script -> what is reported
 
 
 def sync(folder, second: str, file: str = "ppo.py", **options) -> tuple[int, str]:
-    """Run the command on a folder with two scripts; return its exit code and the second script after it."""
+    """Run the command on a folder with two scripts; return its exit code and the second script
+    after it.
+    """
     (folder / "grpo.py").write_text(FIRST)
     (folder / file).write_text(second)
     code = sync_shared.main(folder / "grpo.py", (folder / file,), **options)
     return code, (folder / file).read_text()
 
 
-@pytest.mark.parametrize("drift", DRIFTS, ids=lambda drift: drift[1].split("\n")[0].strip() or "no decorator")
+@pytest.mark.parametrize(
+    "drift", DRIFTS, ids=lambda drift: drift[1].split("\n")[0].strip() or "no decorator"
+)
 def test_drift_is_reported_and_mended(tmp_path, drift, capsys):
     """The default of a flag, comments and all that is not shared stay as they are."""
-    drifted, what = SECOND.replace(*drift), DRIFTS[drift]
+    drifted = SECOND.replace(*drift)
+    what = DRIFTS[drift]
     assert sync(tmp_path, drifted, check=True) == (1, drifted)
     assert capsys.readouterr().out == f"ppo.py: {what} differs from grpo.py\n"
     code, mended = sync(tmp_path, drifted)
     assert code == 0 and capsys.readouterr().out == f"ppo.py: {what} copied from grpo.py\n"
-    assert ast.dump(ast.parse(mended)) == ast.dump(ast.parse(SECOND)) != ast.dump(ast.parse(drifted))
+    assert (
+        ast.dump(ast.parse(mended)) == ast.dump(ast.parse(SECOND)) != ast.dump(ast.parse(drifted))
+    )
     assert "# ---- a banner ----\n" in mended and "size: int = 5" in mended
     assert sync(tmp_path, mended, check=True) == (0, mended) == sync(tmp_path, mended)
 
@@ -92,13 +101,15 @@ def test_some_parts_of_a_fork(tmp_path, capsys):
     """--only names what is copied of what differs, else a fork would be lost."""
     drifted = SECOND.replace("len(x)", "2").replace("rows: list", "rows: set")
     code, fork = sync(tmp_path, drifted, "fork.py", only=("mean",))
-    assert code == 0 and ast.dump(ast.parse(fork)) == ast.dump(ast.parse(SECOND.replace("rows: list", "rows: set")))
+    assert code == 0 and ast.dump(ast.parse(fork)) == ast.dump(
+        ast.parse(SECOND.replace("rows: list", "rows: set"))
+    )
     capsys.readouterr()
     assert sync(tmp_path, drifted, "fork.py") == (1, drifted)
     assert capsys.readouterr().out.count(" differs from grpo.py\n") == 2
 
 
-# ---- the scripts that exist ------------------------------------------------------------------------------------------
+# ---- the scripts that exist ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -112,21 +123,37 @@ def test_what_may_differ_does(monkeypatch):
     allowed = {*sync_shared.MAY_DIFFER}
     monkeypatch.setattr(sync_shared, "MAY_DIFFER", ())
     scripts = [sync_shared.parts((ROOT / name).read_text()) for name in SCRIPTS]
-    shared = ((name, one, other) for one in scripts for other in scripts for name in one.keys() & other)
+    shared = (
+        (name, one, other) for one in scripts for other in scripts for name in one.keys() & other
+    )
     assert {name for name, one, other in shared if one[name][0] != other[name][0]} == allowed
 
 
 def names_read(*trees: ast.Module) -> set[str]:
-    """Return NAME of every args.NAME, a.NAME and self.args.NAME, and the words of texts next to a getattr(args, ...),
-    which are read with the prefix of the critic's flags, too."""
+    """Return NAME of every args.NAME, a.NAME and self.args.NAME, and the words of texts next to a
+    getattr(args, ...), which are read with the prefix of the critic's flags, too.
+    """
     names = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value
-            names |= {node.attr} if getattr(owner, "id", getattr(owner, "attr", "")) == "args" else set()
-        if isinstance(node, ast.FunctionDef) and re.search(r"getattr\((self\.)?args\b", ast.unparse(node)):
-            texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-            names |= {prefix + word for prefix in ("", "critic_") for text in texts for word in text.split()}
+            names |= (
+                {node.attr} if getattr(owner, "id", getattr(owner, "attr", "")) == "args" else set()
+            )
+        if isinstance(node, ast.FunctionDef) and re.search(
+            r"getattr\((self\.)?args\b", ast.unparse(node)
+        ):
+            texts = [
+                n.value
+                for n in ast.walk(node)
+                if isinstance(n, ast.Constant) and isinstance(n.value, str)
+            ]
+            names |= {
+                prefix + word
+                for prefix in ("", "critic_")
+                for text in texts
+                for word in text.split()
+            }
     return names
 
 
@@ -139,10 +166,14 @@ def test_every_flag_is_read(name):
     assert not flags - names_read(*map(tree_of, (name, "utils.py", *readers)))
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "plumbing/cli.py", "scripts/evaluate.py", "scripts/reward_server.py"])
+@pytest.mark.parametrize(
+    "name", [*SCRIPTS, "plumbing/cli.py", "scripts/evaluate.py", "scripts/reward_server.py"]
+)
 def test_every_flag_is_documented(name):
     """By a docstring right under it, which is what --help shows."""
-    classes = [n for n in tree_of(name).body if isinstance(n, ast.ClassDef) and n.name.endswith("Args")]
+    classes = [
+        n for n in tree_of(name).body if isinstance(n, ast.ClassDef) and n.name.endswith("Args")
+    ]
     assert classes
     for field, text in ((f, t) for cls in classes for f, t in zip(cls.body, [*cls.body[1:], None])):
         if isinstance(field, ast.AnnAssign):
@@ -150,7 +181,7 @@ def test_every_flag_is_documented(name):
             assert documented and len(str(text.value.value)) > 8, field.target.id
 
 
-# ---- what shell scripts, docstrings and messages name ----------------------------------------------------------------
+# ---- what shell scripts, docstrings and messages name --------------------------------------------
 
 
 @pytest.mark.parametrize("path", SHELL, ids=lambda path: str(path.relative_to(ROOT)))
@@ -158,26 +189,37 @@ def test_shell_scripts_name_what_exists(path):
     done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = re.sub(r"\\\n", " ", path.read_text()).split("\n")
-    others = re.compile(r"\b(pip|uv|venv|pytest|git|nvidia-smi|grep|curl|SBATCH|srun)\b")  # commands with other flags
-    text = "\n".join(line for line in lines if not others.search(line) or re.search(r"\w+\.py\b.* --", line))
+    # commands with other flags
+    others = re.compile(r"\b(pip|uv|venv|pytest|git|nvidia-smi|grep|curl|SBATCH|srun)\b")
+    text = "\n".join(
+        line for line in lines if not others.search(line) or re.search(r"\w+\.py\b.* --", line)
+    )
     assert not unknown_flags(text) and not missing_paths(f"`{text}`")
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "utils.py", *PLUMBING])
 def test_flags_in_docstrings_and_messages_exist(name):
-    texts = [n.value for n in ast.walk(tree_of(name)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    texts = [
+        n.value
+        for n in ast.walk(tree_of(name))
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
     named = {flag for text in texts for flag in unknown_flags(text)}
-    assert not named - {"abbrev", "always", "dirty", "exclude", "worker_extension_cls"}  # git's, vLLM's
+    # git's, vLLM's
+    assert not named - {"abbrev", "always", "dirty", "exclude", "worker_extension_cls"}
     assert not missing_paths(ast.get_docstring(tree_of(name)) or "")
 
 
-# ---- imports, paths, versions ----------------------------------------------------------------------------------------
+# ---- imports, paths, versions --------------------------------------------------------------------
 
-ORDER = ("models", "data", "rewards", "turns", "rollout", "run")  # a folder of plumbing/ imports only those before it
+# a folder of plumbing/ imports only those before it
+ORDER = ("models", "data", "rewards", "turns", "rollout", "run")
 
 
 def imported(name: str) -> set[str]:
-    """Return what a file imports of the repository, wherever in it: "utils", "grpo", "plumbing.data.mixture"."""
+    """Return what a file imports of the repository, wherever in it: "utils", "grpo",
+    "plumbing.data.mixture".
+    """
     modules = set()
     for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
@@ -191,7 +233,8 @@ def imported(name: str) -> set[str]:
 @pytest.mark.parametrize("name", [*SCRIPTS, "utils.py", *PLUMBING])
 def test_imports_go_one_way(name):
     """Commands -> algorithms -> folders of plumbing/ in their order -> utils."""
-    modules, folder = {module for module in imported(name) if not module.startswith("utils")}, name.split("/")[1:2]
+    modules = {module for module in imported(name) if not module.startswith("utils")}
+    folder = name.split("/")[1:2]
     if name == "utils.py":
         assert not modules
     else:
@@ -208,16 +251,27 @@ def test_commands_have_what_they_import_on_their_path():
         text = path.read_text()
         first = re.search(r"^(import|from) (utils|plumbing|grpo)\b", text, re.M)
         if first and "__main__" in text:
-            assert 0 < re.search(r"^import repository\b|^sys.path.insert\(0, ", text, re.M).start() < first.start(), (
-                path
-            )
+            assert (
+                0
+                < re.search(r"^import repository\b|^sys.path.insert\(0, ", text, re.M).start()
+                < first.start()
+            ), path
 
 
 def test_no_path_of_one_machine():
     """Nothing under a home or a scratch folder, in any file of the repository."""
     if not shutil.which("git"):
         pytest.skip("needs git")
-    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "-z",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("not a git checkout")

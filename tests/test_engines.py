@@ -1,4 +1,6 @@
-"""What a run does with an engine that works no more, whatever the engine: the step is saved, and one line says why."""
+"""What a run does with an engine that works no more, whatever the engine: the step is saved, and
+one line says why.
+"""
 
 import importlib.util
 import threading
@@ -21,7 +23,9 @@ class StandIn:
     about = "a stand-in"
 
     def __init__(self, fails_at: int = 0):
-        self.fails_at, self.calls, self.failure = fails_at, 0, ""
+        self.fails_at = fails_at
+        self.calls = 0
+        self.failure = ""
 
     def generate(self, queries, seeds, stop_ids, args, interrupted, end):
         self.calls += 1
@@ -33,22 +37,33 @@ class StandIn:
     def sync(self, model):
         pass
 
-    sleep, metrics = lambda self: None, lambda self: {}
+    sleep = lambda self: None
+    metrics = lambda self: {}
 
 
 @pytest.mark.parametrize("async_steps, call, step", [(0, 4, 1), (0, 5, 2), (1, 6, 2)])
-def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsys, async_steps, call, step):
-    """In a rollout and in an evaluation, also where a rollout is one step ahead; then the run can go on.
+def test_a_failure_ends_the_run_with_the_step_saved(
+    tmp_path, monkeypatch, capsys, async_steps, call, step
+):
+    """In a rollout and in an evaluation, also where a rollout is one step ahead; then the run can
+    go on.
 
     Calls: 2 of the evaluation at step 0, the rollouts of steps 1 and 2, 2 at step 2, and so on.
     """
-    values = {**helpers.workspace(tmp_path), "rollout_backend": "vllm", "async_steps": async_steps, "save_every": 0}
+    values = {
+        **helpers.workspace(tmp_path),
+        "rollout_backend": "vllm",
+        "async_steps": async_steps,
+        "save_every": 0,
+    }
     use = lambda engine: monkeypatch.setattr(engines, "rollout_engine", lambda *_: engine)
-    straight, stopped = {**values, "run_name": "straight"}, {**values, "run_name": "stopped"}
+    straight = {**values, "run_name": "straight"}
+    stopped = {**values, "run_name": "stopped"}
     use(StandIn())
     run_here(straight)
     weights = {row.get("rollout/correction_mean", 1) for row in metrics_of(straight)}
-    assert (weights == {1}) == async_steps  # by default, only synchronous rollouts of an engine are corrected
+    # by default, only synchronous rollouts of an engine are corrected
+    assert (weights == {1}) == async_steps
     use(StandIn(fails_at=call))
     capsys.readouterr()
     line = helpers.refused(capsys, run_here, stopped)
@@ -56,7 +71,8 @@ def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsy
     assert steps_of(stopped) == [f"step_{step}"]
     use(StandIn())
     run_here({**stopped, "resume": True})
-    assert len(metrics_of(stopped)) == len(metrics_of(straight))  # a rollout that was one step ahead is made anew
+    # a rollout that was one step ahead is made anew
+    assert len(metrics_of(stopped)) == len(metrics_of(straight))
     assert async_steps or metrics_of(stopped) == metrics_of(straight)
 
 
@@ -64,13 +80,22 @@ def test_a_failure_ends_the_run_with_the_step_saved(tmp_path, monkeypatch, capsy
 def asynchronous(tmp_path, monkeypatch) -> dict:
     """The flags of an asynchronous run of a stand-in."""
     monkeypatch.setattr(engines, "rollout_engine", lambda *_: StandIn())
-    return {**helpers.workspace(tmp_path), "rollout_backend": "vllm", "async_steps": 1, "eval_every": 0}
+    return {
+        **helpers.workspace(tmp_path),
+        "rollout_backend": "vllm",
+        "async_steps": 1,
+        "eval_every": 0,
+    }
 
 
 def test_the_rollout_runs_while_the_step_trains(asynchronous, monkeypatch):
-    """A prefetched rollout waits here for an update, which would never come if training waited for the rollout."""
-    updated, threads = threading.Event(), []
-    generate, update = StandIn.generate, utils.Optimizer.step
+    """A prefetched rollout waits here for an update, which would never come if training waited for
+    the rollout.
+    """
+    updated = threading.Event()
+    threads = []
+    generate = StandIn.generate
+    update = utils.Optimizer.step
 
     def wait_and_generate(*args):
         threads.append(threading.current_thread() is threading.main_thread())
@@ -79,14 +104,17 @@ def test_the_rollout_runs_while_the_step_trains(asynchronous, monkeypatch):
         return generate(*args)
 
     monkeypatch.setattr(StandIn, "generate", wait_and_generate)
-    monkeypatch.setattr(utils.Optimizer, "step", lambda *args, **options: updated.set() or update(*args, **options))
+    monkeypatch.setattr(
+        utils.Optimizer, "step", lambda *args, **options: updated.set() or update(*args, **options)
+    )
     run_here(asynchronous)
     assert threads[0] and len(threads) > 2 and not any(threads[1:])
 
 
 @pytest.mark.parametrize("owner, name", [(StandIn, "generate"), (utils.Optimizer, "step")])
 def test_an_error_in_either_thread_ends_the_run(asynchronous, monkeypatch, owner, name):
-    calls, original = [], getattr(owner, name)
+    calls = []
+    original = getattr(owner, name)
 
     def broken(*args, **options):
         calls.append(1)
@@ -99,24 +127,48 @@ def test_an_error_in_either_thread_ends_the_run(asynchronous, monkeypatch, owner
         run_here(asynchronous)
 
 
-@pytest.mark.parametrize("installed, gpu, changes, expected", [
-    (True, True, {}, "vllm"), (False, True, {}, "hf"), (True, False, {}, "hf"),
-    (True, True, {"temperature": 2.5}, "hf"), (True, True, {"rollout_backend": "hf"}, "hf"),
-    (True, False, {"rollout_backend": "vllm"}, "vllm"),
-    (False, True, {"rollout_backend": "vllm"}, "--rollout_backend vllm: vLLM is not installed"),
-    (True, True, {"rollout_backend": "server", "precision": "float64"}, "does not compute with --precision float64"),
-    (True, True, {"rollout_backend": "hf", "async_steps": 1}, "--async_steps 1: requires --rollout_backend vllm or"),
-    (True, True, {"outputs": ("logprobs", "mine")}, "--rollout_backend vllm: vLLM does not return mine"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "installed, gpu, changes, expected",
+    [
+        (True, True, {}, "vllm"),
+        (False, True, {}, "hf"),
+        (True, False, {}, "hf"),
+        (True, True, {"temperature": 2.5}, "hf"),
+        (True, True, {"rollout_backend": "hf"}, "hf"),
+        (True, False, {"rollout_backend": "vllm"}, "vllm"),
+        (False, True, {"rollout_backend": "vllm"}, "--rollout_backend vllm: vLLM is not installed"),
+        (
+            True,
+            True,
+            {"rollout_backend": "server", "precision": "float64"},
+            "does not compute with --precision float64",
+        ),
+        (
+            True,
+            True,
+            {"rollout_backend": "hf", "async_steps": 1},
+            "--async_steps 1: requires --rollout_backend vllm or",
+        ),
+        (
+            True,
+            True,
+            {"outputs": ("logprobs", "mine")},
+            "--rollout_backend vllm: vLLM does not return mine",
+        ),
+    ],
+)
 def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, capsys):
     """auto is vLLM on a GPU where it is installed and can do what the flags ask."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: installed or None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(vllm_engine, "Engine", lambda *_: types.SimpleNamespace(about="the engine"))
     monkeypatch.setattr(engines, "check_decodes", lambda *_: None)
-    outputs, world = changes.get("outputs", ()), utils.World(0, 1, torch.device("cpu"))
+    outputs = changes.get("outputs", ())
+    world = utils.World(0, 1, torch.device("cpu"))
     args = grpo.Args(**{name: value for name, value in changes.items() if name != "outputs"})
-    choose = lambda: engines.rollout_engine(args, None, world, loading.precision("float32", world.device), outputs)
+    choose = lambda: engines.rollout_engine(
+        args, None, world, loading.precision("float32", world.device), outputs
+    )
     if expected in ("vllm", "hf"):
         assert (choose() is not None) == (expected == "vllm")
         printed = {"vllm": "rollout: the engine\n", "hf": "rollout: transformers\n"}[expected]

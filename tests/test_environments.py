@@ -68,8 +68,14 @@ def test_the_complete_example(folder):
     """Its data set has the columns that the environment asks for, and its flags are good."""
     write, train = COMMANDS[:2]
     assert write == ["python", "guess.py", ">guess.jsonl"]
-    done = subprocess.run([sys.executable, "guess.py"], cwd=folder, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "guess.py"], cwd=folder, capture_output=True, text=True, check=True
+    )
     rows = list(map(json.loads, done.stdout.splitlines()))
     assert len(rows) == 2000 and rows[0].keys() == {"prompt", "secret"}
     args = cli.parse(importlib.import_module("grpo").Args, train[2:])
-    assert (args.environment, args.tools, args.reward) == ("guess.py:Guess", ("guess.py:middle",), ("environment",))
+    assert (args.environment, args.tools, args.reward) == (
+        "guess.py:Guess",
+        ("guess.py:middle",),
+        ("environment",),
+    )

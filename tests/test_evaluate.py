@@ -16,25 +16,32 @@ evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has
 
 CASES = json.loads((helpers.ROOT / "tests/data/evaluate.json").read_text())
 
-# ---- measures --------------------------------------------------------------------------------------------------------
+# ---- measures ------------------------------------------------------------------------------------
 
 
 def table(*prompts: str) -> pandas.DataFrame:
-    """Responses to some prompts: "a1 b0" is one with the answer a, which is correct, and one with b, which is not; "-"
-    stands for no answer, and "?" for no score."""
+    """Responses to some prompts: "a1 b0" is one with the answer a, which is correct, and one with
+    b, which is not; "-" stands for no answer, and "?" for no score.
+    """
     rows = []
     for index, responses in enumerate(prompts):
         for answer, score in responses.split():
             correct = math.nan if score == "?" else float(score)
-            rows.append({"index": index, "extracted": None if answer == "-" else answer, "correct": correct})
+            rows.append(
+                {"index": index, "extracted": None if answer == "-" else answer, "correct": correct}
+            )
     return pandas.DataFrame(rows)
 
 
 @pytest.mark.parametrize("case", CASES["measures"], ids=lambda case: " | ".join(case["prompts"]))
 def test_measures(case):
-    """Means over prompts, by enumeration; without what has no score. Of a tie, the answer that came first."""
+    """Means over prompts, by enumeration; without what has no score. Of a tie, the answer that came
+    first.
+    """
     found = evaluate.measure(table(*case["prompts"]), case["n"], [])
-    values = {name: x["value"] for name, x in found.items()} | {f"{name} se": x["se"] for name, x in found.items()}
+    values = {name: x["value"] for name, x in found.items()} | {
+        f"{name} se": x["se"] for name, x in found.items()
+    }
     assert values == pytest.approx(case["measures"])
 
 
@@ -44,11 +51,20 @@ def test_answers_that_vote():
         assert evaluate.voted_answer(response) == answer
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
-TINY = {"model": str(helpers.ROOT / "assets" / "tiny"), "dataset": "arithmetic", "system_prompt": "",
-        "max_prompt_length": 16, "max_response_length": 48, "reward": "gsm8k", "num_prompts": 12, "samples": 6,
-        "generation_batch_size": 20, "run_name": "run"}  # fmt: skip
+TINY = {
+    "model": str(helpers.ROOT / "assets" / "tiny"),
+    "dataset": "arithmetic",
+    "system_prompt": "",
+    "max_prompt_length": 16,
+    "max_response_length": 48,
+    "reward": "gsm8k",
+    "num_prompts": 12,
+    "samples": 6,
+    "generation_batch_size": 20,
+    "run_name": "run",
+}
 
 
 def measure(tmp_path, **changes):
@@ -67,13 +83,15 @@ def read(values: dict) -> tuple:
 def test_run_on_arithmetic(tmp_path):
     """What each response is and scored; two ranks, and other batches, make the same responses."""
     results, samples = measure(tmp_path)
-    assert [s["prompt"] for s in samples] == [row["prompt"] for row in arithmetic_rows("test", 12) for _ in range(6)]
+    assert [s["prompt"] for s in samples] == [
+        row["prompt"] for row in arithmetic_rows("test", 12) for _ in range(6)
+    ]
     for s in samples:
         assert s["gsm8k"] == float(s["response"].endswith(f"#### {s['answer']}"))
         assert s["correct"] == (s["gsm8k"] == 1 and s["stop_reason"] == "stop")
     assert len({s["response"] for s in samples}) > 40  # each has random numbers of its own
     scores = {name: x["value"] for name, x in results["scores"].items()}
-    assert list(scores) == ["avg@6", "pass@1", "pass@2", "pass@4", "maj@6", "gsm8k", "stopped", "tokens"]
+    assert list(scores) == "avg@6 pass@1 pass@2 pass@4 maj@6 gsm8k stopped tokens".split()
     assert scores["avg@6"] == pytest.approx(sum(s["correct"] for s in samples) / 72)
     assert 0.2 < scores["avg@6"] < 0.9
     assert results["args"]["backend"] == "hf"
@@ -84,14 +102,24 @@ def test_run_on_arithmetic(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> dict:
-    """A run of grpo.py without a system prompt, and with short responses: neither is the default."""
+    """A run of grpo.py without a system prompt, and with short responses: neither is the
+    default.
+    """
     folder = tmp_path_factory.mktemp("runs")
-    shared = ("model", "system_prompt", "max_prompt_length", "max_response_length", "reward", "run_name")
+    shared = "model system_prompt max_prompt_length max_response_length reward run_name".split()
     values = {name: TINY[name] for name in shared} | {
-        "output_dir": str(folder), "dataset": helpers.write_rows(folder / "rows.jsonl", arithmetic_rows("test", 60)),
-        "eval_share": 0.4, "eval_prompts": 20, "eval_samples": 3, "rollout_batch_size": 2, "group_size": 4,
-        "mini_batch_size": 8, "total_episodes": 8, "learning_rate": 1e-4, "seed": 5,
-    }  # fmt: skip
+        "output_dir": str(folder),
+        "dataset": helpers.write_rows(folder / "rows.jsonl", arithmetic_rows("test", 60)),
+        "eval_share": 0.4,
+        "eval_prompts": 20,
+        "eval_samples": 3,
+        "rollout_batch_size": 2,
+        "group_size": 4,
+        "mini_batch_size": 8,
+        "total_episodes": 8,
+        "learning_rate": 1e-4,
+        "seed": 5,
+    }
     helpers.run_here(values)
     return values
 
@@ -101,8 +129,11 @@ def parse(*words) -> evaluate.Args:
 
 
 def test_the_accuracy_that_a_run_logged(run, tmp_path, capsys):
-    """Of its last model, as the run's args.json has prompts and lengths; with --config all else, too."""
-    logged, folder = helpers.metrics_of(run)[-1], helpers.folder_of(run)
+    """Of its last model, as the run's args.json has prompts and lengths; with --config all else,
+    too.
+    """
+    logged = helpers.metrics_of(run)[-1]
+    folder = helpers.folder_of(run)
     given = {"model": str(folder / "final"), "output_dir": str(tmp_path)}
     values = {**given, "temperature": 0, "num_prompts": 20, "run_name": "greedy"}
     values |= {name: run[name] for name in ("dataset", "eval_share", "reward")}
@@ -120,29 +151,51 @@ def test_flags_of_the_run_that_saved_a_model(run, tmp_path, capsys):
     folder = helpers.folder_of(run)
     for model in (folder / "final", folder / "checkpoints" / "step_1"):
         args = parse("--model", model)
-        assert (args.system_prompt, args.max_prompt_length, args.max_response_length) == ("", 16, 48)
+        assert (args.system_prompt, args.max_prompt_length, args.max_response_length) == (
+            "",
+            16,
+            48,
+        )
         assert (args.seed, args.dataset, args.reward) == (1, "openai/gsm8k", ("math",))
     assert parse("--model", model, "--max_response_length", 1024).max_response_length == 1024
-    (tmp_path / "flags.json").write_text(json.dumps({"model": str(model), "max_response_length": 1024}))
+    (tmp_path / "flags.json").write_text(
+        json.dumps({"model": str(model), "max_response_length": 1024})
+    )
     args = parse(tmp_path / "flags.json")
     assert (args.max_prompt_length, args.max_response_length) == (16, 1024)
     args = parse("--config", folder / "args.json", "--samples", 2)
-    assert (args.model, args.seed, args.run_name, args.num_prompts, args.samples) == (run["model"], 5, "", 20, 2)
+    assert (args.model, args.seed, args.run_name, args.num_prompts, args.samples) == (
+        run["model"],
+        5,
+        "",
+        20,
+        2,
+    )
     capsys.readouterr()
-    assert parse("--model", run["model"]).max_response_length == 1024 and "args.json" not in capsys.readouterr().out
+    assert (
+        parse("--model", run["model"]).max_response_length == 1024
+        and "args.json" not in capsys.readouterr().out
+    )
 
 
 def test_the_data_set_that_a_run_evaluates_on():
     for flags, name in CASES["data sets of a run"]:
-        assert evaluate.Args.from_run({**flags, "eval_prompts": 5, "eval_samples": 2})["dataset"] == name
+        assert (
+            evaluate.Args.from_run({**flags, "eval_prompts": 5, "eval_samples": 2})["dataset"]
+            == name
+        )
 
 
 def test_responses_that_are_cut_off(tmp_path):
     """They are not correct and do not vote."""
-    (tmp_path / "r.py").write_text("def score(prompts, responses, **columns):\n    return [1.0] * len(responses)\n")
+    (tmp_path / "r.py").write_text(
+        "def score(prompts, responses, **columns):\n    return [1.0] * len(responses)\n"
+    )
     name = f"{tmp_path / 'r.py'}:score"
     results, samples = measure(tmp_path, reward=name, max_response_length=3)
-    assert {s["stop_reason"] for s in samples} == {"length"} and {s["tokens"] for s in samples} == {3}
+    assert {s["stop_reason"] for s in samples} == {"length"} and {s["tokens"] for s in samples} == {
+        3
+    }
     assert results["scores"]["avg@6"]["value"] == 0 and "maj@6" not in results["scores"]
     assert results["scores"]["stopped"]["value"] == 0 and results["scores"][name]["value"] == 1
 
@@ -159,17 +212,25 @@ def test_missing_scores_are_counted_and_not_zero(tmp_path, capsys):
     assert results["scores"][some]["value"] == 2 and results["scores"]["pass@1"]["value"] > 0.9
     assert f"without a score: {{{some!r}: {missing}, 'format': 0}}" in capsys.readouterr().out
     bad = f"{tmp_path / 'r.py'}:bad"
-    assert "no response got a score" in helpers.refused(capsys, measure, tmp_path, reward=bad, run_name="bad")
+    assert "no response got a score" in helpers.refused(
+        capsys, measure, tmp_path, reward=bad, run_name="bad"
+    )
 
 
 def test_rows_of_several_data_sets_that_name_their_sources(tmp_path):
-    """Each prompt is judged by its own source. Rows may have columns that are named as those of the samples."""
+    """Each prompt is judged by its own source. Rows may have columns that are named as those of the
+    samples.
+    """
     rows = [{**row, "verifier": "gsm8k", "index": 7} for row in arithmetic_rows("test", 3)]
     helpers.write_rows(tmp_path / "rows.jsonl", rows)
-    helpers.write_rows(tmp_path / "zero.jsonl", [{"prompt": "1+0=", "answer": "?", "verifier": ["format"]}] * 2)
+    helpers.write_rows(
+        tmp_path / "zero.jsonl", [{"prompt": "1+0=", "answer": "?", "verifier": ["format"]}] * 2
+    )
     entries = [{"prob": 1, "filepath": name} for name in ("rows.jsonl", "zero.jsonl")]
     (tmp_path / "mix.json").write_text(json.dumps(entries))
-    flags = dict(dataset=str(tmp_path / "mix.json"), reward=("gsm8k", "format"), num_prompts=0, samples=2)
+    flags = dict(
+        dataset=str(tmp_path / "mix.json"), reward=("gsm8k", "format"), num_prompts=0, samples=2
+    )
     results, samples = measure(tmp_path, **flags)
     shares = {name: scores["avg@2"]["value"] for name, scores in results["datasets"].items()}
     right = [s["correct"] for s in samples if s["dataset"] == "rows.jsonl"]
@@ -182,30 +243,44 @@ def test_a_reward_model_alone(tmp_path):
     name = helpers.scalar_folder(folder, tmp_path / "scorer")
     results, samples = measure(tmp_path, model=folder, reward=name, num_prompts=5, samples=3)
     assert results["scores"].keys() == {name, "stopped", "tokens"}
-    assert results["scores"][name]["value"] == pytest.approx(statistics.fmean(s[name] for s in samples))
+    assert results["scores"][name]["value"] == pytest.approx(
+        statistics.fmean(s[name] for s in samples)
+    )
 
 
 def test_conversations(tmp_path):
     """The response is all turns, and the vote that of the last; tokens are the model's."""
-    flags = {"model": str(helpers.ROOT / "assets" / "guess"), "dataset": str(helpers.ROOT / "assets/guess/test.jsonl")}
-    flags |= {"environment": f"{helpers.ROOT / 'assets/guess/game.py'}:GuessTheNumber", "reward": "environment"}
+    flags = {
+        "model": str(helpers.ROOT / "assets" / "guess"),
+        "dataset": str(helpers.ROOT / "assets/guess/test.jsonl"),
+    }
+    flags |= {
+        "environment": f"{helpers.ROOT / 'assets/guess/game.py'}:GuessTheNumber",
+        "reward": "environment",
+    }
     results, samples = measure(tmp_path, **flags, num_prompts=6, samples=4, max_response_length=64)
     for s in samples:
         guesses = [turn["content"] for turn in s["turns"] if turn["role"] == "assistant"]
         assert s["stop_reason"] == "done" and s["correct"] == s["environment"]
-        assert len("".join(guesses)) <= s["tokens"] <= len("".join(guesses)) + len(guesses)  # and the stops
+        # and the stops
+        assert len("".join(guesses)) <= s["tokens"] <= len("".join(guesses)) + len(guesses)
         assert s["extracted"] == guesses[-1]
     assert 0 < results["scores"]["avg@4"]["value"] < 1
     assert 1 < results["conversations"]["conversation/turns"] <= 5
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 def test_bad_input_exits_with_one_line(tmp_path, capsys):
     model = helpers.tiny_model(tmp_path / "mamba", "mamba", state_size=8)
     line = helpers.refused(capsys, measure, tmp_path, model=model)
-    assert line.startswith(f"error: --model {model}: ") and "the decode loop; use --backend vllm: " in line
+    assert (
+        line.startswith(f"error: --model {model}: ")
+        and "the decode loop; use --backend vllm: " in line
+    )
     assert not list(tmp_path.glob("run*"))
     (tmp_path / "run").mkdir()
-    assert "--run_name run" in helpers.refused(capsys, measure, tmp_path) and not list((tmp_path / "run").iterdir())
+    assert "--run_name run" in helpers.refused(capsys, measure, tmp_path) and not list(
+        (tmp_path / "run").iterdir()
+    )

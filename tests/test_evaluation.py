@@ -11,15 +11,25 @@ import utils
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 
-CPU, NAN = torch.device("cpu"), math.nan
+CPU = torch.device("cpu")
+NAN = math.nan
 REWARDS = SimpleNamespace(sources=("exact", "f.py:f"), verifiers=("exact", "f.py:f"))
 
 
 def batch_of(scores: list[float], stopped: list[bool] | None = None, names: str = "") -> Batch:
-    """Responses of one token to the prompt "p", of data sets by one letter, scored by `exact` and by a function."""
+    """Responses of one token to the prompt "p", of data sets by one letter, scored by `exact` and
+    by a function.
+    """
     rows = [{"prompt": "p", "query": [1], "dataset": name} for name in names or "a" * len(scores)]
     samples = [
-        Sample(row, [7], {"rollout_logprobs": [0.0]}, stop, text="7", scores={"exact": score, "f.py:f": 1.0})
+        Sample(
+            row,
+            [7],
+            {"rollout_logprobs": [0.0]},
+            stop,
+            text="7",
+            scores={"exact": score, "f.py:f": 1.0},
+        )
         for row, score, stop in zip(rows, scores, stopped or [True] * len(scores))
     ]
     return Batch.from_samples(samples, CPU)
@@ -27,9 +37,12 @@ def batch_of(scores: list[float], stopped: list[bool] | None = None, names: str 
 
 def evaluated(greedy: list[float], sampled: list[float], names: str = "") -> dict:
     """Metrics of an evaluation of as many prompts as there are greedy scores."""
-    rollout = lambda rows, samples, key: batch_of(sampled, None, names) if samples else batch_of(greedy)
+    rollout = lambda rows, samples, key: (
+        batch_of(sampled, None, names) if samples else batch_of(greedy)
+    )
     args = grpo.Args(eval_samples=len(sampled) // len(greedy))
-    sampler, REWARDS.waited = SimpleNamespace(rewards=REWARDS, args=args, rollout=rollout), 1.0
+    sampler = SimpleNamespace(rewards=REWARDS, args=args, rollout=rollout)
+    REWARDS.waited = 1.0
     metrics, _ = evaluation.evaluate(sampler, [{}] * len(greedy))
     assert REWARDS.waited == 0.0  # for scores, which is counted for a step
     return metrics
@@ -37,7 +50,12 @@ def evaluated(greedy: list[float], sampled: list[float], names: str = "") -> dic
 
 def test_all_scores_are_there():
     metrics = evaluated([1.0, 0.0], [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
-    expected = {"eval/greedy_accuracy": 0.5, "eval/accuracy": 5 / 8, "eval/pass@2": (0.5 + 1) / 2, "eval/pass@4": 1.0}
+    expected = {
+        "eval/greedy_accuracy": 0.5,
+        "eval/accuracy": 5 / 8,
+        "eval/pass@2": (0.5 + 1) / 2,
+        "eval/pass@4": 1.0,
+    }
     assert {key: metrics[key] for key in expected} == pytest.approx(expected)
     assert metrics["eval/missing_scores"] == 0 and "eval/accuracy/a" not in metrics
 
@@ -46,7 +64,9 @@ def test_some_scores_are_missing():
     """Means are over the others; pass@k over the prompts that have k scored responses."""
     metrics = evaluated([NAN, 0.0], [1.0, 0.0, NAN, NAN, 1.0, 0.0, 0.0, 0.0], "aaaabbbb")
     assert metrics["eval/accuracy/a"] == 0.5 and metrics["eval/accuracy/b"] == 0.25
-    assert metrics["eval/greedy_accuracy"] == 0.0 and metrics["eval/accuracy"] == pytest.approx(2 / 6)
+    assert metrics["eval/greedy_accuracy"] == 0.0 and metrics["eval/accuracy"] == pytest.approx(
+        2 / 6
+    )
     assert metrics["eval/pass@2"] == pytest.approx((1 + 0.5) / 2) and metrics["eval/pass@4"] == 1.0
     assert metrics["eval/missing_scores"] == 2
 
@@ -54,7 +74,10 @@ def test_some_scores_are_missing():
 def test_no_score_is_there():
     metrics = evaluated([NAN], [NAN] * 2)
     names = ("greedy_accuracy", "accuracy", "pass@2", "reward/exact")
-    assert all(math.isnan(metrics[f"eval/{name}"]) for name in names) and metrics["eval/reward/f.py:f"] == 1.0
+    assert (
+        all(math.isnan(metrics[f"eval/{name}"]) for name in names)
+        and metrics["eval/reward/f.py:f"] == 1.0
+    )
 
 
 def metrics_of(*batch) -> dict:
@@ -64,26 +87,42 @@ def metrics_of(*batch) -> dict:
 
 def test_means_of_a_step_leave_out_what_has_no_score():
     metrics = metrics_of([1.0, NAN, 0.0, NAN, 1.0], [True, True, True, True, False])
-    assert metrics["objective/verifiable_correct_rate"] == pytest.approx(1 / 3)  # the last one did not stop
+    # the last one did not stop
+    assert metrics["objective/verifiable_correct_rate"] == pytest.approx(1 / 3)
     assert [metrics["reward_correct/exact"], metrics["reward/exact"]] == pytest.approx([2 / 3] * 2)
     assert metrics["val/missing_scores"] == 2 and metrics["reward_correct/f.py:f"] == 1.0
     metrics = metrics_of([NAN])
-    for name in ("objective/verifiable_correct_rate", "reward/exact", "reward_std/exact", "reward_correct/exact"):
+    for name in (
+        "objective/verifiable_correct_rate",
+        "reward/exact",
+        "reward_std/exact",
+        "reward_correct/exact",
+    ):
         assert math.isnan(metrics[name]), name
 
 
-@pytest.mark.parametrize("difference, staleness, warned", [(0.011, 0, True), (0.009, 0, False), (0.5, 1, False)])
+@pytest.mark.parametrize(
+    "difference, staleness, warned", [(0.011, 0, True), (0.009, 0, False), (0.5, 1, False)]
+)
 def test_disagreement_of_rollout_and_trainer(difference, staleness, warned, capsys):
-    """In a token's probability; warned of, but not where the weights have moved in between. Padding does not count."""
-    sums, mask = utils.Sums(utils.World(0, 1, CPU)), torch.tensor([[True, True], [True, False]])
+    """In a token's probability; warned of, but not where the weights have moved in between. Padding
+    does not count.
+    """
+    sums = utils.Sums(utils.World(0, 1, CPU))
+    mask = torch.tensor([[True, True], [True, False]])
     engine = torch.tensor([[0.5, 0.25], [0.5, NAN]], dtype=torch.float64)
     trainer = engine + difference * torch.tensor([[2.0, 1.0], [0.0, 9.0]])
     evaluation.add_mismatch(sums, trainer[:1].log(), engine[:1].log(), mask[:1])
     evaluation.add_mismatch(sums, trainer[1:].log(), engine[1:].log(), mask[1:])
-    metrics, logs = evaluation.mismatch_metrics(sums.totals(), 3, staleness), (trainer.log() - engine.log())[mask]
-    assert metrics == pytest.approx({
-        "rollout/staleness": staleness, "rollout/logprob_diff_mean": logs.mean().item(),
-        "rollout/logprob_diff_max": logs.max().item(), "rollout/prob_diff_mean": difference,
-    })  # fmt: skip
+    metrics = evaluation.mismatch_metrics(sums.totals(), 3, staleness)
+    logs = (trainer.log() - engine.log())[mask]
+    assert metrics == pytest.approx(
+        {
+            "rollout/staleness": staleness,
+            "rollout/logprob_diff_mean": logs.mean().item(),
+            "rollout/logprob_diff_max": logs.max().item(),
+            "rollout/prob_diff_mean": difference,
+        }
+    )
     err = capsys.readouterr().err
     assert err.startswith("warning: step 3: ") == warned and err.count("\n") == warned

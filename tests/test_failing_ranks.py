@@ -1,4 +1,5 @@
-"""Ranks that fail: torchrun names the one, starts again; the others end soon; one others wait for prints where it is.
+"""Ranks that fail: torchrun names the one, starts again; the others end soon; one others wait for
+prints where it is.
 
 Each phase in which a rank can fail is in tests/faults/test_ranks.py.
 """
@@ -25,18 +26,31 @@ def base(tmp_path_factory) -> dict:
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo", "reward_model"])
 def test_torchrun_learns_of_an_exception_in_any_script(script, tmp_path, monkeypatch):
     """By the file that it names in the environment, from which it makes its report."""
-    module, file = __import__(script), tmp_path / "error.json"
+    module = __import__(script)
+    file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     with pytest.raises(AttributeError):
         module.main(None)  # has no flags
     message = json.loads(file.read_text())["message"]
-    assert "AttributeError" in message["message"] and f"{script}.py" in message["extraInfo"]["py_callstack"]
+    assert (
+        "AttributeError" in message["message"]
+        and f"{script}.py" in message["extraInfo"]["py_callstack"]
+    )
 
 
 HANDLED = {  # what `main` raises in a phase, and the line that the run ends with
-    "load": (OSError("nobody/nothing is not a folder\nmore"), "error: nobody/nothing is not a folder (mock.py line"),
-    "training": (torch.OutOfMemoryError("CUDA out of memory."), "error: rank 0 of 1, in the phase 'training': a GPU"),
-    "sync": (RuntimeError("[gloo/transport/tcp] closed"), "error: rank 0 of 1, in the phase 'sync': another rank"),
+    "load": (
+        OSError("nobody/nothing is not a folder\nmore"),
+        "error: nobody/nothing is not a folder (mock.py line",
+    ),
+    "training": (
+        torch.OutOfMemoryError("CUDA out of memory."),
+        "error: rank 0 of 1, in the phase 'training': a GPU",
+    ),
+    "sync": (
+        RuntimeError("[gloo/transport/tcp] closed"),
+        "error: rank 0 of 1, in the phase 'sync': another rank",
+    ),
 }
 
 
@@ -61,14 +75,28 @@ def score(prompts, responses, **columns):
 
 
 def test_torchrun_starts_again_and_resumes(base, tmp_path):
-    """With --max_restarts a killed rank ends all, after the first one has saved; the next start goes on by itself."""
+    """With --max_restarts a killed rank ends all, after the first one has saved; the next start
+    goes on by itself.
+    """
     (tmp_path / "deadly.py").write_text(DEADLY)
-    marker, log = tmp_path / "marker", tmp_path / "log"
-    values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 48, "save_every": 0}
+    marker = tmp_path / "marker"
+    log = tmp_path / "log"
+    values = {
+        **base,
+        "output_dir": str(tmp_path),
+        "run_name": "run",
+        "total_episodes": 48,
+        "save_every": 0,
+    }
     values |= {"reward": f"{tmp_path / 'deadly.py'}:score", "resume": True}
-    metrics, restarts = helpers.folder_of(values) / "metrics.jsonl", ("--max_restarts", "1")
-    with forked_python.torchrun(helpers.ROOT / "grpo.py", values, log, *restarts, MARKER=str(marker)) as running:
-        while running.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
+    metrics = helpers.folder_of(values) / "metrics.jsonl"
+    restarts = ("--max_restarts", "1")
+    with forked_python.torchrun(
+        helpers.ROOT / "grpo.py", values, log, *restarts, MARKER=str(marker)
+    ) as running:
+        while running.poll() is None and not (
+            metrics.exists() and len(metrics.read_text().splitlines()) > 2
+        ):
             time.sleep(0.05)
         marker.touch()
         assert running.wait(120) == 0, log.read_text()[-3000:]
@@ -79,29 +107,43 @@ def test_torchrun_starts_again_and_resumes(base, tmp_path):
 def slow(seconds: float) -> None:
     """Let this rank wait in a reward, and print tracebacks soon."""
     of_ranks.STUCK_AFTER = 1.0
-    helpers._before("sources.Scoring.finish", lambda calls: time.sleep(seconds) if calls == 1 else None)
+    helpers._before(
+        "sources.Scoring.finish", lambda calls: time.sleep(seconds) if calls == 1 else None
+    )
 
 
 def test_ranks_that_wait_print_where(base, tmp_path):
     """The one that is slow and the one that waits for it, again and again; the run goes on."""
-    values = {**base, "output_dir": str(tmp_path), "run_name": "run", "total_episodes": 8, "save_every": 0}
+    values = {
+        **base,
+        "output_dir": str(tmp_path),
+        "run_name": "run",
+        "total_episodes": 8,
+        "save_every": 0,
+    }
     ranks = helpers.run_ranks(values, 2, (0, 0), {0: partial(slow, 0.0), 1: partial(slow, 4.0)})
     assert ranks[1].err.count("Timeout (0:00:0") >= 2 and " in <lambda>\n" in ranks[1].err
     assert "distributed_c10d.py" in ranks[0].err
 
 
-# ---- numbers that are not finite, on one rank ------------------------------------------------------------------------
+# ---- numbers that are not finite, on one rank ----------------------------------------------------
 
 
 def watched(folder: str, rank: int, factor: float) -> None:
-    """Write down a sum of all weights after each update; multiply the token losses of the second update."""
+    """Write down a sum of all weights after each update; multiply the token losses of the second
+    update.
+    """
     import grpo
 
-    sums, step, policy_loss = [], utils.Optimizer.step, grpo.policy_loss
+    sums = []
+    step = utils.Optimizer.step
+    policy_loss = grpo.policy_loss
 
     def and_sum(optimizer) -> None:
         step(optimizer)
-        weights = [utils.full_tensor(parameter.detach()).double() for parameter in optimizer.parameters]
+        weights = [
+            utils.full_tensor(parameter.detach()).double() for parameter in optimizer.parameters
+        ]
         sums.append(sum(weight.abs().sum().item() for weight in weights))
         torch.save(sums, f"{folder}/{rank}.pt")
 
@@ -109,14 +151,24 @@ def watched(folder: str, rank: int, factor: float) -> None:
         losses, clipped = policy_loss(*args, **options)
         return losses * (factor if len(sums) == 1 else 1.0), clipped
 
-    utils.Optimizer.step, grpo.policy_loss = and_sum, loss
+    utils.Optimizer.step = and_sum
+    grpo.policy_loss = loss
 
 
 @pytest.mark.parametrize("shard", ["none", "fsdp"])
 def test_a_loss_that_is_not_finite_on_one_rank(base, tmp_path, shard):
     """All ranks skip the same update, which is counted, and go on with equal weights."""
-    values = {**base, "output_dir": str(tmp_path), "run_name": shard, "shard": shard, "total_episodes": 16}
-    watch = {rank: partial(watched, str(tmp_path), rank, factor) for rank, factor in enumerate((1.0, float("inf")))}
+    values = {
+        **base,
+        "output_dir": str(tmp_path),
+        "run_name": shard,
+        "shard": shard,
+        "total_episodes": 16,
+    }
+    watch = {
+        rank: partial(watched, str(tmp_path), rank, factor)
+        for rank, factor in enumerate((1.0, float("inf")))
+    }
     helpers.run_ranks(values | {"num_epochs": 2}, 2, (0, 0), watch)
     assert [row["val/skipped_updates"] for row in helpers.metrics_of(values)] == [1, 0]
     ours, theirs = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

@@ -1,4 +1,5 @@
-"""Families of models: each trains for two steps, and is exact. With --long all of them, else a few that differ most.
+"""Families of models: each trains for two steps, and is exact. With --long all of them, else a few
+that differ most.
 
 python tests/test_families.py     # writes the table of all in docs/models.md
 """
@@ -19,17 +20,27 @@ from plumbing.models import loading
 
 FLOAT32 = loading.precision("float32", CPU)
 
-PARTS, FAMILIES, REFUSED = yaml.safe_load((helpers.ROOT / "tests/data/families.yaml").read_text()).values()
-FEW = ("cohere2", "deepseek_v3", "falcon_h1", "gemma3", "llama4_text", "phimoe", "qwen2_moe", "qwen3_5")
+PARTS, FAMILIES, REFUSED = yaml.safe_load(
+    (helpers.ROOT / "tests/data/families.yaml").read_text()
+).values()
+FEW = "cohere2 deepseek_v3 falcon_h1 gemma3 llama4_text phimoe qwen2_moe qwen3_5".split()
 
 
 def family_folder(family: str, folder) -> str:
     """Save a random model of a family and its tokenizer (one token a character) in a folder."""
     changes = (FAMILIES | REFUSED)[family]
-    shape = {} if "text_config" in changes else {key: x for key, x in PARTS["shape"].items() if key not in changes}
+    shape = (
+        {}
+        if "text_config" in changes
+        else {key: x for key, x in PARTS["shape"].items() if key not in changes}
+    )
     config = transformers.AutoConfig.for_model(family, **shape, **changes)
     with_images = "text_config" in changes
-    auto_class = transformers.AutoModelForImageTextToText if with_images else transformers.AutoModelForCausalLM
+    auto_class = (
+        transformers.AutoModelForImageTextToText
+        if with_images
+        else transformers.AutoModelForCausalLM
+    )
     torch.manual_seed(0)
     model = auto_class.from_config(config)
     for parameter in model.parameters():  # far from uniform, so that a step changes something
@@ -42,11 +53,14 @@ def family_folder(family: str, folder) -> str:
 
 
 def largest_difference(family: str, folder) -> float:
-    """Train for two steps; return the largest difference between log-probabilities of rollout and training.
+    """Train for two steps; return the largest difference between log-probabilities of rollout and
+    training.
 
     With an update a step, of which the metric compares the forward pass, and blocks that recompute.
     """
-    values = helpers.workspace(folder) | dict(total_episodes=16, eval_every=0, save_every=0, run_name="run")
+    values = helpers.workspace(folder) | dict(
+        total_episodes=16, eval_every=0, save_every=0, run_name="run"
+    )
     values |= dict(mini_batch_size=0, num_epochs=1, gradient_checkpointing=True)
     values["model"] = family_folder(family, folder / "family")
     helpers.run_here(values)
@@ -60,9 +74,14 @@ def largest_difference(family: str, folder) -> float:
 
 
 def check_gradient(folder: str) -> None:
-    """The gradient of a padded row's log-probabilities, to that of transformers' own logits of the row alone."""
-    ids, length, begin = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]]), 8, 3
-    mask, gradients = torch.zeros_like(ids, dtype=torch.bool), []
+    """The gradient of a padded row's log-probabilities, to that of transformers' own logits of the
+    row alone.
+    """
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 0, 0]])
+    length = 8
+    begin = 3
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    gradients = []
     mask[0, begin:length] = True
     for own in (True, False):
         model = loading.load_model("--model", folder, torch.float64, CPU)
@@ -73,11 +92,15 @@ def check_gradient(folder: str) -> None:
             logits = model(input_ids=ids[:, :length], use_cache=False).logits[0, begin - 1 : -1]
             logprobs = logits.log_softmax(-1).gather(-1, ids[0, begin:length, None])[:, 0]
         logprobs.sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     largest = max(gradient.abs().max() for gradient in gradients[1].values())
     for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-6, atol=1e-6 * largest.item())
+        torch.testing.assert_close(
+            gradient, gradients[1][name], rtol=1e-6, atol=1e-6 * largest.item()
+        )
 
 
 def pytest_generate_tests(metafunc):
@@ -91,10 +114,14 @@ def test_a_family_trains_and_is_exact(family, tmp_path):
 
 @pytest.mark.parametrize("script, changes", [("ppo", {}), ("grpo", {"lora_rank": 2})])
 def test_what_reads_images_stays_as_it_is(tmp_path, script, changes):
-    values = helpers.workspace(tmp_path) | dict(total_episodes=8, eval_every=0, run_name="run", **changes)
+    values = helpers.workspace(tmp_path) | dict(
+        total_episodes=8, eval_every=0, run_name="run", **changes
+    )
     values["model"] = family_folder("gemma3", tmp_path / "family")
     helpers.run_here(values, script)
-    before, after = (helpers.weights_of(x) for x in (values["model"], helpers.folder_of(values) / "final"))
+    before, after = (
+        helpers.weights_of(x) for x in (values["model"], helpers.folder_of(values) / "final")
+    )
     changed = [name for name, weight in after.items() if not torch.equal(weight, before[name])]
     assert changed and all(name.startswith("language_model.") for name in changed)
     if "lora_rank" in changes:
@@ -102,38 +129,54 @@ def test_what_reads_images_stays_as_it_is(tmp_path, script, changes):
         assert adapter and all(".language_model." in name for name in adapter)
 
 
-def test_padding_that_changes_a_prediction_and_an_unknown_head_are_refused(tmp_path, capsys, monkeypatch):
+def test_padding_that_changes_a_prediction_and_an_unknown_head_are_refused(
+    tmp_path, capsys, monkeypatch
+):
     model = loading.load_model("--model", family_folder("granite", tmp_path), torch.float32, CPU)
-    forward, head = model.forward, grpo.Policy(model, grpo.Args()).logits
+    forward = model.forward
+    head = grpo.Policy(model, grpo.Args()).logits
     model.forward = lambda attention_mask=None, **inputs: forward(**inputs)
     decodes = "--model there", model, FLOAT32, "--rollout_backend vllm"
     assert "its logits differ by" in helpers.refused(capsys, loading.check_decodes, *decodes)
     monkeypatch.setattr(loading, "LOGIT_FACTORS", {})
     line = helpers.refused(capsys, loading.check_head, "--model there", model, head)
-    assert line.endswith("GraniteForCausalLM trains by other logits: what changes them is not in `adjusted_logits`")
+    assert line.endswith(
+        "GraniteForCausalLM trains by other logits: what changes them is not in `adjusted_logits`"
+    )
     monkeypatch.undo()
     loading.check_head("--model there", model, head)
     model.model.norm.register_forward_hook(lambda _, x, y: y + torch.is_grad_enabled())
-    assert "trains by other logits" in helpers.refused(capsys, loading.check_head, "--model there", model, head)
+    assert "trains by other logits" in helpers.refused(
+        capsys, loading.check_head, "--model there", model, head
+    )
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_models_that_the_decode_loop_cannot_run_are_refused(kind, tmp_path, capsys):
     model = loading.load_model("--model", family_folder(kind, tmp_path), torch.float32, CPU)
-    line = helpers.refused(capsys, loading.check_decodes, "--model there", model, FLOAT32, "--rollout_backend vllm")
+    line = helpers.refused(
+        capsys, loading.check_decodes, "--model there", model, FLOAT32, "--rollout_backend vllm"
+    )
     name = type(model).__name__
-    assert line.startswith(f"error: --model there: {name} cannot sample by the decode loop; use --rollout_backend vllm")
+    assert line.startswith(
+        f"error: --model there: {name} cannot sample by the decode loop; use --rollout_backend vllm"
+    )
     if kind == "openai-gpt":
         line = helpers.refused(capsys, loading.checkpoint_blocks, model)
-        assert line.startswith(f"error: --gradient_checkpointing: {name} does not support it; use --no-gradient_ch")
+        assert line.startswith(
+            f"error: --gradient_checkpointing: {name} does not support it; use --no-gradient_ch"
+        )
 
 
 def write_table() -> None:
     """Put the table in place of the one of the page."""
-    page, by_difference = Path(__file__).parent.parent / "docs/models.md", {}
+    page = Path(__file__).parent.parent / "docs/models.md"
+    by_difference = {}
     for family in FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
-            by_difference.setdefault(f"{largest_difference(family, Path(folder)):.0e}", []).append(family)
+            by_difference.setdefault(f"{largest_difference(family, Path(folder)):.0e}", []).append(
+                family
+            )
     in_order = sorted(by_difference.items(), key=lambda x: float(x[0]))
     rows = [f"| {nats} | {', '.join(names)} |" for nats, names in in_order]
     table = "\n".join(["| nats | families |", "|---|---|", *rows, ""])

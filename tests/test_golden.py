@@ -2,7 +2,8 @@
 
     python tests/test_golden.py     # records them anew, where numbers change on purpose: say which and why
 
-(tests/golden.py of commit 6963dc3 has 79 such runs, to compare two states of the code with before and after a move.)
+(tests/golden.py of commit 6963dc3 has 79 such runs, to compare two states of the code with before
+and after a move.)
 """
 
 import functools
@@ -22,16 +23,30 @@ from torch.nn.functional import rms_norm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 FOLDER = ROOT / "tests" / "golden"
-TOLERANCE, LEAST = 1e-9, 1e-3  # a difference is relative to the old number, or to this where that is smaller
+# a difference is relative to the old number, or to this where that is smaller
+TOLERANCE, LEAST = 1e-9, 1e-3
 COMMON = {
-    "model": str(ROOT / "assets/tiny"), "run_name": "run", "precision": "float64", "eval_every": 2, "save_every": 0,
+    "model": str(ROOT / "assets/tiny"),
+    "run_name": "run",
+    "precision": "float64",
+    "eval_every": 2,
+    "save_every": 0,
     "log_samples": 8,
-}  # fmt: skip
+}
 SAMPLING = {
-    "dataset": "arithmetic", "system_prompt": "", "reward": ("gsm8k", "reward.py:score"), "max_prompt_length": 16,
-    "max_response_length": 36, "total_episodes": 96, "rollout_batch_size": 8, "learning_rate": 3e-4, "kl_coef": 0.05,
-    "eval_prompts": 16, "eval_samples": 2, "mini_batch_size": 16,
-}  # fmt: skip
+    "dataset": "arithmetic",
+    "system_prompt": "",
+    "reward": ("gsm8k", "reward.py:score"),
+    "max_prompt_length": 16,
+    "max_response_length": 36,
+    "total_episodes": 96,
+    "rollout_batch_size": 8,
+    "learning_rate": 3e-4,
+    "kl_coef": 0.05,
+    "eval_prompts": 16,
+    "eval_samples": 2,
+    "mini_batch_size": 16,
+}
 GROUPS = {**SAMPLING, "group_size": 4, "num_epochs": 2}
 CASES = {
     "grpo": {**GROUPS, "kl_target": 0.01, "kl_horizon": 50},  # so the weight of the KL moves
@@ -39,28 +54,47 @@ CASES = {
     "ppo": {**SAMPLING, "rollout_batch_size": 32, "group_size": 1, "critic_learning_rate": 1e-3},
     "distill": {
         **{name: x for name, x in SAMPLING.items() if name not in ("kl_coef", "total_episodes")},
-        "passes": 0.0057, "teacher": str(ROOT / "assets/guess"),
-        "divergence": "jsd", "on_policy_share": 0.5, "num_epochs": 2, "rollout_batch_size": 32,
+        "passes": 0.0057,
+        "teacher": str(ROOT / "assets/guess"),
+        "divergence": "jsd",
+        "on_policy_share": 0.5,
+        "num_epochs": 2,
+        "rollout_batch_size": 32,
     },
-    "reward_model": {"dataset": "pairs.jsonl", "max_length": 48, "batch_size": 12, "learning_rate": 1e-3},
-}  # fmt: skip
+    "reward_model": {
+        "dataset": "pairs.jsonl",
+        "max_length": 48,
+        "batch_size": 12,
+        "learning_rate": 1e-3,
+    },
+}
 
 
 def prepare(folder: Path) -> None:
     """Set up the process of a run."""
     os.chdir(folder)  # names of files are metrics' names
     # transformers' rounds to float32, by which 1e-16 of another CPU becomes 1e-8.
-    Qwen2RMSNorm.forward = lambda self, x: rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+    Qwen2RMSNorm.forward = lambda self, x: rms_norm(
+        x, x.shape[-1:], self.weight, self.variance_epsilon
+    )
 
 
 def recording(script: str, folder: Path) -> dict:
-    """Make a run; return its metrics without times, its samples, and the norm of each tensor of its final model."""
+    """Make a run; return its metrics without times, its samples, and the norm of each tensor of its
+    final model.
+    """
     sums = zip(range(100, 780, 17), range(101, 621, 13))
     rows = [{"prompt": f"{a}+{b}=", "answer": f"#### {a + b}"} for a, b in sums]
     pairs = [
-        {"prompt": row["prompt"], "chosen": row["answer"], "rejected": f"#### {i}{'0' * (i % 3)}", "margin": i % 4 / 10,
-         "subset": f"{i % 2}"} for i, row in enumerate(rows)
-    ]  # fmt: skip
+        {
+            "prompt": row["prompt"],
+            "chosen": row["answer"],
+            "rejected": f"#### {i}{'0' * (i % 3)}",
+            "margin": i % 4 / 10,
+            "subset": f"{i % 2}",
+        }
+        for i, row in enumerate(rows)
+    ]
     write_rows(folder / "pairs.jsonl", pairs)
     (folder / "reward.py").write_text(helpers.REWARD)
     values = {**COMMON, **CASES[script], "output_dir": str(folder / "runs")}
@@ -71,7 +105,8 @@ def recording(script: str, folder: Path) -> dict:
             tensors = {key: file.get_tensor(key).astype(float) for key in sorted(file.keys())}
         norms |= {f"{path.name}: {key}": float(np.linalg.norm(x)) for key, x in tensors.items()}
     samples = [
-        {key: x for key, x in row.items() if key != "length"} for row in read_lines(folder_of(values) / "samples.jsonl")
+        {key: x for key, x in row.items() if key != "length"}
+        for row in read_lines(folder_of(values) / "samples.jsonl")
     ]
     return {"metrics": metrics_of(values), "samples": samples, "weights": [norms]}
 
@@ -81,23 +116,40 @@ def differences(old, new, where: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
         return [line for key in old for line in differences(old[key], new[key], f"{where} {key}")]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        return [line for i, pair in enumerate(zip(old, new)) for line in differences(*pair, f"{where}[{i}]")]
+        return [
+            line
+            for i, pair in enumerate(zip(old, new))
+            for line in differences(*pair, f"{where}[{i}]")
+        ]
     if "_diff_" in where:  # rounding of the float32 sampler, which is another one on other CPUs
         return []
     numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (old, new))
-    same = old == new or numbers and math.isclose(old, new, rel_tol=TOLERANCE, abs_tol=TOLERANCE * LEAST)
+    same = (
+        old == new
+        or numbers
+        and math.isclose(old, new, rel_tol=TOLERANCE, abs_tol=TOLERANCE * LEAST)
+    )
     return [] if same else [f"{where}: {old!r} -> {new!r}"]
 
 
 @pytest.mark.parametrize("script", CASES)
 def test_as_recorded(script, tmp_path):
-    """Held to AVX-512, AVX2 or SSE instructions, torch gave the same within 1e-12; 1e-9 leaves room for other CPUs."""
-    assert differences(json.loads((FOLDER / f"{script}.json").read_text()), recording(script, tmp_path)) == []
+    """Held to AVX-512, AVX2 or SSE instructions, torch gave the same within 1e-12; 1e-9 leaves room
+    for other CPUs.
+    """
+    assert (
+        differences(
+            json.loads((FOLDER / f"{script}.json").read_text()), recording(script, tmp_path)
+        )
+        == []
+    )
 
 
 if __name__ == "__main__":
     for script in sys.argv[1:] or CASES:
         with tempfile.TemporaryDirectory() as folder:
             parts = recording(script, Path(folder)).items()
-        lines = [f'"{part}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for part, rows in parts]
+        lines = [
+            f'"{part}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for part, rows in parts
+        ]
         (FOLDER / f"{script}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")

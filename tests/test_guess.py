@@ -5,8 +5,11 @@ import json
 from helpers import ROOT, read_lines
 from make_models import GuessTheNumber, game_rows
 
-HIGHER, LOWER, NONE = ("higher ", 0.0, False), ("lower ", 0.0, False), ("no number ", 0.0, False)
-WON, LOST = (None, 1.0, True), (None, 0.0, True)
+HIGHER = ("higher ", 0.0, False)
+LOWER = ("lower ", 0.0, False)
+NONE = ("no number ", 0.0, False)
+WON = (None, 1.0, True)
+LOST = (None, 0.0, True)
 GAMES = {  # guesses at 50, and what the game answers to each
     ("52", "44", " 50\n"): [LOWER, HIGHER, WON],
     ("", "fifty", "1", "99", "51"): [NONE, NONE, HIGHER, LOWER, LOST],
@@ -22,7 +25,10 @@ def test_what_the_game_answers():
 
 
 def test_the_rows_of_the_bundled_files():
-    rows = {split: read_lines(ROOT / "assets" / "guess" / f"{split}.jsonl") for split in ("train", "test")}
+    rows = {
+        split: read_lines(ROOT / "assets" / "guess" / f"{split}.jsonl")
+        for split in ("train", "test")
+    }
     for split in rows:
         assert sorted(map(json.dumps, rows[split])) == sorted(map(json.dumps, game_rows(split)))
     assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}

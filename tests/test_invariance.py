@@ -1,9 +1,11 @@
-"""However a batch is cut, the result is the same: runs over ranks, shards and micro-batches against one process.
+"""However a batch is cut, the result is the same: runs over ranks, shards and micro-batches against
+one process.
 
-Every --loss, --loss_aggregation, --kl_estimator and --advantage, actor and critic of ppo, the reward model, and LoRA.
-After three steps, of one to four updates each, all metrics (losses and gradient norms among them) and all weights
-(policy, critic, moved reference, adapter) agree within 1e-9 in float64 and 1e-4 in float32, in the sense of
-`helpers.largest_difference`. With --long, over three times as many cuts.
+Every --loss, --loss_aggregation, --kl_estimator and --advantage, actor and critic of ppo, the
+reward model, and LoRA. After three steps, of one to four updates each, all metrics (losses and
+gradient norms among them) and all weights (policy, critic, moved reference, adapter) agree within
+1e-9 in float64 and 1e-4 in float32, in the sense of `helpers.largest_difference`. With --long, over
+three times as many cuts.
 
     python tests/test_invariance.py            # prints the largest difference of each case of --long
 """
@@ -23,28 +25,57 @@ import rloo
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 ONE, SOME, ALL = 1, 40, 10_000  # tokens of a micro-batch: one sequence, some, all that a rank has
 CUTS = {  # ranks, --shard, --micro_batch_tokens, --gradient_checkpointing
-    "a": (1, "none", ONE, False), "b": (1, "none", SOME, True), "c": (1, "none", ALL, True),
-    "d": (2, "none", ONE, True), "e": (2, "none", SOME, False), "f": (2, "none", ALL, False),
-    "g": (4, "none", ONE, False), "h": (4, "none", SOME, True), "i": (4, "none", ALL, False),
-    "j": (1, "fsdp", ONE, False), "k": (1, "fsdp", SOME, True), "l": (1, "fsdp", ALL, False),
-    "m": (2, "fsdp", ONE, True), "n": (2, "fsdp", SOME, False), "o": (2, "fsdp", ALL, True),
-    "p": (4, "fsdp", ONE, False), "q": (4, "fsdp", SOME, True), "r": (4, "fsdp", ALL, False),
+    "a": (1, "none", ONE, False),
+    "b": (1, "none", SOME, True),
+    "c": (1, "none", ALL, True),
+    "d": (2, "none", ONE, True),
+    "e": (2, "none", SOME, False),
+    "f": (2, "none", ALL, False),
+    "g": (4, "none", ONE, False),
+    "h": (4, "none", SOME, True),
+    "i": (4, "none", ALL, False),
+    "j": (1, "fsdp", ONE, False),
+    "k": (1, "fsdp", SOME, True),
+    "l": (1, "fsdp", ALL, False),
+    "m": (2, "fsdp", ONE, True),
+    "n": (2, "fsdp", SOME, False),
+    "o": (2, "fsdp", ALL, True),
+    "p": (4, "fsdp", ONE, False),
+    "q": (4, "fsdp", SOME, True),
+    "r": (4, "fsdp", ALL, False),
     "s": (2, "fsdp_offload", SOME, False),
-}  # fmt: skip
+}
 WHOLE = (1, "none", SOME, False)  # what they are compared with
 
-ONCE = dict(num_epochs=1, mini_batch_size=8)  # one update a step, in which the old policy is the current one
+# one update a step, in which the old policy is the current one
+ONCE = dict(num_epochs=1, mini_batch_size=8)
 LORA = dict(lora_rank=3, learning_rate=1e-2)
 STAYS = dict(ref_refresh_every=0)  # the reference of LoRA
 SELECTIVE = dict(filter_groups="refill", mask_truncated=True, overlong_buffer=4)
-# Script, flags on top of those of `exact_runs`, cuts in float64 and in float32; those after a space with --long only.
+# Script, flags on top of those of `exact_runs`, cuts in float64 and in float32; those after a space
+# with --long only.
 TRAINED = {
     "grpo": ("grpo", dict(loss="grpo", kl_estimator="k3"), "g ejo", "m q"),
-    "dr_grpo": ("grpo", dict(loss="dr_grpo", kl_estimator="k1", kl_weighting="ratio"), "n dgr", " d"),
+    "dr_grpo": (
+        "grpo",
+        dict(loss="dr_grpo", kl_estimator="k1", kl_weighting="ratio"),
+        "n dgr",
+        " d",
+    ),
     "dapo": ("grpo", dict(loss="dapo", kl_estimator="k2"), "d lnr", " eh"),
-    "bnpo": ("grpo", dict(loss="bnpo", kl_estimator="abs", kl_in="reward", **SELECTIVE), "n fi", " m"),
+    "bnpo": (
+        "grpo",
+        dict(loss="bnpo", kl_estimator="abs", kl_in="reward", **SELECTIVE),
+        "n fi",
+        " m",
+    ),
     "gspo": ("grpo", dict(loss="gspo", kl_estimator="k2"), "m fhjr", " oi"),
-    "cispo": ("grpo", dict(loss="cispo", loss_aggregation="sequence_sum", advantage_scale="gdpo"), "o ceg", " fg"),
+    "cispo": (
+        "grpo",
+        dict(loss="cispo", loss_aggregation="sequence_sum", advantage_scale="gdpo"),
+        "o ceg",
+        " fg",
+    ),
     "sapo": ("grpo", dict(loss="sapo", advantage_scale="batch"), "e knq", " dr"),
     "reinforce": ("grpo", dict(loss="reinforce", **ONCE), "n aeilq", " em"),
     "rloo": ("rloo", dict(advantage="rloo", ratio="sequence"), "d mq", " j"),
@@ -52,7 +83,12 @@ TRAINED = {
     "remax": ("rloo", dict(advantage="remax", kl_estimator="k2"), "f m", " o"),
     "reinforce++": ("rloo", dict(advantage="reinforce++", gamma=0.95), "d gjno", " f"),
     "baseline": ("rloo", dict(advantage="reinforce++-baseline", kl_in="loss"), "o fr", " mq"),
-    "ppo": ("ppo", dict(pf_ppo="pow", critic_num_epochs=3, critic_mini_batch_size=2), "rs bdiln", "n g"),
+    "ppo": (
+        "ppo",
+        dict(pf_ppo="pow", critic_num_epochs=3, critic_mini_batch_size=2),
+        "rs bdiln",
+        "n g",
+    ),
     "reward_model": ("reward_model", dict(centre_coef=0.05), "em cgjr", " fr"),
     "distill": ("distill", dict(divergence="jsd", on_policy_share=0.5), "m dglnr", " f"),
     "sampled": ("distill", dict(estimator="sampled", **LORA), "o bf", " m"),
@@ -76,17 +112,24 @@ def cases(long: bool) -> list[tuple[str, str, str]]:
 def pytest_generate_tests(metafunc):
     if "cut" in metafunc.fixturenames:
         chosen = cases(metafunc.config.getoption("--long"))
-        metafunc.parametrize("name, precision, cut", chosen, ids=lambda x: "-".join(map(str, CUTS.get(x, [x]))))
+        metafunc.parametrize(
+            "name, precision, cut", chosen, ids=lambda x: "-".join(map(str, CUTS.get(x, [x])))
+        )
 
 
 class Runs:
-    """The runs, in a folder. Those in one process, with which the others are compared, are made once."""
+    """The runs, in a folder. Those in one process, with which the others are compared, are made
+    once.
+    """
 
     def __init__(self, folder: Path):
-        self.base, self.output, self.whole = exact_runs(folder), str(folder / "runs"), {}
+        self.base = exact_runs(folder)
+        self.output = str(folder / "runs")
+        self.whole = {}
         # One score in seven is missing, so that mini-batches are uneven.
         (folder / "gaps.py").write_text(helpers.REWARD.replace("% 7 / 7", "% 7 / 7 or None"))
-        # transformers' RMSNorm computes in float32 even in a float64 model; GPT-NeoX has another norm.
+        # transformers' RMSNorm computes in float32 even in a float64 model; GPT-NeoX has another
+        # norm.
         self.models = {
             "float64": helpers.tiny_model(folder / "neox", "gpt_neox", stop=4),
             "float32": helpers.tiny_model(folder / "tied", tie_word_embeddings=True, stop=8),
@@ -95,17 +138,25 @@ class Runs:
     def flags(self, name: str, precision: str, cut: tuple) -> dict:
         script, changes, *_ = TRAINED[name]
         values = {**self.base[script], "eval_every": 0, **changes}
-        values |= {"model": self.models[precision], "precision": precision, "output_dir": self.output}
+        values |= {
+            "model": self.models[precision],
+            "precision": precision,
+            "output_dir": self.output,
+        }
         if script != "reward_model":
-            function, *judges = [values["reward"]] if isinstance(values["reward"], str) else values["reward"]
+            function, *judges = (
+                [values["reward"]] if isinstance(values["reward"], str) else values["reward"]
+            )
             values["reward"] = (function.replace("reward.py", "gaps.py"), *judges)
         ranks, values["shard"], values["micro_batch_tokens"], values["gradient_checkpointing"] = cut
         return {**values, "run_name": "-".join(map(str, (name, precision, *cut)))}
 
     def difference(self, name: str, precision: str, cut: str) -> tuple[float, str]:
         """Run a case, and compare it with one process."""
-        script, (ranks, shard, *_) = TRAINED[name][0], CUTS[cut]
-        values, whole = self.flags(name, precision, CUTS[cut]), self.flags(name, precision, WHOLE)
+        script = TRAINED[name][0]
+        (ranks, shard, *_) = CUTS[cut]
+        values = self.flags(name, precision, CUTS[cut])
+        whole = self.flags(name, precision, WHOLE)
         if (name, precision) not in self.whole:
             self.whole[name, precision] = helpers.Running(whole, script=script)
         first = run_ranks(values, ranks, (0,) * ranks, script=script)[0]
@@ -114,10 +165,12 @@ class Runs:
         reference = self.whole[name, precision].wait()
         assert reference.code == 0, reference.err
         if "filter_groups" in values:
-            assert any(row["val/sampled_prompts"] > 2 for row in metrics_of(whole))  # groups were replaced
+            # groups were replaced
+            assert any(row["val/sampled_prompts"] > 2 for row in metrics_of(whole))
         if precision == "float64":
             return helpers.largest_difference(values, whole)
-        # How far the rollout's log-probabilities are from the update's is nothing but rounding here.
+        # How far the rollout's log-probabilities are from the update's is nothing but rounding
+        # here.
         rows = metrics_of(values) + metrics_of(whole)
         assert all(row.get("rollout/logprob_diff_max", 0.0) < 1e-4 for row in rows)
         return helpers.largest_difference(values, whole, least=0.1, without="rollout/")
@@ -134,19 +187,40 @@ def test_how_a_batch_is_cut_changes_nothing(runs, name, precision, cut):
 
 
 def test_equal_responses_have_equal_scores(runs):
-    """Though a reward model rounds by what else is in its micro-batch: else their advantages would be that rounding."""
-    values = {**runs.flags("grpo", "float32", WHOLE), "run_name": "equal", "top_p": 1e-9, "loss_aggregation": "token"}
-    values |= {"reward": values["reward"][1:], "reward_weights": (1.0,), "group_size": 5, "mini_batch_size": 10}
-    values |= {"total_episodes": 50, "kl_coef": 0.0, "ref_refresh_every": 0, "kl_target": 0.0, "entropy_coef": 0.0}
+    """Though a reward model rounds by what else is in its micro-batch: else their advantages would
+    be that rounding.
+    """
+    values = {
+        **runs.flags("grpo", "float32", WHOLE),
+        "run_name": "equal",
+        "top_p": 1e-9,
+        "loss_aggregation": "token",
+    }
+    values |= {
+        "reward": values["reward"][1:],
+        "reward_weights": (1.0,),
+        "group_size": 5,
+        "mini_batch_size": 10,
+    }
+    values |= {
+        "total_episodes": 50,
+        "kl_coef": 0.0,
+        "ref_refresh_every": 0,
+        "kl_target": 0.0,
+        "entropy_coef": 0.0,
+    }
     values["log_samples"] = 10
     helpers.run(values)
-    assert all(row["val/zero_std_fraction"] == 1 and row["loss/grad_norm"] == 0 for row in metrics_of(values))
+    assert all(
+        row["val/zero_std_fraction"] == 1 and row["loss/grad_norm"] == 0
+        for row in metrics_of(values)
+    )
     samples = read_lines(folder_of(values) / "samples.jsonl")
     assert len(samples) == 50 and all(row["advantage"] == 0 for row in samples)
     assert len({row["response"] for row in samples}) > 1
 
 
-# ---- do the cases say anything? --------------------------------------------------------------------------------------
+# ---- do the cases say anything? ------------------------------------------------------------------
 
 
 def choices(module, field: str) -> set:
@@ -157,14 +231,20 @@ def choices(module, field: str) -> set:
 
 def test_all_is_covered():
     """Each value of a flag; each name over ranks in float64; all cuts with --long."""
-    of_grpo = [{"loss": "grpo", **changes} for script, changes, *_ in TRAINED.values() if script == "grpo"]
-    aggregation = lambda values: values.get("loss_aggregation", grpo.VARIANTS[values["loss"]].aggregation)
+    of_grpo = [
+        {"loss": "grpo", **changes} for script, changes, *_ in TRAINED.values() if script == "grpo"
+    ]
+    aggregation = lambda values: values.get(
+        "loss_aggregation", grpo.VARIANTS[values["loss"]].aggregation
+    )
     assert {values["loss"] for values in of_grpo} == choices(grpo, "loss") == set(grpo.VARIANTS)
     assert {values.get("kl_estimator", "k3") for values in of_grpo} == choices(grpo, "kl_estimator")
     assert {aggregation(values) for values in of_grpo} == choices(grpo, "loss_aggregation")
     of_rloo = [changes for script, changes, *_ in TRAINED.values() if script == "rloo"]
     assert {changes["advantage"] for changes in of_rloo} == choices(rloo, "advantage")
-    over_ranks = {name for name, precision, cut in cases(False) if precision == "float64" and CUTS[cut][0] > 1}
+    over_ranks = {
+        name for name, precision, cut in cases(False) if precision == "float64" and CUTS[cut][0] > 1
+    }
     assert over_ranks == set(TRAINED)
     assert {cut for _, _, cut in cases(True)} == set(CUTS)
 
@@ -178,8 +258,12 @@ def test_the_runs_differ_from_step_to_step(runs, name):
     rows = metrics_of(values)
     assert len(rows) == 3 and len({row["policy/entropy_avg"] for row in rows}) == 3
     assert len({row["objective/kl_coef"] for row in rows}) > 1
-    assert len({len(row["response"]) for row in read_lines(folder_of(values) / "samples.jsonl")}) > 4
-    assert any(row["val/missing_scores"] for row in rows) and any(row["policy/clipfrac_avg"] for row in rows)
+    assert (
+        len({len(row["response"]) for row in read_lines(folder_of(values) / "samples.jsonl")}) > 4
+    )
+    assert any(row["val/missing_scores"] for row in rows) and any(
+        row["policy/clipfrac_avg"] for row in rows
+    )
 
 
 def main() -> None:

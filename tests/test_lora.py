@@ -1,5 +1,7 @@
-"""LoRA: the reference is the model without its adapter, and what is saved computes the same merged and as an adapter.
-(What ranks and shards do to it: test_invariance.py; the rollout engine's weights: test_vllm.py.)"""
+"""LoRA: the reference is the model without its adapter, and what is saved computes the same merged
+and as an adapter. (What ranks and shards do to it: test_invariance.py; the rollout engine's
+weights: test_vllm.py.)
+"""
 
 import os
 import shutil
@@ -35,17 +37,24 @@ def logits_of(path) -> torch.Tensor:
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
 def test_what_is_saved_is_what_was_trained(base, tmp_path, script, monkeypatch):
-    """final/ is a plain model, final/adapter and the checkpoints are peft's folders, which find their base from
-    elsewhere and are loaded as a model; the base's weights stay. PPO's critic learns by its adapters and its head."""
+    """final/ is a plain model, final/adapter and the checkpoints are peft's folders, which find
+    their base from elsewhere and are loaded as a model; the base's weights stay. PPO's critic
+    learns by its adapters and its head.
+    """
     of_ppo = {"critic_learning_rate": 1e-2} if script == "ppo" else {}
     values = variant(base, tmp_path, model=os.path.relpath(base["model"]), **of_ppo)
     run_here(values, script)
     monkeypatch.chdir(tmp_path)
     final = folder_of(values) / "final"
-    plain, adapted, saved = (logits_of(p) for p in (final, final / "adapter", folder_of(values) / "checkpoints/step_3"))
-    torch.testing.assert_close(plain, adapted, rtol=1e-4, atol=1e-4)  # final/ is float32, as the model it came from
+    plain, adapted, saved = (
+        logits_of(p) for p in (final, final / "adapter", folder_of(values) / "checkpoints/step_3")
+    )
+    # final/ is float32, as the model it came from
+    torch.testing.assert_close(plain, adapted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(saved, adapted, rtol=1e-5, atol=1e-5)
-    loaded = loading.load_model("--model", str(folder_of(values) / "checkpoints/step_3"), torch.float64, CPU)
+    loaded = loading.load_model(
+        "--model", str(folder_of(values) / "checkpoints/step_3"), torch.float64, CPU
+    )
     assert not getattr(loaded, "peft_config", None)
     with torch.no_grad():
         torch.testing.assert_close(loaded(IDS).logits, saved)
@@ -74,22 +83,36 @@ def test_the_reference_is_the_model_without_the_adapter(base, tmp_path):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_first_kl_is_zero_in_bf16(base, tmp_path, rank):
     """Policy and reference have one format: float32, or with adapters that of matrix products."""
-    values = variant(base, tmp_path, precision="bf16", lora_rank=rank, ref_refresh_every=0, gradient_checkpointing=True)
+    values = variant(
+        base,
+        tmp_path,
+        precision="bf16",
+        lora_rank=rank,
+        ref_refresh_every=0,
+        gradient_checkpointing=True,
+    )
     run_here(values)
     rows = metrics_of(values)
     assert rows[1]["objective/kl"] == 0 and rows[-1]["objective/kl"] != 0
-    args, bf16 = grpo.Args(model=values["model"], lora_rank=rank), loading.precision("bf16", CPU)
+    args = grpo.Args(model=values["model"], lora_rank=rank)
+    bf16 = loading.precision("bf16", CPU)
     sharding = Sharding(args, utils.World(0, 1, CPU), bf16)
-    policy, _ = loading.load_policy(args, lambda model: grpo.Policy(model, args), None, bf16, sharding)
+    policy, _ = loading.load_policy(
+        args, lambda model: grpo.Policy(model, args), None, bf16, sharding
+    )
     dtypes = {(x.dtype, x.requires_grad) for x in policy.parameters()}
-    assert dtypes == ({(torch.bfloat16, False), (torch.float32, True)} if rank else {(torch.float32, True)})
+    assert dtypes == (
+        {(torch.bfloat16, False), (torch.float32, True)} if rank else {(torch.float32, True)}
+    )
 
 
 def test_resume_is_exact(base, tmp_path, capsys):
     """Metrics, and in the last checkpoint the adapter and the critic's."""
     straight = variant(base, tmp_path / "straight", save_every=2, keep_checkpoints=0)
     run_here(straight, "ppo")
-    stopped = variant(straight, shutil.copytree(tmp_path / "straight", tmp_path / "stopped"), resume=True)
+    stopped = variant(
+        straight, shutil.copytree(tmp_path / "straight", tmp_path / "stopped"), resume=True
+    )
     for what in ("final", "checkpoints/step_3"):
         shutil.rmtree(folder_of(stopped) / what)
     run_here(stopped, "ppo")
@@ -99,34 +122,63 @@ def test_resume_is_exact(base, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
 def test_merged_weights(tmp_path, kind):
-    """Linear layers and GPT-2's transposed ones; a model without adapters comes through as it is."""
-    model = AutoModelForCausalLM.from_pretrained(helpers.tiny_model(tmp_path / "model", kind), dtype=torch.float64)
+    """Linear layers and GPT-2's transposed ones; a model without adapters comes through as it
+    is.
+    """
+    model = AutoModelForCausalLM.from_pretrained(
+        helpers.tiny_model(tmp_path / "model", kind), dtype=torch.float64
+    )
     plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert all(torch.equal(lora.merged(t, layer), plain[name]) for name, t, layer in lora.base_weights(model))
+    assert all(
+        torch.equal(lora.merged(t, layer), plain[name])
+        for name, t, layer in lora.base_weights(model)
+    )
     lora.add_lora(model, grpo.Args(lora_rank=2))
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(model(IDS).logits, other(IDS).logits)  # a new adapter changes nothing
+        # a new adapter changes nothing
+        torch.testing.assert_close(model(IDS).logits, other(IDS).logits)
         for name, parameter in model.named_parameters():
             assert parameter.requires_grad == (".lora_" in name)
             if ".lora_B." in name:
                 parameter.normal_()
-        weights = {name: lora.merged(tensor, layer) for name, tensor, layer in lora.base_weights(model)}
-        assert weights.keys() == plain.keys() and (model(IDS).logits - other(IDS).logits).abs().max() > 0.1
+        weights = {
+            name: lora.merged(tensor, layer) for name, tensor, layer in lora.base_weights(model)
+        }
+        assert (
+            weights.keys() == plain.keys()
+            and (model(IDS).logits - other(IDS).logits).abs().max() > 0.1
+        )
         other.load_state_dict(weights)
         torch.testing.assert_close(model(IDS).logits, other(IDS).logits)
 
 
 def test_reward_model(base, tmp_path):
-    """Adapters and the head train, and final/ is a plain reward model. (Shards: test_invariance.py.)"""
-    pairs = [{"prompt": x["prompt"], "chosen": x["answer"], "rejected": f"{x['answer']}?"} for x in helpers.ROWS * 2]
+    """Adapters and the head train, and final/ is a plain reward model. (Shards:
+    test_invariance.py.)
+    """
+    pairs = [
+        {"prompt": x["prompt"], "chosen": x["answer"], "rejected": f"{x['answer']}?"}
+        for x in helpers.ROWS * 2
+    ]
     values = dict(
-        model=base["model"], output_dir=str(tmp_path), dataset=helpers.write_rows(tmp_path / "pairs.jsonl", pairs),
-        precision="float64", lora_rank=3, max_length=64, batch_size=8, eval_every=0, learning_rate=1e-2, run_name="one",
-    )  # fmt: skip
+        model=base["model"],
+        output_dir=str(tmp_path),
+        dataset=helpers.write_rows(tmp_path / "pairs.jsonl", pairs),
+        precision="float64",
+        lora_rank=3,
+        max_length=64,
+        batch_size=8,
+        eval_every=0,
+        learning_rate=1e-2,
+        run_name="one",
+    )
     run_here(values, "reward_model")
-    start, final = weights_of(base["model"]), weights_of(folder_of(values) / "final")
+    start = weights_of(base["model"])
+    final = weights_of(folder_of(values) / "final")
     moved = [name for name in start if name in final and not torch.equal(start[name], final[name])]
     assert "score.weight" in final and moved and all(name.endswith("weight") for name in moved)
-    scalar, new_head = loading.load_scalar_model("", str(folder_of(values) / "final"), torch.float32, CPU)
+    scalar, new_head = loading.load_scalar_model(
+        "", str(folder_of(values) / "final"), torch.float32, CPU
+    )
     assert not new_head

@@ -1,5 +1,7 @@
-"""What the policy keeps of the logits: those of a chunk without a gradient, and with --gradient_checkpointing; what is
-logged of a GPU's memory; that scripts/memory.py counts what torch allocates."""
+"""What the policy keeps of the logits: those of a chunk without a gradient, and with
+--gradient_checkpointing; what is logged of a GPU's memory; that scripts/memory.py counts what torch
+allocates.
+"""
 
 import subprocess
 import sys
@@ -13,12 +15,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import grpo
 import utils
 
-VOCABULARY, ROWS, LENGTH = 4096, 16, 256
+VOCABULARY = 4096
+ROWS = 16
+LENGTH = 256
 LOGITS = 4 * VOCABULARY * ROWS * LENGTH  # bytes of the log-probs of all tokens, float32
 
 
 def peak_bytes(work) -> int:
-    """The most that torch has allocated at one time while `work` ran, above what was there before."""
+    """The most that torch has allocated at one time while `work` ran, above what was there
+    before.
+    """
     work()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
@@ -60,12 +66,15 @@ def test_logits_that_are_kept(checkpointing, grad, least, most):
 
 
 def test_the_peak_of_a_gpu(monkeypatch):
-    """The largest of the driver's figures at the ends of a step's phases; torch's would count a vLLM that sleeps."""
+    """The largest of the driver's figures at the ends of a step's phases; torch's would count a
+    vLLM that sleeps.
+    """
     free = iter([9e9, 1e9, 2e9, 8e9, 6e9, 7e9])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 10e9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "made up")
-    clock, peaks = utils.Clock(utils.World(0, 1, torch.device("cuda", 0)), 0.0, 1), []
+    clock = utils.Clock(utils.World(0, 1, torch.device("cuda", 0)), 0.0, 1)
+    peaks = []
     for _ in range(2):
         clock.start()
         clock.begin("rollout")
@@ -131,7 +140,9 @@ for line in (
 
 
 def test_memory_counts_what_torch_allocates():
-    """To 2 %, with and without recomputation; bad input is one line and exit code 2, what does not fit is 1."""
+    """To 2 %, with and without recomputation; bad input is one line and exit code 2, what does not
+    fit is 1.
+    """
     done = subprocess.run([sys.executable, "-c", COUNTED], cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     codes = [line for line in lines if line.startswith("code")]

@@ -17,7 +17,7 @@ IDS = torch.arange(2, 22)[None]
 TINY = str(ROOT / "assets" / "tiny")
 
 
-# ---- Gemma 2's soft cap ----------------------------------------------------------------------------------------------
+# ---- Gemma 2's soft cap --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "vaultgemma"])
@@ -26,13 +26,19 @@ def test_capped_attention_scores(tmp_path, load, capsys, kind):
     """transformers' sdpa leaves the cap out without a word; without a cap it is taken."""
     assert load("gemma2", attn_logit_softcapping=None).config._attn_implementation == "sdpa"
     folder = tiny_model(tmp_path, kind, query_pre_attn_scalar=8, attn_logit_softcapping=0.5)
-    logits = lambda name: AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)(IDS).logits
-    eager, sdpa = logits("eager"), logits("sdpa")
+    logits = lambda name: (
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)(IDS).logits
+    )
+    eager = logits("eager")
+    sdpa = logits("sdpa")
     ours = loading.load_model("--model", folder, torch.float32, CPU)
     assert torch.equal(ours(IDS).logits, eager) and (eager - sdpa).abs().max() > 0.01
-    on_meta = loading.load_model("--model", folder, torch.float32, torch.device("meta"))  # as on the other ranks
+    # as on the other ranks
+    on_meta = loading.load_model("--model", folder, torch.float32, torch.device("meta"))
     assert on_meta.config._attn_implementation == "eager"
-    assert refused(capsys, sharding.set_attention, ours, "sdpa").startswith("error: --attention sdpa: ")
+    assert refused(capsys, sharding.set_attention, ours, "sdpa").startswith(
+        "error: --attention sdpa: "
+    )
 
 
 def test_a_hub_that_does_not_answer(monkeypatch):
@@ -48,22 +54,29 @@ def test_a_hub_that_does_not_answer(monkeypatch):
     loading.find_hub.cache_clear()
 
 
-# ---- tokens that end a response --------------------------------------------------------------------------------------
+# ---- tokens that end a response ------------------------------------------------------------------
 
-TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ '<unk>\n' }}{% endfor %}{{ '<eos>' }}"  # as Phi-3
+# as Phi-3
+TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ '<unk>\n' }}{% endfor %}{{ '<eos>' }}"
 
 
 @pytest.mark.parametrize(
     "template, eos, config, expected",
     [
-        (TURNS, [0, 1, 2], {}, [2, 0, 1]), (None, [0, 1, 2], {}, [1, 0, 2]), (TURNS, 1, {}, [1]),
-        (TURNS, [1, 2], {"score_token": 5}, [5, 1, 2]), (TURNS.replace("<eos>", ""), 1, {}, [2, 1]),
+        (TURNS, [0, 1, 2], {}, [2, 0, 1]),
+        (None, [0, 1, 2], {}, [1, 0, 2]),
+        (TURNS, 1, {}, [1]),
+        (TURNS, [1, 2], {"score_token": 5}, [5, 1, 2]),
+        (TURNS.replace("<eos>", ""), 1, {}, [2, 1]),
         (TURNS.replace("<eos>", "").replace("<unk>", "---"), 1, {}, [1]),
     ],
-)  # fmt: skip
-def test_the_first_stop_token_is_that_of_the_chat_template(model_folder, tokenizer, template, eos, config, expected):
+)
+def test_the_first_stop_token_is_that_of_the_chat_template(
+    model_folder, tokenizer, template, eos, config, expected
+):
     """It is what reward_model.py and --ptx_dataset end texts with; 1 is the tokenizer's."""
-    folder, tokenizer = model_folder("qwen2", **config), copy.copy(tokenizer)
+    folder = model_folder("qwen2", **config)
+    tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = template
     GenerationConfig(eos_token_id=eos).save_pretrained(folder)
     assert loading.stop_token_ids(tokenizer, folder, "eos") == expected
@@ -74,20 +87,27 @@ def test_the_first_stop_token_is_that_of_the_chat_template(model_folder, tokeniz
 
 def test_values_for_the_chat_template(tmp_path, capsys):
     template = tmp_path / "chat.jinja"
-    template.write_text("{{ messages[0]['content'] }}{% if not enable_thinking %}<think></think>{% endif %}")
+    template.write_text(
+        "{{ messages[0]['content'] }}{% if not enable_thinking %}<think></think>{% endif %}"
+    )
     ask = [{"role": "user", "content": "1"}]
     for values, text in (("{}", "1<think></think>"), ('{"enable_thinking": true}', "1")):
         tokenizer = loading.load_tokenizer(TINY, str(template), values)
         assert tokenizer.apply_chat_template(ask, tokenize=False) == text
-    for values, word in (("{", "Expecting"), ("[1]", "dict"), ('{"thinking": 1}', "does not read thinking")):
+    for values, word in (
+        ("{", "Expecting"),
+        ("[1]", "dict"),
+        ('{"thinking": 1}', "does not read thinking"),
+    ):
         line = refused(capsys, loading.load_tokenizer, TINY, str(template), values)
         assert line.startswith("error: --chat_template_kwargs") and word in line
 
 
-# ---- vocabularies ----------------------------------------------------------------------------------------------------
+# ---- vocabularies --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: where rank 0 alone reads the weights of a sharded model
+# meta: where rank 0 alone reads the weights of a sharded model
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_embedding_of_the_pad_token_gets_a_gradient(model_folder, device):
     folder = model_folder("qwen2", pad_token_id=3)
     model = loading.load_model("--model", folder, torch.float32, torch.device(device))
@@ -101,18 +121,31 @@ def test_the_last_token_of_a_vocabulary(model_folder, capsys):
     assert "has 32 tokens, and its tokenizer writes token 32" in line
 
 
-# ---- --attention -----------------------------------------------------------------------------------------------------
+# ---- --attention ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("groups", [1, 2])  # query heads that share a key
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 def test_causal_attention_without_a_mask(load, monkeypatch, family, groups):
-    """So that CUDA's flash kernel, which takes no mask, may be chosen; also where rows are padded."""
-    calls, original = [], torch.nn.functional.scaled_dot_product_attention
+    """So that CUDA's flash kernel, which takes no mask, may be chosen; also where rows are
+    padded.
+    """
+    calls = []
+    original = torch.nn.functional.scaled_dot_product_attention
 
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **more):
-        calls.append((attn_mask, dropout_p, is_causal, query.shape[1] // key.shape[1], more.get("enable_gqa", False)))
-        return original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **more)
+        calls.append(
+            (
+                attn_mask,
+                dropout_p,
+                is_causal,
+                query.shape[1] // key.shape[1],
+                more.get("enable_gqa", False),
+            )
+        )
+        return original(
+            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **more
+        )
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
     model = load(family, num_key_value_heads=2 // groups)
@@ -120,7 +153,8 @@ def test_causal_attention_without_a_mask(load, monkeypatch, family, groups):
     loading.checkpoint_blocks(model)
     calls.clear()
     loading.last_hidden_states(model, ids, mask).sum().backward()
-    assert set(calls) == {(None, 0.0, True, groups, groups > 1)} and len(calls) == 4  # keys are not repeated
+    # keys are not repeated
+    assert set(calls) == {(None, 0.0, True, groups, groups > 1)} and len(calls) == 4
 
 
 def test_attention_changes_only_how_it_is_computed(load):
@@ -135,14 +169,20 @@ def test_attention_changes_only_how_it_is_computed(load):
 
 def test_attention_that_is_not_supported(load, capsys, monkeypatch):
     monkeypatch.setattr(type(load("llama")), "_can_set_attn_implementation", lambda *_: False)
-    for name, family in (("flash_attention_2", "qwen2"), ("flex_attention", "gpt2"), ("eager", "llama")):
+    for name, family in (
+        ("flash_attention_2", "qwen2"),
+        ("flex_attention", "gpt2"),
+        ("eager", "llama"),
+    ):
         line = refused(capsys, sharding.set_attention, load(family), name)
         assert line.startswith(f"error: --attention {name}: ")
     assert "LlamaForCausalLM" in line
 
 
 def test_flash_attention_from_the_hub(load, monkeypatch):
-    """transformers takes it from there where its package is not installed, and names it otherwise then."""
+    """transformers takes it from there where its package is not installed, and names it otherwise
+    then.
+    """
     monkeypatch.setattr(modeling_utils, "is_kernels_available", lambda: True)
     monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", lambda *_, **__: None)
     model = load("qwen2")
@@ -150,11 +190,13 @@ def test_flash_attention_from_the_hub(load, monkeypatch):
     assert model.config._attn_implementation == "kernels-community/flash-attn2"
 
 
-# ---- drivers ---------------------------------------------------------------------------------------------------------
+# ---- drivers -------------------------------------------------------------------------------------
 
 
 def test_a_driver_that_torch_cannot_use(capsys, monkeypatch):
-    """It ends the run, which would go on on the CPU; by torch's messages, and unless the CPU is asked for."""
+    """It ends the run, which would go on on the CPU; by torch's messages, and unless the CPU is
+    asked for.
+    """
 
     old = "The NVIDIA driver on your system is too old (found version 12020)."
     messages = iter(["Found no NVIDIA driver on your system.", "No CUDA GPUs are available", old])

@@ -18,21 +18,34 @@ def runs(tmp_path) -> tuple[str, ...]:
     folders = [tmp_path / "monday" / "run", tmp_path / "tuesday" / "run"]
     for i, folder in enumerate(folders):
         folder.mkdir(parents=True)
-        rows = [{"step": s, "objective/scores": i + s, "eval/greedy_accuracy": 1.0} for s in range(4)]
+        rows = [
+            {"step": s, "objective/scores": i + s, "eval/greedy_accuracy": 1.0} for s in range(4)
+        ]
         write_rows(folder / "metrics.jsonl", [*rows, {"step": 4, "eval/accuracy": i / 2}])
     return tuple(map(str, folders))
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_two_runs_of_one_name(runs, tmp_path, monkeypatch, ending):
-    """Both are drawn, under names that tell them apart; accuracies in one panel from 0 to 1, the sampled one first."""
-    drawn, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k))
+    """Both are drawn, under names that tell them apart; accuracies in one panel from 0 to 1, the
+    sampled one first.
+    """
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: drawn.append(self) or save(self, *a, **k)
+    )
     plot.main(runs, str(tmp_path / f"a.{ending}"))
     first, second = drawn[0].axes
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["monday/run", "tuesday/run"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
+        "monday/run",
+        "tuesday/run",
+    ]
     values = lambda axis: [list(line.get_ydata()) for line in axis.lines]
-    assert values(first) == [[0.0], [0.5], [1.0] * 4, [1.0] * 4] and first.get_ylim() == (-0.02, 1.02)
+    assert values(first) == [[0.0], [0.5], [1.0] * 4, [1.0] * 4] and first.get_ylim() == (
+        -0.02,
+        1.02,
+    )
     assert values(second) == [[0, 1, 2, 3], [1, 2, 3, 4]]
     if ending == "png":
         assert imread(tmp_path / "a.png").std() > 0.01
@@ -41,4 +54,6 @@ def test_two_runs_of_one_name(runs, tmp_path, monkeypatch, ending):
 @pytest.mark.parametrize("line", WRONG)
 def test_what_cannot_be_drawn(runs, tmp_path, monkeypatch, capsys, line):
     monkeypatch.chdir(tmp_path)
-    assert refused(capsys, tyro.cli, plot.main, args=line.split()).startswith(f"error: {WRONG[line]}")
+    assert refused(capsys, tyro.cli, plot.main, args=line.split()).startswith(
+        f"error: {WRONG[line]}"
+    )

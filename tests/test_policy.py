@@ -1,4 +1,6 @@
-"""Policy against a plain forward pass of the same model on each row alone, and its gradient in any cut of the batch."""
+"""Policy against a plain forward pass of the same model on each row alone, and its gradient in any
+cut of the batch.
+"""
 
 import contextlib
 from types import SimpleNamespace
@@ -14,10 +16,12 @@ from plumbing.rollout.batch import Batch, Sample, forward_batch, forward_tokens,
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F64 = torch.float64
-# In a float64 model the norms of Qwen2, Llama and Gemma still compute in float32, so a last bit of float64 can become
-# one of float32. LayerNorm does not: what has to be exact is asked of GPT-NeoX and GPT-2.
+# In a float64 model the norms of Qwen2, Llama and Gemma still compute in float32, so a last bit of
+# float64 can become one of float32. LayerNorm does not: what has to be exact is asked of GPT-NeoX
+# and GPT-2.
 EXACT = {"gpt_neox": 1e-10, "gpt2": 1e-10}
-# (tokens of the query, tokens of the response): the shortest of all, long ones, a batch in which all differ
+# (tokens of the query, tokens of the response): the shortest of all, long ones, a batch in which
+# all differ
 SHAPES = [(3, 5), (1, 1), (9, 2), (2, 8), (6, 6), (4, 1), (1, 7), (5, 3)]
 ALL = list(range(len(SHAPES)))
 
@@ -27,15 +31,26 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(grpo, "CHUNK_TOKENS", 4)
 
 
-def policy_of(model, temperature: float = 1.0, trains_entropy: bool = True, recomputes: bool = False) -> Policy:
-    """In training: GPT-NeoX's and GPT-2's configurations have a dropout of 0.2, which must not be applied."""
-    args = dict(temperature=temperature, entropy_coef=float(trains_entropy), gradient_checkpointing=recomputes)
+def policy_of(
+    model, temperature: float = 1.0, trains_entropy: bool = True, recomputes: bool = False
+) -> Policy:
+    """In training: GPT-NeoX's and GPT-2's configurations have a dropout of 0.2, which must not be
+    applied.
+    """
+    args = dict(
+        temperature=temperature,
+        entropy_coef=float(trains_entropy),
+        gradient_checkpointing=recomputes,
+    )
     return Policy(model.train(), SimpleNamespace(**args))
 
 
 def batch_of(pairs: list[tuple[list[int], list[int]]]) -> Batch:
     """A batch of queries and responses."""
-    samples = [Sample({"query": q}, r, {"rollout_logprobs": [0.0] * len(r)}, True, scores={}) for q, r in pairs]
+    samples = [
+        Sample({"query": q}, r, {"rollout_logprobs": [0.0] * len(r)}, True, scores={})
+        for q, r in pairs
+    ]
     return Batch.from_samples(samples, CPU)
 
 
@@ -50,10 +65,15 @@ def pairs_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
     return [(sample.row["query"], sample.response) for sample in batch.samples]
 
 
-def plain_logprobs(model, query: list[int], response: list[int], temperature: float) -> torch.Tensor:
-    """(response tokens, V): log-probabilities at the places of the response's tokens, by the whole model."""
+def plain_logprobs(
+    model, query: list[int], response: list[int], temperature: float
+) -> torch.Tensor:
+    """(response tokens, V): log-probabilities at the places of the response's tokens, by the whole
+    model.
+    """
     logits = model(input_ids=torch.tensor([[*query, *response]])).logits[0]
-    rows = [logits[len(query) + t - 1] for t in range(len(response))]  # what stands before a token predicts it
+    # what stands before a token predicts it
+    rows = [logits[len(query) + t - 1] for t in range(len(response))]
     return (torch.stack(rows) / temperature).log_softmax(-1)
 
 
@@ -63,26 +83,35 @@ def relative(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 def gradient_of(policy) -> torch.Tensor:
     """All gradients as one vector, which is cleared."""
-    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.parameters()]
+    parts = [
+        (torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.parameters()
+    ]
     policy.zero_grad()
     return torch.cat(parts)
 
 
-# ---- values -----------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
-    """And their gradient in any cut, over more ranks than rows, too. (That of whole losses: tests/agreement.)"""
-    batch, policy = random_batch(), policy_of(load(family, F64), temperature)
+    """And their gradient in any cut, over more ranks than rows, too. (That of whole losses:
+    tests/agreement.)
+    """
+    batch = random_batch()
+    policy = policy_of(load(family, F64), temperature)
     outputs = policy(*batch.collate(ALL))
     assert list(outputs) == ["logprobs", "entropies"]
-    plain = [(plain_logprobs(policy.model, *pair, temperature), pair[1]) for pair in pairs_of(batch)]
+    plain = [
+        (plain_logprobs(policy.model, *pair, temperature), pair[1]) for pair in pairs_of(batch)
+    ]
     logprobs = torch.cat([p[range(len(response)), response] for p, response in plain])
     entropies = torch.cat([-(p.exp() * p).sum(1) for p, _ in plain])
     near = EXACT.get(family, 1e-6)
-    torch.testing.assert_close(outputs, {"logprobs": logprobs, "entropies": entropies}, rtol=0, atol=near)
+    torch.testing.assert_close(
+        outputs, {"logprobs": logprobs, "entropies": entropies}, rtol=0, atol=near
+    )
 
     weights = torch.linspace(-1, 1, len(logprobs), dtype=F64)
     (logprobs * weights + entropies * weights.square()).sum().backward()
@@ -92,14 +121,17 @@ def test_statistics_by_a_plain_forward_of_each_row(load, family, temperature):
         for rank in range(ranks):
             for inputs, t, _ in batch.micro_batches(ALL, budget, utils.World(rank, ranks, CPU)):
                 out = forward_tokens(policy, inputs, t["response_mask"])
-                (out["logprobs"] * t["weights"] + out["entropies"] * t["weights"].square()).sum().backward()
+                (
+                    out["logprobs"] * t["weights"] + out["entropies"] * t["weights"].square()
+                ).sum().backward()
         assert relative(gradient_of(policy), expected) < near
 
 
 def test_collate_and_pad_rows():
     batch = batch_of([([5, 1], [1, 0]), ([7], [9, 8, 1]), ([1, 1, 1], [2])])
     assert batch.lengths == [4, 4, 4]
-    batch.samples[1].values["response_mask"] = [1, 0, 1]  # an observation stands in the response, and does not train
+    # an observation stands in the response, and does not train
+    batch.samples[1].values["response_mask"] = [1, 0, 1]
     batch.tokens["response_mask"][1, 1] = False
     ids, mask = batch.collate([2, 0, 1])
     assert ids.tolist() == [[1, 1, 1, 2], [5, 1, 1, 0], [7, 9, 8, 1]]
@@ -113,15 +145,21 @@ def test_collate_and_pad_rows():
     assert gradient.tolist() == [0, 1, 3, 5, 6]
 
 
-@pytest.mark.parametrize("entropy, names", [(True, ["logprobs", "entropies"]), (False, ["logprobs"])])
+@pytest.mark.parametrize(
+    "entropy, names", [(True, ["logprobs", "entropies"]), (False, ["logprobs"])]
+)
 @pytest.mark.parametrize("budget", [1, 30, 10_000])
 def test_forward_batch_in_any_cut(load, budget, entropy, names):
     """Over ranks: test_invariance.py."""
-    policy, batch = policy_of(load("gpt_neox", F64), 0.6), random_batch()
-    mask, args = batch.response_mask, SimpleNamespace(micro_batch_tokens=budget)
+    policy = policy_of(load("gpt_neox", F64), 0.6)
+    batch = random_batch()
+    mask = batch.response_mask
+    args = SimpleNamespace(micro_batch_tokens=budget)
     with torch.no_grad():
         expected = forward_tokens(policy, batch.collate(ALL), mask)
-    result = forward_batch(policy, batch, args, utils.World(0, 1, CPU), contextlib.nullcontext, entropy=entropy)
+    result = forward_batch(
+        policy, batch, args, utils.World(0, 1, CPU), contextlib.nullcontext, entropy=entropy
+    )
     assert list(result) == names
     for name, x in result.items():
         assert not x.requires_grad and x[~mask].eq(0).all()
@@ -130,34 +168,49 @@ def test_forward_batch_in_any_cut(load, budget, entropy, names):
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt_neox"])
-def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(load, monkeypatch, family, recomputes):
-    model, batch = load(family, F64), random_batch()
-    policy, tokens = policy_of(model, 0.6, recomputes=recomputes), int(batch.response_mask.sum())
+def test_chunks_change_neither_values_nor_gradients_and_bound_the_logits(
+    load, monkeypatch, family, recomputes
+):
+    model = load(family, F64)
+    batch = random_batch()
+    policy = policy_of(model, 0.6, recomputes=recomputes)
+    tokens = int(batch.response_mask.sum())
     rows, results = [], {}  # how many positions each call of the head computes
-    model.get_output_embeddings().register_forward_hook(lambda _, x, __: rows.append(x[0].shape[:-1].numel()))
+    model.get_output_embeddings().register_forward_hook(
+        lambda _, x, __: rows.append(x[0].shape[:-1].numel())
+    )
     weights = torch.linspace(-1, 1, tokens, dtype=F64)
     for chunk in (1, 3, tokens, 1000):
         monkeypatch.setattr(grpo, "CHUNK_TOKENS", chunk)
         rows.clear()
         out = policy(*batch.collate(ALL))
-        assert max(rows) == min(chunk, tokens) and sum(rows) == tokens  # prompts' logits are never computed
+        # prompts' logits are never computed
+        assert max(rows) == min(chunk, tokens) and sum(rows) == tokens
         ((out["logprobs"] * weights).sum() + (out["entropies"] * weights.square()).sum()).backward()
-        assert max(rows) <= chunk  # in the backward pass, too, which computes them anew if they are not kept for it
+        # in the backward pass, too, which computes them anew if they are not kept for it
+        assert max(rows) <= chunk
         assert sum(rows) == tokens * (2 if recomputes and chunk < tokens else 1)
         results[chunk] = torch.cat(list(out.values())).detach(), gradient_of(policy)
     for chunk in (1, 3, 1000):
-        assert relative(results[chunk][0], results[tokens][0]) < 1e-10  # the head comes after all norms
+        # the head comes after all norms
+        assert relative(results[chunk][0], results[tokens][0]) < 1e-10
         assert relative(results[chunk][1], results[tokens][1]) < EXACT.get(family, 1e-6)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_an_entropy_that_is_only_logged_cannot_enter_a_loss(load, recomputes):
     """Such a term would train nothing, so it raises; as a weight of another term it is detached."""
-    batch, model = random_batch(), load("gpt_neox", F64)
-    inputs, mask = batch.collate(ALL), batch.response_mask
-    logged = forward_tokens(policy_of(model, trains_entropy=False, recomputes=recomputes), inputs, mask)
+    batch = random_batch()
+    model = load("gpt_neox", F64)
+    inputs = batch.collate(ALL)
+    mask = batch.response_mask
+    logged = forward_tokens(
+        policy_of(model, trains_entropy=False, recomputes=recomputes), inputs, mask
+    )
     trained = forward_tokens(policy_of(model, recomputes=recomputes), inputs, mask)
     assert all(torch.equal(logged[name], trained[name]) for name in ("logprobs", "entropies"))
     (logged["logprobs"] * logged["entropies"].detach()).sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="entropies: a loss uses it, and it is computed without gradient"):
+    with pytest.raises(
+        RuntimeError, match="entropies: a loss uses it, and it is computed without gradient"
+    ):
         (logged["logprobs"] + logged["entropies"].clamp(max=1)).sum().backward()

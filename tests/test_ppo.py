@@ -1,4 +1,6 @@
-"""ppo.py: its equations, its critic, one step against plain loops, runs (in any cut: test_invariance.py)."""
+"""ppo.py: its equations, its critic, one step against plain loops, runs (in any cut:
+test_invariance.py).
+"""
 
 import contextlib
 import math
@@ -19,33 +21,56 @@ import ppo
 import utils
 from plumbing.models import loading
 from plumbing.rollout.batch import Sampler, pad_rows
-from ppo import Critic, explained_variance, filter_weights, resample, token_rewards, update_statistics
+from ppo import (
+    Critic,
+    explained_variance,
+    filter_weights,
+    resample,
+    token_rewards,
+    update_statistics,
+)
 
-NAN, INF, F64 = math.nan, math.inf, torch.float64
+NAN = math.nan
+INF = math.inf
+F64 = torch.float64
 
 
-# ---- rewards, advantages, values --------------------------------------------------------------------------------
+# ---- rewards, advantages, values -----------------------------------------------------------------
 
 
 def gae_by_hand(rewards: list, values: list, gamma: float, lam: float) -> list[float]:
     """The sum of eq. 16 itself, forwards from each token of a row without holes."""
     after = [*values[1:], 0.0]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values)]
-    return [sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))]
+    return [
+        sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))
+    ]
 
 
 def test_token_rewards():
     """The score at the last set entry of the mask, behind a hole, too."""
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    scores, kl = double(5, -2, NAN, 3), double([1, 2, 3], [4, NAN, NAN], [1, 1, INF], [2, NAN, 4])
-    close(token_rewards(scores, None, mask, 0.5), double([0, 0, 5], [-2, 0, 0], [0, NAN, 0], [0, 0, 3]))
-    close(token_rewards(scores, kl, mask, 0.5), double([-0.5, -1, 3.5], [-4, 0, 0], [-0.5, NAN, 0], [-1, 0, 1]))
+    scores = double(5, -2, NAN, 3)
+    kl = double([1, 2, 3], [4, NAN, NAN], [1, 1, INF], [2, NAN, 4])
+    close(
+        token_rewards(scores, None, mask, 0.5),
+        double([0, 0, 5], [-2, 0, 0], [0, NAN, 0], [0, 0, 3]),
+    )
+    close(
+        token_rewards(scores, kl, mask, 0.5),
+        double([-0.5, -1, 3.5], [-4, 0, 0], [-0.5, NAN, 0], [-1, 0, 1]),
+    )
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2, 0.5])
 def test_where_clipping_raises_the_value_loss(clip):
     """tests/agreement has the loss and its gradient, and those of GAE."""
-    cases = [(v, old, r) for v in (-1.0, -0.1, 0.15, 0.4, 2.0) for old in (0.0, 0.3) for r in (-3.0, 0.05, 0.25, 3.0)]
+    cases = [
+        (v, old, r)
+        for v in (-1.0, -0.1, 0.15, 0.4, 2.0)
+        for old in (0.0, 0.3)
+        for r in (-3.0, 0.05, 0.25, 3.0)
+    ]
     losses, raised = ppo.value_loss(*double(*zip(*cases)), clip)
     plain, _ = ppo.value_loss(*double(*zip(*cases)), 0.0)
     clipped = [(min(max(v, old - clip), old + clip) - r) ** 2 > (v - r) ** 2 for v, old, r in cases]
@@ -55,20 +80,29 @@ def test_where_clipping_raises_the_value_loss(clip):
 
 def test_explained_variance():
     """Other numbers are in test_a_step_by_plain_loops."""
-    values, returns = double([1, 2, NAN], [0, 4, 9]), double([2, 2, 5], [1, 7, NAN])
+    values = double([1, 2, NAN], [0, 4, 9])
+    returns = double([2, 2, 5], [1, 7, NAN])
     mask = torch.tensor([[True, True, False]] * 2)
-    assert explained_variance(returns, returns, mask) == 1 and explained_variance(mask + 2.0, returns, mask) == 0
+    assert (
+        explained_variance(returns, returns, mask) == 1
+        and explained_variance(mask + 2.0, returns, mask) == 0
+    )
     assert math.isnan(explained_variance(values, mask + 0.0, mask))  # all returns agree
 
 
 def test_update_statistics_in_pieces_and_at_once():
-    """Near 1e6, where sums of squares would lose the variance; what is not finite does not count."""
+    """Near 1e6, where sums of squares would lose the variance; what is not finite does not
+    count.
+    """
     scores = [1e6 + x for x in (0.25, 0.5, -1.0, 3.0, 0.125, 2.0, -7.0)]
     pieces = [scores[:1], [NAN, INF], scores[1:4], [], [scores[4], -INF, scores[5]], scores[6:]]
     running = [0.0, 0.0, 0.0]
     for piece in pieces:
         running = update_statistics(running, double(*piece) if piece else torch.zeros(0))
-    for count, mean, squares in (running, update_statistics([0.0, 0.0, 0.0], double(*sum(pieces, [])))):
+    for count, mean, squares in (
+        running,
+        update_statistics([0.0, 0.0, 0.0], double(*sum(pieces, []))),
+    ):
         assert count == 7 and mean == pytest.approx(statistics.fmean(scores), rel=1e-15)
         assert squares == pytest.approx(6 * statistics.variance(scores), rel=1e-9)
 
@@ -91,44 +125,67 @@ def odds_by_hand(scores: list[float], kind: str) -> list[float]:
 
 
 GROUPS = [
-    [1.0, 3.0, -2.0, 0.5], [2.0, 2.0, -1.0, 0.0], [0.0, 5.0, -7.0, -7.0], [0.0] * 4, [-1.0] * 4, [NAN, 1.0, 0.0, INF],
-    [NAN, 0.0, 0.0, NAN], [NAN] * 4, [NAN, -3.0, NAN, -INF], [NAN, -3.0, -1.0, NAN],
-]  # fmt: skip
+    [1.0, 3.0, -2.0, 0.5],
+    [2.0, 2.0, -1.0, 0.0],
+    [0.0, 5.0, -7.0, -7.0],
+    [0.0] * 4,
+    [-1.0] * 4,
+    [NAN, 1.0, 0.0, INF],
+    [NAN, 0.0, 0.0, NAN],
+    [NAN] * 4,
+    [NAN, -3.0, NAN, -INF],
+    [NAN, -3.0, -1.0, NAN],
+]
 
 
 @pytest.mark.parametrize("kind", ["pow", "max_min", "max_random"])
 def test_filter_weights_by_loops(kind):
     close(filter_weights(double(*GROUPS), kind), [odds_by_hand(group, kind) for group in GROUPS])
-    assert filter_weights(torch.tensor(GROUPS), kind).dtype == F64  # numpy wants sums of 1 within 1e-8
+    # numpy wants sums of 1 within 1e-8
+    assert filter_weights(torch.tensor(GROUPS), kind).dtype == F64
 
 
 def test_resample():
-    """Each row gives as many as it has, its own ones, as often as its weights say, and not the same every step."""
+    """Each row gives as many as it has, its own ones, as often as its weights say, and not the same
+    every step.
+    """
     weights = double([0, 0.25, 0.75, 0], [1, 0, 0, 0], [0.1, 0.2, 0.3, 0.4])
     draws = [resample(weights, utils.generator("filter", 1, step)) for step in range(1500)]
     for row, expected in enumerate(weights.tolist()):
         of_row = [i for draw in draws for i in draw[4 * row : 4 * row + 4]]
         assert {i // 4 for i in of_row} == {row}
-        assert [of_row.count(4 * row + i) / 6000 for i in range(4)] == pytest.approx(expected, abs=0.03)
+        assert [of_row.count(4 * row + i) / 6000 for i in range(4)] == pytest.approx(
+            expected, abs=0.03
+        )
     assert all(len(draw) == 12 for draw in draws) and draws[0] != draws[1]
 
 
-# ---- the critic, and PTX ----------------------------------------------------------------------------------------
+# ---- the critic, and PTX -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
 def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, family):
-    """Token by token from the hidden states of each row alone: no padding matters, and no dropout (gpt2's is 0.2)."""
+    """Token by token from the hidden states of each row alone: no padding matters, and no dropout
+    (gpt2's is 0.2).
+    """
     folder = scalar_folder(model_folder(family), tmp_path)
     scalar, new = loading.load_scalar_model("--value_model", folder, F64, CPU)
-    assert not new and torch.equal(scalar.model.score.weight.float(), weights_of(folder)["score.weight"])
-    critic, batch, near = Critic(scalar).train(), random_batch(), EXACT.get(family, 1e-6)
+    assert not new and torch.equal(
+        scalar.model.score.weight.float(), weights_of(folder)["score.weight"]
+    )
+    critic = Critic(scalar).train()
+    batch = random_batch()
+    near = EXACT.get(family, 1e-6)
     ids, mask = batch.collate(ALL)
     flat = critic(ids, mask)["values"]
     values = pad_rows(flat, batch.response_mask)
     for i, (query, response) in enumerate(pairs_of(batch)):
-        hidden = scalar.model.base_model(input_ids=torch.tensor([[*query, *response]])).last_hidden_state[0]
-        expected = [scalar.model.score(hidden[len(query) + t - 1]).item() for t in range(len(response))]
+        hidden = scalar.model.base_model(
+            input_ids=torch.tensor([[*query, *response]])
+        ).last_hidden_state[0]
+        expected = [
+            scalar.model.score(hidden[len(query) + t - 1]).item() for t in range(len(response))
+        ]
         close(values[i, : len(response)].detach(), expected, near)
         ids[i, len(query) + len(response) :] = 9  # other padding
     assert torch.equal(critic(ids, mask)["values"], flat) and flat.std() > 0.1
@@ -137,17 +194,23 @@ def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, f
     assert empty.shape == (0,) and all(p.grad.eq(0).all() for p in critic.parameters())
 
 
-@pytest.mark.parametrize("budget, ranks", [(1, 1), (14, 1), (1000, 1), (1, 2), (1000, 2), (1000, 12)])
+@pytest.mark.parametrize(
+    "budget, ranks", [(1, 1), (14, 1), (1000, 1), (1, 2), (1000, 2), (1000, 12)]
+)
 def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, monkeypatch, budget, ranks):
-    """At temperature 1 under a policy of 0.6, on top of what is there, in any cut and on more ranks than rows."""
+    """At temperature 1 under a policy of 0.6, on top of what is there, in any cut and on more ranks
+    than rows.
+    """
     monkeypatch.setattr(ppo, "CHUNK_TOKENS", 3)
     args = SimpleNamespace(ptx_coef=0.3, micro_batch_tokens=budget)
     of_policy = SimpleNamespace(temperature=0.6, entropy_coef=0.0, gradient_checkpointing=False)
-    policy, pairs = ppo.Policy(load("gpt_neox", F64), of_policy), pairs_of(random_batch())
+    policy = ppo.Policy(load("gpt_neox", F64), of_policy)
+    pairs = pairs_of(random_batch())
     losses = [-plain_logprobs(policy.model, q, r, 1.0)[range(len(r)), r].sum() for q, r in pairs]
     expected = sum(losses) / sum(len(r) for _, r in pairs)
     (0.3 * expected).backward()
-    gradient, total = gradient_of(policy), 0.0
+    gradient = gradient_of(policy)
+    total = 0.0
     policy.model.get_output_embeddings().weight.grad = before = torch.ones(32, 16, dtype=F64)
     rows = [{"query": q, "response": r} for q, r in pairs]
     optimizer = SimpleNamespace(backward=torch.Tensor.backward)
@@ -159,7 +222,7 @@ def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, monkeypatch, budg
     assert total == pytest.approx(expected.item(), rel=1e-12)
 
 
-# ---- one whole step ---------------------------------------------------------------------------------------------
+# ---- one whole step ------------------------------------------------------------------------------
 
 SOME = """
 def score(prompts, responses, **columns):
@@ -169,7 +232,9 @@ def score(prompts, responses, **columns):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
-    """The small run with a model that is exact in float64, and so many end tokens that responses differ in length."""
+    """The small run with a model that is exact in float64, and so many end tokens that responses
+    differ in length.
+    """
     folder = tmp_path_factory.mktemp("ppo")
     values = helpers.workspace(folder)
     (folder / "some.py").write_text(SOME)
@@ -178,14 +243,23 @@ def base(tmp_path_factory) -> dict:
     for parameter in reference.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     reference.save_pretrained(models["reference"])
-    GenerationConfig(eos_token_id=list(range(1, 25)), pad_token_id=0).save_pretrained(models["neox"])
-    return {**values, "model": models["neox"], "ref_model": models["reference"], "eval_every": 0, "run_name": "run"}
+    GenerationConfig(eos_token_id=list(range(1, 25)), pad_token_id=0).save_pretrained(
+        models["neox"]
+    )
+    return {
+        **values,
+        "model": models["neox"],
+        "ref_model": models["reference"],
+        "eval_every": 0,
+        "run_name": "run",
+    }
 
 
 @pytest.fixture
 def batches(monkeypatch) -> list:
     """The rollouts of a run in this process."""
-    seen, rollout = [], Sampler.rollout
+    seen = []
+    rollout = Sampler.rollout
     monkeypatch.setattr(Sampler, "rollout", lambda *args: seen.append(rollout(*args)) or seen[-1])
     return seen
 
@@ -197,99 +271,171 @@ STEPS = {
     "pf_ppo": dict(pf_ppo="max_random", kl_estimator="k1"),
     "decoupled": dict(critic_gae_lambda=1.0, kl_estimator="k2", gamma=0.9),
     "updates": dict(
-        mini_batch_size=4, num_epochs=2, learning_rate=1e-13, critic_learning_rate=1e-13, kl_estimator="k1",
+        mini_batch_size=4,
+        num_epochs=2,
+        learning_rate=1e-13,
+        critic_learning_rate=1e-13,
+        kl_estimator="k1",
         loss_aggregation="step_token",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("changes", STEPS.values(), ids=STEPS)
 def test_a_step_by_plain_loops(base, batches, tmp_path, changes):
-    """Scores missing, penalties, KL, GAE, whitening, PF-PPO and both losses, to the norms of both gradients."""
+    """Scores missing, penalties, KL, GAE, whitening, PF-PPO and both losses, to the norms of both
+    gradients.
+    """
     values = {
-        **base, "output_dir": str(tmp_path), "reward": base["reward"].replace("reward.py", "some.py"),
-        "precision": "float64", "total_episodes": 8, "save_every": 0, "mini_batch_size": 8, "num_epochs": 1,
-        "non_stop_penalty": True, "penalty_reward_value": -0.5,
-        "value_model": scalar_folder(base["model"], tmp_path / "critic"), **changes,
-    }  # fmt: skip
+        **base,
+        "output_dir": str(tmp_path),
+        "reward": base["reward"].replace("reward.py", "some.py"),
+        "precision": "float64",
+        "total_episodes": 8,
+        "save_every": 0,
+        "mini_batch_size": 8,
+        "num_epochs": 1,
+        "non_stop_penalty": True,
+        "penalty_reward_value": -0.5,
+        "value_model": scalar_folder(base["model"], tmp_path / "critic"),
+        **changes,
+    }
     run_here(values, "ppo")
-    ((row,), (batch,)) = metrics_of(values), batches
-    policy, reference = (loading.load_model("", base[name], F64, CPU) for name in ("model", "ref_model"))
+    (row,) = metrics_of(values)
+    (batch,) = batches
+    policy, reference = (
+        loading.load_model("", base[name], F64, CPU) for name in ("model", "ref_model")
+    )
     critic = loading.load_scalar_model("", values["value_model"], F64, CPU)[0].model
-    parts, in_loss = batch.reward_components[values["reward"]].tolist(), "kl_in" in changes
-    scores = [s if stop or math.isnan(s) else -0.5 for s, stop in zip(parts, batch.stopped.tolist())]
+    parts = batch.reward_components[values["reward"]].tolist()
+    in_loss = "kl_in" in changes
+    scores = [
+        s if stop or math.isnan(s) else -0.5 for s, stop in zip(parts, batch.stopped.tolist())
+    ]
     trained = [i for i, s in enumerate(scores) if not math.isnan(s)]
     lengths = [len(sample.response) for sample in batch.samples]
     assert len(trained) < 8 and -0.5 in scores and len(set(lengths)) > 2  # all of it occurs
-    estimate = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "abs": torch.abs, "k3": lambda d: torch.exp(-d) + d - 1}
-    logprobs, kls, read = [], [], []
+    estimate = {
+        "k1": lambda d: d,
+        "k2": lambda d: d**2 / 2,
+        "abs": torch.abs,
+        "k3": lambda d: torch.exp(-d) + d - 1,
+    }
+    logprobs = []
+    kls = []
+    read = []
     for query, response in pairs_of(batch):
         p = plain_logprobs(policy, query, response, 1.0)[range(len(response)), response]
         q = plain_logprobs(reference, query, response, 1.0)[range(len(response)), response].detach()
-        hidden = critic.base_model(input_ids=torch.tensor([[*query, *response]])).last_hidden_state[0]
+        hidden = critic.base_model(input_ids=torch.tensor([[*query, *response]])).last_hidden_state[
+            0
+        ]
         logprobs.append(list(p))
         kls.append(list(estimate[changes["kl_estimator"]](p - q)))
-        read.append([critic.score(x)[0] for x in hidden[len(query) - 1 : -1]])  # that predict each token
+        # that predict each token
+        read.append([critic.score(x)[0] for x in hidden[len(query) - 1 : -1]])
     drawn = list(range(8))
     if "pf_ppo" in changes:
         numbers = utils.generator("filter", 1, 1)
         odds = (odds_by_hand(scores[a : a + 4], "max_random") for a in (0, 4))
-        drawn = [4 * group + i for group, p in enumerate(odds) for i in numbers.choice(4, 4, p=p).tolist()]
+        drawn = [
+            4 * group + i
+            for group, p in enumerate(odds)
+            for i in numbers.choice(4, 4, p=p).tolist()
+        ]
         assert len(set(drawn)) < 8
     rewards = [[0.0 if in_loss else -0.1 * k.item() for k in kls[i]] for i in trained]
     for reward, i in zip(rewards, trained):
         reward[-1] += scores[i]
     old_values = [[v.item() for v in read[i]] for i in trained]
-    gamma, lam = values.get("gamma", 1.0), values.get("gae_lambda", 0.95)
+    gamma = values.get("gamma", 1.0)
+    lam = values.get("gae_lambda", 0.95)
     A = [gae_by_hand(r, v, gamma, lam) for r, v in zip(rewards, old_values)]
-    targets = [gae_by_hand(r, v, gamma, values.get("critic_gae_lambda", lam)) for r, v in zip(rewards, old_values)]
+    targets = [
+        gae_by_hand(r, v, gamma, values.get("critic_gae_lambda", lam))
+        for r, v in zip(rewards, old_values)
+    ]
     returns = [[a + v for a, v in zip(*rows)] for rows in zip(targets, old_values)]
     if values.get("whiten_advantages", True):
         white = iter(whiten_by_hand(sum(A, [])))
         A = [[next(white) for _ in row] for row in A]
-    drawn = [i for i in drawn if i in trained]  # a response without a score has no share in any mean
+    # a response without a score has no share in any mean
+    drawn = [i for i in drawn if i in trained]
     tokens = sum(lengths[i] for i in drawn)
     share = lambda i: drawn.count(i) / (len(drawn) * lengths[i] if in_loss else tokens)
-    actor = sum(-a * (lp - lp.detach()).exp() * share(i) for i, As in zip(trained, A) for a, lp in zip(As, logprobs[i]))
+    actor = sum(
+        -a * (lp - lp.detach()).exp() * share(i)
+        for i, As in zip(trained, A)
+        for a, lp in zip(As, logprobs[i])
+    )
     loss = actor + (0.1 * sum(sum(row) * share(i) for i, row in enumerate(kls)) if in_loss else 0)
-    values_loss = sum(0.5 * (v - R) ** 2 * share(i) for i, Rs in zip(trained, returns) for v, R in zip(read[i], Rs))
+    values_loss = sum(
+        0.5 * (v - R) ** 2 * share(i)
+        for i, Rs in zip(trained, returns)
+        for v, R in zip(read[i], Rs)
+    )
     loss.backward(), values_loss.backward()
     norm = lambda model: math.sqrt(sum(p.grad.square().sum().item() for p in model.parameters()))
-    flat, flat_returns = sum(old_values, []), sum(returns, [])
+    flat = sum(old_values, [])
+    flat_returns = sum(returns, [])
     errors = [r - v for r, v in zip(flat_returns, flat)]
     expected = {
-        "objective/scores": statistics.fmean(scores[i] for i in trained), "loss/policy_avg": actor.item(),
-        "objective/kl": sum(k.item() for i in trained for k in kls[i]) / len(trained), "objective/loss": loss.item(),
-        "loss/value_avg": values_loss.item(), "loss/grad_norm": norm(policy), "loss/critic_grad_norm": norm(critic),
-        "val/values": statistics.fmean(flat), "val/returns": statistics.fmean(flat_returns),
-        "val/explained_variance": 1 - statistics.variance(errors) / statistics.variance(flat_returns),
-    }  # fmt: skip
+        "objective/scores": statistics.fmean(scores[i] for i in trained),
+        "loss/policy_avg": actor.item(),
+        "objective/kl": sum(k.item() for i in trained for k in kls[i]) / len(trained),
+        "objective/loss": loss.item(),
+        "loss/value_avg": values_loss.item(),
+        "loss/grad_norm": norm(policy),
+        "loss/critic_grad_norm": norm(critic),
+        "val/values": statistics.fmean(flat),
+        "val/returns": statistics.fmean(flat_returns),
+        "val/explained_variance": 1
+        - statistics.variance(errors) / statistics.variance(flat_returns),
+    }
     if "num_epochs" in changes:  # the mean of several norms
         del expected["loss/grad_norm"], expected["loss/critic_grad_norm"]
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-# ---- runs -------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 def test_critic_warm_up(base, tmp_path, monkeypatch):
-    """In the first two steps the critic trains alone, from a head of zeros; the policy's schedule spans the rest."""
-    values = {**base, "output_dir": str(tmp_path), "critic_warmup_steps": 2, "save_every": 1, "keep_checkpoints": 0}
-    values |= dict(lr_schedule="linear", critic_lr_schedule="linear", ptx_coef=0.1, kl_coef=0.0, gae_lambda=1.0)
-    imitated, original = [], ppo.ptx_loss
+    """In the first two steps the critic trains alone, from a head of zeros; the policy's schedule
+    spans the rest.
+    """
+    values = {
+        **base,
+        "output_dir": str(tmp_path),
+        "critic_warmup_steps": 2,
+        "save_every": 1,
+        "keep_checkpoints": 0,
+    }
+    values |= dict(
+        lr_schedule="linear", critic_lr_schedule="linear", ptx_coef=0.1, kl_coef=0.0, gae_lambda=1.0
+    )
+    imitated = []
+    original = ppo.ptx_loss
     monkeypatch.setattr(ppo, "ptx_loss", lambda *args: imitated.extend(args[1]) or original(*args))
     changes = {"ptx_dataset": base["dataset"], "ptx_batch_size": 4, "ref_model": ""}
     run_here({**values, **changes}, "ppo")
-    assert len(imitated) == 8 * 4 and len({str(row) for row in imitated[:13]}) == 13  # each row once a pass
-    folders = [helpers.Path(base["model"]), *(folder_of(values) / "checkpoints" / f"step_{i}" for i in (1, 2, 3, 4))]
+    # each row once a pass
+    assert len(imitated) == 8 * 4 and len({str(row) for row in imitated[:13]}) == 13
+    folders = [
+        helpers.Path(base["model"]),
+        *(folder_of(values) / "checkpoints" / f"step_{i}" for i in (1, 2, 3, 4)),
+    ]
     assert [same_weights(*pair) for pair in zip(folders, folders[1:])] == [True, True, False, False]
     critics = [weights_of(folder / "critic") for folder in folders[1:]]
     for name in ("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.bias"):
         assert all(not torch.equal(a[name], b[name]) for a, b in zip(critics, critics[1:]))
     rows = metrics_of(values)
     assert rows[0]["val/values"] == 0 and all(row["val/values"] != 0 for row in rows[1:])
-    assert [row["loss/grad_norm"] is None for row in rows] == ["loss/ptx" not in row for row in rows]
+    assert [row["loss/grad_norm"] is None for row in rows] == [
+        "loss/ptx" not in row for row in rows
+    ]
     assert [row["loss/grad_norm"] is None for row in rows] == [True, True, False, False]
     assert all(row["loss/critic_grad_norm"] > 0 for row in rows)
     assert [rows[-1][name] for name in ("lr", "critic_lr")] == [0, 0]  # linear, to the last update
-    assert rows[2]["lr"] == pytest.approx(3e-3 * utils.lr_factor(3, 8, 0.03, "linear"))  # 4 updates a step
+    # 4 updates a step
+    assert rows[2]["lr"] == pytest.approx(3e-3 * utils.lr_factor(3, 8, 0.03, "linear"))

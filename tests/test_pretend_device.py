@@ -1,4 +1,6 @@
-"""Whole runs on a pretend accelerator, pretend_device.py: no operation mixes devices, and the numbers are the CPU's."""
+"""Whole runs on a pretend accelerator, pretend_device.py: no operation mixes devices, and the
+numbers are the CPU's.
+"""
 
 import json
 import math
@@ -14,11 +16,16 @@ import utils
 
 RUNS = yaml.safe_load((helpers.ROOT / "tests/data/pretend_runs.yaml").read_text())
 SMALL = dict(
-    total_episodes=16, max_response_length=6, num_epochs=1, mini_batch_size=8, micro_batch_tokens=400, eval_every=0,
+    total_episodes=16,
+    max_response_length=6,
+    num_epochs=1,
+    mini_batch_size=8,
+    micro_batch_tokens=400,
+    eval_every=0,
     save_every=0,
-)  # fmt: skip
+)
 GAME = dict(environment=helpers.GAME, reward="environment")
-MISSING = "uniforms = torch.tensor(stop_ids, device=device), None if uniforms is None else uniforms.to(device)"
+MISSING = "uniforms = None if uniforms is None else uniforms.to(device)"
 
 
 def train(name: str, folder: Path) -> list[dict]:
@@ -26,7 +33,11 @@ def train(name: str, folder: Path) -> list[dict]:
     folder.mkdir()
     script, flags = RUNS[name]
     values = exact_runs(folder)[script]
-    values |= {flag: SMALL.get(flag, value) for flag, value in values.items()} | {"run_name": "run"} | flags
+    values |= (
+        {flag: SMALL.get(flag, value) for flag, value in values.items()}
+        | {"run_name": "run"}
+        | flags
+    )
     if "conversations" in name:
         values |= GAME
     if values.pop("resume", False):
@@ -34,14 +45,18 @@ def train(name: str, folder: Path) -> list[dict]:
         length = "passes" if script == "distill" else "total_episodes"
         values |= {length: 2 * values[length], "resume": True}
     helpers.run_here(values, script)
-    return json.loads(json.dumps(helpers.metrics_of(values)).replace(str(folder), ""))  # names of rewards are paths
+    # names of rewards are paths
+    return json.loads(json.dumps(helpers.metrics_of(values)).replace(str(folder), ""))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
-    """Of each run: metrics on the CPU, metrics on the pretend device, waits in an update; and the error of a fork."""
+    """Of each run: metrics on the CPU, metrics on the pretend device, waits in an update; and the
+    error of a fork.
+    """
     folder = tmp_path_factory.mktemp("pretend")
-    process = helpers._server().Process(target=main, args=(folder,))  # torch has one such device a process
+    # torch has one such device a process
+    process = helpers._server().Process(target=main, args=(folder,))
     process.start()
     process.join()
     assert process.exitcode == 0
@@ -55,13 +70,18 @@ def test_a_run_on_another_device(results, name):
     for row, cpu in zip(rows, expected):
         assert row.keys() == cpu.keys()
         for key, x in cpu.items():
-            close = x is None or isinstance(x, str) or math.isclose(row[key], x, rel_tol=1e-6, abs_tol=1e-6)
+            close = (
+                x is None
+                or isinstance(x, str)
+                or math.isclose(row[key], x, rel_tol=1e-6, abs_tol=1e-6)
+            )
             assert close or row[key] == x, (key, row[key], x)
 
 
 def test_how_often_an_update_waits_for_the_device(results):
-    """Read: the tokens of the update, whether the gradient is finite, and what transformers asks of positions. A mask
-    in a micro-batch: where the response tokens are."""
+    """Read: the tokens of the update, whether the gradient is finite, and what transformers asks of
+    positions. A mask in a micro-batch: where the response tokens are.
+    """
     assert results["grpo"][2] == results["rloo, conversations"][2] == {"item": 3, "mask": 1}
 
 
@@ -70,10 +90,12 @@ def test_a_tensor_that_is_left_on_the_cpu_is_found(results):
 
 
 def main(folder: Path) -> None:
-    import pretend_device as device  # before the first backward pass, which makes a queue for each device
+    # before the first backward pass, which makes a queue for each device
+    import pretend_device as device
 
     results = {name: [train(name, folder / f"{name} cpu")] for name in RUNS}
-    begin, waits = utils.Clock.begin, []
+    begin = utils.Clock.begin
+    waits = []
 
     def counted(clock, phase: str):
         if clock.phase == "training":

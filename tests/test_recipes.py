@@ -1,7 +1,9 @@
-"""The recipes in scripts/train and scripts/debug: their flags are good, and those of several processes run, small.
+"""The recipes in scripts/train and scripts/debug: their flags are good, and those of several
+processes run, small.
 
-Programs of the same names stand first on the PATH. They write down what they are called with, and either end there, or
-append the flags of a small run and run that, in processes forked from one that has imported everything.
+Programs of the same names stand first on the PATH. They write down what they are called with, and
+either end there, or append the flags of a small run and run that, in processes forked from one that
+has imported everything.
 """
 
 import contextlib
@@ -30,17 +32,28 @@ from plumbing.data.rows import read_parts
 from plumbing.rewards.sources import Rewards, kind_of
 
 RECIPES = sorted(str(path.relative_to(ROOT / "scripts")) for path in ROOT.glob("scripts/*/*.sh"))
-SERVED = ("train/grpo_async_6_plus_2.sh", "train/grpo_async_two_nodes.sh")  # by scripts/vllm_server.py
+# by scripts/vllm_server.py
+SERVED = ("train/grpo_async_6_plus_2.sh", "train/grpo_async_two_nodes.sh")
 RUN = (SERVED[1], "train/grpo_reward_server.sh", "train/ppo_llama3.1_8b_2nodes.sh")
 PEOPLE = "(1) Zoey is a knave\n(2) Oliver is a knight"
 WORDS = {  # what a recipe is called with; several: on several nodes
-    **{recipe: [["0", "127.0.0.1"], ["1", "127.0.0.1"]] for recipe in RECIPES if recipe.endswith("_2nodes.sh")},
+    **{
+        recipe: [["0", "127.0.0.1"], ["1", "127.0.0.1"]]
+        for recipe in RECIPES
+        if recipe.endswith("_2nodes.sh")
+    },
     "train/grpo_async_two_nodes.sh": [["serve", "127.0.0.1"], ["train", "127.0.0.1"]],
 }
-SLURM = dict(SLURM_SUBMIT_DIR=str(ROOT), SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]")
+SLURM = dict(
+    SLURM_SUBMIT_DIR=str(ROOT),
+    SLURM_JOB_ID="7",
+    SLURM_JOB_NUM_NODES="2",
+    SLURM_JOB_NODELIST="n[1-2]",
+)
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
-# Stands for python, torchrun, srun, scontrol and curl. Of a flag that is there twice, the last one counts.
+# Stands for python, torchrun, srun, scontrol and curl. Of a flag that is there twice, the last one
+# counts.
 STAND_IN = """#!PYTHON
 import json, os, signal, subprocess, sys
 program, words = os.path.basename(sys.argv[0]), sys.argv[1:]
@@ -81,12 +94,23 @@ else:
 def small(tmp_path_factory):
     """A folder with the stand-ins, a model, a reward model and rows."""
     folder = tmp_path_factory.mktemp("recipes")
-    tiny_model(folder / "model", chat=True, max_position_embeddings=512, hidden_size=64)  # heads of 32, for vLLM
-    scalar_folder(folder / "model", folder / "reward_model", tokenizer=AutoTokenizer.from_pretrained(folder / "model"))
-    write_rows(folder / "rows.jsonl", [{"quiz": f"Who is {i}?", "solution_text": PEOPLE} for i in range(12)])
+    # heads of 32, for vLLM
+    tiny_model(folder / "model", chat=True, max_position_embeddings=512, hidden_size=64)
+    scalar_folder(
+        folder / "model",
+        folder / "reward_model",
+        tokenizer=AutoTokenizer.from_pretrained(folder / "model"),
+    )
+    write_rows(
+        folder / "rows.jsonl",
+        [{"quiz": f"Who is {i}?", "solution_text": PEOPLE} for i in range(12)],
+    )
     (folder / "reward.py").write_text(helpers.REWARD)
     (folder / "bin").mkdir()
-    with helpers.vllm_preloaded() if HAS_VLLM else contextlib.nullcontext(), forked_python.python() as python:
+    with (
+        helpers.vllm_preloaded() if HAS_VLLM else contextlib.nullcontext(),
+        forked_python.python() as python,
+    ):
         for program in ("python", "torchrun", "srun", "scontrol", "curl"):
             text = STAND_IN.replace("PYTHON", sys.executable, 1).replace("FORKED", python)
             (folder / "bin" / program).write_text(text)
@@ -94,7 +118,9 @@ def small(tmp_path_factory):
         yield folder
 
 
-def start(small: Path, recipe: str, folder: Path, words=(), run=True, steps=2, **environment) -> subprocess.Popen:
+def start(
+    small: Path, recipe: str, folder: Path, words=(), run=True, steps=2, **environment
+) -> subprocess.Popen:
     """Start a recipe with the stand-ins; its process leads a group of its own."""
     common = f"--model {small}/model --output_dir {folder}/runs --micro_batch_tokens 1024 --eval_every 2 --save_every 2"
     rl = f"""{common} --dataset {small}/rows.jsonl --eval_dataset {small}/rows.jsonl --reward {small}/reward.py:score
@@ -104,21 +130,33 @@ def start(small: Path, recipe: str, folder: Path, words=(), run=True, steps=2, *
         rl += " --rollout_backend hf --async_steps 0"
     served = f"--model {small}/model --tensor_parallel 1 --kv_cache_gb 0.05 --max_length 300 --precision float32"
     flags = {
-        "grpo.py": rl, "ppo.py": f"{rl} --value_model {small}/reward_model",
+        "grpo.py": rl,
+        "ppo.py": f"{rl} --value_model {small}/reward_model",
         "vllm_server.py": " ".join([served, *helpers.SERVER_ON_CPU]),
-    }  # fmt: skip
+    }
     flags = {script: line.split() for script, line in flags.items()}
-    setting = {"run": run, "log": str(folder / "log.jsonl"), "flags": flags, "curl": shutil.which("curl")}
+    setting = {
+        "run": run,
+        "log": str(folder / "log.jsonl"),
+        "flags": flags,
+        "curl": shutil.which("curl"),
+    }
     environment = {
-        **os.environ, "PATH": f"{small / 'bin'}:{os.environ['PATH']}", "VIRTUAL_ENV": str(small),
-        "RECIPE": json.dumps(setting), "PORT": str(free_port()),
+        **os.environ,
+        "PATH": f"{small / 'bin'}:{os.environ['PATH']}",
+        "VIRTUAL_ENV": str(small),
+        "RECIPE": json.dumps(setting),
+        "PORT": str(free_port()),
         "VLLM_API_KEY": "a key" if "two_nodes" in recipe else "",
-        **helpers.VLLM_ON_CPU, **environment,
-    }  # fmt: skip
+        **helpers.VLLM_ON_CPU,
+        **environment,
+    }
     with open(folder / "out", "a") as out:
         command = ["bash", str(ROOT / "scripts" / recipe), *words]
         kinds = dict(stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **kinds)
+        return subprocess.Popen(
+            command, cwd=folder, env=environment, start_new_session=True, **kinds
+        )
 
 
 def end(process: subprocess.Popen, seconds: float = 500) -> int:
@@ -136,22 +174,32 @@ def output(folder: Path) -> str:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_flags(recipe, small, tmp_path):
-    """Each flag exists, its value is good, and the values go together; what a user adds is passed on."""
+    """Each flag exists, its value is good, and the values go together; what a user adds is passed
+    on.
+    """
     for words in WORDS.get(recipe, [[]]):
         added = [] if "serve" in words else ["--seed", "5"]
-        assert end(start(small, recipe, tmp_path, [*words, *added], False, **SLURM)) == 0, output(tmp_path)
+        assert end(start(small, recipe, tmp_path, [*words, *added], False, **SLURM)) == 0, output(
+            tmp_path
+        )
     calls = [call for call in read_lines(tmp_path / "log.jsonl") if "script" in call]
     for call in calls:
         args = cli.parse(importlib.import_module(Path(call["script"]).stem).Args, call["flags"])
         assert call is not calls[-1] or args.seed == 5 and not call["script"].startswith("scripts/")
-        assert {x for x in getattr(args, "reward", ()) if kind_of(x) in ("verifier", "function")} <= EXAMPLES.keys()
+        assert {
+            x for x in getattr(args, "reward", ()) if kind_of(x) in ("verifier", "function")
+        } <= EXAMPLES.keys()
 
 
 EXAMPLES = {  # reward: a reference, a right and a wrong response
     "math": ("72", r"So it is \boxed{72}.", r"So it is \boxed{71}."),
     "gsm8k": ("#### 72", "So it is #### 72", "So it is #### 71"),
     "ifeval": ({"func_name": "validate_no_commas"}, "One and two", "One, two"),
-    "scripts/train/knights.py:score": (PEOPLE, f"<think>No.</think> {PEOPLE}", PEOPLE.replace("knave", "knight")),
+    "scripts/train/knights.py:score": (
+        PEOPLE,
+        f"<think>No.</think> {PEOPLE}",
+        PEOPLE.replace("knave", "knight"),
+    ),
 }
 
 
@@ -162,13 +210,21 @@ def test_rewards(name):
         pytest.importorskip("if_verifiable")
     reference, *responses = EXAMPLES[name]
     columns = {"quiz": "Who is who?", "names": ["Zoey"], "solution_text": reference}
-    rows = [{"prompt": "p", "query": [1], "answer": reference, "sources": None, "columns": columns}] * 2
-    rewards = Rewards(types.SimpleNamespace(reward=(name,), timeout=60.0, reward_workers=1), make_tokenizer(), rows)
+    rows = [
+        {"prompt": "p", "query": [1], "answer": reference, "sources": None, "columns": columns}
+    ] * 2
+    rewards = Rewards(
+        types.SimpleNamespace(reward=(name,), timeout=60.0, reward_workers=1),
+        make_tokenizer(),
+        rows,
+    )
     assert scores_by(rewards, rows, responses, [[1]] * 2) == {name: [1.0, 0.0]}
     rewards.close()
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("scripts/**/*.json"), *ROOT.glob("assets/*/*.jsonl")]), ids=str)
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("scripts/**/*.json"), *ROOT.glob("assets/*/*.jsonl")]), ids=str
+)
 def test_data_files(path, monkeypatch):
     """Every one that is shipped is read, those that a list names on the hub aside."""
     row = lambda name, split: [{"quiz": name, "split": split}]
@@ -183,7 +239,9 @@ def test_runs(recipe, small, tmp_path):
     if recipe in SERVED and not HAS_VLLM:
         pytest.skip("needs vLLM")
     common = dict(PORT=str(free_port()), SERVERS="1")
-    *others, last = [start(small, recipe, tmp_path, words, **common) for words in WORDS.get(recipe, [[]])]
+    *others, last = [
+        start(small, recipe, tmp_path, words, **common) for words in WORDS.get(recipe, [[]])
+    ]
     try:
         assert end(last) == 0, output(tmp_path)
     finally:
@@ -191,22 +249,32 @@ def test_runs(recipe, small, tmp_path):
             process.terminate()
             end(process, 60)
     (left,) = (tmp_path / "runs").iterdir()
-    assert read_lines(left / "metrics.jsonl")[-1]["step"] == 2 and (left / "final" / "model.safetensors").exists()
+    assert (
+        read_lines(left / "metrics.jsonl")[-1]["step"] == 2
+        and (left / "final" / "model.safetensors").exists()
+    )
     assert json.loads((left / "args.json").read_text())["ranks"] == (2 if "2nodes" in recipe else 1)
 
 
 def test_slurm_saves_before_the_limit_and_goes_on(small, tmp_path):
-    """SIGTERM to the batch script, as --signal=B:TERM sends it: a checkpoint, back in the queue, and on from there."""
+    """SIGTERM to the batch script, as --signal=B:TERM sends it: a checkpoint, back in the queue,
+    and on from there.
+    """
     begin = functools.partial(start, small, "train/slurm.sh", tmp_path, **SLURM)
-    process, left = begin(steps=500), tmp_path / "runs" / "slurm-7"
+    process = begin(steps=500)
+    left = tmp_path / "runs" / "slurm-7"
     try:
-        while not (left / "metrics.jsonl").exists() or read_lines(left / "metrics.jsonl")[-1:] == []:
+        while (
+            not (left / "metrics.jsonl").exists() or read_lines(left / "metrics.jsonl")[-1:] == []
+        ):
             assert process.poll() is None, output(tmp_path)
             time.sleep(0.1)
         process.terminate()
     finally:
         code = end(process)
-    asked = lambda: [x["words"] for x in read_lines(tmp_path / "log.jsonl") if x["program"] == "scontrol"]
+    asked = lambda: [
+        x["words"] for x in read_lines(tmp_path / "log.jsonl") if x["program"] == "scontrol"
+    ]
     hosts = ["show", "hostnames", "n[1-2]"]
     assert code == 0 and asked() == [hosts, ["requeue", "7"]], output(tmp_path)
     saved = max(int(path.name[5:]) for path in (left / "checkpoints").glob("step_*"))

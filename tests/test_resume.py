@@ -1,4 +1,6 @@
-"""Where a run begins (plumbing/run/resume.py): its checkpoint, changed flags, the lock, other models; whole folders."""
+"""Where a run begins (plumbing/run/resume.py): its checkpoint, changed flags, the lock, other
+models; whole folders.
+"""
 
 import dataclasses
 import json
@@ -23,11 +25,13 @@ import utils
 from plumbing.models import loading
 from plumbing.run import checkpoints, log, resume
 
-# ---- a folder like that of a run, without a run ----------------------------------------------------------------------
+# ---- a folder like that of a run, without a run --------------------------------------------------
 
 
 def args_of(folder: Path, **changes) -> grpo.Args:
-    return grpo.Args(**{"output_dir": str(folder.parent), "run_name": folder.name, "resume": True, **changes})
+    return grpo.Args(
+        **{"output_dir": str(folder.parent), "run_name": folder.name, "resume": True, **changes}
+    )
 
 
 @pytest.fixture
@@ -39,7 +43,11 @@ def folder(tmp_path) -> Path:
     (folder / "checkpoints" / "step_abc").mkdir()  # somebody else's
     (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 2}\n{"step": 10}\n')
     (folder / "samples.jsonl").write_text('{"step": 2}\n{"step": 11}\n{"ste')
-    facts = {"args": resume.as_json(args_of(folder, resume=False)), "script": "grpo.py", "run_id": "abc"}
+    facts = {
+        "args": resume.as_json(args_of(folder, resume=False)),
+        "script": "grpo.py",
+        "run_id": "abc",
+    }
     (folder / "args.json").write_text(json.dumps(facts))
     return folder
 
@@ -54,14 +62,22 @@ def refusal(capsys, folder: Path, **changes) -> str:
 
 
 def test_the_newest_checkpoint_and_what_has_changed(folder, capsys):
-    origin = resume.find_origin(args_of(folder, seed=2, reward=("gsm8k", "format")), str(utils.ROOT) + "/rloo.py")
+    origin = resume.find_origin(
+        args_of(folder, seed=2, reward=("gsm8k", "format")), str(utils.ROOT) + "/rloo.py"
+    )
     assert origin.checkpoint == str(folder / "checkpoints" / "step_10") and origin.run_id == "abc"
     changes = ["reward ['math'] -> ['gsm8k', 'format']", "seed 1 -> 2", "script grpo.py -> rloo.py"]
-    assert sorted(capsys.readouterr().out.splitlines()) == sorted(f"changed since: --{each}" for each in changes)
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(
+        f"changed since: --{each}" for each in changes
+    )
     resume.open_folder(origin, args_of(folder, seed=2), "grpo.py", 1, 10)
-    assert [row["step"] for row in read_lines(folder / "metrics.jsonl")] == [0, 2]  # that of step 10 is in it
+    # that of step 10 is in it
+    assert [row["step"] for row in read_lines(folder / "metrics.jsonl")] == [0, 2]
     assert [row["step"] for row in read_lines(folder / "samples.jsonl")] == [2]
-    assert log.read_args(str(folder))["args"]["seed"] == 2 and log.read_args(str(folder))["run_id"] == "abc"
+    assert (
+        log.read_args(str(folder))["args"]["seed"] == 2
+        and log.read_args(str(folder))["run_id"] == "abc"
+    )
 
 
 def test_what_a_resume_refuses(folder, capsys):
@@ -82,13 +98,17 @@ def test_what_a_resume_refuses(folder, capsys):
 
 def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    line = helpers.refused(capsys, resume.find_origin, args_of(tmp_path / "file" / "run"), "grpo.py")
+    line = helpers.refused(
+        capsys, resume.find_origin, args_of(tmp_path / "file" / "run"), "grpo.py"
+    )
     assert line.startswith(f"error: --output_dir {tmp_path / 'file'}: ")
 
 
 def test_the_commit_of_the_code(tmp_path, monkeypatch):
     """Files of runs and notes beside it do not change it."""
-    git = lambda words: subprocess.run(["git", "-C", tmp_path, *words.split()], check=True, capture_output=True)
+    git = lambda words: subprocess.run(
+        ["git", "-C", tmp_path, *words.split()], check=True, capture_output=True
+    )
     monkeypatch.setattr(resume, "ROOT", str(tmp_path))
     assert resume.git_commit() is None
     (tmp_path / "code").write_text("1")
@@ -120,23 +140,32 @@ def test_one_process_a_run(folder, capsys):
 
 
 def test_a_folder_is_saved_whatever_a_kill_left(tmp_path, world):
-    """Between its two renames, or before what it replaced was removed; a write that fails leaves the old one."""
+    """Between its two renames, or before what it replaced was removed; a write that fails leaves
+    the old one.
+    """
     write = lambda path: Path(path, "a").write_text("1")
     for left in ("final", ".final.old", ".final.tmp"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "b").write_text("")
     with pytest.raises(OSError):
-        checkpoints.save_folder(str(tmp_path / "final"), world, lambda path: open("/dev/full", "w").write("x" * 99999))
+        checkpoints.save_folder(
+            str(tmp_path / "final"), world, lambda path: open("/dev/full", "w").write("x" * 99999)
+        )
     assert (tmp_path / "final" / "b").exists()
     checkpoints.save_folder(str(tmp_path / "final"), world, write)
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["final", "final/a"]
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
+        "final",
+        "final/a",
+    ]
 
 
 def test_all_ranks_end_where_the_first_does(monkeypatch):
     """`World.on_main` gives all ranks what rank 0 got, an exit code included."""
     gathered = []
     first, second = (utils.World(rank, 2, torch.device("cpu")) for rank in (0, 1))
-    monkeypatch.setattr(utils.World, "all_gather", lambda self, items: gathered.extend(items) or gathered)
+    monkeypatch.setattr(
+        utils.World, "all_gather", lambda self, items: gathered.extend(items) or gathered
+    )
     assert first.on_main(lambda: 3) == 3 and second.on_main(lambda: 4) == 3
     gathered.clear()
     for world in (first, second):
@@ -145,18 +174,28 @@ def test_all_ranks_end_where_the_first_does(monkeypatch):
         assert end.value.code == 2
 
 
-# ---- flags that a resume changes -------------------------------------------------------------------------------------
+# ---- flags that a resume changes -----------------------------------------------------------------
 
 CHANGED = dict(
-    learning_rate=1e-2, lr_schedule="cosine", warmup_ratio=0.9, weight_decay=0.5, critic_learning_rate=1e-2,
-    critic_lr_schedule="cosine", critic_warmup_ratio=0.9, critic_weight_decay=0.5, min_learning_rate=1e-4,
-    adam_betas=(0.5, 0.9), max_grad_norm=1e-3,
-)  # fmt: skip
+    learning_rate=1e-2,
+    lr_schedule="cosine",
+    warmup_ratio=0.9,
+    weight_decay=0.5,
+    critic_learning_rate=1e-2,
+    critic_lr_schedule="cosine",
+    critic_warmup_ratio=0.9,
+    critic_weight_decay=0.5,
+    min_learning_rate=1e-4,
+    adam_betas=(0.5, 0.9),
+    max_grad_norm=1e-3,
+)
 
 
 @pytest.mark.parametrize("prefix", ["", "critic_"])
 def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix):
-    """Each has an effect on the next update. Moments and counters go on; a scale of the loss only with fp16."""
+    """Each has an effect on the next update. Moments and counters go on; a scale of the loss only
+    with fp16.
+    """
 
     def update(model, optimizer: utils.Optimizer) -> torch.Tensor:
         optimizer.backward(sum(x.square().sum() for x in optimizer.parameters))
@@ -164,9 +203,13 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
         return torch.cat([x.detach().flatten() for x in optimizer.parameters])
 
     def resumed(args: ppo.Args) -> torch.Tensor:
-        model = loading.load_model("--model", str(tmp_path / "checkpoints/step_1"), torch.float32, CPU)
+        model = loading.load_model(
+            "--model", str(tmp_path / "checkpoints/step_1"), torch.float32, CPU
+        )
         optimizer = utils.Optimizer(model, args, 9, prefix)
-        checkpoints.load_checkpoint(model.name_or_path, world, tokenizer, {"": model}, {"": optimizer})
+        checkpoints.load_checkpoint(
+            model.name_or_path, world, tokenizer, {"": model}, {"": optimizer}
+        )
         assert optimizer.loss_scale == (2.0**16 if args.precision == "fp16" else 1.0)
         return update(model, optimizer)
 
@@ -179,11 +222,17 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
             update(model, optimizer)
         shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
         state = {"step": 1, "optimizers": {"": optimizer.state_dict()}}
-        checkpoints.save_checkpoint(str(tmp_path), world, tokenizer, state, {"": model}, {"": optimizer}, 0)
+        checkpoints.save_checkpoint(
+            str(tmp_path), world, tokenizer, state, {"": model}, {"": optimizer}, 0
+        )
         unchanged = update(model, optimizer)
         for name in ("fp16", "float32"):
             assert torch.equal(resumed(dataclasses.replace(args, precision=name)), unchanged)
-    changed = {x for x in CHANGED if not torch.equal(resumed(dataclasses.replace(args, **{x: CHANGED[x]})), unchanged)}
+    changed = {
+        x
+        for x in CHANGED
+        if not torch.equal(resumed(dataclasses.replace(args, **{x: CHANGED[x]})), unchanged)
+    }
     of_critic = {x for x in CHANGED if x.startswith("critic_")} | {"adam_betas", "max_grad_norm"}
     assert changed == (of_critic if prefix else {x for x in CHANGED if not x.startswith("critic_")})
 
@@ -192,19 +241,30 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
 def test_a_changed_weight_of_the_kl(tmp_path, script):
     """It is that of the flag, unless --kl_target has adapted it: then a resume goes on with it."""
     values = {**helpers.workspace(tmp_path), "run_name": "run", "eval_every": 0, "kl_horizon": 10}
-    changes = [{}, {"kl_coef": 0.2}, {"kl_coef": 0.3, "kl_target": 9.0}, {"kl_coef": 0.4, "kl_target": 9.0}, {}]
+    changes = [
+        {},
+        {"kl_coef": 0.2},
+        {"kl_coef": 0.3, "kl_target": 9.0},
+        {"kl_coef": 0.4, "kl_target": 9.0},
+        {},
+    ]
     for step, changed in enumerate(changes, 1):
         run_here({**values, **changed, "total_episodes": 8 * step, "resume": step > 1}, script)
     weights = [row["objective/kl_coef"] for row in metrics_of(values)]
-    assert weights == pytest.approx([0.1, 0.2, 0.3, 0.3 * (1 - 0.2 * 8 / 10), 0.1])  # far below the target
+    # far below the target
+    assert weights == pytest.approx([0.1, 0.2, 0.3, 0.3 * (1 - 0.2 * 8 / 10), 0.1])
 
 
-# ---- whole runs ------------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict:
-    values = {**helpers.workspace(tmp_path_factory.mktemp("resume")), "run_name": "run", "eval_every": 4}
+    values = {
+        **helpers.workspace(tmp_path_factory.mktemp("resume")),
+        "run_name": "run",
+        "eval_every": 4,
+    }
     run_here(values)
     return values
 
@@ -217,21 +277,31 @@ def copy(whole, tmp_path) -> dict:
 
 @pytest.mark.parametrize("save_every", [3, 0])
 def test_a_finished_run_changes_nothing(whole, tmp_path, capsys, save_every):
-    """And with fewer episodes it does not train on for ever. With --save_every 0 there is no checkpoint of it."""
+    """And with fewer episodes it does not train on for ever. With --save_every 0 there is no
+    checkpoint of it.
+    """
     values = {**whole, "output_dir": str(tmp_path), "save_every": save_every}
     run_here(values)
-    assert [*folder_of(values).glob("checkpoints")] == [folder_of(values) / "checkpoints"][:save_every]
+    assert [*folder_of(values).glob("checkpoints")] == [folder_of(values) / "checkpoints"][
+        :save_every
+    ]
     if save_every:
         run_here({**values, "resume": True})
         run_here({**values, "resume": True, "total_episodes": 16})
     else:
         capsys.readouterr()
-        assert "has 4 steps and no checkpoint" in helpers.refused(capsys, run_here, {**values, "resume": True})
+        assert "has 4 steps and no checkpoint" in helpers.refused(
+            capsys, run_here, {**values, "resume": True}
+        )
     helpers.assert_same_run(values, whole)
-    assert read_lines(folder_of(values) / "held_out.jsonl") == read_lines(folder_of(whole) / "held_out.jsonl")
+    assert read_lines(folder_of(values) / "held_out.jsonl") == read_lines(
+        folder_of(whole) / "held_out.jsonl"
+    )
 
 
-PLACES = [  # what raises at its n-th call; in a step are one call of `generate`, in an evaluation two; and four updates
+# what raises at its n-th call; in a step are one call of `generate`, in an evaluation two; and four
+# updates
+PLACES = [
     ("grpo.generate", 5, "; step 2 is saved, continue with --resume)"),
     ("utils.Optimizer.step", 9, "; step 2 is saved"),
     ("torch.optim.AdamW.step", 9, "; nothing is saved"),
@@ -240,9 +310,12 @@ PLACES = [  # what raises at its n-th call; in a step are one call of `generate`
 
 @pytest.mark.parametrize("place, call, said", PLACES)
 def test_an_exception_in_a_step(whole, tmp_path, monkeypatch, place, call, said):
-    """The steps before are saved unless a weight may have changed since; the run goes on as if nothing had been."""
+    """The steps before are saved unless a weight may have changed since; the run goes on as if
+    nothing had been.
+    """
     values = {**whole, "output_dir": str(tmp_path), "save_every": 0}
-    original, calls = pkgutil.resolve_name(place), []
+    original = pkgutil.resolve_name(place)
+    calls = []
 
     def raises(*args, **options):
         calls.append(1)
@@ -269,7 +342,9 @@ def test_the_best_model_is_kept(whole, tmp_path, monkeypatch, capsys):
     run_here({**values, "resume": True})
     assert steps_of(values) == ["best", "step_4"]
     assert torch.load(folder_of(values) / "checkpoints/best/trainer_state.pt")["step"] == 2
-    line = helpers.refused(capsys, run_here, {**values, "keep_best": "eval/acuracy", "run_name": "other"})
+    line = helpers.refused(
+        capsys, run_here, {**values, "keep_best": "eval/acuracy", "run_name": "other"}
+    )
     assert "--keep_best eval/acuracy: " in line
 
 
@@ -277,11 +352,18 @@ def test_changed_flags_and_rows_are_printed(copy, tmp_path, capsys):
     fewer = helpers.write_rows(tmp_path / "fewer.jsonl", helpers.ROWS[1:])
     run_here({**copy, "total_episodes": 40, "learning_rate": 1e-3, "dataset": fewer})
     out, err = capsys.readouterr()
-    assert "changed since: --total_episodes 32 -> 40\n" in out and "--learning_rate 0.003 -> 0.001\n" in out
+    assert (
+        "changed since: --total_episodes 32 -> 40\n" in out
+        and "--learning_rate 0.003 -> 0.001\n" in out
+    )
     assert err.count("warning: --resume: the rows to train on have changed") == 1
     (folder_of(copy) / "checkpoints" / ".step_9").mkdir()  # of a save that was killed
-    run_here({**copy, "total_episodes": 40, "dataset": shutil.copy(fewer, tmp_path / "the_same.jsonl")})
-    assert "--resume" not in capsys.readouterr().err and not [*folder_of(copy).glob("checkpoints/.step*")]
+    run_here(
+        {**copy, "total_episodes": 40, "dataset": shutil.copy(fewer, tmp_path / "the_same.jsonl")}
+    )
+    assert "--resume" not in capsys.readouterr().err and not [
+        *folder_of(copy).glob("checkpoints/.step*")
+    ]
     assert log.read_args(str(folder_of(copy)))["args"]["total_episodes"] == 40
     run_here({**copy, "total_episodes": 16, "dataset": fewer})
     assert "nothing is left to train, as the run has 5 steps already" in capsys.readouterr().err
@@ -313,11 +395,13 @@ def test_another_model_or_script(copy, tmp_path, capsys, name):
     if change:
         change(str(model))
     before = [path.read_bytes() for path in sorted(folder_of(copy).rglob("*.json*"))]
-    helpers.refused(capsys, run_here, {**copy, "model": str(model), "total_episodes": 40, **flags}, script)
+    helpers.refused(
+        capsys, run_here, {**copy, "model": str(model), "total_episodes": 40, **flags}, script
+    )
     assert [path.read_bytes() for path in sorted(folder_of(copy).rglob("*.json*"))] == before
 
 
-# ---- before the first step -------------------------------------------------------------------------------------------
+# ---- before the first step -----------------------------------------------------------------------
 
 
 def test_a_signal_while_a_run_starts(whole, tmp_path):
@@ -331,5 +415,8 @@ def test_a_signal_while_a_run_starts(whole, tmp_path):
     begin = time.monotonic()
     os.kill(running.process.pid, signal.SIGINT)
     assert running.wait(20).code == 75 and time.monotonic() - begin < 5
-    assert "SIGINT: the run exits before its first step" in running.err and "Traceback" not in running.err
+    assert (
+        "SIGINT: the run exits before its first step" in running.err
+        and "Traceback" not in running.err
+    )
     assert not os.listdir(tmp_path)

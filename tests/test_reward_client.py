@@ -1,4 +1,6 @@
-"""A reward server as a source (`Rewards` with an http:// address), against servers that behave as told."""
+"""A reward server as a source (`Rewards` with an http:// address), against servers that behave as
+told.
+"""
 
 import collections
 import contextlib
@@ -20,11 +22,14 @@ from plumbing.rewards.sources import Rewards
 
 
 class Told(BaseHTTPRequestHandler):
-    """Answers POST as `server.behave(question, how often it was asked this)` says: (status, body, headers)."""
+    """Answers POST as `server.behave(question, how often it was asked this)` says: (status, body,
+    headers).
+    """
 
     def do_POST(self):
         question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        first, server = question.get("src", [""])[0], self.server
+        first = question.get("src", [""])[0]
+        server = self.server
         with server.lock:
             server.asked.append(question)
             server.counts[first] += 1
@@ -41,7 +46,11 @@ class Told(BaseHTTPRequestHandler):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         with contextlib.suppress(OSError):  # the client has gone
             self.send_response(status)
-            for name, value in {"Content-Type": "application/json", "Content-Length": len(body), **headers}.items():
+            for name, value in {
+                "Content-Type": "application/json",
+                "Content-Length": len(body),
+                **headers,
+            }.items():
                 self.send_header(name, str(value))
             self.end_headers()
             self.wfile.write(body)
@@ -51,12 +60,16 @@ class Told(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    daemon_threads, request_queue_size = True, 64
+    daemon_threads = True
+    request_queue_size = 64
 
     def __init__(self, behave):
         super().__init__(("127.0.0.1", 0), Told)
-        self.behave, self.lock, self.end = behave, threading.Lock(), threading.Event()
-        self.asked, self.counts = [], collections.Counter()
+        self.behave = behave
+        self.lock = threading.Lock()
+        self.end = threading.Event()
+        self.asked = []
+        self.counts = collections.Counter()
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -76,7 +89,9 @@ def serve():
 def naps(monkeypatch) -> list:
     """Back-off takes no time here: how long it would have been."""
     naps = []
-    monkeypatch.setattr(sources, "time", types.SimpleNamespace(sleep=naps.append, monotonic=time.monotonic))
+    monkeypatch.setattr(
+        sources, "time", types.SimpleNamespace(sleep=naps.append, monotonic=time.monotonic)
+    )
     return naps
 
 
@@ -88,7 +103,11 @@ def right(question: dict) -> tuple:
 
 def says(score, **others):
     """Behaviour: this as "score"."""
-    return lambda question, count: (200, {"error_code": 0, "error_msg": "Success", "score": score, **others}, {})
+    return lambda question, count: (
+        200,
+        {"error_code": 0, "error_msg": "Success", "score": score, **others},
+        {},
+    )
 
 
 def only_at(start: int, behave):
@@ -99,15 +118,28 @@ def only_at(start: int, behave):
 
 
 def rewards_of(url: str, timeout: float = 5.0, *others) -> Rewards:
-    return Rewards(types.SimpleNamespace(reward=(url,), timeout=timeout, reward_workers=1), *(others or [None]))
+    return Rewards(
+        types.SimpleNamespace(reward=(url,), timeout=timeout, reward_workers=1), *(others or [None])
+    )
 
 
-def ask(url: str, count: int = 1, timeout: float = 5.0, rewards=None, **changes) -> tuple[list[float], str]:
+def ask(
+    url: str, count: int = 1, timeout: float = 5.0, rewards=None, **changes
+) -> tuple[list[float], str]:
     """Scores of so many rows, and what is said of those that are missing."""
     rewards = rewards or rewards_of(url, timeout)
-    rows = [{"prompt": f"prompt {i}", "query": [i], "answer": f"answer {i}", **changes} for i in range(count)]
-    scores = scores_by(rewards, rows, [f"response {i}" for i in range(count)], [[i] for i in range(count)])
-    assert scores.keys() == {url} and len(scores[url]) == count and all(type(x) is float for x in scores[url])
+    rows = [
+        {"prompt": f"prompt {i}", "query": [i], "answer": f"answer {i}", **changes}
+        for i in range(count)
+    ]
+    scores = scores_by(
+        rewards, rows, [f"response {i}" for i in range(count)], [[i] for i in range(count)]
+    )
+    assert (
+        scores.keys() == {url}
+        and len(scores[url]) == count
+        and all(type(x) is float for x in scores[url])
+    )
     return scores[url], rewards.sources[url].failure
 
 
@@ -117,7 +149,7 @@ def missing(scores: list[float]) -> list[int]:
     return [i for i, x in enumerate(scores) if math.isnan(x)]
 
 
-# ---- what is sent ---------------------------------------------------------------------------------------------------
+# ---- what is sent --------------------------------------------------------------------------------
 
 
 def test_questions(serve):
@@ -135,16 +167,30 @@ def test_questions(serve):
 def test_reference_answers_and_other_columns(serve):
     """References as text, lists and objects as JSON; what JSON has no form for, as text."""
     server = serve(lambda question, count: right(question))
-    for answer, tgt in ((None, ""), ("é\n", "é\n"), (0, "0"), (3.5, "3.5"), ({"inputs": ["1"]}, '{"inputs": ["1"]}')):
+    for answer, tgt in (
+        (None, ""),
+        ("é\n", "é\n"),
+        (0, "0"),
+        (3.5, "3.5"),
+        ({"inputs": ["1"]}, '{"inputs": ["1"]}'),
+    ):
         assert ask(server.url, answer=answer) == ([0], "")
         assert server.asked.pop()["tgt"] == [tgt]
-    columns = {"reasoning_gym": ["chain_sum", 10, 0, 3], "level": None, "day": types.SimpleNamespace(x=1)}
+    columns = {
+        "reasoning_gym": ["chain_sum", 10, 0, 3],
+        "level": None,
+        "day": types.SimpleNamespace(x=1),
+    }
     assert ask(server.url, 2, columns=columns)[1] == ""
-    sent = {"reasoning_gym": [["chain_sum", 10, 0, 3]] * 2, "level": [None] * 2, "day": ["namespace(x=1)"] * 2}
+    sent = {
+        "reasoning_gym": [["chain_sum", 10, 0, 3]] * 2,
+        "level": [None] * 2,
+        "day": ["namespace(x=1)"] * 2,
+    }
     assert server.asked[0]["columns"] == sent
 
 
-# ---- answers --------------------------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,11 +204,16 @@ def test_reference_answers_and_other_columns(serve):
         (lambda question, count: (200, {"score": [1.0] * 32}, {}), "error_code"),
         (lambda question, count: (200, b"<html>\nhello</html>", {}), "JSON"),
         (lambda question, count: (307, b"", {"Location": "http://127.0.0.2:9"}), "status 307"),
-        (lambda question, count: (400, {"error_code": 400, "error_msg": "entry 3 is empty"}, {}), "entry 3 is empty"),
+        (
+            lambda question, count: (400, {"error_code": 400, "error_msg": "entry 3 is empty"}, {}),
+            "entry 3 is empty",
+        ),
     ],
 )
 def test_an_answer_that_is_none(serve, naps, behave, why):
-    """NaN for the batch, never 0, the reason, and no second try; the other batches keep their scores."""
+    """NaN for the batch, never 0, the reason, and no second try; the other batches keep their
+    scores.
+    """
     server = serve(only_at(32, behave))
     scores, failure = ask(server.url, 100)
     assert missing(scores) == list(range(32, 64))
@@ -177,24 +228,32 @@ def test_scores_that_are_missing(serve):
     rewards = rewards_of(server.url)
     scores, failure = ask(server.url, 11, rewards=rewards)
     assert scores == pytest.approx([0, *[math.nan] * 8, 1, 4], nan_ok=True) and not failure
-    assert rewards.why_missing(server.url) == f"{server.url}: it returned None, NaN, infinity or over 1e+18"
+    assert (
+        rewards.why_missing(server.url)
+        == f"{server.url}: it returned None, NaN, infinity or over 1e+18"
+    )
 
 
 def test_a_trial_request(serve, capsys):
-    """Two rows are sent; a server without /health counts as one that tells right from wrong, which is said."""
+    """Two rows are sent; a server without /health counts as one that tells right from wrong, which
+    is said.
+    """
     server = serve(lambda question, count: right(question))
     row = {"prompt": "prompt 0", "query": [0], "answer": "4", "sources": None, "columns": {}}
     rewards = rewards_of(server.url, 5.0, make_tokenizer(), [row, row])
-    assert [question["response"] for question in server.asked] == [["4", "4"]] and rewards.verifiers == (server.url,)
+    assert [question["response"] for question in server.asked] == [
+        ["4", "4"]
+    ] and rewards.verifiers == (server.url,)
     assert capsys.readouterr().err.startswith(f"warning: --reward {server.url}: has no /health")
 
 
-# ---- trying again ---------------------------------------------------------------------------------------------------
+# ---- trying again --------------------------------------------------------------------------------
 
 
 DROPPED = (0, {}, {})
 FAILURES = [(408, b"", {}), (429, b"", {}), (503, b"", {}), DROPPED]
-FAILURES += [(200, {"error_code": 0}, {"Content-Length": 1000})]  # the connection breaks within the answer
+# the connection breaks within the answer
+FAILURES += [(200, {"error_code": 0}, {"Content-Length": 1000})]
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: str(failure[0]))
@@ -215,10 +274,13 @@ def test_a_server_that_is_not_there(naps):
     assert missing(scores) == list(range(40)) and "Cannot connect to host" in failure
 
 
-@pytest.mark.parametrize("text", [b"", b"HTTP/1.1 200 OK\r\nA:", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n{"])
+@pytest.mark.parametrize(
+    "text", [b"", b"HTTP/1.1 200 OK\r\nA:", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n{"]
+)
 def test_time_outs(serve, naps, text):
     """A request has its time, however slowly its answer comes."""
-    server, begin = serve(only_at(32, lambda question, count: ("trickle", text, {}))), time.monotonic()
+    server = serve(only_at(32, lambda question, count: ("trickle", text, {})))
+    begin = time.monotonic()
     scores, failure = ask(server.url, 40, timeout=0.2)
     assert missing(scores) == list(range(32, 40)) and server.counts["prompt 32"] == 6
     assert failure == "TimeoutError: no result for 8 responses within --timeout 0.2 s"
@@ -243,17 +305,27 @@ def test_an_interrupted_run_does_not_wait(serve):
 def test_the_judge_of_the_docs(serve, tmp_path, monkeypatch):
     """A response that gets no grade has no score; the others keep theirs."""
     pages = (ROOT / "docs" / "data_and_rewards.md").read_text()
-    (tmp_path / "judge.py").write_text(re.search(r"```python\n(# judge\.py.*?)```", pages, re.DOTALL)[1])
-    said = {"good": "Fine.\nGrade: 9", "bad": "Grade: 10? No.\nGrade: 0", "odd": "Grade: 11", "mute": "I cannot."}
+    (tmp_path / "judge.py").write_text(
+        re.search(r"```python\n(# judge\.py.*?)```", pages, re.DOTALL)[1]
+    )
+    said = {
+        "good": "Fine.\nGrade: 9",
+        "bad": "Grade: 10? No.\nGrade: 0",
+        "odd": "Grade: 11",
+        "mute": "I cannot.",
+    }
 
     def behave(question, count):
-        prompt, answer = question["messages"][0]["content"].partition("Question: ")[2].split("\n\nAnswer: ")
+        prompt, answer = (
+            question["messages"][0]["content"].partition("Question: ")[2].split("\n\nAnswer: ")
+        )
         text = said.get(answer) if (prompt, question["model"]) == ("1+1=", "a judge") else None
         return (200, {"choices": [{"message": {"content": text}}]}, {}) if text else (500, {}, {})
 
     for name, value in {"JUDGE_URL": serve(behave).url, "JUDGE_MODEL": "a judge"}.items():
         monkeypatch.setenv(name, value)
-    source, texts = f"{tmp_path}/judge.py:score", [*said, "what the server fails at"]
+    source = f"{tmp_path}/judge.py:score"
+    texts = [*said, "what the server fails at"]
     rewards = Rewards(types.SimpleNamespace(reward=(source,), timeout=30.0, reward_workers=1), None)
     rows = [{"prompt": "1+1=", "answer": None, "columns": {}, "messages": None}] * len(texts)
     scores = scores_by(rewards, rows, texts, [[1]] * len(texts))[source]

@@ -11,10 +11,16 @@ import pytest
 from plumbing.rewards.functions import load_scorer, score_by
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
-COLUMNS = {"prompt": ["1+1=", MESSAGES], "answer": ["2", 2], "data_source": ["a", None], "extra_info": [{"x": 1}, None]}
+COLUMNS = {
+    "prompt": ["1+1=", MESSAGES],
+    "answer": ["2", 2],
+    "data_source": ["a", None],
+    "extra_info": [{"x": 1}, None],
+}
 SHOWN = ["<1+1=>", "<1+1=>"]
 CALL = (SHOWN, ["two", "2"], [[7, 8, 9], [5]], COLUMNS)
-FORMS = Path(__file__).with_name("data") / "reward_functions.txt"  # scores, or that it is refused, and the function
+# scores, or that it is refused, and the function
+FORMS = Path(__file__).with_name("data") / "reward_functions.txt"
 
 
 def lengths(responses: list, as_expected: bool = True) -> list[int]:
@@ -22,7 +28,9 @@ def lengths(responses: list, as_expected: bool = True) -> list[int]:
     return list(map(len, responses))
 
 
-@pytest.mark.parametrize("expected, function", [line.split("\t") for line in FORMS.read_text().splitlines()])
+@pytest.mark.parametrize(
+    "expected, function", [line.split("\t") for line in FORMS.read_text().splitlines()]
+)
 def test_forms(expected, function):
     """A function that would get no responses is refused."""
     if expected == "refused":
@@ -64,14 +72,19 @@ def test_a_class_or_method_keeps_its_state(tmp_path, name):
     assert calls == [[{"score": 1}] * 2, [{"score": 2}] * 2]
 
 
-@pytest.mark.parametrize("scores", [(1, None), [True, np.float32(2)], np.array([1.0, math.nan]), (x for x in (1, 2))])
+@pytest.mark.parametrize(
+    "scores", [(1, None), [True, np.float32(2)], np.array([1.0, math.nan]), (x for x in (1, 2))]
+)
 def test_numbers(scores):
     results = score_by(lambda prompts, responses: scores, *CALL)
-    assert len(results) == 2 and all(x is None or type(x) is float for result in results for x in result.values())
+    assert len(results) == 2 and all(
+        x is None or type(x) is float for result in results for x in result.values()
+    )
 
 
 @pytest.mark.parametrize(
-    "scores", [{1: 1, 2: 2}, {1, 2}, 1.0, None, [1.0], [1.0] * 3, "11", [[1.0], [1.0]], ["a", 1], [{}] * 2]
+    "scores",
+    [{1: 1, 2: 2}, {1, 2}, 1.0, None, [1.0], [1.0] * 3, "11", [[1.0], [1.0]], ["a", 1], [{}] * 2],
 )
 def test_other_results(scores):
     with pytest.raises((TypeError, ValueError, KeyError)):
@@ -79,7 +92,9 @@ def test_other_results(scores):
 
 
 def test_a_file_with_postponed_annotations_and_a_dataclass(tmp_path):
-    """dataclasses looks the file's names up in sys.modules. Two functions of a file share what it holds."""
+    """dataclasses looks the file's names up in sys.modules. Two functions of a file share what it
+    holds.
+    """
     path = tmp_path / "judge.py"
     path.write_text(
         "from __future__ import annotations\n"

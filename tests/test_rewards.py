@@ -1,4 +1,6 @@
-"""The reward sources of a run together: trial calls at its start, and rows that name the sources which score them."""
+"""The reward sources of a run together: trial calls at its start, and rows that name the sources
+which score them.
+"""
 
 import contextlib
 import math
@@ -40,7 +42,12 @@ def too_few(prompts, responses, **columns): return [1.0]
 
 
 def row(answer, sources=None, **columns) -> dict:
-    own = {"prompt": "p", "query": [1], "messages": [{"role": "user", "content": "p"}], "answer": answer}
+    own = {
+        "prompt": "p",
+        "query": [1],
+        "messages": [{"role": "user", "content": "p"}],
+        "answer": answer,
+    }
     return {**own, "dataset": "rows.jsonl", "sources": sources, "columns": columns}
 
 
@@ -57,7 +64,11 @@ def make():
 
     def make(*names, rows=(), timeout=30.0):
         made.append(
-            Rewards(types.SimpleNamespace(reward=names, timeout=timeout, reward_workers=2), make_tokenizer(), rows)
+            Rewards(
+                types.SimpleNamespace(reward=names, timeout=timeout, reward_workers=2),
+                make_tokenizer(),
+                rows,
+            )
         )
         return made[-1]
 
@@ -66,7 +77,7 @@ def make():
         each.close()
 
 
-# ---- workers ---------------------------------------------------------------------------------------------------------
+# ---- workers -------------------------------------------------------------------------------------
 
 
 def test_a_function_that_fails_in_the_trial_call(file, make, capfd):
@@ -75,7 +86,8 @@ def test_a_function_that_fails_in_the_trial_call(file, make, capfd):
 
 
 def test_functions_and_verifiers_together(file, make):
-    """A function that gives no score, None, passes its trial call. Calls of a function share a process.
+    """A function that gives no score, None, passes its trial call. Calls of a function share a
+    process.
 
     One may say that it does not tell right from wrong, and return further numbers.
     """
@@ -84,21 +96,32 @@ def test_functions_and_verifiers_together(file, make):
     scores = scores_by(rewards, [row("1"), row("2")], ["1", "1"], [[5], [5]])
     assert [scores[name] for name in ("exact", names[0], names[2])] == [[1, 0], [2, 2], [1, 0]]
     assert all(map(math.isnan, scores[names[1]]))
-    assert scores[f"{names[2]}/words"] == [2, 2] and rewards.verifiers == ("exact", names[0], names[2])
+    assert scores[f"{names[2]}/words"] == [2, 2] and rewards.verifiers == (
+        "exact",
+        names[0],
+        names[2],
+    )
     assert is_scored_by(row("1", [names[2]]), f"{names[2]}/words")
 
 
 def test_responses_are_scored_while_others_are_sampled(file, make):
-    """Each by all its sources at once; a function gets what has ended by then, and what is scored is in order."""
+    """Each by all its sources at once; a function gets what has ended by then, and what is scored
+    is in order.
+    """
     rewards = make("exact", f"{file}:good")
-    scoring, others = Scoring(rewards, lambda: False), [types.SimpleNamespace(row=row("1"), text="1", response=[5])] * 2
+    scoring = Scoring(rewards, lambda: False)
+    others = [types.SimpleNamespace(row=row("1"), text="1", response=[5])] * 2
     first = types.SimpleNamespace(row=row("1", ["exact"]), text="2", response=[5])
     scoring.add(2, first)
     scoring.jobs[0].result(timeout=60)
     assert first.scores == {"exact": 0.0, f"{file}:good": 0.0} and scoring.jobs[1:] == []
     for place in (1, 0):
         scoring.add(place, others[place])
-    assert scoring.finish() == [*others, first] and others[0].scores["exact"] == 1 and others[0].scores[f"{file}:good"]
+    assert (
+        scoring.finish() == [*others, first]
+        and others[0].scores["exact"] == 1
+        and others[0].scores[f"{file}:good"]
+    )
     assert rewards.waited > 0
 
 
@@ -108,35 +131,54 @@ def test_a_source_without_some_scores_says_so_once(file, make, capfd):
     for _ in range(2):
         scores_by(rewards, [row("1"), row("x")], ["#### 1"] * 2, [[]] * 2)
     said = capfd.readouterr().err.splitlines()
-    assert len(said) == 2 and said[0].startswith("warning: --reward gsm8k: ") and "'x' is not a number" in said[0]
+    assert (
+        len(said) == 2
+        and said[0].startswith("warning: --reward gsm8k: ")
+        and "'x' is not a number" in said[0]
+    )
     assert said[1].startswith(f"warning: --reward {file}:none: it returned None")
 
 
 def test_workers_import_no_torch(make):
     rewards = make("math", "gsm8k", "code")
     assert scores_by(rewards, [row("1")], ["1"], [[]]) == {"math": [1], "gsm8k": [0], "code": [1]}
-    assert rewards.workers["verifier"].run(eval, [("'torch' in __import__('sys').modules",)], 10.0) == [(False, "")]
+    assert rewards.workers["verifier"].run(
+        eval, [("'torch' in __import__('sys').modules",)], 10.0
+    ) == [(False, "")]
 
 
 def test_a_response_that_hangs_math_is_wrong(make):
-    """Unless the reference hangs it, too. From a thread: math-verify's time limits would need signals there."""
+    """Unless the reference hangs it, too. From a thread: math-verify's time limits would need
+    signals there.
+    """
     references = ["42", "42", "42", "{" * 240 + "1" + "}" * 240, "42"]
     texts = ["42", r"\boxed{9^{9^{9^9}}}", "42", "42", "41"]
     with ThreadPoolExecutor(1) as pool:
         rewards = pool.submit(make, "math", timeout=2.0).result()
-        scores = pool.submit(scores_by, rewards, list(map(row, references)), texts, [[]] * 5).result()["math"]
+        scores = pool.submit(
+            scores_by, rewards, list(map(row, references)), texts, [[]] * 5
+        ).result()["math"]
     assert scores == pytest.approx([1, 0, 1, math.nan, 0], nan_ok=True)
     assert "alone: TimeoutError" in rewards.sources["math"].failure
 
 
 def worker_processes() -> list[int]:
     """Return the processes in which rewards are computed."""
-    return [child.pid for child in multiprocessing.active_children() if child.name == "pebble_pool_worker"]
+    return [
+        child.pid
+        for child in multiprocessing.active_children()
+        if child.name == "pebble_pool_worker"
+    ]
 
 
 def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
-    """Its job is done once more; killed again, it has no score, and the reason is said. No descriptor stays open."""
-    rewards, rows, kills, ended = make("math"), [row(str(i)) for i in range(100)], [], threading.Event()
+    """Its job is done once more; killed again, it has no score, and the reason is said. No
+    descriptor stays open.
+    """
+    rewards = make("math")
+    rows = [row(str(i)) for i in range(100)]
+    kills = []
+    ended = threading.Event()
     score = lambda: scores_by(rewards, rows, [str(i) for i in range(100)], [[]] * 100)["math"]
     assert score() == [1.0] * 100
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -189,7 +231,9 @@ code = "import time, os; print(os.getpid(), flush=True); time.sleep(600)"
 threading.Thread(target=Workers(1).run, args=(exec, [(code,)], 1.0), daemon=True).start()
 time.sleep(600)
 """
-    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
     worker = int(process.stderr.readline())
     process.kill()
     process.wait()
@@ -198,20 +242,27 @@ time.sleep(600)
 
 def test_the_largest_score():
     scores = [1e18, -1e18, 1.001e18, -1.001e18, math.inf, None, "2"]
-    assert list(map(finite_or_nan, scores)) == pytest.approx([1e18, -1e18, *[math.nan] * 4, 2], nan_ok=True)
+    assert list(map(finite_or_nan, scores)) == pytest.approx(
+        [1e18, -1e18, *[math.nan] * 4, 2], nan_ok=True
+    )
 
 
 def test_scores_are_in_the_order_of_the_responses(make, monkeypatch):
-    """However many processes and jobs share them; one without a readable reference takes no other one's score."""
+    """However many processes and jobs share them; one without a readable reference takes no other
+    one's score.
+    """
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     rows, texts = [row(str(i % 7)) for i in range(200)], [f"#### {i**2 % 7}" for i in range(200)]
-    rows[70], rewards = row("none"), make("gsm8k")
+    rows[70] = row("none")
+    rewards = make("gsm8k")
     expected = [float(i % 7 in (0, 1)) if i != 70 else math.nan for i in range(200)]
-    assert scores_by(rewards, rows, texts, [[]] * 200)["gsm8k"] == pytest.approx(expected, nan_ok=True)
+    assert scores_by(rewards, rows, texts, [[]] * 200)["gsm8k"] == pytest.approx(
+        expected, nan_ok=True
+    )
     assert "'none' is not a number" in rewards.sources["gsm8k"].failure
 
 
-# ---- rows that name their sources ------------------------------------------------------------------------------------
+# ---- rows that name their sources ----------------------------------------------------------------
 
 MIX = ("gsm8k", "math", "runs/rm/final")
 
@@ -227,13 +278,17 @@ MIX = ("gsm8k", "math", "runs/rm/final")
         ({"dataset": ["gsm8k"], "ground_truth": ["1"]}, ["gsm8k"], MIX),
         ({"dataset": "gsm8k", "ground_truth": "1"}, ["math"], ("ifeval", "math")),
         ({"dataset": "gsm8k", "ground_truth": "1"}, None, ("math",)),  # no choice among one
-        ({"dataset": "GSM8K", "answer": "1"}, None, MIX),  # the row's origin, as others use the word
+        # the row's origin, as others use the word
+        ({"dataset": "GSM8K", "answer": "1"}, None, MIX),
         ({"dataset": "math", "verifier": "gsm8k", "ground_truth": "1"}, ["gsm8k"], MIX),
     ],
 )
 def test_named_sources(columns, expected, reward):
     with pytest.raises(SystemExit) if expected is SystemExit else contextlib.nullcontext():
-        assert named_sources("rows.jsonl row 1", columns, types.SimpleNamespace(reward=reward)) == expected
+        assert (
+            named_sources("rows.jsonl row 1", columns, types.SimpleNamespace(reward=reward))
+            == expected
+        )
 
 
 def test_an_answer_is_needed_where_a_source_reads_it():
@@ -251,30 +306,56 @@ def test_only_the_named_sources_count(make):
 
 def batch_of(rows: list[dict], **components) -> Batch:
     samples = [
-        Sample(row, [1], {}, True, text="t", scores={name: scores[i] for name, scores in components.items()})
+        Sample(
+            row,
+            [1],
+            {},
+            True,
+            text="t",
+            scores={name: scores[i] for name, scores in components.items()},
+        )
         for i, row in enumerate(rows)
     ]
     return Batch.from_samples(samples, CPU)
 
 
 def test_metrics_of_rows_that_name_their_sources():
-    """Means of a source are over its rows; a response is correct by the first verifier that scores its row."""
-    rows = [row("1", ["math"]), row("1", ["math"]), row("1", ["code"]), row("1", ["code", "math"]), row("1", ["model"])]
-    nan, rewards = math.nan, types.SimpleNamespace(sources=("math", "code", "model"), verifiers=("math", "code"))
+    """Means of a source are over its rows; a response is correct by the first verifier that scores
+    its row.
+    """
+    rows = [
+        row("1", ["math"]),
+        row("1", ["math"]),
+        row("1", ["code"]),
+        row("1", ["code", "math"]),
+        row("1", ["model"]),
+    ]
+    nan = math.nan
+    rewards = types.SimpleNamespace(sources=("math", "code", "model"), verifiers=("math", "code"))
     batch = batch_of(
-        rows, math=[1.0, 0.0, 0.0, 1.0, 0.0], code=[0.0, 0.0, 1.0, nan, 0.0], model=[0.0, 0.0, 0.0, 0.0, -3.0]
-    )  # fmt: skip
+        rows,
+        math=[1.0, 0.0, 0.0, 1.0, 0.0],
+        code=[0.0, 0.0, 1.0, nan, 0.0],
+        model=[0.0, 0.0, 0.0, 0.0, -3.0],
+    )
     correct = evaluation.correct_responses(batch, rewards)
     assert correct.tolist() == pytest.approx([1, 0, 1, 1, nan], nan_ok=True)
     metrics = evaluation.batch_metrics(batch, correct, rewards)
-    assert metrics["objective/verifiable_correct_rate"] == 0.75 and metrics["val/missing_scores"] == 1
+    assert (
+        metrics["objective/verifiable_correct_rate"] == 0.75 and metrics["val/missing_scores"] == 1
+    )
     means = {name: metrics[f"reward/{name}"] for name in ("math", "code", "model")}
     assert means == pytest.approx({"math": 2 / 3, "code": 1.0, "model": -3.0})
-    assert metrics["reward_correct/math"] == pytest.approx(2 / 3) and "reward_correct/model" not in metrics
+    assert (
+        metrics["reward_correct/math"] == pytest.approx(2 / 3)
+        and "reward_correct/model" not in metrics
+    )
     samples = evaluation.sample_rows(batch, 5)
     assert [[math.isnan(sample[name]) for name in means] for sample in samples[:3]] == [
-        [False, True, True], [False, True, True], [True, False, True],
-    ]  # fmt: skip
+        [False, True, True],
+        [False, True, True],
+        [True, False, True],
+    ]
 
 
 def test_a_source_that_fails_on_all_of_its_rows():

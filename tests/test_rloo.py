@@ -1,4 +1,6 @@
-"""rloo.py: its advantages against loops over plain Python numbers, and whole runs (resumed: tests/test_scripts.py)."""
+"""rloo.py: its advantages against loops over plain Python numbers, and whole runs (resumed:
+tests/test_scripts.py).
+"""
 
 import itertools
 import math
@@ -15,12 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rloo
 from rloo import token_advantages, token_rewards, whiten
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 KINDS = ["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo"]
-COMPARING = ["rloo", "reinforce++-baseline", "opo"]  # these compare the responses to a prompt with each other
+# these compare the responses to a prompt with each other
+COMPARING = ["rloo", "reinforce++-baseline", "opo"]
 
 
-# ---- what advantages are made of --------------------------------------------------------------------------------
+# ---- what advantages are made of -----------------------------------------------------------------
 
 
 def whiten_by_hand(values: list[float]) -> list[float]:
@@ -32,23 +36,32 @@ def whiten_by_hand(values: list[float]) -> list[float]:
 def test_whiten_of_next_to_nothing():
     """And of little spread, which tells where the 1e-8 stands."""
     alone = torch.tensor([[False, True, False]])
-    for mask, x in ((alone, [NAN, 7.0, INF]), (~alone, [3.0, NAN, 3.0]), (alone & ~alone, [NAN, INF, 1.0])):
+    for mask, x in (
+        (alone, [NAN, 7.0, INF]),
+        (~alone, [3.0, NAN, 3.0]),
+        (alone & ~alone, [NAN, INF, 1.0]),
+    ):
         assert whiten(double(x), mask).eq(0).all()  # a single entry, all equal, none
-    close(whiten(double([1e-4, NAN, 3e-4]), ~alone), [[-1 / math.sqrt(3), 0, 1 / math.sqrt(3)]])  # the variance is 2e-8
+    # the variance is 2e-8
+    close(whiten(double([1e-4, NAN, 3e-4]), ~alone), [[-1 / math.sqrt(3), 0, 1 / math.sqrt(3)]])
 
 
 def to_go_by_hand(rewards: list[float], gamma: float) -> list[float]:
-    return [math.fsum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+    return [
+        math.fsum(gamma ** (k - t) * rewards[k] for k in range(t, len(rewards)))
+        for t in range(len(rewards))
+    ]
 
 
-# ---- advantages -------------------------------------------------------------------------------------------------
+# ---- advantages ----------------------------------------------------------------------------------
 
 
 def advantages_by_hand(kind, scores, greedy, kl, lengths, size, beta, gamma) -> list[list[float]]:
     """Of each response, a list of its tokens' advantages."""
     kl = kl or [[0.0] * n for n in lengths]
     totals = [score - beta * math.fsum(row) for score, row in zip(scores, kl)]
-    scored, rows = [math.isfinite(total) for total in totals], []
+    scored = [math.isfinite(total) for total in totals]
+    rows = []
     for i, (total, n) in enumerate(zip(totals, lengths)):
         group = [j for j in range(i - i % size, i - i % size + size) if scored[j]]
         if kind == "remax":
@@ -62,7 +75,9 @@ def advantages_by_hand(kind, scores, greedy, kl, lengths, size, beta, gamma) -> 
             A = total - math.fsum(w * totals[j] for w, j in zip(weights, group)) / sum(weights)
         rows.append([A if scored[i] else 0.0] * n)
         if kind == "reinforce++" and scored[i]:
-            rows[i] = to_go_by_hand([(t == n - 1) * scores[i] - beta * kl[i][t] for t in range(n)], gamma)
+            rows[i] = to_go_by_hand(
+                [(t == n - 1) * scores[i] - beta * kl[i][t] for t in range(n)], gamma
+            )
     if kind.startswith("reinforce++"):
         flat = iter(whiten_by_hand([a for row, counts in zip(rows, scored) if counts for a in row]))
         rows = [[next(flat) for _ in row] if counts else row for row, counts in zip(rows, scored)]
@@ -83,30 +98,42 @@ SIZES = [(kind, 3) for kind in KINDS] + [("rloo", 2), ("opo", 2), ("reinforce++"
 @pytest.mark.parametrize("beta, gamma", [(None, 0.9), (0.3, 1.0), (0.3, 0.9), (0.3, 0.0)])
 @pytest.mark.parametrize("kind, size", SIZES)
 def test_advantages_by_loops(kind, size, beta, gamma, scores):
-    """With and without KL, which is junk outside of the mask; also of a mask with holes, observations of a tool."""
-    rng, lengths = random.Random(0), [3, 1, 6, 2, 5, 4]
+    """With and without KL, which is junk outside of the mask; also of a mask with holes,
+    observations of a tool.
+    """
+    rng = random.Random(0)
+    lengths = [3, 1, 6, 2, 5, 4]
     with_holes = torch.zeros(6, 9, dtype=torch.bool)
     for row, n in zip(with_holes, lengths):
         row[rng.sample(range(9), n)] = True
     for mask in (mask_of(lengths, 7), with_holes):
         for greedy in ([0.5, 0.5, 0.5, 1.0, 1.0, 1.0], [-1.0, 2.0, NAN, 7.0, 0.0, INF]):
-            kl, kl_table = None, None
+            kl = None
+            kl_table = None
             if beta is not None:
                 kl = [[rng.gauss(0, 1) for _ in range(n)] for n in lengths]
                 kl_table = torch.full(mask.shape, rng.choice([NAN, INF]), dtype=torch.float64)
                 kl_table[mask] = torch.tensor(sum(kl, []), dtype=torch.float64)
             rest = (size, beta or 0.0, gamma)
-            given = [s if kind != "remax" or math.isfinite(g) else NAN for s, g in zip(scores, greedy)]
+            given = [
+                s if kind != "remax" or math.isfinite(g) else NAN for s, g in zip(scores, greedy)
+            ]
             rewards = token_rewards(double(*given), kl_table, mask, rest[1])
-            advantages = token_advantages(kind, double(*given), double(*greedy), rewards, mask, size, gamma)
+            advantages = token_advantages(
+                kind, double(*given), double(*greedy), rewards, mask, size, gamma
+            )
             expected = advantages_by_hand(kind, given, greedy, kl, lengths, *rest)
             close(advantages[mask], sum(expected, []), 1e-11)
-            assert advantages[~mask].eq(0).all() and advantages[~double(*given).isfinite()].eq(0).all()
+            assert (
+                advantages[~mask].eq(0).all() and advantages[~double(*given).isfinite()].eq(0).all()
+            )
             assert advantages.ne(0).any()
 
 
 def advantages_of_scores(kind, scores, mask, size):
-    return token_advantages(kind, scores, None, token_rewards(scores, None, mask, 0.0), mask, size, 1.0)
+    return token_advantages(
+        kind, scores, None, token_rewards(scores, None, mask, 0.0), mask, size, 1.0
+    )
 
 
 @pytest.mark.parametrize("kind", COMPARING)
@@ -114,7 +141,8 @@ def advantages_of_scores(kind, scores, mask, size):
 def test_equal_scores_have_advantage_exactly_zero(kind, dtype):
     """In a group next to another; the mean of equal floats is often another number."""
     for size, value in itertools.product((2, 3, 7), (0.1, 0.3, 0.7, 1 / 3, 123.456)):
-        scores, mask = torch.full((2 * size,), value, dtype=dtype), mask_of(list(range(2 * size, 0, -1)), 2 * size)
+        scores = torch.full((2 * size,), value, dtype=dtype)
+        mask = mask_of(list(range(2 * size, 0, -1)), 2 * size)
         assert advantages_of_scores(kind, scores, mask, size).eq(0).all()
         scores[:size] = torch.linspace(0, 1, size, dtype=dtype)
         first, equal = advantages_of_scores(kind, scores, mask, size).split(size)
@@ -122,7 +150,7 @@ def test_equal_scores_have_advantage_exactly_zero(kind, dtype):
         assert kind == "reinforce++-baseline" or equal.eq(0).all()
 
 
-# ---- whole runs -------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -135,73 +163,121 @@ def base(tmp_path_factory) -> dict:
 
 
 def record(monkeypatch, name: str) -> list:
-    """The arguments and results of all calls of a function of rloo.py, which still does what it does."""
-    calls, original = [], getattr(rloo, name)
-    monkeypatch.setattr(rloo, name, lambda *args: calls.append((args, original(*args))) or calls[-1][1])
+    """The arguments and results of all calls of a function of rloo.py, which still does what it
+    does.
+    """
+    calls = []
+    original = getattr(rloo, name)
+    monkeypatch.setattr(
+        rloo, name, lambda *args: calls.append((args, original(*args))) or calls[-1][1]
+    )
     return calls
 
 
 RUNS = [(kind, 4, ("reward", "loss")[i % 2]) for i, kind in enumerate(KINDS)]
 
 
-@pytest.mark.parametrize("kind, size, kl_in", [*RUNS, ("reinforce++", 1, "reward"), ("remax", 1, "reward")])
+@pytest.mark.parametrize(
+    "kind, size, kl_in", [*RUNS, ("reinforce++", 1, "reward"), ("remax", 1, "reward")]
+)
 def test_what_a_run_trains_on(base, tmp_path, monkeypatch, kind, kl_in, size):
-    """The advantages of each step are those of its scores, some of them missing, greedy scores, KL and beta."""
+    """The advantages of each step are those of its scores, some of them missing, greedy scores, KL
+    and beta.
+    """
     gaps = base["reward"].replace("reward.py", "gaps.py")
-    values = {**base, "output_dir": str(tmp_path), "advantage": kind, "kl_in": kl_in, "reward": gaps, "gamma": 0.9}
-    values |= dict(group_size=size, rollout_batch_size=8 // size, precision="float64", kl_estimator="k2")
+    values = {
+        **base,
+        "output_dir": str(tmp_path),
+        "advantage": kind,
+        "kl_in": kl_in,
+        "reward": gaps,
+        "gamma": 0.9,
+    }
+    values |= dict(
+        group_size=size, rollout_batch_size=8 // size, precision="float64", kl_estimator="k2"
+    )
     values |= dict(kl_target=0.01, eval_every=0, clip_high=0.3, dual_clip=1.5)
-    steps, losses = record(monkeypatch, "token_advantages"), record(monkeypatch, "clipped_loss")
+    steps = record(monkeypatch, "token_advantages")
+    losses = record(monkeypatch, "clipped_loss")
     rewarded = record(monkeypatch, "token_rewards")
     run_here(values, "rloo")
-    rows, samples = metrics_of(values), read_lines(folder_of(values) / "samples.jsonl")
+    rows = metrics_of(values)
+    samples = read_lines(folder_of(values) / "samples.jsonl")
     assert helpers.all_finite(folder_of(values) / "final") and len(steps) == 2
     assert any(row["val/missing_scores"] for row in rows)
     set_of = lambda A: {str(row).rstrip("0., ]-") for row in A.tolist()}  # without the padding
     trained = set.union(*(set_of(A) for (_, A, *_), _ in losses))
     for step, ((how, scores, greedy, _, mask, group, gamma), advantages) in enumerate(steps):
         (_, kl, _, beta, _), _ = rewarded[step]
-        row, of_step = rows[step], samples[8 * step : 8 * step + 8]
+        row = rows[step]
+        of_step = samples[8 * step : 8 * step + 8]
         assert (how, group, beta, gamma) == (kind, size, row["objective/kl_coef"], 0.9)
-        given, counts = [sample["gaps.py:score"] for sample in of_step], scores.isfinite()
+        given = [sample["gaps.py:score"] for sample in of_step]
+        counts = scores.isfinite()
         has_baseline = [True] * 8 if greedy is None else greedy.isfinite().tolist()
         assert [s if has else None for s, has in zip(given, has_baseline)] == [
             None if math.isnan(s) else s for s in scores.tolist()
         ]
         assert row["val/missing_scores"] == given.count(None)
-        assert (kl is None) == (kl_in == "loss") == (row["objective/loss"] != row["loss/policy_avg"])
+        assert (
+            (kl is None) == (kl_in == "loss") == (row["objective/loss"] != row["loss/policy_avg"])
+        )
         if kl is not None:
             total = kl[counts][mask[counts]].sum().item()
-            assert kl[mask].gt(0).any() and row["objective/kl"] == pytest.approx(total / counts.sum().item(), rel=1e-9)
+            assert kl[mask].gt(0).any() and row["objective/kl"] == pytest.approx(
+                total / counts.sum().item(), rel=1e-9
+            )
             kl = [each[m].tolist() for each, m in zip(kl, mask)]
         lists = [None if x is None else x.tolist() for x in (scores, greedy)]
         expected = advantages_by_hand(kind, *lists, kl, mask.sum(1).tolist(), size, beta, gamma)
         close(advantages[mask], sum(expected, []), 1e-9)
-        close([sample["advantage"] for sample in of_step], [statistics.fmean(each) for each in expected], 1e-5)
+        close(
+            [sample["advantage"] for sample in of_step],
+            [statistics.fmean(each) for each in expected],
+            1e-5,
+        )
         assert set_of(advantages[counts].to(torch.float64)) <= trained
     for (log_ratio, A, *clips), _ in losses:
         assert clips == [0.2, 0.3, 1.5]
-        for x, a in zip(log_ratio, A):  # each response has its own advantages, which end where it does
+        # each response has its own advantages, which end where it does
+        for x, a in zip(log_ratio, A):
             assert x.abs().max() < 1e-9 or a.eq(0).all() or torch.equal(x != 0, a != 0)
 
 
 def test_remax_compares_with_the_greedy_response(base, tmp_path, monkeypatch):
-    """By transformers' own greedy generation, of one prompt at a time; a greedy response can lack a stop, too."""
+    """By transformers' own greedy generation, of one prompt at a time; a greedy response can lack a
+    stop, too.
+    """
     calls = record(monkeypatch, "token_advantages")
-    values = {**base, "output_dir": str(tmp_path), "advantage": "remax", "rollout_batch_size": 12, "group_size": 2}
-    values |= dict(mini_batch_size=24, num_epochs=1, total_episodes=24, max_response_length=4, log_samples=24)
-    values |= dict(non_stop_penalty=True, penalty_reward_value=-1.0, mask_truncated=False, ratio="sequence")
+    values = {
+        **base,
+        "output_dir": str(tmp_path),
+        "advantage": "remax",
+        "rollout_batch_size": 12,
+        "group_size": 2,
+    }
+    values |= dict(
+        mini_batch_size=24, num_epochs=1, total_episodes=24, max_response_length=4, log_samples=24
+    )
+    values |= dict(
+        non_stop_penalty=True, penalty_reward_value=-1.0, mask_truncated=False, ratio="sequence"
+    )
     run_here(values, "rloo")
     (((_, _, baselines, _, mask, *_), advantages),) = calls
-    model, tokenizer = (kind.from_pretrained(base["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(base["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     expected = []
     for row in read_lines(folder_of(values) / "samples.jsonl"):
         ids = tokenizer(row["prompt"], return_tensors="pt").input_ids
         output = model.generate(ids, do_sample=False, max_new_tokens=4)[0, ids.shape[1] :]
         text = row["prompt"] + tokenizer.decode(output, skip_special_tokens=True)
-        expected.append(sum(map(ord, text)) % 7 / 7 if output[-1] == tokenizer.eos_token_id else -1.0)
+        expected.append(
+            sum(map(ord, text)) % 7 / 7 if output[-1] == tokenizer.eos_token_id else -1.0
+        )
     close(baselines, expected, 1e-6)
     assert len(set(expected)) > 2 and -1.0 in expected
-    # With one update a rollout the ratio is 1, and the loss of --ratio sequence the mean of -A over the responses.
+    # With one update a rollout the ratio is 1, and the loss of --ratio sequence the mean of -A over
+    # the responses.
     mean = (advantages.sum(1) / mask.sum(1)).mean().item()
     assert metrics_of(values)[1]["loss/policy_avg"] == pytest.approx(-mean, rel=1e-5)

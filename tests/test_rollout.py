@@ -1,5 +1,6 @@
-"""Sampling against a loop that draws one token at a time for one prompt alone, what travels with a batch, and text to
-token ids."""
+"""Sampling against a loop that draws one token at a time for one prompt alone, what travels with a
+batch, and text to token ids.
+"""
 
 import contextlib
 import math
@@ -41,8 +42,11 @@ def uniforms_of(rows: int, length: int, seed: int = 0):
 
 @torch.no_grad()
 def one_by_one(model, query, numbers, stop_ids, args):
-    """(response, log-probs), drawn token by token: the whole model each time, this row alone, loops over floats."""
-    response, logprobs = [], []
+    """(response, log-probs), drawn token by token: the whole model each time, this row alone, loops
+    over floats.
+    """
+    response = []
+    logprobs = []
     while len(response) < args.max_response_length and not (response and response[-1] in stop_ids):
         logits = model(input_ids=torch.tensor([query + response])).logits[0, -1].float()
         if len(response) < args.min_response_length:
@@ -70,13 +74,16 @@ def check_one_by_one(model, queries, stop_ids, args) -> list[list[int]]:
     return responses
 
 
-# ---- drawing a token --------------------------------------------------------------------------------------------
+# ---- drawing a token -----------------------------------------------------------------------------
 
 
 class Fixed:
-    """Stands for a model: the logits of each step are given, for the rows that are left then, (n, V) each."""
+    """Stands for a model: the logits of each step are given, for the rows that are left then, (n,
+    V) each.
+    """
 
-    device, config = CPU, transformers.Qwen2Config(num_hidden_layers=1)
+    device = CPU
+    config = transformers.Qwen2Config(num_hidden_layers=1)
 
     def __init__(self, *logits):
         self.logits = iter(logits)
@@ -90,7 +97,9 @@ class Fixed:
 def draw(logits, numbers):
     """Tokens drawn for each row at position 0, and their log-probabilities."""
     args = Args(max_response_length=1)
-    responses, values = listed(generate(Fixed(logits), [[0]] * len(logits), numbers, [], args, never))
+    responses, values = listed(
+        generate(Fixed(logits), [[0]] * len(logits), numbers, [], args, never)
+    )
     logprobs = [logprob for value in values for logprob in value["rollout_logprobs"]]
     return torch.tensor([token for (token,) in responses]), torch.tensor(logprobs)
 
@@ -98,9 +107,11 @@ def draw(logits, numbers):
 def test_sampler_at_the_edges():
     ninf, below_one = -math.inf, 1 - 2**-53  # the largest number that torch.rand gives in float64
     numbers = torch.tensor([0.0, 0.25, 0.49999, 0.5, 0.75, below_one], dtype=F64)[:, None]
-    uniform = torch.zeros(6, 4)  # four equal tokens: a number on a border belongs to the token above it
+    # four equal tokens: a number on a border belongs to the token above it
+    uniform = torch.zeros(6, 4)
     assert draw(uniform, numbers)[0].tolist() == [0, 1, 1, 2, 3, 3]
-    gaps = torch.tensor([ninf, 0.0, ninf, 0.0, 0.0, 0.0, ninf, ninf]).expand(6, 8)  # impossible at both ends and inside
+    # impossible at both ends and inside
+    gaps = torch.tensor([ninf, 0.0, ninf, 0.0, 0.0, 0.0, ninf, ninf]).expand(6, 8)
     tokens, logprobs = draw(gaps, numbers)
     assert tokens.tolist() == [1, 3, 3, 4, 5, 5]
     assert logprobs.tolist() == pytest.approx([-math.log(4)] * 6)
@@ -110,21 +121,28 @@ def test_sampler_at_the_edges():
 
 
 def test_sampler_is_exact_in_a_large_vocabulary():
-    size, tokens = 150_000, torch.tensor([0, 1, 777, 74_999, 100_001, 149_998, 149_999])
+    size = 150_000
+    tokens = torch.tensor([0, 1, 777, 74_999, 100_001, 149_998, 149_999])
     numbers = ((tokens.double() + 0.5) / size)[:, None]
     assert torch.equal(draw(torch.zeros(7, size), numbers)[0], tokens)
 
 
-# ---- generate ---------------------------------------------------------------------------------------------------
+# ---- generate ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_samples_are_those_of_each_row_alone(load, family, temperature):
-    """Prompts of 1 to 12 tokens are padded to one width, and rows that have ended leave the batch."""
-    model, args = load(family, F64), Args(max_response_length=16, temperature=temperature)
-    stops, sizes = list(range(0, 32, 4)), []
-    model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    """Prompts of 1 to 12 tokens are padded to one width, and rows that have ended leave the
+    batch.
+    """
+    model = load(family, F64)
+    args = Args(max_response_length=16, temperature=temperature)
+    stops = list(range(0, 32, 4))
+    sizes = []
+    model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: sizes.append(len(inputs[0]))
+    )
     responses = check_one_by_one(model, queries_of(LENGTHS * 2), stops, args)
     decoding = sizes[: max(map(len, responses))]  # without the passes of each row alone
     assert len(set(decoding)) >= 2 and decoding == sorted(decoding, reverse=True)
@@ -134,12 +152,22 @@ def test_samples_are_those_of_each_row_alone(load, family, temperature):
 
 @pytest.mark.parametrize("longest, least", [(12, 0), (1, 0), (7, 1), (12, 4), (12, 12)])
 def test_responses_end_with_a_stop_token_or_are_full(load, longest, least):
-    """Neither the id that pads the prompts, here a stop token, nor the model's own defaults for sampling matter."""
+    """Neither the id that pads the prompts, here a stop token, nor the model's own defaults for
+    sampling matter.
+    """
     model = load("qwen2", F64)
     model.generation_config = defaults = GenerationConfig(
-        repetition_penalty=5.0, temperature=0.1, top_k=2, top_p=0.3, do_sample=True, eos_token_id=[2, 3],
-        pad_token_id=5, max_new_tokens=2, suppress_tokens=[4], no_repeat_ngram_size=1,
-    )  # fmt: skip
+        repetition_penalty=5.0,
+        temperature=0.1,
+        top_k=2,
+        top_p=0.3,
+        do_sample=True,
+        eos_token_id=[2, 3],
+        pad_token_id=5,
+        max_new_tokens=2,
+        suppress_tokens=[4],
+        no_repeat_ngram_size=1,
+    )
     before = defaults.to_dict()
     args = Args(max_response_length=longest, min_response_length=least)
     responses = check_one_by_one(model, [[1, *query] for query in queries_of()], STOPS, args)
@@ -149,8 +177,12 @@ def test_responses_end_with_a_stop_token_or_are_full(load, longest, least):
 
 
 def test_each_response_may_have_its_limit(load):
-    model, queries, numbers, args = load("qwen2", F64), queries_of(), uniforms_of(12, 9), Args(max_response_length=9)
-    whole, lengths = listed(generate(model, queries, numbers, STOPS, args, never)), [1 + i % 9 for i in range(12)]
+    model = load("qwen2", F64)
+    queries = queries_of()
+    numbers = uniforms_of(12, 9)
+    args = Args(max_response_length=9)
+    whole = listed(generate(model, queries, numbers, STOPS, args, never))
+    lengths = [1 + i % 9 for i in range(12)]
     responses, values = listed(generate(model, queries, numbers, STOPS, args, never, lengths))
     assert responses == [response[:length] for response, length in zip(whole[0], lengths)]
     assert [len(value["rollout_logprobs"]) for value in values] == list(map(len, responses))
@@ -158,11 +190,13 @@ def test_each_response_may_have_its_limit(load):
 
 def test_top_p(load):
     """The set of the tokens left to sample from is the one that the flag names."""
-    model, query = load("qwen2", F64), queries_of()[0]
+    model = load("qwen2", F64)
+    query = queries_of()[0]
     with torch.no_grad():
         probabilities = model(input_ids=torch.tensor([query])).logits[0, -1].softmax(-1)
     ranked = probabilities.argsort(descending=True).tolist()
-    nucleus, mass = [], 0.0
+    nucleus = []
+    mass = 0.0
     while mass < 0.6:
         nucleus.append(ranked[len(nucleus)])
         mass += probabilities[nucleus[-1]].item()
@@ -172,10 +206,16 @@ def test_top_p(load):
 
 
 def test_repetition_penalty_does_not_depend_on_the_padding(load):
-    """Padding is no token of the prompt: it must not be penalised, least of all where it is the stop token."""
-    model, queries, numbers = load("qwen2", F64), queries_of(), uniforms_of(12, 16)
+    """Padding is no token of the prompt: it must not be penalised, least of all where it is the
+    stop token.
+    """
+    model = load("qwen2", F64)
+    queries = queries_of()
+    numbers = uniforms_of(12, 16)
     args = Args(max_response_length=16, repetition_penalty=2.5)
-    sample = lambda queries, numbers, args: listed(generate(model, queries, numbers, STOPS, args, never))[0]
+    sample = lambda queries, numbers, args: listed(
+        generate(model, queries, numbers, STOPS, args, never)
+    )[0]
     alone = [sample([query], numbers[i : i + 1], args)[0] for i, query in enumerate(queries)]
     assert sample(queries, numbers, args) == alone
     assert alone != sample(queries, numbers, Args(max_response_length=16))
@@ -183,7 +223,9 @@ def test_repetition_penalty_does_not_depend_on_the_padding(load):
 
 @pytest.mark.parametrize("calls", [0, 1, 4])
 def test_an_interruption_returns_early(load, calls):
-    model, asked, args = load("qwen2", F64), [], Args(max_response_length=100)
+    model = load("qwen2", F64)
+    asked = []
+    args = Args(max_response_length=100)
 
     def interrupted():
         asked.append(1)
@@ -193,20 +235,27 @@ def test_an_interruption_returns_early(load, calls):
     assert len(asked) == calls + 1  # it is asked after each token
 
 
-# ---- rollout ----------------------------------------------------------------------------------------------------
+# ---- rollout -------------------------------------------------------------------------------------
 
 
 class Scores(Rewards):
     """Rewards with a source, itself, that knows which text belongs to which row."""
 
-    models, verifiers, further, most, threads = {}, ("length",), (), math.inf, None
+    models = {}
+    verifiers = ("length",)
+    further = ()
+    most = math.inf
+    threads = None
 
     def __init__(self):
-        self.seen, self.sources = [], {"length": self}
+        self.seen = []
+        self.sources = {"length": self}
 
     def score(self, rows, texts, responses, interrupted):
         assert len(rows) == len(texts)
-        self.seen += [(row["answer"], text, ids.tolist()) for row, text, ids in zip(rows, texts, responses)]
+        self.seen += [
+            (row["answer"], text, ids.tolist()) for row, text, ids in zip(rows, texts, responses)
+        ]
         return [100.0 * row["answer"] + len(text) for row, text in zip(rows, texts)]
 
 
@@ -215,12 +264,23 @@ def setting(load, tokenizer) -> tuple[Sampler, list[dict]]:
     """What a rollout samples with, and five prompts of different lengths."""
     vocabulary = len(tokenizer)
     stops = [1, *range(40, vocabulary, 9)]  # many of 259 tokens, so that most responses stop
-    rows = [{"query": q, "answer": i, "prompt": ""} for i, q in enumerate(queries_of([4, 9, 1, 6, 3], vocabulary))]
+    rows = [
+        {"query": q, "answer": i, "prompt": ""}
+        for i, q in enumerate(queries_of([4, 9, 1, 6, 3], vocabulary))
+    ]
     sampler = Sampler(
-        generate, load("qwen2", F64, vocab_size=vocabulary), None, tokenizer, stops, Scores(), None,
-        Args(max_response_length=10, temperature=0.8), SimpleNamespace(requested=False), utils.World(0, 1, CPU),
+        generate,
+        load("qwen2", F64, vocab_size=vocabulary),
+        None,
+        tokenizer,
+        stops,
+        Scores(),
+        None,
+        Args(max_response_length=10, temperature=0.8),
+        SimpleNamespace(requested=False),
+        utils.World(0, 1, CPU),
         contextlib.nullcontext,
-    )  # fmt: skip
+    )
     return sampler, rows
 
 
@@ -232,11 +292,16 @@ def responses_of(batch: Batch) -> list[list[int]]:
 
 
 def same(one: Batch, other: Batch) -> bool:
-    parts = lambda batch: [(x.row["query"], x.response.tolist(), x.text, x.stopped, x.scores) for x in batch.samples]
+    parts = lambda batch: [
+        (x.row["query"], x.response.tolist(), x.text, x.stopped, x.scores) for x in batch.samples
+    ]
     return (
         parts(one) == parts(other)
         and one.tokens.keys() == other.tokens.keys()
-        and all(torch.allclose(x, other.tokens[name], rtol=0, atol=1e-6) for name, x in one.tokens.items())
+        and all(
+            torch.allclose(x, other.tokens[name], rtol=0, atol=1e-6)
+            for name, x in one.tokens.items()
+        )
         and torch.equal(one.stopped, other.stopped)
         and torch.equal(one.reward_components["length"], other.reward_components["length"])
     )
@@ -247,13 +312,17 @@ def test_rollout_lays_out_the_batch(setting):
     batch = sampler.rollout(rows, 3, KEY)
     numbers = torch.from_numpy(utils.generator(*KEY).random((15, 10)))
     widest = max(map(len, responses_of(batch)))
-    for i, sample in enumerate(batch.samples):  # the three responses of a prompt stand next to each other
+    # the three responses of a prompt stand next to each other
+    for i, sample in enumerate(batch.samples):
         assert sample.row is rows[i // 3]
-        query, stops = sample.row["query"], sampler.stop_ids
+        query = sample.row["query"]
+        stops = sampler.stop_ids
         response, logprobs = one_by_one(sampler.model, query, numbers[i], stops, sampler.args)
         assert sample.response.tolist() == response
         padding = [0.0] * (widest - len(response))
-        assert batch.tokens["rollout_logprobs"][i].tolist() == pytest.approx(logprobs + padding, abs=1e-5)
+        assert batch.tokens["rollout_logprobs"][i].tolist() == pytest.approx(
+            logprobs + padding, abs=1e-5
+        )
         assert batch.response_mask[i].tolist() == [1] * len(response) + padding
         assert batch.stopped[i].item() == (response[-1] in sampler.stop_ids)
         assert sample.text == sampler.tokenizer.decode(response, skip_special_tokens=True)
@@ -261,7 +330,10 @@ def test_rollout_lays_out_the_batch(setting):
         assert sampler.rewards.seen[i] == (i // 3, sample.text, response)
         assert batch.lengths[i] == len(query) + len(response)
     assert len(batch.samples) == 15 and batch.stopped.any() and not batch.stopped.all()
-    assert set(batch.tokens) == {"response_mask", "rollout_logprobs"} and batch.response_mask.dtype == torch.bool
+    assert (
+        set(batch.tokens) == {"response_mask", "rollout_logprobs"}
+        and batch.response_mask.dtype == torch.bool
+    )
 
 
 def test_rollout_is_a_function_of_its_key_however_it_is_cut(setting):
@@ -285,18 +357,23 @@ def repeating(*inputs):
 @pytest.mark.parametrize("count, samples", [(5, 3), (4, 2), (1, 0), (2, 0)])
 @pytest.mark.parametrize("size", [2, 3])
 def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count, samples):
-    """The ranks run one after the other; what they would send each other is noted in a first round."""
+    """The ranks run one after the other; what they would send each other is noted in a first
+    round.
+    """
     shares = {}
 
     def all_gather_object(parts, share, group=None):
         shares[rank] = share
-        parts[:] = [shares[r] for r in range(len(parts))]  # a KeyError in the first round, but for its last rank
+        # a KeyError in the first round, but for its last rank
+        parts[:] = [shares[r] for r in range(len(parts))]
 
     monkeypatch.setattr(utils.dist, "all_gather_object", all_gather_object)
     monkeypatch.setattr(utils.dist, "all_reduce", lambda *_, **__: None)
     sampler, rows = setting
     sampler = replace(sampler, generate=repeating)  # all that is stored of a token comes along
-    whole, batches, seen = sampler.rollout(rows[:count], samples, KEY), [], []
+    whole = sampler.rollout(rows[:count], samples, KEY)
+    batches = []
+    seen = []
     for rank in [*range(size), *range(size)]:
         rewards = Scores()
         of_rank = replace(sampler, rewards=rewards, world=utils.World(rank, size, CPU))
@@ -304,15 +381,21 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count,
             batches.append(of_rank.rollout(rows[:count], samples, KEY))
             seen.append(len(rewards.seen))
     assert len(batches) == size + 1 and all(same(batch, whole) for batch in batches)
-    for again, mask, response in zip(whole.tokens["again"], whole.response_mask, responses_of(whole)):
+    for again, mask, response in zip(
+        whole.tokens["again"], whole.response_mask, responses_of(whole)
+    ):
         assert again[mask].tolist() == response and not again[~mask].any()
     assert sum(seen[1:]) == len(whole.samples)  # each response was scored on one rank
 
 
 def test_a_response_is_scored_before_the_next_one_has_ended(setting):
-    """And what ranks send each other is arrays: 8 bytes a token, and no rows, which all of them have."""
+    """And what ranks send each other is arrays: 8 bytes a token, and no rows, which all of them
+    have.
+    """
     sampler, rows = setting
-    rows, source, seen = [{**row, "long": "x" * 10_000} for row in rows], sampler.rewards, []
+    rows = [{**row, "long": "x" * 10_000} for row in rows]
+    source = sampler.rewards
+    seen = []
     end = time.monotonic() + 30
     source.threads = ThreadPool(1)
 
@@ -327,9 +410,9 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
     world = SimpleNamespace(
         shard=list, any=bool, unshard=lambda items, _: gathered.append(pickle.dumps(items)) or items
     )
-    batch = replace(sampler, generate=slow, world=world, args=replace(sampler.args, max_response_length=500)).rollout(
-        rows, 3, KEY
-    )
+    batch = replace(
+        sampler, generate=slow, world=world, args=replace(sampler.args, max_response_length=500)
+    ).rollout(rows, 3, KEY)
     assert len(seen) == 15 and sorted(source.seen) == sorted(
         (x.row["answer"], x.text, x.response.tolist()) for x in batch.samples
     )
@@ -341,7 +424,9 @@ def test_micro_batches_are_as_long_as_their_longest_response(setting):
     cuts = list(batch.micro_batches(list(range(15)), 40, utils.World(0, 1, CPU)))
     assert len(cuts) > 3 and len({t["response_mask"].shape[1] for _, t, _ in cuts}) > 1
     assert all(
-        x.shape == t["response_mask"].shape and t["response_mask"][:, -1].any() for _, t, _ in cuts for x in t.values()
+        x.shape == t["response_mask"].shape and t["response_mask"][:, -1].any()
+        for _, t, _ in cuts
+        for x in t.values()
     )
 
 
@@ -353,11 +438,15 @@ def test_an_interrupted_rollout_is_none(setting):
 
 def test_a_model_that_gives_no_numbers_is_refused(setting, capsys):
     sampler, rows = setting
-    sampler.model.get_output_embeddings().register_forward_hook(lambda _, __, logits: logits * math.nan)
-    assert refused(capsys, sampler.rollout, rows, 3, KEY).startswith("error: --model or --learning_rate: ")
+    sampler.model.get_output_embeddings().register_forward_hook(
+        lambda _, __, logits: logits * math.nan
+    )
+    assert refused(capsys, sampler.rollout, rows, 3, KEY).startswith(
+        "error: --model or --learning_rate: "
+    )
 
 
-# ---- text to token ids ------------------------------------------------------------------------------------------
+# ---- text to token ids ---------------------------------------------------------------------------
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -366,11 +455,15 @@ TEMPLATE = (
 
 
 def bos_tokenizer(adds_bos: bool, chat_template: str | None = None):
-    """One token a byte and "<s>", which the tokenizer puts before every text by itself if it `adds_bos`."""
+    """One token a byte and "<s>", which the tokenizer puts before every text by itself if it
+    `adds_bos`.
+    """
     tokenizer = make_tokenizer(bos_token="<s>", chat_template=chat_template)
     if adds_bos:
         special = [("<s>", tokenizer.bos_token_id)]
-        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=special)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<s> $A", special_tokens=special
+        )
     return tokenizer
 
 

@@ -1,4 +1,6 @@
-"""Whole runs of grpo.py, in processes of their own: what they leave, two ranks, resuming, signals, failing rewards."""
+"""Whole runs of grpo.py, in processes of their own: what they leave, two ranks, resuming, signals,
+failing rewards.
+"""
 
 import dataclasses
 import json
@@ -10,7 +12,17 @@ import sys
 import helpers
 import pytest
 import torch
-from helpers import all_finite, folder_of, metrics_of, read_lines, run, run_here, steps_of, variant, weights_of
+from helpers import (
+    all_finite,
+    folder_of,
+    metrics_of,
+    read_lines,
+    run,
+    run_here,
+    steps_of,
+    variant,
+    weights_of,
+)
 from test_equations import close, gdpo_by_hand
 
 import grpo
@@ -21,7 +33,7 @@ def base(tmp_path_factory) -> dict:
     return helpers.workspace(tmp_path_factory.mktemp("run"))
 
 
-# ---- what a run leaves ---------------------------------------------------------------------------------------------
+# ---- what a run leaves ---------------------------------------------------------------------------
 
 METRICS = """
     episode epoch lr objective/kl objective/scores objective/rlhf_reward objective/non_score_reward
@@ -33,35 +45,58 @@ METRICS = """
 
 
 def test_what_a_run_leaves(base, tmp_path):
-    """The command as a user types it, from another folder, and every file that the design promises."""
+    """The command as a user types it, from another folder, and every file that the design
+    promises.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    values = variant(base, tmp_path, total_episodes=16, save_every=1, keep_best="eval/accuracy", output_dir="here")
+    values = variant(
+        base,
+        tmp_path,
+        total_episodes=16,
+        save_every=1,
+        keep_best="eval/accuracy",
+        output_dir="here",
+    )
     words = [sys.executable, str(helpers.ROOT / "grpo.py"), *helpers.words(values)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not re.search(r"\b(nan|inf)\b", done.stdout + done.stderr, re.IGNORECASE)
     folder = tmp_path / "here" / "run"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        ".lock", "args.json", "checkpoints", "curves.png", "final", "git.diff", "grpo.py", "held_out.jsonl",
-        "metrics.jsonl", "samples.jsonl",
-    ]  # fmt: skip
+    files = ".lock args.json checkpoints curves.png final git.diff grpo.py held_out.jsonl metrics.jsonl samples.jsonl"
+    assert sorted(path.name for path in folder.iterdir()) == files.split()
     assert (folder / "grpo.py").read_text() == (helpers.ROOT / "grpo.py").read_text()
 
     facts = json.loads((folder / "args.json").read_text())
     assert facts["args"].keys() == {field.name for field in dataclasses.fields(grpo.Args)}
     assert all(facts["args"][name] in (value, [value]) for name, value in values.items())
-    assert facts["versions"]["torch"] == torch.__version__ and {"python", "transformers"} <= facts["versions"].keys()
-    git = lambda *words: subprocess.run(["git", "-C", str(helpers.ROOT), *words], capture_output=True, text=True).stdout
+    assert (
+        facts["versions"]["torch"] == torch.__version__
+        and {"python", "transformers"} <= facts["versions"].keys()
+    )
+    git = lambda *words: (
+        subprocess.run(
+            ["git", "-C", str(helpers.ROOT), *words], capture_output=True, text=True
+        ).stdout
+    )
     assert (facts["git_commit"] or "").rstrip("+") == git("rev-parse", "HEAD").strip()
     assert (folder / "git.diff").read_text() == git("diff", "HEAD")
 
     rows = read_lines(folder / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2] and [row["episode"] for row in rows] == [0, 8, 16]
+    assert [row["step"] for row in rows] == [0, 1, 2] and [row["episode"] for row in rows] == [
+        0,
+        8,
+        16,
+    ]
     assert all(set(METRICS) <= row.keys() for row in rows[1:])
-    for name, steps in {"eval/accuracy": [0, 2], "time/evaluation": [0, 2], "time/save": [1, 2]}.items():
+    for name, steps in {
+        "eval/accuracy": [0, 2],
+        "time/evaluation": [0, 2],
+        "time/save": [1, 2],
+    }.items():
         assert [row["step"] for row in rows if name in row] == steps
-    assert all(row["rollout/correction_mean"] == pytest.approx(1) for row in rows[1:])  # each token counts once
+    # each token counts once
+    assert all(row["rollout/correction_mean"] == pytest.approx(1) for row in rows[1:])
     assert [name for name, value in rows[2].items() if value is None] == (
         [] if torch.cuda.is_available() else ["perf/mfu"]
     )
@@ -72,12 +107,22 @@ def test_what_a_run_leaves(base, tmp_path):
     for row in samples:
         assert row["answer"] == answers[row["prompt"]] and row["stop_reason"] in ("stop", "length")
         assert math.isfinite(row["advantage"])
-        assert row["reward.py:score"] == pytest.approx(sum(map(ord, row["prompt"] + row["response"])) % 7 / 7)
-    assert rows[2]["objective/scores"] == pytest.approx(sum(row["reward.py:score"] for row in samples[8:]) / 8)
+        assert row["reward.py:score"] == pytest.approx(
+            sum(map(ord, row["prompt"] + row["response"])) % 7 / 7
+        )
+    assert rows[2]["objective/scores"] == pytest.approx(
+        sum(row["reward.py:score"] for row in samples[8:]) / 8
+    )
 
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["best", "step_1", "step_2"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "best",
+        "step_1",
+        "step_2",
+    ]
     printed = float(re.search(r"a checkpoint takes (\S+) GB", done.stdout)[1])
-    assert printed == pytest.approx(3e-9 * sum(x.nbytes for x in weights_of(folder / "final").values()), rel=1e-2)
+    assert printed == pytest.approx(
+        3e-9 * sum(x.nbytes for x in weights_of(folder / "final").values()), rel=1e-2
+    )
     assert not (folder / "checkpoints/best/optimizer").exists()
     assert helpers.same_weights(folder / "checkpoints/best", folder / "final")
     start = weights_of(base["model"])
@@ -89,13 +134,16 @@ def test_what_a_run_leaves(base, tmp_path):
         assert output.shape == (1, 9)
         assert model.generation_config.eos_token_id == tokenizer.eos_token_id
         weights = weights_of(folder / name)
-        assert all_finite(folder / name) and any(not torch.equal(weights[key], start[key]) for key in start)
+        assert all_finite(folder / name) and any(
+            not torch.equal(weights[key], start[key]) for key in start
+        )
     assert helpers.same_weights(folder / "checkpoints/step_2", folder / "final")
 
 
-# ---- resume ----------------------------------------------------------------------------------------------------------
+# ---- resume --------------------------------------------------------------------------------------
 
-# All that a step can depend on: schedule, Adam's moments, KL controller, a reference that moves, passes over the data.
+# All that a step can depend on: schedule, Adam's moments, KL controller, a reference that moves,
+# passes over the data.
 SCHEDULE = dict(lr_schedule="linear", warmup_ratio=0.3, seed=3)
 MOVING = dict(SCHEDULE, kl_horizon=20, kl_target=0.05, ref_refresh_every=2)
 
@@ -106,7 +154,8 @@ def straight(base) -> dict:
     values = {**base, **MOVING, "run_name": "straight"}
     run(values)
     names = "objective/kl objective/kl_coef lr objective/scores loss/policy_avg policy/entropy_avg".split()
-    assert all(len({row[name] for row in metrics_of(values)[1:]}) >= 3 for name in names)  # else equality says little
+    # else equality says little
+    assert all(len({row[name] for row in metrics_of(values)[1:]}) >= 3 for name in names)
     return values
 
 
@@ -115,10 +164,11 @@ def goes_on_after(done) -> list[int]:
     return [int(step) for step in re.findall(r"goes on after step (\d+)", done.out)]
 
 
-# Runs that are stopped several times, each time where the one that went on got to: the phase, where the signal comes,
-# and the step that the next one goes on after. `generate` is called twice in an evaluation (before the first step,
-# after the second and the fourth) and once in a step, `torch.searchsorted` once a token, `forward_batch` twice a step,
-# and there are four updates a step. The one that is killed saves steps 2 and 4, the one that is stopped none.
+# Runs that are stopped several times, each time where the one that went on got to: the phase, where
+# the signal comes, and the step that the next one goes on after. `generate` is called twice in an
+# evaluation (before the first step, after the second and the fourth) and once in a step,
+# `torch.searchsorted` once a token, `forward_batch` twice a step, and there are four updates a
+# step. The one that is killed saves steps 2 and 4, the one that is stopped none.
 STOPS = {
     "stopped": [
         ("first evaluation", "grpo.generate:1:SIGTERM", 0),
@@ -147,26 +197,37 @@ STOPS = {
 }
 
 
-def stop_again_and_again(straight: dict, folder, stops: list[tuple], save_every: int, **options) -> None:
-    """Stop a run at each of some places. Each time: its exit code, what is saved and logged, where the next one begins;
-    and the last one ends like the straight run, bit for bit, also if a SIGINT comes when all is done."""
-    values, after = {**straight, "output_dir": str(folder), "save_every": save_every}, []
+def stop_again_and_again(
+    straight: dict, folder, stops: list[tuple], save_every: int, **options
+) -> None:
+    """Stop a run at each of some places. Each time: its exit code, what is saved and logged, where
+    the next one begins; and the last one ends like the straight run, bit for bit, also if a SIGINT
+    comes when all is done.
+    """
+    values = {**straight, "output_dir": str(folder), "save_every": save_every}
+    after = []
     for phase, place, step in stops:
         killed = place.endswith("SIGKILL")
-        done = run({**values, "resume": bool(after)}, code=-9 if killed else 75, place=place, **options)
+        done = run(
+            {**values, "resume": bool(after)}, code=-9 if killed else 75, place=place, **options
+        )
         assert goes_on_after(done) == after[-1:], phase
         after.append(step)
-        saved = [name for name in steps_of(values) if name[0] != "."]  # with a dot: what a kill left of a save
+        # with a dot: what a kill left of a save
+        saved = [name for name in steps_of(values) if name[0] != "."]
         assert saved == [f"step_{each}" for each in sorted({*after})[-2:]], phase
         assert "Traceback" not in done.err and not (folder_of(values) / "final").exists(), phase
         if killed:  # no row is lost or there twice
             for part in ("metrics.jsonl", "samples.jsonl"):
                 ours, theirs = (read_lines(folder_of(each) / part) for each in (values, straight))
-                assert [row["step"] for row in ours] == [row["step"] for row in theirs][: len(ours)], (phase, part)
+                assert [row["step"] for row in ours] == [row["step"] for row in theirs][
+                    : len(ours)
+                ], (phase, part)
         else:
             said = f"{place.split(':')[2]}: the run exits as soon as it has saved a checkpoint"
             assert f"step {step} is saved" in done.out and said in done.err, phase
-    done = run({**values, "resume": True}, place="engines.Prefetch._leave:1:SIGINT+9", **options)  # as it exits
+    # as it exits
+    done = run({**values, "resume": True}, place="engines.Prefetch._leave:1:SIGINT+9", **options)
     assert goes_on_after(done) == after[-1:]
     helpers.assert_same_run(values, straight)
     ours, theirs = (folder_of(each) / "final/config.json" for each in (values, straight))
@@ -179,7 +240,11 @@ def test_a_stopped_run_goes_on_without_a_trace(straight, tmp_path, name):
 
 
 def test_a_second_sigint_ends_at_once(base, tmp_path):
-    done = run(variant(base, tmp_path), 130, place="utils.Optimizer.step:1:SIGINT;utils.Optimizer.step:2:SIGINT")
+    done = run(
+        variant(base, tmp_path),
+        130,
+        place="utils.Optimizer.step:1:SIGINT;utils.Optimizer.step:2:SIGINT",
+    )
     assert "Traceback" not in done.err
 
 
@@ -191,7 +256,8 @@ def two_ranks(base) -> dict:
 
 
 def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
-    values, after = {**two_ranks, "output_dir": str(tmp_path), "save_every": 0}, []
+    values = {**two_ranks, "output_dir": str(tmp_path), "save_every": 0}
+    after = []
     for (_, where, step), rank in zip(STOPS["stopped"][1:4], (1, 1, 0)):
         ranks = helpers.run_ranks({**values, "resume": bool(after)}, 2, (75, 75), {rank: where})
         assert goes_on_after(ranks[0]) == after[-1:]
@@ -203,17 +269,26 @@ def test_signals_to_one_of_two_ranks(base, two_ranks, tmp_path):
 
 def test_k2_and_k3_times_the_ratio_have_the_same_gradient(base, tmp_path):
     """Off policy, too: a mini-batch of a step is trained on by a policy that has moved."""
-    values = variant(base, tmp_path, kl_coef=1.0, precision="float64", total_episodes=16, eval_every=0)
-    values["ref_model"] = helpers.tiny_model(tmp_path / "other", initializer_range=0.1, vocab_size=300)  # padded
+    values = variant(
+        base, tmp_path, kl_coef=1.0, precision="float64", total_episodes=16, eval_every=0
+    )
+    # padded
+    values["ref_model"] = helpers.tiny_model(
+        tmp_path / "other", initializer_range=0.1, vocab_size=300
+    )
     heads = []
     for estimator, weighting in (("k2", "ratio"), ("k3", "ratio"), ("k2", "none")):
-        values |= {"kl_estimator": estimator, "kl_weighting": weighting, "run_name": f"{estimator} {weighting}"}
+        values |= {
+            "kl_estimator": estimator,
+            "kl_weighting": weighting,
+            "run_name": f"{estimator} {weighting}",
+        }
         run_here(values)
         heads.append(weights_of(folder_of(values) / "final")["lm_head.weight"])
     assert (heads[1] - heads[0]).abs().max() < 1e-6 < 1e-4 < (heads[2] - heads[0]).abs().max()
 
 
-# ---- rewards that fail -----------------------------------------------------------------------------------------------
+# ---- rewards that fail ---------------------------------------------------------------------------
 
 FAILING = """
 def good(prompts, responses, **columns): return [float(len(r) % 3) for r in responses]
@@ -231,8 +306,11 @@ def failing(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("scale", ["group", "gdpo"])
 def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, scale):
-    first, second = "failing.py:good", "failing.py:some"
-    values = variant(base, tmp_path, reward=(f"{failing}:good", f"{failing}:some"), total_episodes=8)
+    first = "failing.py:good"
+    second = "failing.py:some"
+    values = variant(
+        base, tmp_path, reward=(f"{failing}:good", f"{failing}:some"), total_episodes=8
+    )
     values |= {"advantage_scale": scale, "reward_weights": (1.0, 0.5)}
     run_here(values)
     row = metrics_of(values)[1]
@@ -240,18 +318,26 @@ def test_missing_scores_are_counted_and_left_out(base, tmp_path, failing, scale)
     samples = read_lines(folder_of(values) / "samples.jsonl")  # null, and not NaN, which is no JSON
     assert [sample[second] is None for sample in samples] == [i % 4 == 0 for i in range(8)]
     assert all(sample["advantage"] == 0 for sample in samples if sample[second] is None)
-    totals = [sample[first] + sample[second] / 2 for sample in samples if sample[second] is not None]
+    totals = [
+        sample[first] + sample[second] / 2 for sample in samples if sample[second] is not None
+    ]
     assert row["objective/scores"] == pytest.approx(sum(totals) / 6)
     if scale == "gdpo":
-        scores = [[math.nan if x[name] is None else x[name] for x in samples] for name in (first, second)]
-        close([sample["advantage"] for sample in samples], gdpo_by_hand(scores, (1.0, 0.5), 4), 1e-5)
+        scores = [
+            [math.nan if x[name] is None else x[name] for x in samples] for name in (first, second)
+        ]
+        close(
+            [sample["advantage"] for sample in samples], gdpo_by_hand(scores, (1.0, 0.5), 4), 1e-5
+        )
 
 
-# ---- gradients that are not finite -----------------------------------------------------------------------------------
+# ---- gradients that are not finite ---------------------------------------------------------------
 
 
 def test_a_huge_learning_rate(base, tmp_path):
-    """Weights that no number comes out of end the run with a line, not in a traceback, and no checkpoint has a NaN."""
+    """Weights that no number comes out of end the run with a line, not in a traceback, and no
+    checkpoint has a NaN.
+    """
     values = variant(base, tmp_path, learning_rate=1e37, eval_every=0, save_every=1)
     done = helpers.Running(values).wait()
     assert "Traceback" not in done.err, done.err
@@ -262,8 +348,12 @@ def test_a_huge_learning_rate(base, tmp_path):
 
 @pytest.mark.parametrize("script", ["grpo", "rloo"])
 def test_step_token_divides_by_the_tokens_of_the_step(base, tmp_path, monkeypatch, script):
-    """Over the updates, so that their mean is the mean of the step; tests/test_ppo.py has that of ppo.py."""
-    module, calls, aggregate = __import__(script), [], grpo.aggregate
+    """Over the updates, so that their mean is the mean of the step; tests/test_ppo.py has that of
+    ppo.py.
+    """
+    module = __import__(script)
+    calls = []
+    aggregate = grpo.aggregate
     record = lambda x, mask, **options: (
         calls.append((int(mask.sum()), options["tokens"])) or aggregate(x, mask, **options)
     )
@@ -273,43 +363,81 @@ def test_step_token_divides_by_the_tokens_of_the_step(base, tmp_path, monkeypatc
     assert {divisor for _, divisor in calls} == {sum(tokens for tokens, _ in calls) / 4}
 
 
-# ---- options that test_invariance.py does not have, a step each ------------------------------------------------------
+# ---- options that test_invariance.py does not have, a step each ----------------------------------
 
 OPTIONS = [
     dict(loss="sapo", loss_aggregation="constant", kl_coef=0.0),
     dict(loss="grpo", loss_aggregation="sequence", precision="bf16", gradient_checkpointing=True),
-    dict(top_p=0.9, repetition_penalty=1.1, min_response_length=3, temperature=0.7, adam_betas=(0.8, 0.9)),
-    dict(stop_token="+", non_stop_penalty=True, penalty_reward_value=-1.0, kl_coef=0.0, kl_in="reward"),
+    dict(
+        top_p=0.9,
+        repetition_penalty=1.1,
+        min_response_length=3,
+        temperature=0.7,
+        adam_betas=(0.8, 0.9),
+    ),
+    dict(
+        stop_token="+",
+        non_stop_penalty=True,
+        penalty_reward_value=-1.0,
+        kl_coef=0.0,
+        kl_in="reward",
+    ),
     dict(lr_schedule="cosine", min_learning_rate=1e-4, weight_decay=0.1, warmup_ratio=0.0),
-    dict(system_prompt="Add:", dataset="arithmetic", reward=("gsm8k", "exact"), reward_weights=(1.0, 0.5)),
+    dict(
+        system_prompt="Add:",
+        dataset="arithmetic",
+        reward=("gsm8k", "exact"),
+        reward_weights=(1.0, 0.5),
+    ),
 ]
 
 
-@pytest.mark.parametrize("changes", OPTIONS, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items()))
+@pytest.mark.parametrize(
+    "changes", OPTIONS, ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items())
+)
 def test_options(base, tmp_path, changes):
     values = variant(base, tmp_path, total_episodes=8, eval_every=0, save_every=0, **changes)
     run_here(values)
     (row,) = metrics_of(values)
     assert row["val/skipped_updates"] == 0
     empty = [name for name, value in row.items() if value is None]
-    assert set(empty) <= ({"objective/kl", "objective/non_score_reward"} if values["kl_coef"] == 0 else set()), empty
+    assert set(empty) <= (
+        {"objective/kl", "objective/non_score_reward"} if values["kl_coef"] == 0 else set()
+    ), empty
     assert all_finite(folder_of(values) / "final")
-    if not {"gsm8k", "+"} & {*values["reward"], values.get("stop_token")}:  # else all scores are equal
-        assert row["loss/grad_norm"] > 0 and not helpers.same_weights(folder_of(values) / "final", values["model"])
+    # else all scores are equal
+    if not {"gsm8k", "+"} & {*values["reward"], values.get("stop_token")}:
+        assert row["loss/grad_norm"] > 0 and not helpers.same_weights(
+            folder_of(values) / "final", values["model"]
+        )
 
 
 @pytest.mark.parametrize("script", ["grpo", "rloo", "ppo"])
 def test_the_reference_is_refreshed_after_its_steps(base, tmp_path, monkeypatch, script):
-    """A policy that was just taken over has no KL to itself. The controller gets that of a token, of which all
-    responses have ten."""
-    module, seen = __import__(script), []
+    """A policy that was just taken over has no KL to itself. The controller gets that of a token,
+    of which all responses have ten.
+    """
+    module = __import__(script)
+    seen = []
     adapt = module.adapt_kl_coef
-    monkeypatch.setattr(module, "adapt_kl_coef", lambda coef, kl, *rest: seen.append(kl) or adapt(coef, kl, *rest))
+    monkeypatch.setattr(
+        module, "adapt_kl_coef", lambda coef, kl, *rest: seen.append(kl) or adapt(coef, kl, *rest)
+    )
     values = variant(
-        base, tmp_path, total_episodes=24, num_epochs=1, mini_batch_size=8, eval_every=0, save_every=0,
-        ref_refresh_every=2, kl_target=0.1, kl_estimator="k3", min_response_length=10,
-        max_response_length=10, warmup_ratio=0.0,
-    )  # fmt: skip
+        base,
+        tmp_path,
+        total_episodes=24,
+        num_epochs=1,
+        mini_batch_size=8,
+        eval_every=0,
+        save_every=0,
+        ref_refresh_every=2,
+        kl_target=0.1,
+        kl_estimator="k3",
+        min_response_length=10,
+        max_response_length=10,
+        warmup_ratio=0.0,
+    )
     run_here(values, script)
     first, second, third = (row["objective/kl"] for row in metrics_of(values))
     assert second > 1e-4 and max(abs(first), abs(third)) < 1e-2 * second

@@ -1,4 +1,6 @@
-"""Which samples train: groups dropped and replaced, truncated responses left out, sources that give no scores."""
+"""Which samples train: groups dropped and replaced, truncated responses left out, sources that give
+no scores.
+"""
 
 import math
 import statistics
@@ -18,14 +20,19 @@ NAN = math.nan
 SCRIPTS = ["grpo", "rloo", "ppo"]
 
 
-# ---- collect: what is asked of the sampler, and what comes of it ------------------------------------------------
+# ---- collect: what is asked of the sampler, and what comes of it ---------------------------------
 
 
 class Rollout:
-    """Stands for `Sampler.rollout`: prompt i gets `table[i % len(table)]`; a response is as long as its place."""
+    """Stands for `Sampler.rollout`: prompt i gets `table[i % len(table)]`; a response is as long as
+    its place.
+    """
 
     def __init__(self, sources: tuple[str, ...], table: list[list[float]], end: int | None = None):
-        self.sources, self.table, self.end, self.calls = sources, table, end, []
+        self.sources = sources
+        self.table = table
+        self.end = end
+        self.calls = []
 
     def __call__(self, rows, count, key):
         self.calls.append(([row["i"] for row in rows], count, key))
@@ -33,7 +40,13 @@ class Rollout:
             return None
         scores = lambda score: dict(zip(self.sources, (score, -2 * score)))
         samples = [
-            Sample(row, [7] * (n + 1), {"rollout_logprobs": [-0.5] * (n + 1)}, n + 1 < count, scores=scores(score))
+            Sample(
+                row,
+                [7] * (n + 1),
+                {"rollout_logprobs": [-0.5] * (n + 1)},
+                n + 1 < count,
+                scores=scores(score),
+            )
             for row in rows
             for n, score in enumerate(self.table[row["i"] % len(self.table)])
         ]
@@ -47,12 +60,19 @@ REWARDS = types.SimpleNamespace(
 
 @pytest.fixture
 def collected(monkeypatch):
-    """A function that collects a step from a table of scores: (Experience, calls of `rollout`, order of prompts)."""
+    """A function that collects a step from a table of scores: (Experience, calls of `rollout`,
+    order of prompts).
+    """
 
     def collect(table, position=0, end=None, max_refills=9, **flags):
         size = len(table[0])
         monkeypatch.setattr(grpo, "MAX_REFILLS", max_refills)
-        common = {"reward": ("exact",), "rollout_batch_size": 4, "non_stop_penalty": False, "group_size": size}
+        common = {
+            "reward": ("exact",),
+            "rollout_batch_size": 4,
+            "non_stop_penalty": False,
+            "group_size": size,
+        }
         args = grpo.Args(**{"mini_batch_size": 4 * size, **common, **flags})
         rollout = Rollout(args.reward, table, end)
         sampler = types.SimpleNamespace(args=args, rewards=REWARDS, rollout=rollout)
@@ -75,10 +95,17 @@ def by_table(table, order) -> list[bool]:
 def test_without_a_filter_every_group_trains(collected):
     table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0]]
     got, calls, order = collected(table, position=5)
-    assert calls == [(order[5:9], 2, ("rollout", 1, 3))] and groups_of(got) == order[5:9] and got.position == 9
+    assert (
+        calls == [(order[5:9], 2, ("rollout", 1, 3))]
+        and groups_of(got) == order[5:9]
+        and got.position == 9
+    )
     expected = [s for i in order[5:9] for s in table[i % 3]]
     torch.testing.assert_close(got.batch.scores.tolist(), expected, equal_nan=True)
-    assert [len(sample.response) for sample in got.batch.samples] == [1, 2] * 4 and got.unscored == ""
+    assert [len(sample.response) for sample in got.batch.samples] == [
+        1,
+        2,
+    ] * 4 and got.unscored == ""
     assert got.metrics["val/zero_std_fraction"] == 1 - sum(by_table(table, order[5:9])) / 4
 
 
@@ -86,10 +113,16 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0], [3.0, 2.0]]
     got, calls, order = collected(table, filter_groups="drop")
     expected = [i for i, teaches in zip(order[:4], by_table(table, order)) if teaches]
-    assert len(calls) == 1 and 0 < len(expected) < 4 and groups_of(got) == expected and got.position == 4
+    assert (
+        len(calls) == 1
+        and 0 < len(expected) < 4
+        and groups_of(got) == expected
+        and got.position == 4
+    )
     assert got.batch.scores.tolist() == [s for i in expected for s in table[i % 4]]
     assert got.sampled_tokens == 4 * (2 + 3) and got.metrics["val/sampled_prompts"] == 4
-    two = dict(reward=("exact", "f.py:f"), reward_weights=(2.0, 1.0), filter_groups="drop")  # whose sum is always 0
+    # whose sum is always 0
+    two = dict(reward=("exact", "f.py:f"), reward_weights=(2.0, 1.0), filter_groups="drop")
     assert groups_of(collected(table, advantage_scale="gdpo", **two)[0]) == expected
     present = [s for i in order[:4] for s in table[i % 4] if not math.isnan(s)]
     assert got.metrics["objective/scores"] == pytest.approx(sum(present) / len(present))
@@ -97,10 +130,14 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
 
 @pytest.mark.parametrize("differing", [(0,), (1, 2, 4)])
 def test_refill_samples_other_prompts_until_the_step_is_full(collected, differing):
-    """As many as it takes if the share of groups with differing scores stays the same, and never more than a step's."""
+    """As many as it takes if the share of groups with differing scores stays the same, and never
+    more than a step's.
+    """
     table = [[0.0 if i in differing else 1.0, 1.0] for i in range(5)]
     got, calls, order = collected(table, position=2, filter_groups="refill", max_refills=50)
-    asked, found, position = 4, 0, 2
+    asked = 4
+    found = 0
+    position = 2
     for number, (prompts, samples, key) in enumerate(calls):
         assert prompts == order[position : position + asked] and samples == 2
         assert key == (("rollout", 1, 3, number) if number else ("rollout", 1, 3))
@@ -115,16 +152,25 @@ def test_refill_samples_other_prompts_until_the_step_is_full(collected, differin
     assert torch.equal(got.batch.response_mask, torch.tensor([[True, False], [True, True]] * 4))
     assert torch.equal(got.batch.tokens["rollout_logprobs"], got.batch.response_mask * -0.5)
     # Metrics are of all that was sampled. The first response of each group stopped.
-    groups, groups_of_ones = position - 2, position - 2 - found
+    groups = position - 2
+    groups_of_ones = position - 2 - found
     scores = [s for i in order[2:position] for s in table[i % 5]]
-    assert got.metrics == pytest.approx({
-        "objective/scores": statistics.fmean(scores), "val/zero_std_fraction": groups_of_ones / groups,
-        "val/sampled_prompts": groups, "objective/verifiable_correct_rate": groups_of_ones / (2 * groups),
-        "val/sequence_lengths": 1.5, "val/num_stop_token_ids": groups, "val/missing_scores": 0,
-        "reward/exact": statistics.fmean(scores), "reward_std/exact": statistics.stdev(scores),
-        "reward_correct/exact": statistics.fmean(scores),
-        "reward/stopped": statistics.fmean(scores[::2]), "reward/cut_off": statistics.fmean(scores[1::2]),
-    })  # fmt: skip
+    assert got.metrics == pytest.approx(
+        {
+            "objective/scores": statistics.fmean(scores),
+            "val/zero_std_fraction": groups_of_ones / groups,
+            "val/sampled_prompts": groups,
+            "objective/verifiable_correct_rate": groups_of_ones / (2 * groups),
+            "val/sequence_lengths": 1.5,
+            "val/num_stop_token_ids": groups,
+            "val/missing_scores": 0,
+            "reward/exact": statistics.fmean(scores),
+            "reward_std/exact": statistics.stdev(scores),
+            "reward_correct/exact": statistics.fmean(scores),
+            "reward/stopped": statistics.fmean(scores[::2]),
+            "reward/cut_off": statistics.fmean(scores[1::2]),
+        }
+    )
     assert got.sampled_tokens == groups * (2 + 3)
 
 
@@ -139,8 +185,14 @@ def test_where_no_group_is_left_nothing_trains(collected, how, capsys):
 
 def test_a_dead_source_is_not_asked_again(collected):
     got, calls, _ = collected([[NAN, NAN]], filter_groups="refill")
-    assert len(calls) == 1 and got.unscored == "exact: it returned None" and got.metrics["val/missing_scores"] == 8
-    unscored = lambda weight: evaluation.unscored(got.batch, REWARDS, grpo.Args(reward_weights=(weight,)))
+    assert (
+        len(calls) == 1
+        and got.unscored == "exact: it returned None"
+        and got.metrics["val/missing_scores"] == 8
+    )
+    unscored = lambda weight: evaluation.unscored(
+        got.batch, REWARDS, grpo.Args(reward_weights=(weight,))
+    )
     assert unscored(1.0) == got.unscored and unscored(0.0) == ""
 
 
@@ -149,16 +201,20 @@ def test_an_interrupt_while_refilling(collected):
 
 
 def test_groups_are_compared_after_masking_and_penalties(collected):
-    """The last response of each group has no stop token, and the overlong penalty tells equal scores apart."""
+    """The last response of each group has no stop token, and the overlong penalty tells equal
+    scores apart.
+    """
     table = [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     got, *_ = collected(table, mask_truncated=True, filter_groups="drop")
     assert {sample.row["i"] % 2 for sample in got.batch.samples} == {1}
     assert got.batch.scores.isnan().view(-1, 3).tolist()[0] == [0, 0, 1]
-    got, *_ = collected([[1.0, 1.0]], overlong_buffer=2, max_response_length=2, filter_groups="drop")
+    got, *_ = collected(
+        [[1.0, 1.0]], overlong_buffer=2, max_response_length=2, filter_groups="drop"
+    )
     assert got.batch.scores.tolist() == [0.5, 0.0] * 4
 
 
-# ---- whole runs -------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
 SCORES = """
 def coarse(prompts, responses, **columns):
@@ -170,7 +226,9 @@ equal = lambda prompts, responses, **columns: [1.0] * len(responses)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
-    """Responses of many lengths, some of them truncated, whose scores are often all equal in a group."""
+    """Responses of many lengths, some of them truncated, whose scores are often all equal in a
+    group.
+    """
     folder = tmp_path_factory.mktemp("samples")
     values = {**helpers.workspace(folder), "precision": "float64", "kl_coef": 0.01}
     values |= {"rollout_batch_size": 4, "num_epochs": 1, "eval_every": 0}
@@ -181,13 +239,29 @@ def base(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypatch):
-    """The tokens of the losses are those of responses that stopped, in groups that are not dropped."""
-    module, collects, divisors = __import__(script), [], []
-    collect, aggregate = module.collect, module.aggregate
-    monkeypatch.setattr(module, "collect", lambda *a, **o: collects.append(collect(*a, **o)) or collects[-1])
-    monkeypatch.setattr(module, "aggregate", lambda *a, **o: divisors.append((o, a[1])) or aggregate(*a, **o))
-    values = variant(base, tmp_path, filter_groups="drop", mask_truncated=True, micro_batch_tokens=10_000)
-    values |= {"rollout_batch_size": 8, "mini_batch_size": 32, "total_episodes": 32, "max_response_length": 4}
+    """The tokens of the losses are those of responses that stopped, in groups that are not
+    dropped.
+    """
+    module = __import__(script)
+    collects = []
+    divisors = []
+    collect = module.collect
+    aggregate = module.aggregate
+    monkeypatch.setattr(
+        module, "collect", lambda *a, **o: collects.append(collect(*a, **o)) or collects[-1]
+    )
+    monkeypatch.setattr(
+        module, "aggregate", lambda *a, **o: divisors.append((o, a[1])) or aggregate(*a, **o)
+    )
+    values = variant(
+        base, tmp_path, filter_groups="drop", mask_truncated=True, micro_batch_tokens=10_000
+    )
+    values |= {
+        "rollout_batch_size": 8,
+        "mini_batch_size": 32,
+        "total_episodes": 32,
+        "max_response_length": 4,
+    }
     run_here(values, script)
     (experience,) = collects
     kept = [i for i, score in enumerate(experience.batch.scores.tolist()) if not math.isnan(score)]
@@ -204,24 +278,42 @@ def test_only_what_has_a_score_is_in_the_means(base, tmp_path, script, monkeypat
 def test_a_step_without_any_signal_changes_nothing(base, tmp_path, script):
     """Not even Adam's momentum and the weight decay; the log has null for what was not computed."""
     reward = base["reward"].replace(":coarse", ":equal")
-    values = variant(base, tmp_path, filter_groups="drop", total_episodes=16, weight_decay=0.5, reward=reward)
+    values = variant(
+        base, tmp_path, filter_groups="drop", total_episodes=16, weight_decay=0.5, reward=reward
+    )
     run_here(values, script)
     (row,) = metrics_of(values)
-    assert all(row[name] is None for name in ("loss/policy_avg", "loss/grad_norm", "rollout/prob_diff_mean"))
+    assert all(
+        row[name] is None
+        for name in ("loss/policy_avg", "loss/grad_norm", "rollout/prob_diff_mean")
+    )
     assert row["objective/scores"] == row["val/zero_std_fraction"] == 1
-    before, after = weights_of(base["model"]), weights_of(folder_of(values) / "final")
+    before = weights_of(base["model"])
+    after = weights_of(folder_of(values) / "final")
     assert all(torch.equal(before[name], after[name]) for name in after)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monkeypatch):
-    """With weights of 3, the policy's part of the loss is three times as large; the KL's part is not."""
-    module, rows = __import__(script), {}
-    values = {"kl_in": "loss", "kl_coef": 0.5, "learning_rate": 1e-9, "mini_batch_size": 16, "total_episodes": 16}
+    """With weights of 3, the policy's part of the loss is three times as large; the KL's part is
+    not.
+    """
+    module = __import__(script)
+    rows = {}
+    values = {
+        "kl_in": "loss",
+        "kl_coef": 0.5,
+        "learning_rate": 1e-9,
+        "mini_batch_size": 16,
+        "total_episodes": 16,
+    }
     values["reward"] = base["reward"].replace("scores.py:coarse", "reward.py:score")
-    # The mean that advantages of mean 0 do not cancel in: over tokens they have it in ppo, in a group elsewhere.
+    # The mean that advantages of mean 0 do not cancel in: over tokens they have it in ppo, in a
+    # group elsewhere.
     values["loss_aggregation"] = "sequence" if script == "ppo" else "token"
-    values |= {"ref_model": helpers.tiny_model(tmp_path / "other", "gpt_neox", initializer_range=0.1)}
+    values |= {
+        "ref_model": helpers.tiny_model(tmp_path / "other", "gpt_neox", initializer_range=0.1)
+    }
     for factor in (1, 3):
         constant = lambda old, *_, factor=factor: torch.full_like(old, factor)
         monkeypatch.setattr(module, "correction_weights", constant)
@@ -237,13 +329,19 @@ def test_a_correction_weighs_the_policy_loss_alone(base, tmp_path, script, monke
         run = {**run, "kl_weighting": "ratio", "run_name": "ratio"}
         run_here(run)
         (row,) = metrics_of(run)
-        assert row["objective/loss"] - row["loss/policy_avg"] == pytest.approx(3 * others[1], rel=1e-6)
+        assert row["objective/loss"] - row["loss/policy_avg"] == pytest.approx(
+            3 * others[1], rel=1e-6
+        )
 
 
 def test_the_schedule_goes_by_steps(base, tmp_path):
-    """A step in which groups were dropped has fewer updates; the learning rate ends where it should all the same."""
+    """A step in which groups were dropped has fewer updates; the learning rate ends where it should
+    all the same.
+    """
     values = variant(base, tmp_path, filter_groups="drop", lr_schedule="linear", total_episodes=64)
     run_here(values)
     rows = metrics_of(values)
-    assert any(row["val/zero_std_fraction"] for row in rows) and rows[-1]["lr"] == pytest.approx(0, abs=1e-3)
+    assert any(row["val/zero_std_fraction"] for row in rows) and rows[-1]["lr"] == pytest.approx(
+        0, abs=1e-3
+    )
     assert rows[0]["lr"] > rows[1]["lr"] > rows[2]["lr"] > rows[3]["lr"]

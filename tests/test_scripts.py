@@ -1,5 +1,6 @@
-"""What test_run.py holds of grpo.py, held of rloo.py, ppo.py and reward_model.py: signals, resuming, failing rewards,
-gradients that are not finite, and what a run leaves."""
+"""What test_run.py holds of grpo.py, held of rloo.py, ppo.py and reward_model.py: signals,
+resuming, failing rewards, gradients that are not finite, and what a run leaves.
+"""
 
 import math
 
@@ -29,16 +30,25 @@ def score(prompts, responses, **columns):
     return [sum(map(ord, prompt + response)) % 7 / 7 for prompt, response in zip(prompts, responses)]
 """
 
-# With MOVING all that a step of ppo can depend on: moments of the scores, supervised rows, steps of the critic alone.
+# With MOVING all that a step of ppo can depend on: moments of the scores, supervised rows, steps of
+# the critic alone.
 OF_PPO = dict(
-    reward_normalization=True, critic_learning_rate=1e-3, critic_lr_schedule="cosine", critic_warmup_steps=1,
-    ptx_coef=0.1, ptx_batch_size=3,
-)  # fmt: skip
+    reward_normalization=True,
+    critic_learning_rate=1e-3,
+    critic_lr_schedule="cosine",
+    critic_warmup_steps=1,
+    ptx_coef=0.1,
+    ptx_batch_size=3,
+)
 
 
 def write_pairs(path, rows: list[dict], count: int) -> str:
     rows = [(i, rows[i % len(rows)]) for i in range(count)]
-    side = lambda i, row: {"chosen": row["answer"], "rejected": f"{i * i}{'?' * (i % 3)}", "margin": i % 2 / 4}
+    side = lambda i, row: {
+        "chosen": row["answer"],
+        "rejected": f"{i * i}{'?' * (i % 3)}",
+        "margin": i % 2 / 4,
+    }
     return helpers.write_rows(path, [{"prompt": row["prompt"], **side(i, row)} for i, row in rows])
 
 
@@ -48,10 +58,17 @@ def base(tmp_path_factory) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("scripts")
     common = helpers.workspace(folder)
     (folder / "reward.py").write_text(REWARD)
-    kept = ("model", "system_prompt", "output_dir", "learning_rate", "eval_every", "save_every", "micro_batch_tokens")
-    pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 13)  # a pass ends in the middle of a batch
+    kept = "model system_prompt output_dir learning_rate eval_every save_every micro_batch_tokens".split()
+    # a pass ends in the middle of a batch
+    pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 13)
     held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
-    of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6, "passes": 2, "centre_coef": 0.01}
+    of_pairs = {
+        "dataset": pairs,
+        "eval_dataset": held_out,
+        "batch_size": 6,
+        "passes": 2,
+        "centre_coef": 0.01,
+    }
     return {
         "grpo": {**common, **MOVING},
         "rloo": {**common, **MOVING, "advantage": "remax"},
@@ -60,7 +77,7 @@ def base(tmp_path_factory) -> dict[str, dict]:
     }
 
 
-# ---- signals and resuming -------------------------------------------------------------------------------------------
+# ---- signals and resuming ------------------------------------------------------------------------
 
 # As in test_run.py. (rloo: test_shard.py)
 STOPS = {
@@ -73,7 +90,8 @@ STOPS = {
     "ppo killed": [
         ("save", "checkpoints.save_checkpoint:1:SIGTERM", 2),
         ("update", "utils.Optimizer.step:3:SIGKILL", 2),
-        ("save", "transformers.PreTrainedModel.save_pretrained:2:SIGKILL", 2),  # the critic, after the policy
+        # the critic, after the policy
+        ("save", "transformers.PreTrainedModel.save_pretrained:2:SIGKILL", 2),
     ],
     "reward_model": [
         ("evaluation", "reward_model.score_pairs:2:SIGTERM", 2),
@@ -92,7 +110,9 @@ MOVES = {  # metrics of the straight runs that differ from step to step, else eq
 def straight(base) -> dict[str, dict]:
     """Four steps of each script in one go."""
     runs = {script: {**base[script], "run_name": f"straight {script}"} for script in SCRIPTS}
-    started = [helpers.Running(runs[script], script=script, environment=ONE_CHECKER) for script in SCRIPTS]
+    started = [
+        helpers.Running(runs[script], script=script, environment=ONE_CHECKER) for script in SCRIPTS
+    ]
     assert [each.wait().code for each in started] == [0, 0, 0], [each.err for each in started]
     for script, names in MOVES.items():
         rows = metrics_of(runs[script])[1:]
@@ -102,36 +122,48 @@ def straight(base) -> dict[str, dict]:
 
 @pytest.mark.parametrize("name", STOPS)
 def test_a_stopped_run_goes_on_without_a_trace(straight, tmp_path, name):
-    script, save_every = name.split()[0], 2 if "killed" in name else 0
+    script = name.split()[0]
+    save_every = 2 if "killed" in name else 0
     options = {"script": script, "environment": ONE_CHECKER}
     stop_again_and_again(straight[script], tmp_path, STOPS[name], save_every, **options)
 
 
-# ---- rewards that fail ----------------------------------------------------------------------------------------------
+# ---- rewards that fail ---------------------------------------------------------------------------
 
 
-# 2 in the trial call, 3 greedy and 6 sampled in an evaluation at steps 0 and 2, 8 a step, and 2 greedy with remax
-@pytest.mark.parametrize("script, response", [("rloo", 48), ("ppo", 36)])  # step 3's greedy one; its first sampled one
+# 2 in the trial call, 3 greedy and 6 sampled in an evaluation at steps 0 and 2, 8 a step, and 2
+# greedy with remax
+# step 3's greedy one; its first sampled one
+@pytest.mark.parametrize("script, response", [("rloo", 48), ("ppo", 36)])
 def test_a_step_without_scores_stops(base, straight, tmp_path, script, response):
-    """With step 2 saved, from which the run goes on, once the reward works again, as if nothing had been."""
+    """With step 2 saved, from which the run goes on, once the reward works again, as if nothing had
+    been.
+    """
     values = {**straight[script], "output_dir": str(tmp_path), "save_every": 0}
     options = {"script": script, "environment": ONE_CHECKER}
     fails = helpers.Path(base[script]["reward"].replace(":score", ".fails"))
     fails.write_text(str(response))
     (line,) = helpers.run(values, 2, **options).errors
-    assert all(word in line for word in ("--reward", "step 3", base[script]["reward"], "the judge is away")), line
+    assert all(
+        word in line for word in ("--reward", "step 3", base[script]["reward"], "the judge is away")
+    ), line
     fails.unlink()
     assert steps_of(values) == ["step_2"]
     assert "after step 2" in helpers.run({**values, "resume": True}, **options).out
     assert metrics_of(values) == metrics_of(straight[script])
 
 
-# ---- gradients that are not finite ----------------------------------------------------------------------------------
+# ---- gradients that are not finite ---------------------------------------------------------------
 
 
 ONE_UPDATE = {  # a step, of two
     "ppo": dict(
-        total_episodes=16, mini_batch_size=8, num_epochs=1, critic_warmup_steps=0, ptx_coef=0.0, ptx_dataset=""
+        total_episodes=16,
+        mini_batch_size=8,
+        num_epochs=1,
+        critic_warmup_steps=0,
+        ptx_coef=0.0,
+        ptx_dataset="",
     ),
     "reward_model": dict(batch_size=12),
 }
@@ -139,13 +171,20 @@ ONE_UPDATE = {  # a step, of two
 
 @pytest.mark.parametrize("script, spoilt", [("ppo", ""), ("ppo", "critic_"), ("reward_model", "")])
 def test_a_gradient_that_is_not_finite_is_skipped(base, tmp_path, monkeypatch, script, spoilt):
-    """In the first of two steps; in ppo the other model's update is taken. (grpo, rloo: faults/test_numbers.py)"""
+    """In the first of two steps; in ppo the other model's update is taken. (grpo, rloo:
+    faults/test_numbers.py)
+    """
     backward = utils.Optimizer.backward
-    factor = lambda optimizer: math.inf if optimizer.prefix == spoilt and not optimizer.updates else 1.0
-    monkeypatch.setattr(utils.Optimizer, "backward", lambda self, loss: backward(self, loss * factor(self)))
+    factor = lambda optimizer: (
+        math.inf if optimizer.prefix == spoilt and not optimizer.updates else 1.0
+    )
+    monkeypatch.setattr(
+        utils.Optimizer, "backward", lambda self, loss: backward(self, loss * factor(self))
+    )
     values = variant(base[script], tmp_path, save_every=1, eval_every=0, **ONE_UPDATE[script])
     run_here(values, script)
-    rows, begin = metrics_of(values), weights_of(values["model"])
+    rows = metrics_of(values)
+    begin = weights_of(values["model"])
     if script == "ppo":
         begin["score.weight"] = torch.zeros(1, 32)  # the critic's head
     for prefix in ("", "critic_") if script == "ppo" else ("",):
@@ -160,11 +199,13 @@ def test_a_gradient_that_is_not_finite_is_skipped(base, tmp_path, monkeypatch, s
 
 @pytest.mark.parametrize("script", ["ppo", "reward_model"])
 def test_gradient_checkpointing(base, tmp_path, monkeypatch, script):
-    """Every layer that is trained runs twice, in ppo those of the critic too. (Same numbers: test_invariance.py.)
+    """Every layer that is trained runs twice, in ppo those of the critic too. (Same numbers:
+    test_invariance.py.)
 
     Besides, the two layers of policy and reference are tried once at the start.
     """
-    layer, trained = transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer, {False: [], True: []}
+    layer = transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer
+    trained = {False: [], True: []}
     forward = layer.forward
     for recompute, calls in trained.items():
 
@@ -179,7 +220,7 @@ def test_gradient_checkpointing(base, tmp_path, monkeypatch, script):
     assert len(trained[True]) - tried == 2 * (len(trained[False]) - tried) > 0
 
 
-# ---- what a run leaves ----------------------------------------------------------------------------------------------
+# ---- what a run leaves ---------------------------------------------------------------------------
 
 MODELS = [
     ("rloo", "final", transformers.AutoModelForCausalLM),
@@ -190,8 +231,12 @@ MODELS = [
 
 @pytest.mark.parametrize("script, name, auto", MODELS)
 def test_models_that_a_run_leaves(straight, script, name, auto):
-    """Each loads whole. (Metrics and samples: test_golden.py; reward_model.py's model: test_reward_model.py.)"""
+    """Each loads whole. (Metrics and samples: test_golden.py; reward_model.py's model:
+    test_reward_model.py.)
+    """
     folder = folder_of(straight[script])
     _, report = auto.from_pretrained(folder / name, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"] and all_finite(folder / name)
+    assert (
+        not report["missing_keys"] and not report["unexpected_keys"] and all_finite(folder / name)
+    )
     assert steps_of(straight[script]) == ["step_2", "step_4"]

@@ -1,5 +1,7 @@
-"""Sharding changes memory, never a result (tests/test_invariance.py has the same numbers over all cuts): ranks without
-work, runs resumed over other numbers of ranks; and the number formats of --precision."""
+"""Sharding changes memory, never a result (tests/test_invariance.py has the same numbers over all
+cuts): ranks without work, runs resumed over other numbers of ranks; and the number formats of
+--precision.
+"""
 
 import shutil
 from types import SimpleNamespace
@@ -8,7 +10,16 @@ import helpers
 import pytest
 import torch
 import transformers
-from helpers import folder_of, metrics_of, read_lines, run, run_ranks, scalar_folder, steps_of, weights_of
+from helpers import (
+    folder_of,
+    metrics_of,
+    read_lines,
+    run,
+    run_ranks,
+    scalar_folder,
+    steps_of,
+    weights_of,
+)
 from test_families import family_folder
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,18 +36,29 @@ CPU = torch.device("cpu")
 
 
 def exact_runs(folder) -> dict[str, dict]:
-    """Flags of three steps of each script, with all that is sharded: policy, reference, critic, reward model."""
-    common = {**helpers.workspace(folder), "total_episodes": 24, "eval_every": 3, "save_every": 3, "eval_prompts": 2}
+    """Flags of three steps of each script, with all that is sharded: policy, reference, critic,
+    reward model.
+    """
+    common = {
+        **helpers.workspace(folder),
+        "total_episodes": 24,
+        "eval_every": 3,
+        "save_every": 3,
+        "eval_prompts": 2,
+    }
     common["model"] = helpers.tiny_model(folder / "neox", "gpt_neox")
     judge = scalar_folder(common["model"], folder / "judge")
     exact = dict(precision="float64", learning_rate=1e-3)
-    kept = ("model", "system_prompt", "output_dir", "eval_every", "save_every", "micro_batch_tokens")
+    kept = "model system_prompt output_dir eval_every save_every micro_batch_tokens".split()
     pairs = write_pairs(folder / "pairs.jsonl", helpers.ROWS, 18)
     held_out = write_pairs(folder / "held_out_pairs.jsonl", helpers.HELD_OUT, 3)
     of_pairs = {"dataset": pairs, "eval_dataset": held_out, "batch_size": 6}
     no_part = ("group_size", "non_stop_penalty", "kl_coef", "total_episodes")
     of_distill = {name: x for name, x in common.items() if name not in no_part}
-    of_teacher = {"teacher": helpers.tiny_model(folder / "teacher", "llama", hidden_size=48), "rollout_batch_size": 8}
+    of_teacher = {
+        "teacher": helpers.tiny_model(folder / "teacher", "llama", hidden_size=48),
+        "rollout_batch_size": 8,
+    }
     of_teacher["passes"] = 24 / len(helpers.ROWS)
     rewards = {"reward": (common["reward"], judge), "reward_weights": (1.0, 0.1)}
     return {
@@ -62,8 +84,12 @@ def whole(base) -> dict[str, dict]:
     return runs
 
 
-def sharded(values: dict, ranks: int, script: str, codes: tuple = (), **options) -> list[helpers.Running]:
-    return run_ranks({**values, "shard": "fsdp"}, ranks, codes or (0,) * ranks, script=script, **options)
+def sharded(
+    values: dict, ranks: int, script: str, codes: tuple = (), **options
+) -> list[helpers.Running]:
+    return run_ranks(
+        {**values, "shard": "fsdp"}, ranks, codes or (0,) * ranks, script=script, **options
+    )
 
 
 def compare(values: dict, reference: dict, *parts: str) -> None:
@@ -71,7 +97,7 @@ def compare(values: dict, reference: dict, *parts: str) -> None:
     assert worst < 1e-9, where
 
 
-# ---- more ranks than work --------------------------------------------------------------------------------------------
+# ---- more ranks than work ------------------------------------------------------------------------
 
 
 class NoCollectives(TorchDispatchMode):
@@ -81,20 +107,26 @@ class NoCollectives(TorchDispatchMode):
 
 
 def watched() -> None:
-    """Make a run end with an error where a decode loop waits for another rank, or a rank has all of the policy."""
-    generate, wrap = grpo.generate, Sharding.wrap
+    """Make a run end with an error where a decode loop waits for another rank, or a rank has all of
+    the policy.
+    """
+    generate = grpo.generate
+    wrap = Sharding.wrap
 
     def generate_alone(*args):
         with NoCollectives():
             return generate(*args)
 
     def wrap_sharded(sharding: Sharding, policy: torch.nn.Module):
-        assert {x.device.type for x in policy.parameters()} == {"cpu" if sharding.world.main else "meta"}
+        assert {x.device.type for x in policy.parameters()} == {
+            "cpu" if sharding.world.main else "meta"
+        }
         policy = wrap(sharding, policy)
         assert all(x.to_local().numel() < x.numel() for x in policy.parameters() if x.ndim == 2)
         return policy
 
-    grpo.generate, Sharding.wrap = generate_alone, wrap_sharded
+    grpo.generate = generate_alone
+    Sharding.wrap = wrap_sharded
 
 
 FEW = dict(eval_prompts=1, eval_samples=1, rollout_batch_size=1, num_epochs=1)
@@ -105,9 +137,13 @@ FEW_OF = {  # less of everything than four ranks; in ppo a single response is al
 }
 
 
-@pytest.mark.parametrize("script, shard", [("grpo", "fsdp"), ("ppo", "none"), ("reward_model", "none")])
+@pytest.mark.parametrize(
+    "script, shard", [("grpo", "fsdp"), ("ppo", "none"), ("reward_model", "none")]
+)
 def test_more_ranks_than_work(base, tmp_path, script, shard):
-    """Ranks with no prompt to generate for, no sequence to score and no row to train on keep nobody waiting."""
+    """Ranks with no prompt to generate for, no sequence to score and no row to train on keep nobody
+    waiting.
+    """
     one = {**base[script], **FEW_OF[script], "output_dir": str(tmp_path), "run_name": "one"}
     four = {**one, "run_name": "four", "shard": shard}
     run(one, script=script)
@@ -116,9 +152,10 @@ def test_more_ranks_than_work(base, tmp_path, script, shard):
     compare(four, one, "checkpoints/step_3", "final")
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
-# Where one of two sharded ranks is told to stop: within a rollout, in ppo and for the reward model at its end.
+# Where one of two sharded ranks is told to stop: within a rollout, in ppo and for the reward model
+# at its end.
 STOPS = {
     "grpo": "utils.Optimizer.step>torch.searchsorted:3",
     "rloo": "rloo.generate:6",
@@ -129,13 +166,20 @@ STOPS = {
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_other_numbers_of_ranks_go_on(base, whole, tmp_path, script):
-    """Two sharded ranks are stopped by SIGTERM to one of them, one whole rank goes on, then two sharded ones again, or
-    four of ppo, which has all that can be saved."""
-    values = {**base[script], "output_dir": str(tmp_path), "run_name": f"{script} resumed", "save_every": 0}
+    """Two sharded ranks are stopped by SIGTERM to one of them, one whole rank goes on, then two
+    sharded ones again, or four of ppo, which has all that can be saved.
+    """
+    values = {
+        **base[script],
+        "output_dir": str(tmp_path),
+        "run_name": f"{script} resumed",
+        "save_every": 0,
+    }
     ranks = sharded(values, 2, script, (75, 75), places={1: f"{STOPS[script]}:SIGTERM"})
     assert "Traceback" not in ranks[0].err + ranks[1].err and steps_of(values) == ["step_1"]
     saved = folder_of(values) / "checkpoints" / "step_1"
-    assert (saved / ("critic" if script == "ppo" else ".") / "optimizer").is_dir()  # ppo's policy does not train yet
+    # ppo's policy does not train yet
+    assert (saved / ("critic" if script == "ppo" else ".") / "optimizer").is_dir()
     values["resume"] = True
     run(values, 75, script=script, place="utils.Optimizer.step:1:SIGTERM")
     assert steps_of(values) == ["step_1", "step_2"]
@@ -147,77 +191,133 @@ def test_other_numbers_of_ranks_go_on(base, whole, tmp_path, script):
 
 
 def test_what_is_saved_loads_as_it_is(base, tmp_path):
-    """Tied embeddings stay tied, and final/ has the number format of the model that the run began with."""
+    """Tied embeddings stay tied, and final/ has the number format of the model that the run began
+    with.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         helpers.tiny_model(tmp_path / "qwen2", tie_word_embeddings=True)
     )
     model.to(torch.bfloat16).save_pretrained(tmp_path / "bf16")
-    transformers.AutoTokenizer.from_pretrained(tmp_path / "qwen2").save_pretrained(tmp_path / "bf16")
-    values = {**base["rloo"], "model": str(tmp_path / "bf16"), "output_dir": str(tmp_path), "run_name": "saved"}
-    sharded(values | {"total_episodes": 8, "save_every": 1, "eval_every": 0, "ref_refresh_every": 0}, 2, "rloo")
+    transformers.AutoTokenizer.from_pretrained(tmp_path / "qwen2").save_pretrained(
+        tmp_path / "bf16"
+    )
+    values = {
+        **base["rloo"],
+        "model": str(tmp_path / "bf16"),
+        "output_dir": str(tmp_path),
+        "run_name": "saved",
+    }
+    sharded(
+        values | {"total_episodes": 8, "save_every": 1, "eval_every": 0, "ref_refresh_every": 0},
+        2,
+        "rloo",
+    )
     for name, dtype in (("checkpoints/step_1", torch.float64), ("final", torch.bfloat16)):
         weights = weights_of(folder_of(values) / name)
         assert {x.dtype for x in weights.values()} == {dtype} and "lm_head.weight" not in weights
         loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder_of(values) / name, output_loading_info=True
         )
-        assert not report["missing_keys"] and not report["unexpected_keys"] and loaded.dtype == dtype
+        assert (
+            not report["missing_keys"] and not report["unexpected_keys"] and loaded.dtype == dtype
+        )
 
 
 def test_files_that_rank_0_cannot_read(base, tmp_path):
-    """It alone reads them; the other ranks end as it does, and not by an exception over a broken connection."""
+    """It alone reads them; the other ranks end as it does, and not by an exception over a broken
+    connection.
+    """
     broken = shutil.copytree(base["rloo"]["model"], tmp_path / "broken") / "model.safetensors"
     broken.write_bytes(broken.read_bytes()[:5000])
-    values = {**base["rloo"], "ref_model": str(broken.parent), "output_dir": str(tmp_path), "run_name": "none"}
+    values = {
+        **base["rloo"],
+        "ref_model": str(broken.parent),
+        "output_dir": str(tmp_path),
+        "run_name": "none",
+    }
     ranks = sharded(values, 3, "rloo", (2, 2, 2))
     assert [len(rank.err.splitlines()) for rank in ranks] == [1, 1, 1]
     assert ranks[0].errors[0].startswith(f"error: --ref_model {broken.parent}: ")
     for number in (1, 2):
-        assert f"rank {number} of 3, in the phase 'load': another rank has ended" in ranks[number].errors[0]
+        assert (
+            f"rank {number} of 3, in the phase 'load': another rank has ended"
+            in ranks[number].errors[0]
+        )
 
 
 def test_tensors_with_formats_of_their_own(base, tmp_path):
-    """transformers keeps the bias of DeepSeek's router in float32, which only the rank that reads the files knows."""
+    """transformers keeps the bias of DeepSeek's router in float32, which only the rank that reads
+    the files knows.
+    """
     values = {**base["rloo"], "model": family_folder("deepseek_v3", tmp_path / "model")}
-    values |= {"output_dir": str(tmp_path), "run_name": "run", "precision": "pure_bf16", "total_episodes": 8}
+    values |= {
+        "output_dir": str(tmp_path),
+        "run_name": "run",
+        "precision": "pure_bf16",
+        "total_episodes": 8,
+    }
     sharded({**values, "save_every": 1, "eval_every": 0}, 2, "rloo")
-    kinds = {name: tensor.dtype for name, tensor in weights_of(folder_of(values) / "checkpoints" / "step_1").items()}
+    kinds = {
+        name: tensor.dtype
+        for name, tensor in weights_of(folder_of(values) / "checkpoints" / "step_1").items()
+    }
     assert [name for name, kind in kinds.items() if kind == torch.float32] == [
         "model.layers.1.mlp.gate.e_score_correction_bias"
     ]
 
 
-# ---- number formats --------------------------------------------------------------------------------------------------
+# ---- number formats ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision, model", [("bf16", "qwen2"), ("fp16", "gpt_neox"), ("pure_bf16", "qwen2")])
+@pytest.mark.parametrize(
+    "precision, model", [("bf16", "qwen2"), ("fp16", "gpt_neox"), ("pure_bf16", "qwen2")]
+)
 def test_half_precision_with_and_without_sharding(base, tmp_path, precision, model):
-    """The same first gradient but for rounding; weights are kept in the format that was asked for."""
+    """The same first gradient but for rounding; weights are kept in the format that was asked
+    for.
+    """
     changes = {"precision": precision, "output_dir": str(tmp_path), "save_every": 1}
-    changes |= {"model": helpers.tiny_model(tmp_path / model, model), "learning_rate": 1e-2, "eval_every": 1}
+    changes |= {
+        "model": helpers.tiny_model(tmp_path / model, model),
+        "learning_rate": 1e-2,
+        "eval_every": 1,
+    }
     values = {**base["reward_model"], **changes, "batch_size": 18, "lr_schedule": "constant"}
     runs = [{**values, "run_name": name} for name in ("none", "fsdp")]
     run(runs[0], script="reward_model")
     (first, _) = sharded(runs[1], 2, "reward_model")
     assert ("--precision pure_bf16" in first.err) == (precision == "pure_bf16")
-    (none, fsdp), kind = (metrics_of(each)[1] for each in runs), {"pure_bf16": torch.bfloat16}
+    (none, fsdp) = (metrics_of(each)[1] for each in runs)
+    kind = {"pure_bf16": torch.bfloat16}
     assert fsdp["train/loss"] == pytest.approx(none["train/loss"], rel=2e-2)
     assert fsdp["loss/grad_norm"] == pytest.approx(none["loss/grad_norm"], rel=5e-2)
     assert none["val/skipped_updates"] == fsdp["val/skipped_updates"] == 0
-    assert none.get("val/loss_scale") == fsdp.get("val/loss_scale") == (2.0**16 if precision == "fp16" else None)
+    assert (
+        none.get("val/loss_scale")
+        == fsdp.get("val/loss_scale")
+        == (2.0**16 if precision == "fp16" else None)
+    )
     for each in runs:
         weights = weights_of(folder_of(each) / "checkpoints" / "step_1")
         assert {x.dtype for x in weights.values()} == {kind.get(precision, torch.float32)}
-        state = torch.load(folder_of(each) / "checkpoints" / "step_1" / "trainer_state.pt", weights_only=True)
-        assert state["optimizers"][""].get("loss_scale") == (2.0**16 if precision == "fp16" else None)
+        state = torch.load(
+            folder_of(each) / "checkpoints" / "step_1" / "trainer_state.pt", weights_only=True
+        )
+        assert state["optimizers"][""].get("loss_scale") == (
+            2.0**16 if precision == "fp16" else None
+        )
 
 
 def test_the_scale_of_the_loss():
-    """Halved by a gradient that is not finite, which does not count as a skipped update; doubled after 2000 that are;
-    the gradient that trains is the unscaled one; scale and counter are part of the state."""
+    """Halved by a gradient that is not finite, which does not count as a skipped update; doubled
+    after 2000 that are; the gradient that trains is the unscaled one; scale and counter are part of
+    the state.
+    """
     args = grpo.Args(precision="fp16", max_grad_norm=1e9, learning_rate=0.1)
 
-    def updated(optimizer: utils.Optimizer, *gradients: list[float], times: int = 1) -> utils.Optimizer:
+    def updated(
+        optimizer: utils.Optimizer, *gradients: list[float], times: int = 1
+    ) -> utils.Optimizer:
         for gradient in gradients * times:
             optimizer.parameters[0].grad = torch.tensor([gradient]) * optimizer.loss_scale
             optimizer.step()
@@ -228,7 +328,11 @@ def test_the_scale_of_the_loss():
     assert scaled.norms == [5.0] * 3 and scaled.loss_scale == 2.0**16
     before = scaled.parameters[0].detach().clone()
     updated(scaled, [torch.inf, 1.0], times=16)
-    assert scaled.loss_scale == 1 and torch.equal(before, scaled.parameters[0]) and scaled.skipped_in_a_row == 0
+    assert (
+        scaled.loss_scale == 1
+        and torch.equal(before, scaled.parameters[0])
+        and scaled.skipped_in_a_row == 0
+    )
     again = new()
     again.load_state_dict(scaled.state_dict())
     assert (again.loss_scale, again.updates) == (1.0, 19)
@@ -237,38 +341,49 @@ def test_the_scale_of_the_loss():
     assert again.loss_scale == 1.0 and again.skipped_in_a_row == 2
 
 
-# ---- --shard auto ----------------------------------------------------------------------------------------------------
+# ---- --shard auto --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "share, cache, on", [(0.59, 0.1, False), (0.61, 0.1, True), (0.5, 0.4, True), (0.5, 0.3, False)]
 )
 def test_auto_on_gpus(base, monkeypatch, capsys, share, cache, on):
-    """Sharded if the models take over 60 % of a GPU's memory, or over 90 % with vLLM; the GPUs are made up."""
+    """Sharded if the models take over 60 % of a GPU's memory, or over 90 % with vLLM; the GPUs are
+    made up.
+    """
     args = grpo.Args(model=base["grpo"]["model"])
     size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(args.model))
     total = int(20 * size / share)
     args.kv_cache_gb = cache * total / 1e9
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total)
+    )
     monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
     world = utils.World(0, 8, torch.device("cuda", 0))
     sharding = Sharding(args, world, loading.precision("bf16", world.device))
     (line,) = capsys.readouterr().out.splitlines()
-    assert sharding.on == on and line.startswith(f"sharding: {'fsdp over 8 ranks' if on else 'none'} (unsharded, ")
+    assert sharding.on == on and line.startswith(
+        f"sharding: {'fsdp over 8 ranks' if on else 'none'} (unsharded, "
+    )
     assert sharding.load_device == (CPU if on else world.device)
 
 
 def test_unsharded_bytes(base):
-    """A parameter: 16 that trains, in PPO's critic too, 4 of the reference, 2 of an adapter's base, reward model or
-    teacher in bf16; vLLM's weights and a quarter of the GPU for its cache."""
+    """A parameter: 16 that trains, in PPO's critic too, 4 of the reference, 2 of an adapter's base,
+    reward model or teacher in bf16; vLLM's weights and a quarter of the GPU for its cache.
+    """
     model = base["grpo"]["model"]
     size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(model))
     bf16, exact = (loading.precision(name, CPU) for name in ("bf16", "float32"))
     count = lambda args, precision=bf16, rewards=(): unsharded_bytes(args, precision, rewards, 4000)
     assert count(grpo.Args(model=model)) == (20 * size, 2 * size, 1000)
-    assert count(grpo.Args(model=model, kl_coef=0.0, rollout_backend="hf"), exact) == (16 * size, 0, 0)
+    assert count(grpo.Args(model=model, kl_coef=0.0, rollout_backend="hf"), exact) == (
+        16 * size,
+        0,
+        0,
+    )
     assert count(ppo.Args(model=model), rewards=[model])[0] == (2 * 16 + 4 + 2) * size
     assert count(grpo.Args(model=model, lora_rank=8))[0] == 2 * size
     assert count(distill.Args(model=model, teacher=model))[0] == (16 + 2) * size

@@ -1,6 +1,7 @@
 """The size of the project stays within its limits; `python tests/test_size.py` prints the table.
 
-What counts in Python is tokens, without comments, docstrings and line ends: a limit on lines makes lines dense.
+What counts in Python is tokens, without comments, docstrings and line ends: a limit on lines makes
+lines dense.
 """
 
 import dataclasses
@@ -15,7 +16,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 
-SCRIPTS = {"grpo": 5_700, "rloo": 5_600, "ppo": 7_400, "distill": 4_000, "reward_model": 2_900, "utils": 3_300}
+SCRIPTS = {
+    "grpo": 5_700,
+    "rloo": 5_600,
+    "ppo": 7_400,
+    "distill": 4_000,
+    "reward_model": 2_900,
+    "utils": 3_300,
+}
 NOT_COUNTED = (
     tokenize.ENCODING,
     tokenize.COMMENT,
@@ -50,9 +58,13 @@ def tokens(*patterns: str) -> int:
 
 @functools.cache
 def modules() -> tuple[list[str], list[str]]:
-    """Return which of our modules `import grpo` loads, and all that the scripts do, in a process of their own."""
+    """Return which of our modules `import grpo` loads, and all that the scripts do, in a process of
+    their own.
+    """
     code = "import sys, grpo; print(*sys.modules); import distill, ppo, reward_model, rloo; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     of_grpo, of_all = map(str.split, done.stdout.splitlines())
     return [name for name in of_grpo if (ROOT / f"{name.replace('.', '/')}.py").is_file()], of_all
 
@@ -74,9 +86,15 @@ def table() -> dict[str, tuple[int, int]]:
         "Python outside tests, tokens": (tokens(*everything), 82_000),
         "plumbing/, tokens": (tokens("plumbing/**/*.py"), 45_500),
         "plumbing/, files": (len(plumbing), 40),
-        "plumbing/, files outside of its folders": (sum(path.parent.name == "plumbing" for path in plumbing), 3),
+        "plumbing/, files outside of its folders": (
+            sum(path.parent.name == "plumbing" for path in plumbing),
+            3,
+        ),
         "tests/, tokens": (tokens("tests/**/*.py"), 128_000),
-        "web files of the report, lines": (lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))), 500),
+        "web files of the report, lines": (
+            lines(*(f"assets/report/*.{end}" for end in ("js", "css", "html"))),
+            500,
+        ),
         "docs/, lines": (lines("docs/*.md"), 1_100),
         "README.md, lines": (lines("README.md"), 150),
         "flags of grpo.py": (len(dataclasses.fields(Args)), 90),
@@ -95,8 +113,16 @@ def test_sizes():
 def test_importing_a_script_loads_nothing_that_a_flag_asks_for():
     """What takes seconds, or is not installed everywhere."""
     of_all = set(modules()[1])
-    assert not {"vllm", "wandb", "matplotlib", "peft", "datasets", "reasoning_gym", "pandas"} & of_all
-    optional = {"rollout.vllm_engine", "rollout.vllm_servers", "rewards.sandbox", "run.hub", "turns.conversations"}
+    assert (
+        not {"vllm", "wandb", "matplotlib", "peft", "datasets", "reasoning_gym", "pandas"} & of_all
+    )
+    optional = {
+        "rollout.vllm_engine",
+        "rollout.vllm_servers",
+        "rewards.sandbox",
+        "run.hub",
+        "turns.conversations",
+    }
     assert not {f"plumbing.{module}" for module in optional} & of_all
 
 

@@ -1,4 +1,6 @@
-"""Processes of tools and environments: what they answer, what fails in them, and that nothing is left of them."""
+"""Processes of tools and environments: what they answer, what fails in them, and that nothing is
+left of them.
+"""
 
 import asyncio
 import math
@@ -117,27 +119,41 @@ class Needs(OnlyReset):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The files of tools and environments: a function (tools, environment) -> the arguments of ToolProcesses."""
+    """The files of tools and environments: a function (tools, environment) -> the arguments of
+    ToolProcesses.
+    """
     folder = tmp_path_factory.mktemp("tools")
-    for name, text in {"tools": TOOLS, "game": GAME, "broken": "\n1 / 0", "ends": "import os; os._exit(0)"}.items():
+    for name, text in {
+        "tools": TOOLS,
+        "game": GAME,
+        "broken": "\n1 / 0",
+        "ends": "import os; os._exit(0)",
+    }.items():
         (folder / f"{name}.py").write_text(text)
     path = lambda name: f"{folder}/{name}"
-    return lambda tools, environment="": (tuple(map(path, tools)), environment and path(environment))
+    return lambda tools, environment="": (
+        tuple(map(path, tools)),
+        environment and path(environment),
+    )
 
 
 @pytest.fixture(scope="module")
 def processes(files):
-    return ToolProcesses(*files(("tools.py:add", "tools.py:run", "tools.py:later"), "game.py:Game"), 60.0)
+    return ToolProcesses(
+        *files(("tools.py:add", "tools.py:run", "tools.py:later"), "game.py:Game"), 60.0
+    )
 
 
 def converse(processes: ToolProcesses, *calls, row={"secret": 5}, seed=1) -> list:  # noqa: B006
-    """Return the results of calls (method, arguments...) of one conversation after a reset, or the errors' texts.
+    """Return the results of calls (method, arguments...) of one conversation after a reset, or the
+    errors' texts.
 
     The call ("limit", seconds) sets the time limit of those that follow.
     """
 
     async def run():
-        process, results = ToolProcess(processes, seed), []
+        process = ToolProcess(processes, seed)
+        results = []
         try:
             if processes.environment:
                 results.append(await process.ask("reset", row))
@@ -180,15 +196,28 @@ def is_running(process: int) -> bool:
 
 def test_a_conversation_with_tools_and_an_environment(processes):
     calls = [
-        ("step", "3"), ("call", "add", {"a": 1, "b": 2.5}), ("call", "later", {"text": "\ud83d"}),
-        ("call", "peek", {"what": "self.rounds"}), run("sys.stdin.readline()"), ("call", "mul", {}),
-        ("call", "add", {}), ("step", "5"),
-    ]  # fmt: skip
+        ("step", "3"),
+        ("call", "add", {"a": 1, "b": 2.5}),
+        ("call", "later", {"text": "\ud83d"}),
+        ("call", "peek", {"what": "self.rounds"}),
+        run("sys.stdin.readline()"),
+        ("call", "mul", {}),
+        ("call", "add", {}),
+        ("step", "5"),
+    ]
     expected = [" go", ["higher", 0.5, False], "3.5", "?", "1", ""]
     expected += ["error: LookupError: there is no tool 'mul', there are add, run, later, peek"]
-    expected += ["error: TypeError: add() missing 1 required positional argument: 'a'", ["lower", 0.5, True]]
+    expected += [
+        "error: TypeError: add() missing 1 required positional argument: 'a'",
+        ["lower", 0.5, True],
+    ]
     assert converse(processes, *calls) == expected and processes.has_step
-    assert [schema["function"]["name"] for schema in processes.schemas] == ["add", "run", "later", "peek"]
+    assert [schema["function"]["name"] for schema in processes.schemas] == [
+        "add",
+        "run",
+        "later",
+        "peek",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -202,13 +231,22 @@ def test_a_conversation_with_tools_and_an_environment(processes):
         ("1 / 0", "error: ZeroDivisionError: division by zero"),
         ("sys.exit(3)", "error: SystemExit: 3"),
         ("'child' if os.fork() == 0 else time.sleep(0.5) or 'parent'", "parent"),
-        ("(_ for _ in ()).throw(type('Mute', (Exception,), {'__str__': None}))", "error: Mute: <exception str"),
+        (
+            "(_ for _ in ()).throw(type('Mute', (Exception,), {'__str__': None}))",
+            "error: Mute: <exception str",
+        ),
         ("time.sleep(60)", "error: TimeoutError: no answer within --timeout"),
     ],
 )
 def test_what_a_tool_returns(processes, code, result):
     # Whatever it is, the next call is answered, and so is the environment.
-    calls = [("limit", 2.0), run(code), ("limit", 60.0), run("calls.append(1) or len(calls)"), ("step", "9")]
+    calls = [
+        ("limit", 2.0),
+        run(code),
+        ("limit", 60.0),
+        run("calls.append(1) or len(calls)"),
+        ("step", "9"),
+    ]
     ended, after, played = converse(processes, *calls)[1:]
     assert ended.startswith(result) and len(ended) <= max(len(result), 120)
     assert (after, played) == ("1", ["lower", 0.5, False])
@@ -224,9 +262,20 @@ GONE |= dict.fromkeys(BROKEN, f"run {ENDED}")
 
 @pytest.mark.parametrize("code", GONE)
 def test_what_ends_its_process(processes, files, tmp_path, code):
-    """The next call of a tool has a new process, an environment is gone; nothing is left of what a tool has started."""
-    begin = run(f"open('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid)) and None")
-    calls = [begin, run("calls.append(1)"), ("limit", 1.0), run(code), ("limit", 60.0), run("calls")]
+    """The next call of a tool has a new process, an environment is gone; nothing is left of what a
+    tool has started.
+    """
+    begin = run(
+        f"open('{tmp_path}/pid', 'w').write(str(subprocess.Popen(['sleep', '60']).pid)) and None"
+    )
+    calls = [
+        begin,
+        run("calls.append(1)"),
+        ("limit", 1.0),
+        run(code),
+        ("limit", 60.0),
+        run("calls"),
+    ]
     assert converse(processes, *calls) == [" go", "", "", f"failure: {GONE[code]}"]
     wait_until(lambda: not is_running(int((tmp_path / "pid").read_text())))
     tools = ToolProcesses(*files(("tools.py:run",)), 60.0)
@@ -250,14 +299,20 @@ ORDER = r"failure: step: TypeError.*: .* is not \(text or None, number, bool\)"
         ({}, "(np.arange(2), 1, False)", [" go", ["[0, 1]", 1.0, False]]),
         ({}, "('x', False, 1.0)", [" go", ORDER]),
         ({"reset": "3"}, "", ["3"]),
-        ({"secret": None, "x": 1}, "1 / 0", [" go", r"failure: step: ZeroDivisionError \(.*game.py:15\): division.*"]),
+        (
+            {"secret": None, "x": 1},
+            "1 / 0",
+            [" go", r"failure: step: ZeroDivisionError \(.*game.py:15\): division.*"],
+        ),
         ({}, "os._exit(1)", [" go", "failure: step ended its process, or.*"]),
     ],
 )
 def test_what_an_environment_returns(processes, row, step, expected):
     *before, last = converse(processes, *[("step", step)] * bool(step), row={"secret": 5, **row})
     assert before == expected[:-1]
-    assert re.fullmatch(expected[-1], last) if isinstance(expected[-1], str) else expected[-1] == last
+    assert (
+        re.fullmatch(expected[-1], last) if isinstance(expected[-1], str) else expected[-1] == last
+    )
 
 
 def test_tools_of_an_environment_that_fail(processes):
@@ -278,11 +333,16 @@ def test_random_numbers_are_the_rows(processes):
 def test_other_forms_of_environments(files):
     gym = ToolProcesses(*files((), "game.py:Gym"), 60.0)
     found = converse(gym, ("step", "ab"), ("step", "end"), row={"seed": 3})
-    assert found == ["start 3", ["ba", 1.0, False], ["dne", 1.0, True]] and gym.has_step and not gym.schemas
+    assert (
+        found == ["start 3", ["ba", 1.0, False], ["dne", 1.0, True]]
+        and gym.has_step
+        and not gym.schemas
+    )
 
     asynchronous = ToolProcesses(*files((), "game.py:Asynchronous"), 60.0)
     added, (observation, reward, done) = converse(asynchronous, ("step", "x"), row={})
-    assert added == "hello" and observation == "" and math.isnan(reward) and done  # one event loop for all calls
+    # one event loop for all calls
+    assert added == "hello" and observation == "" and math.isnan(reward) and done
 
 
 def test_many_at_once_and_nothing_is_left(processes):
@@ -293,7 +353,8 @@ def test_many_at_once_and_nothing_is_left(processes):
         try:
             await process.ask("reset", {"secret": 10 * number})
             found.append(process.process.pid)
-            assert process.process not in multiprocessing.process._children  # of which each start would ask
+            # of which each start would ask
+            assert process.process not in multiprocessing.process._children
             return await process.ask("step", "50"), await process.ask("call", "add", {"a": number})
         finally:
             process.kill()
@@ -302,7 +363,9 @@ def test_many_at_once_and_nothing_is_left(processes):
         return await asyncio.gather(*map(play, range(12)))
 
     results = asyncio.run(play_all())
-    assert results == [(["higher" if n > 5 else "lower", 0.5, n == 5], str(n + 1)) for n in range(12)]
+    assert results == [
+        (["higher" if n > 5 else "lower", 0.5, n == 5], str(n + 1)) for n in range(12)
+    ]
     assert len(set(found)) == 12
     wait_until(lambda: not any(map(is_running, found)))
 
@@ -324,11 +387,15 @@ if __name__ == "__main__":
 
 
 def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
-    """A trainer is a script that imports torch; its tools do not, and end with it, and all that they have started."""
+    """A trainer is a script that imports torch; its tools do not, and end with it, and all that
+    they have started.
+    """
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tool,), environment = files(("tools.py:run",), "game.py:Game")
     words = [sys.executable, tmp_path / "trainer.py", tool, environment]
-    trainer = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    trainer = subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
     found = list(map(int, re.findall(r"\d+", trainer.stdout.readline())))
     assert len(found) == 3 and all(map(is_running, found))
     trainer.kill()
@@ -339,7 +406,9 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
 def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
     """As where the process reads that the trainer is gone before its thread does."""
     tools = ToolProcess(processes, 1)
-    started = int(asyncio.run(tools.ask("call", "run", {"code": "subprocess.Popen(['sleep', '99']).pid"})))
+    started = int(
+        asyncio.run(tools.ask("call", "run", {"code": "subprocess.Popen(['sleep', '99']).pid"}))
+    )
     tools.connection.close()
     wait_until(lambda: not is_running(started))
 
@@ -347,17 +416,35 @@ def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
 @pytest.mark.parametrize(
     ("tools", "environment", "line"),
     [
-        (["tools.py:nothing"], "", "--tools .*tools.py:nothing: .*: .*tools.py' has no attribute 'nothing'"),
-        (["tools.py:no_hint"], "", "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint"),
+        (
+            ["tools.py:nothing"],
+            "",
+            "--tools .*tools.py:nothing: .*: .*tools.py' has no attribute 'nothing'",
+        ),
+        (
+            ["tools.py:no_hint"],
+            "",
+            "--tools .*no_hint: .*: Argument a is missing a type hint in .*no_hint",
+        ),
         (["tools.py:add"] * 2, "", "--tools, --environment: two of the tools .*"),
         (["broken.py:x"], "", r"--tools .*broken.py:2\): division by zero"),
         (["ends.py:x"], "", f"--tools .* {ENDED}"),
-        ([], "game.py:OnlyReset", "--environment .*: .*TypeError: requires a method reset, and a method step or tools"),
-        ([], "game.py:Needs", "--environment .*game.py:Needs: .*TypeError: .*missing 1 required .*argument: 'size'"),
+        (
+            [],
+            "game.py:OnlyReset",
+            "--environment .*: .*TypeError: requires a method reset, and a method step or tools",
+        ),
+        (
+            [],
+            "game.py:Needs",
+            "--environment .*game.py:Needs: .*TypeError: .*missing 1 required .*argument: 'size'",
+        ),
     ],
 )
 def test_what_is_wrong_with_tools_and_environments(files, capfd, tools, environment, line):
-    assert re.fullmatch(f"error: {line}", refused(capfd, ToolProcesses, *files(tools, environment), 2.0))
+    assert re.fullmatch(
+        f"error: {line}", refused(capfd, ToolProcesses, *files(tools, environment), 2.0)
+    )
 
 
 def test_python_tool():
@@ -376,7 +463,8 @@ def test_python_tool():
         process = ToolProcess(processes, 1)
         for code, printed in programs.items():
             assert await process.ask("call", "python", {"code": code}) == printed
-        number, process.timeout = process.process.pid, 1.0
+        number = process.process.pid
+        process.timeout = 1.0
         with pytest.raises(ToolError, match="TimeoutError: no answer within --timeout"):
             await process.ask("call", "python", {"code": "while True: pass"})
         process.kill()

@@ -38,11 +38,15 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
 
 
 def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch, capsys):
-    """trackio has the functions of wandb that are used; a resumed run goes on under its name or id."""
+    """trackio has the functions of wandb that are used; a resumed run goes on under its name or
+    id.
+    """
     calls = []
     for name in ("trackio", "wandb"):
         library = types.ModuleType(name)
-        library.init = lambda **options: calls.append(options) or types.SimpleNamespace(url="https://there/run")
+        library.init = lambda **options: (
+            calls.append(options) or types.SimpleNamespace(url="https://there/run")
+        )
         library.log = lambda row, step: calls.append((row, step))
         library.Table = lambda columns, data: (columns, data)
         library.Histogram = tuple
@@ -51,14 +55,28 @@ def test_a_library_gets_metrics_and_samples(tmp_path, monkeypatch, capsys):
     for name in ("trackio", "wandb"):
         calls.clear()
         run = logged(tmp_path, name)
-        assert capsys.readouterr().out.startswith("rows: 3 of 5 to 7 tokens, median 5\nheld-out samples: 1 of 3")
+        assert capsys.readouterr().out.startswith(
+            "rows: 3 of 5 to 7 tokens, median 5\nheld-out samples: 1 of 3"
+        )
         begin, *rest = calls
         assert begin["config"]["reward"] == ["http://judge:9/x", "math"]
-        assert begin["name"] == tmp_path.name and begin["resume"] == "allow" and begin["config"]["track"] == name
-        assert begin.get("id") == (None if name == "trackio" else "7") and run.url == "https://there/run"
+        assert (
+            begin["name"] == tmp_path.name
+            and begin["resume"] == "allow"
+            and begin["config"]["track"] == name
+        )
+        assert (
+            begin.get("id") == (None if name == "trackio" else "7")
+            and run.url == "https://there/run"
+        )
         samples = {"samples": (["prompt", "b.py:f"], [["1+1=", 1.0]])}
         lengths = [({"lengths/rows": (5, 5, 7)}, 1), ({"lengths/held-out samples": (3,)}, 2)]
-        assert rest == [*lengths, (samples, 2), ({"step": 2, "objective/scores": 0.5}, 2), "finished"]
+        assert rest == [
+            *lengths,
+            (samples, 2),
+            ({"step": 2, "objective/scores": 0.5}, 2),
+            "finished",
+        ]
 
 
 def test_a_library_that_is_missing(monkeypatch, capsys):
@@ -74,7 +92,7 @@ def test_a_login_that_is_missing(tmp_path, monkeypatch, capsys):
     assert refused(capsys, log.check_track, "wandb").startswith("error: --track wandb: ")
 
 
-# ---- the console -----------------------------------------------------------------------------------------------------
+# ---- the console ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -84,13 +102,18 @@ def test_a_bar_on_a_terminal_and_a_line_a_step_elsewhere(tmp_path, monkeypatch, 
     run.phase("rollout")
     run.log({"step": 2, "objective/scores": 0.5, "time/step": 3.0})
     out, err = capsys.readouterr()
-    assert ("rollout:" in err and "score=0.5" in err and "step 2" not in out) if terminal else not err
+    assert (
+        ("rollout:" in err and "score=0.5" in err and "step 2" not in out) if terminal else not err
+    )
     assert terminal or out == "step 2 of 4: score=0.5, seconds=3\n"
 
 
 def test_the_end_names_what_is_there(tmp_path, monkeypatch, capsys):
     """Which accuracy is trained comes first; curves.png only where it was drawn."""
-    write_rows(tmp_path / "metrics.jsonl", [{"step": i, "eval/accuracy": i, "eval/greedy_accuracy": 1} for i in (0, 4)])
+    write_rows(
+        tmp_path / "metrics.jsonl",
+        [{"step": i, "eval/accuracy": i, "eval/greedy_accuracy": 1} for i in (0, 4)],
+    )
     monkeypatch.setattr(log, "plot_curves", lambda *args: None)
     log_of(tmp_path).close("the end")
     assert capsys.readouterr().out.splitlines() == [
@@ -123,7 +146,11 @@ ROW |= {"reward/stopped": 1.0, "reward/cut_off": 0.0}
 NO_STOP = {"val/num_stop_token_ids": 0, "reward/stopped": math.nan}
 TROUBLES = {  # what a step's metrics are, and what the warning begins and ends with
     "equal scores": (lambda i: {"val/zero_std_fraction": 1.0}, "all responses", "--temperature"),
-    "no stop": (lambda i: {**NO_STOP, "reward/cut_off": -1.0}, "no response stops", "--max_response_length"),
+    "no stop": (
+        lambda i: {**NO_STOP, "reward/cut_off": -1.0},
+        "no response stops",
+        "--max_response_length",
+    ),
     "falls": (lambda i: {"objective/scores": -float(i)}, "the score falls", "--learning_rate"),
     "cut off": (lambda i: {"reward/cut_off": 1.5}, "cut-off responses", "--penalty_reward_value"),
     "none": (lambda i: {"val/zero_std_fraction": math.nan, "reward/stopped": math.nan}, "", ""),
@@ -141,7 +168,9 @@ def test_that_no_reward_counts_is_said_at_the_first_step(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", TROUBLES)
 def test_ten_steps_in_trouble_are_warned_of_once(tmp_path, capsys, name):
-    """Not of nine, and not with a good one among them; the row before the first step does not count."""
+    """Not of nine, and not with a good one among them; the row before the first step does not
+    count.
+    """
     changes, begin, end = TROUBLES[name]
     run = log_of(tmp_path, steps=60, step=0)
     run.log({"step": 0, "eval/accuracy": 0.5})
@@ -151,4 +180,6 @@ def test_ten_steps_in_trouble_are_warned_of_once(tmp_path, capsys, name):
             assert capsys.readouterr().err == ""
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == bool(begin)
-    assert not lines or re.fullmatch(rf"warning: steps 1[01] to (19|20): {begin}.*{end}", lines[0]), lines
+    assert not lines or re.fullmatch(
+        rf"warning: steps 1[01] to (19|20): {begin}.*{end}", lines[0]
+    ), lines

@@ -1,5 +1,6 @@
-"""vLLM's engine in this process: the same rollouts as transformers', weights that follow, and the rollout of the next
-step in a thread while this one trains."""
+"""vLLM's engine in this process: the same rollouts as transformers', weights that follow, and the
+rollout of the next step in a thread while this one trains.
+"""
 
 import copy
 import dataclasses
@@ -9,8 +10,26 @@ import helpers
 import pytest
 import test_families
 import torch
-from engine_checks import alike, converse, failure_of, greedy, largest_difference, logprobs_of, spoken
-from helpers import assert_same_run, folder_of, metrics_of, read_lines, run, run_here, run_ranks, sampled_by, variant
+from engine_checks import (
+    alike,
+    converse,
+    failure_of,
+    greedy,
+    largest_difference,
+    logprobs_of,
+    spoken,
+)
+from helpers import (
+    assert_same_run,
+    folder_of,
+    metrics_of,
+    read_lines,
+    run,
+    run_here,
+    run_ranks,
+    sampled_by,
+    variant,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -30,7 +49,11 @@ def preloaded_and_kept():
     """Fork the runs from a server that has vLLM, and keep all engines."""
     made = vllm_engine.Engine.__init__
     with helpers.vllm_preloaded(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vllm_engine.Engine, "__init__", lambda self, *args: KEPT.append(self) or made(self, *args))
+        patch.setattr(
+            vllm_engine.Engine,
+            "__init__",
+            lambda self, *args: KEPT.append(self) or made(self, *args),
+        )
         yield
 
 
@@ -49,9 +72,15 @@ def untied(base: dict) -> str:
 
 @pytest.fixture(scope="module")
 def setting(base):
-    """(engine, model, tokenizer, flags) of the untied model. (The runs below are of the tied one.)"""
+    """(engine, model, tokenizer, flags) of the untied model. (The runs below are of the tied
+    one.)
+    """
     args = grpo.Args(
-        model=untied(base), kv_cache_gb=0.02, max_prompt_length=180, max_response_length=20, precision="float32"
+        model=untied(base),
+        kv_cache_gb=0.02,
+        max_prompt_length=180,
+        max_response_length=20,
+        precision="float32",
     )
     engine = vllm_engine.Engine(args, utils.World(0, 1, torch.device("cpu")), None)
     model = AutoModelForCausalLM.from_pretrained(args.model)
@@ -65,11 +94,13 @@ def sums(tokenizer, count: int) -> list[list[int]]:
 
 def sample(setting, queries, seeds, interrupted=lambda: False, **changes):
     engine, _, _, args = setting
-    sampled = sampled_by(engine, queries, seeds, STOPS, dataclasses.replace(args, **changes), interrupted)
+    sampled = sampled_by(
+        engine, queries, seeds, STOPS, dataclasses.replace(args, **changes), interrupted
+    )
     return sampled and (sampled[0], [values["rollout_logprobs"] for values in sampled[1]])
 
 
-# ---- responses --------------------------------------------------------------------------------------------------
+# ---- responses -----------------------------------------------------------------------------------
 
 
 def test_greedy_token_by_token(setting):
@@ -85,46 +116,63 @@ def test_log_probabilities_are_those_of_the_trainer(setting):
     queries = sums(tokenizer, 100)
     responses, logprobs = sample(setting, queries, list(range(100)), temperature=0.7)
     assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
-    assert largest_difference(model, queries, responses, logprobs, 1.4) > 0.1  # the temperature counts
+    # the temperature counts
+    assert largest_difference(model, queries, responses, logprobs, 1.4) > 0.1
     stopped = [response[-1] in STOPS for response in responses]
     assert 0 < sum(stopped) < len(stopped)
-    for response, end in zip(responses, stopped):  # only the last token stops; without a stop the length is full
+    # only the last token stops; without a stop the length is full
+    for response, end in zip(responses, stopped):
         assert not set(response[:-1]) & set(STOPS) and (end or len(response) == 20)
 
 
 def test_a_response_is_a_function_of_its_seed(setting, monkeypatch):
-    """Alone, in another order, next to others, and where the prompts do not fit together: so ranks do not matter."""
+    """Alone, in another order, next to others, and where the prompts do not fit together: so ranks
+    do not matter.
+    """
     engine, _, tokenizer, _ = setting
-    queries, seeds = sums(tokenizer, 30), list(range(2**61, 2**61 + 30))
+    queries = sums(tokenizer, 30)
+    seeds = list(range(2**61, 2**61 + 30))
     whole = sample(setting, queries, seeds)
     backwards = sample(setting, queries[::-1], seeds[::-1])
     assert alike((backwards[0][::-1], backwards[1][::-1]), whole)
     assert alike(sample(setting, queries[:10], seeds[:10]), (whole[0][:10], whole[1][:10]))
     assert not alike(sample(setting, queries, [seed + 30 for seed in seeds]), whole)
-    monkeypatch.setattr(engine.llm.llm_engine.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 64)
+    monkeypatch.setattr(
+        engine.llm.llm_engine.engine_core.engine_core.scheduler, "max_num_scheduled_tokens", 64
+    )
     assert engine.llm.reset_prefix_cache()
     assert alike(sample(setting, queries, seeds), whole)
 
 
 def test_limits_reach_the_engine(setting):
-    queries, seeds = sums(setting[2], 20), list(range(20))
+    queries = sums(setting[2], 20)
+    seeds = list(range(20))
     plain = sample(setting, queries, None)[0]
-    assert {len(response) for response in sample(setting, queries, seeds, min_response_length=20)[0]} == {20}
+    assert {
+        len(response) for response in sample(setting, queries, seeds, min_response_length=20)[0]
+    } == {20}
     assert sample(setting, queries, seeds, top_p=1e-6)[0] == plain
     assert sample(setting, queries, None, repetition_penalty=1.9)[0] != plain
 
 
 def test_an_interrupt_leaves_at_once_and_nothing_behind(setting):
     engine, _, tokenizer, _ = setting
-    queries, seeds, asked = sums(tokenizer, 6), list(range(6)), []
+    queries = sums(tokenizer, 6)
+    seeds = list(range(6))
+    asked = []
     assert sample(setting, queries, seeds, lambda: asked.append(1) or len(asked) > 3) is None
-    assert len(asked) == 4 and not engine.llm.llm_engine.has_unfinished_requests() and not engine.failure
+    assert (
+        len(asked) == 4
+        and not engine.llm.llm_engine.has_unfinished_requests()
+        and not engine.failure
+    )
     assert sample(setting, queries, seeds)
 
 
 def test_the_engine_answers_once(setting, monkeypatch):
     """Not at every token, with all of the response so far."""
-    outputs, core = [], setting[0].llm.llm_engine
+    outputs = []
+    core = setting[0].llm.llm_engine
     step = core.step
     monkeypatch.setattr(core, "step", lambda: outputs.append(step()) or outputs[-1])
     assert sample(setting, sums(setting[2], 3), [1, 2, 3])
@@ -148,13 +196,15 @@ def test_an_engine_that_raises_says_why(setting, monkeypatch):
     assert "prefix cache" in failure_of(engine)
 
 
-# ---- turns of conversations -------------------------------------------------------------------------------------
+# ---- turns of conversations ----------------------------------------------------------------------
 
 
 def talk(setting, seeds, waits=(), interrupted=lambda: False, start="", stops=STOPS, **changes):
     engine, _, tokenizer, args = setting
     queries = [tokenizer.encode(f"{start}{seed}+{seed}=") for seed in seeds]
-    return converse(engine, queries, seeds, stops, dataclasses.replace(args, **changes), waits, interrupted)
+    return converse(
+        engine, queries, seeds, stops, dataclasses.replace(args, **changes), waits, interrupted
+    )
 
 
 def test_turns_are_those_of_the_trainer_and_functions_of_their_seeds(setting):
@@ -162,22 +212,34 @@ def test_turns_are_those_of_the_trainer_and_functions_of_their_seeds(setting):
     whole = talk(setting, range(12), temperature=0.8)
     turns = [turn for each in whole for turn in each]
     assert largest_difference(setting[1], *zip(*turns), 0.8) < 1e-4
-    assert all(not set(ids[:-1]) & set(STOPS) and (ids[-1] in STOPS or len(ids) == 8) for _, ids, _ in turns)
+    assert all(
+        not set(ids[:-1]) & set(STOPS) and (ids[-1] in STOPS or len(ids) == 8)
+        for _, ids, _ in turns
+    )
     late = [0.02 * (i % 4) for i in range(12)]
-    assert alike(spoken(talk(setting, range(11, -1, -1), late, temperature=0.8)[::-1]), spoken(whole))
+    assert alike(
+        spoken(talk(setting, range(11, -1, -1), late, temperature=0.8)[::-1]), spoken(whole)
+    )
 
 
 def test_strings_that_end_a_turn(setting):
     """With the token that completes one; a special token's text counts, too."""
     tokenizer = setting[2]
     whole = talk(setting, range(12))
-    assert alike(spoken(talk(setting, range(12), stops=[7, 8], turn_stop=("<eos>",))), spoken(whole))
+    assert alike(
+        spoken(talk(setting, range(12), stops=[7, 8], turn_stop=("<eos>",))), spoken(whole)
+    )
     pairs = [tokenizer.decode(ids[2:4]) for (_, ids, _), *_ in whole]
     stops = ("no such text", next(text for text in pairs if text.isascii() and len(text) == 2))
     ended = [turns[:1] for turns in talk(setting, range(12), turn_stop=stops)]
     complete = lambda ids: any(stop in tokenizer.decode(ids) for stop in stops)
-    lengths = [next((n for n in range(1, len(ids)) if complete(ids[:n])), len(ids)) for (_, ids, _), *_ in whole]
-    first = [[(query, ids[:n], logprobs[:n])] for ((query, ids, logprobs), *_), n in zip(whole, lengths)]
+    lengths = [
+        next((n for n in range(1, len(ids)) if complete(ids[:n])), len(ids))
+        for (_, ids, _), *_ in whole
+    ]
+    first = [
+        [(query, ids[:n], logprobs[:n])] for ((query, ids, logprobs), *_), n in zip(whole, lengths)
+    ]
     assert alike(spoken(ended), spoken(first)) and min(lengths) < 8
 
 
@@ -185,25 +247,35 @@ def test_what_ends_all_conversations(setting):
     """An interrupt, and a prompt that is too long; nothing is left."""
     engine, _, tokenizer, args = setting
     asked = []
-    turns = talk(setting, range(6), stops=[], interrupted=lambda: asked.append(1) or len(asked) > 12)
-    assert all(each[0] and not any(each[1:]) for each in turns) and not engine.failure  # each has 8 tokens
-    assert converse(engine, [tokenizer.encode("1+1="), [5] * 999], [1, 2], STOPS, args) == [[None] * 4] * 2
+    turns = talk(
+        setting, range(6), stops=[], interrupted=lambda: asked.append(1) or len(asked) > 12
+    )
+    # each has 8 tokens
+    assert all(each[0] and not any(each[1:]) for each in turns) and not engine.failure
+    assert (
+        converse(engine, [tokenizer.encode("1+1="), [5] * 999], [1, 2], STOPS, args)
+        == [[None] * 4] * 2
+    )
     assert "999" in failure_of(engine) and not engine.llm.llm_engine.has_unfinished_requests()
     assert all(all(each) for each in talk(setting, range(6)))
 
 
-# ---- weights ----------------------------------------------------------------------------------------------------
+# ---- weights -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lora_rank", [0, 3])
 def test_the_engine_follows_the_weights(setting, lora_rank):
-    """Every weight, the output head and adapters included; with prompts so long that the prefix cache would keep old
-    states."""
+    """Every weight, the output head and adapters included; with prompts so long that the prefix
+    cache would keep old states.
+    """
     engine, original, tokenizer, _ = setting
-    model, queries = copy.deepcopy(original), [tokenizer.encode("12+34=" * 9)] * 4
+    model = copy.deepcopy(original)
+    queries = [tokenizer.encode("12+34=" * 9)] * 4
     if lora_rank:
         lora.add_lora(model, grpo.Args(lora_rank=lora_rank))
-    difference = lambda: largest_difference(model, queries, *sample(setting, queries, list(range(4))))
+    difference = lambda: largest_difference(
+        model, queries, *sample(setting, queries, list(range(4)))
+    )
     assert difference() < 1e-4
     with torch.no_grad():
         for parameter in model.parameters():
@@ -215,7 +287,7 @@ def test_the_engine_follows_the_weights(setting, lora_rank):
     engine.sync(original)
 
 
-# ---- runs -------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -234,19 +306,25 @@ def responses_of(values: dict) -> list[str]:
 
 
 def test_two_ranks_sample_the_same(one, tmp_path):
-    """Each rank's engine gets whole tensors after each update, though a rollout has run during the update."""
+    """Each rank's engine gets whole tensors after each update, though a rollout has run during the
+    update.
+    """
     values = variant(one[1], tmp_path, run_name="two", shard="fsdp")
     run_ranks(values, 2, (0, 0))
     assert responses_of(values) == responses_of(one[1])
     for a, b in zip(metrics_of(values)[1:], metrics_of(one[1])[1:], strict=True):
-        assert a["rollout/staleness"] == (a["step"] > 1) and a["rollout/sync_gb"] == b["rollout/sync_gb"]
+        assert (
+            a["rollout/staleness"] == (a["step"] > 1)
+            and a["rollout/sync_gb"] == b["rollout/sync_gb"]
+        )
         for key in ("objective/scores", "loss/policy_avg", "objective/kl"):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-5)
 
 
 def test_one_engine_for_two_ranks(base, tmp_path):
     """Tensor parallelism: both ranks make every rollout of their engine, and each counts once."""
-    for left in helpers.Path("/dev/shm").glob("-tp:*cpushm*"):  # of ranks that were killed; vLLM would not start
+    # of ranks that were killed; vLLM would not start
+    for left in helpers.Path("/dev/shm").glob("-tp:*cpushm*"):
         left.unlink()
     values = variant(base, tmp_path, run_name="one", total_episodes=8, model=untied(base))
     two = {**values, "run_name": "two", "vllm_tensor_parallel": 2}
@@ -257,7 +335,9 @@ def test_one_engine_for_two_ranks(base, tmp_path):
 
 @pytest.mark.parametrize("async_steps", [0, 1])
 def test_a_stopped_run_goes_on(one, tmp_path, async_steps):
-    """Stopped in the rollout of step 3, or of the step after it, which is made anew; an evaluation makes two."""
+    """Stopped in the rollout of step 3, or of the step after it, which is made anew; an evaluation
+    makes two.
+    """
     stopped = variant(one[async_steps], tmp_path)
     run(stopped, code=75, place="plumbing.rollout.vllm_engine.Engine.generate:7:SIGTERM")
     done = run({**stopped, "resume": True})
@@ -266,34 +346,47 @@ def test_a_stopped_run_goes_on(one, tmp_path, async_steps):
         assert_same_run(stopped, one[0])
 
 
-# ---- asynchronous -----------------------------------------------------------------------------------------------
+# ---- asynchronous --------------------------------------------------------------------------------
 
 ASYNC = dict(async_steps=1, save_every=1, keep_checkpoints=0, total_episodes=40)
 
 
 @pytest.mark.parametrize("script, async_steps", [("grpo", 0), ("rloo", 1), ("ppo", 1)])
 def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async_steps):
-    """Steps 1 and 2 train on data of policy 1, step k on data of policy k - 1; synchronous: step k on policy k, of
-    which the metrics say that the engine has the weights that the run trains.
+    """Steps 1 and 2 train on data of policy 1, step k on data of policy k - 1; synchronous: step k
+    on policy k, of which the metrics say that the engine has the weights that the run trains.
 
-    Policy k is checkpoint k - 1, by whose log-probabilities the data are recognised. Those of ppo are conversations.
+    Policy k is checkpoint k - 1, by whose log-probabilities the data are recognised. Those of ppo
+    are conversations.
     """
-    module, made = __import__(script), []
+    module = __import__(script)
+    made = []
     collect = module.collect
-    monkeypatch.setattr(module, "collect", lambda *given, **named: made.append(collect(*given, **named)) or made[-1])
-    values = variant(base, tmp_path, **{**ASYNC, "async_steps": async_steps}, learning_rate=1e-2, temperature=0.8)
+    monkeypatch.setattr(
+        module, "collect", lambda *given, **named: made.append(collect(*given, **named)) or made[-1]
+    )
+    values = variant(
+        base, tmp_path, **{**ASYNC, "async_steps": async_steps}, learning_rate=1e-2, temperature=0.8
+    )
     if script == "ppo":
         values |= {"environment": helpers.GAME, "reward": "environment"}
     run_here(values, script)
     checkpoints = folder_of(values) / "checkpoints"
     policies = {1: AutoModelForCausalLM.from_pretrained(base["model"])}
-    policies |= {k: AutoModelForCausalLM.from_pretrained(checkpoints / f"step_{k - 1}") for k in range(2, 6)}
+    policies |= {
+        k: AutoModelForCausalLM.from_pretrained(checkpoints / f"step_{k - 1}") for k in range(2, 6)
+    }
 
     def difference(batch, model) -> float:
-        """The largest difference between the engine's log-probabilities of sampled tokens and the model's."""
+        """The largest difference between the engine's log-probabilities of sampled tokens and the
+        model's.
+        """
         worst = 0.0
-        for x, given, mask in zip(batch.samples, batch.tokens["rollout_logprobs"], batch.response_mask):
-            expected, n = logprobs_of(model, x.row["query"], x.response.tolist(), 0.8), len(x.response)
+        for x, given, mask in zip(
+            batch.samples, batch.tokens["rollout_logprobs"], batch.response_mask
+        ):
+            expected = logprobs_of(model, x.row["query"], x.response.tolist(), 0.8)
+            n = len(x.response)
             worst = max(worst, (expected - given[:n])[mask[:n]].abs().max().item())
         return worst
 
@@ -311,26 +404,35 @@ def test_which_policy_made_which_data(base, tmp_path, monkeypatch, script, async
 
 
 def test_old_log_probabilities_are_of_the_policy_that_sampled(base, tmp_path):
-    """What the engine said; with a correction the policy at the start of the step, weighted by the quotient."""
+    """What the engine said; with a correction the policy at the start of the step, weighted by the
+    quotient.
+    """
     exact = dict(num_epochs=1, mini_batch_size=8, learning_rate=1e-2, total_episodes=24)
     rows = {}
     for correction in ("none", "truncate"):
-        values = variant(base, tmp_path, **{**ASYNC, **exact}, run_name=correction, rollout_correction=correction)
+        values = variant(
+            base, tmp_path, **{**ASYNC, **exact}, run_name=correction, rollout_correction=correction
+        )
         run(values)
         rows[correction] = metrics_of(values)[-3:]
     kl = {name: [row["policy/approxkl_avg"] for row in each] for name, each in rows.items()}
     assert kl["none"][0] < 1e-8 and kl["none"][2] > 1e-6 and max(kl["truncate"]) < 1e-12
     means = [row["rollout/correction_mean"] for row in rows["truncate"]]
     assert means[0] == pytest.approx(1, abs=1e-5) and abs(means[2] - 1) > 1e-4
-    values = variant(base, tmp_path, **{**ASYNC, "run_name": "several updates", "total_episodes": 16})
+    values = variant(
+        base, tmp_path, **{**ASYNC, "run_name": "several updates", "total_episodes": 16}
+    )
     run(values)
     first, second = (row["objective/kl"] for row in metrics_of(values) if "objective/kl" in row)
-    assert abs(first) < 1e-7 < 1e-5 < second  # of the policy at the start of the step, which begins as the reference
+    # of the policy at the start of the step, which begins as the reference
+    assert abs(first) < 1e-7 < 1e-5 < second
 
 
 def test_evaluate(base, tmp_path):
     """scripts/evaluate.py: greedy responses of vLLM are those of transformers."""
-    values = {name: base[name] for name in ("model", "dataset", "reward", "kv_cache_gb", "system_prompt")}
+    values = {
+        name: base[name] for name in ("model", "dataset", "reward", "kv_cache_gb", "system_prompt")
+    }
     values |= {"output_dir": str(tmp_path), "temperature": 0.0, "max_response_length": 10}
     for backend in ("hf", "vllm"):
         run({**values, "backend": backend, "run_name": backend}, script="evaluate")
@@ -338,7 +440,7 @@ def test_evaluate(base, tmp_path):
     assert [row["response"] for row in hf] == [row["response"] for row in vllm]
 
 
-# ---- models that read images ------------------------------------------------------------------------------------
+# ---- models that read images ---------------------------------------------------------------------
 
 TORCHVISION = """
 import sys
@@ -349,10 +451,13 @@ for name in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2
 
 
 def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
-    """vLLM's CPU build does not import what reads images; the names of weights are the same with it."""
+    """vLLM's CPU build does not import what reads images; the names of weights are the same with
+    it.
+    """
     (tmp_path / "torchvision.py").write_text(TORCHVISION)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the process in which vLLM inspects the class
+    # of the process in which vLLM inspects the class
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # not what an earlier run has found
     text = test_families.FAMILIES["mistral3"]["text_config"]
     monkeypatch.setitem(text, "head_dim", 32)  # as the CPU build requires
@@ -363,6 +468,8 @@ def test_a_model_that_reads_images_samples_text(tmp_path, monkeypatch):
     engine.sync(model)
     made = sample((engine, model, None, args), [[5, 6, 7], [8]], [1, 2])
     assert largest_difference(model, [[5, 6, 7], [8]], *made) < 1e-4
-    monkeypatch.setattr(vllm_engine, "base_weights", lambda model: list(lora.base_weights(model))[:9])
+    monkeypatch.setattr(
+        vllm_engine, "base_weights", lambda model: list(lora.base_weights(model))[:9]
+    )
     engine.sync(model)
     assert "of its weights are none of the trained model's" in failure_of(engine)

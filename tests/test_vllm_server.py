@@ -1,4 +1,6 @@
-"""The rollout on vLLM servers: real ones on the CPU, started by scripts/vllm_server.py, weights sent over gloo."""
+"""The rollout on vLLM servers: real ones on the CPU, started by scripts/vllm_server.py, weights
+sent over gloo.
+"""
 
 import importlib.util
 import itertools
@@ -30,7 +32,12 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
 import gloo_transfer  # noqa: E402, F401
 
-ARGS = Args(max_prompt_length=40, max_response_length=24, temperature=0.7, model=str(ROOT / "assets" / "tiny"))
+ARGS = Args(
+    max_prompt_length=40,
+    max_response_length=24,
+    temperature=0.7,
+    model=str(ROOT / "assets" / "tiny"),
+)
 WORLD = utils.World(0, 1, torch.device("cpu"))
 STOP = [1]
 LONG = {"max_response_length": 200, "min_response_length": 200}
@@ -40,24 +47,41 @@ KEY = {"Authorization": "Bearer one that is long"}
 def prompts(count: int, length: int = 20) -> list[list[int]]:
     """Longer than a block of the prefix cache, and alike at the start."""
     numbers = torch.Generator().manual_seed(0)
-    return [[5] * 16 + torch.randint(3, 250, (length - 16,), generator=numbers).tolist() for _ in range(count)]
+    return [
+        [5] * 16 + torch.randint(3, 250, (length - 16,), generator=numbers).tolist()
+        for _ in range(count)
+    ]
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     """{address: process} of two servers, which require a key, and their model."""
     folder = tmp_path_factory.mktemp("servers")
-    model = tiny_model(folder / "model", tie_word_embeddings=True, hidden_size=64)  # heads of 32, as vLLM requires
+    # heads of 32, as vLLM requires
+    model = tiny_model(folder / "model", tie_word_embeddings=True, hidden_size=64)
     environment = os.environ | helpers.VLLM_ON_CPU | {"VLLM_API_KEY": "one that is long"}
     started = {}
-    with helpers.vllm_preloaded(), forked_python.python() as python, pytest.MonkeyPatch.context() as patch:
+    with (
+        helpers.vllm_preloaded(),
+        forked_python.python() as python,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setenv("VLLM_API_KEY", "one that is long")
         for number in range(2):
             port = free_port()
-            command = [python, ROOT / "scripts/vllm_server.py", "--model", model, "--port", str(port)]
+            command = [
+                python,
+                ROOT / "scripts/vllm_server.py",
+                "--model",
+                model,
+                "--port",
+                str(port),
+            ]
             command += ["--precision", "float32", "--kv_cache_gb", "0.02", "--max_length", "250"]
             with open(folder / f"log{number}", "w") as log:
-                process = subprocess.Popen([*command, *helpers.SERVER_ON_CPU], stderr=log, env=environment)
+                process = subprocess.Popen(
+                    [*command, *helpers.SERVER_ON_CPU], stderr=log, env=environment
+                )
             started[f"http://127.0.0.1:{port}"] = process
         try:
             yield started, model
@@ -69,7 +93,9 @@ def running(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(running):
-    """(Servers, its model), after a run that has ended as by a crash: the new one takes the servers over."""
+    """(Servers, its model), after a run that has ended as by a crash: the new one takes the servers
+    over.
+    """
     started, path = running
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     for seed in range(2):
@@ -104,7 +130,10 @@ def test_responses_are_of_the_sampled_distribution(engine):
     assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
     assert len(set(map(tuple, responses))) > 20
     assert all(STOP[0] not in response[:-1] for response in responses)
-    lengths = [len(response) for response in sample(servers, queries, list(range(40)), min_response_length=24)[0]]
+    lengths = [
+        len(response)
+        for response in sample(servers, queries, list(range(40)), min_response_length=24)[0]
+    ]
     assert lengths == [24] * 40
     assert sample(servers, [], []) == ([], [])
 
@@ -115,7 +144,8 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
     for seed in (2, 3):
         perturb(model, seed)
         responses, logprobs = sample(servers, queries, list(range(16)))
-        assert largest_difference(model, queries, responses, logprobs, 0.7) > 0.05  # stale, and in the prefix cache
+        # stale, and in the prefix cache
+        assert largest_difference(model, queries, responses, logprobs, 0.7) > 0.05
         servers.sync(model)
         responses, logprobs = sample(servers, queries, list(range(16)))
         assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
@@ -126,14 +156,20 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
 def test_an_interrupt_ends_a_rollout(engine):
     servers, _ = engine
     asked = itertools.count()
-    assert sample(servers, prompts(1000), list(range(1000)), lambda: next(asked) > 1500, **LONG) is None
-    assert not servers.failure and sample(servers, prompts(8), list(range(8)))  # and the servers go on
+    assert (
+        sample(servers, prompts(1000), list(range(1000)), lambda: next(asked) > 1500, **LONG)
+        is None
+    )
+    # and the servers go on
+    assert not servers.failure and sample(servers, prompts(8), list(range(8)))
 
 
 def test_turns_of_conversations(engine, monkeypatch):
     """All of a conversation on one server, which has it in its cache; a turn that fails."""
     servers, model = engine
-    seeds, asked, request = list(range(12)), set(), Servers._sample
+    seeds = list(range(12))
+    asked = set()
+    request = Servers._sample
 
     async def record(self, url: str, body: dict):
         asked.add((body["sampling_params"]["seed"] // 1000, url))
@@ -146,9 +182,13 @@ def test_turns_of_conversations(engine, monkeypatch):
     turns = [turn for each in whole for turn in each]
     assert largest_difference(model, *zip(*turns), 0.7) < 1e-4
     late = [0.05 * (i % 4) for i in range(12)]
-    assert alike(spoken(converse(servers, prompts(12)[::-1], seeds[::-1], STOP, ARGS, late)[::-1]), spoken(whole))
+    assert alike(
+        spoken(converse(servers, prompts(12)[::-1], seeds[::-1], STOP, ARGS, late)[::-1]),
+        spoken(whole),
+    )
 
-    assert converse(servers, prompts(1, length=300), [0], STOP, ARGS) == [[None] * 4]  # it is too long
+    # it is too long
+    assert converse(servers, prompts(1, length=300), [0], STOP, ARGS) == [[None] * 4]
     assert sample(servers, prompts(4), list(range(4))) is None
     failure = failure_of(servers)
     assert "300" in failure and "/inference/v1/generate failed" in failure
@@ -157,25 +197,51 @@ def test_turns_of_conversations(engine, monkeypatch):
 def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeypatch):
     url = list(running[0])[0]
     paths = requests.get(f"{url}/openapi.json", headers=KEY, timeout=60).json()["paths"]
-    assert {"/collective_rpc", "/init_weight_transfer_engine", "/update_weights", "/v1/completions"} < {*paths}
+    assert {
+        "/collective_rpc",
+        "/init_weight_transfer_engine",
+        "/update_weights",
+        "/v1/completions",
+    } < {*paths}
     for path, method in itertools.product([*paths, "/docs", "/metrics", "/"], ("GET", "POST")):
         if path != "/health":
-            answer = requests.request(method, url + path, headers={"Authorization": "Bearer another"}, timeout=60)
+            answer = requests.request(
+                method, url + path, headers={"Authorization": "Bearer another"}, timeout=60
+            )
             assert answer.status_code == 401 and "VLLM_API_KEY" in answer.text, path
     assert requests.get(f"{url}/health", timeout=60).ok
     for key in ("another", ""):
         monkeypatch.setenv("VLLM_API_KEY", key)
         line = refused(capsys, connect, url)
-        assert f"{url}: /v1/models failed" in line and "VLLM_API_KEY is not the one of the server" in line
+        assert (
+            f"{url}: /v1/models failed" in line
+            and "VLLM_API_KEY is not the one of the server" in line
+        )
 
 
 @pytest.mark.parametrize("async_steps, ranks", [(0, 1), (1, 2)])
 def test_a_run(running, tmp_path, async_steps, ranks):
-    """The servers sample with the weights that the run trains, also while it trains and for several ranks."""
-    values = helpers.workspace(tmp_path) | {"model": running[1], "rollout_backend": "server", "run_name": "run"}
-    values |= {"rollout_servers": tuple(running[0]), "max_prompt_length": 64, "async_steps": async_steps}
-    if ranks == 2:  # conversations, each of which goes on as soon as its turn is answered; weights that are sharded
-        values |= {"environment": helpers.GAME, "reward": "environment", "max_response_length": 20, "shard": "fsdp"}
+    """The servers sample with the weights that the run trains, also while it trains and for several
+    ranks.
+    """
+    values = helpers.workspace(tmp_path) | {
+        "model": running[1],
+        "rollout_backend": "server",
+        "run_name": "run",
+    }
+    values |= {
+        "rollout_servers": tuple(running[0]),
+        "max_prompt_length": 64,
+        "async_steps": async_steps,
+    }
+    # conversations, each of which goes on as soon as its turn is answered; weights that are sharded
+    if ranks == 2:
+        values |= {
+            "environment": helpers.GAME,
+            "reward": "environment",
+            "max_response_length": 20,
+            "shard": "fsdp",
+        }
     helpers.run_ranks(values, ranks, (0,) * ranks)
     rows = helpers.metrics_of(values)[1:]
     assert [row["rollout/staleness"] for row in rows] == [0] + [async_steps] * 3
@@ -186,17 +252,25 @@ def test_a_run(running, tmp_path, async_steps, ranks):
 
 def test_bad_addresses(running, engine, capsys, monkeypatch):
     monkeypatch.setattr(vllm_servers, "SERVER_START", 1.0)
-    model, url, nobody = running[1], list(running[0])[0], f"http://127.0.0.1:{free_port()}"
+    model = running[1]
+    url = list(running[0])[0]
+    nobody = f"http://127.0.0.1:{free_port()}"
     assert f"{nobody}: /health failed for" in refused(capsys, connect, url, nobody, model=model)
-    assert "its limit is 250 tokens" in refused(capsys, connect, url, model=model, max_prompt_length=300)
+    assert "its limit is 250 tokens" in refused(
+        capsys, connect, url, model=model, max_prompt_length=300
+    )
 
 
 def test_what_a_server_answers():
-    """429 and 5xx are asked again, no other status; a response that another client aborts is an error."""
+    """429 and 5xx are asked again, no other status; a response that another client aborts is an
+    error.
+    """
     statuses = [429, 503, 200, 404]
     server = Server(lambda *_: (statuses.pop(0), {"choices": [{"finish_reason": "abort"}]}, {}))
     servers = Servers.__new__(Servers)
-    servers.urls, servers.headers, servers.slots = [server.url], {}, weakref.WeakKeyDictionary()
+    servers.urls = [server.url]
+    servers.headers = {}
+    servers.slots = weakref.WeakKeyDictionary()
     for why, left in (("another client aborts", [404]), ("status 404", [])):
         with pytest.raises(RuntimeError, match=why):
             servers._each(lambda url: servers._sample(url, {}))
@@ -216,14 +290,17 @@ def test_weights_that_a_server_is_not_sent_are_an_error(engine, running, monkeyp
     sent = [entry for entry in lora.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]
     monkeypatch.setattr(vllm_servers, "base_weights", lambda model: sent)
     servers.sync(engine[1])
-    assert "2 of its weights are none of the trained model's: model.layers.1.mlp." in failure_of(servers)
+    assert "2 of its weights are none of the trained model's: model.layers.1.mlp." in failure_of(
+        servers
+    )
 
 
 def test_a_server_that_is_killed_is_a_failure(engine, running, monkeypatch):
     """Last, as it ends the second server."""
     monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 3.0)
     url, process = list(running[0].items())[1]
-    servers, model = connect(url), engine[1]
+    servers = connect(url)
+    model = engine[1]
     kill = threading.Timer(0.5, os.killpg, (forked_python.FORKED[process.pid], signal.SIGKILL))
     kill.start()
     assert sample(servers, prompts(2000), list(range(2000)), **LONG) is None

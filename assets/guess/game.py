@@ -7,11 +7,14 @@ Who halves the range with each guess always finds it: 31 = 2**5 - 1.
 
 
 class GuessTheNumber:
-    """Tells after each guess where the number lies. The reward is 1 where it is found and 0 where it is not."""
+    """Tells after each guess where the number lies. The reward is 1 where it is found and 0 where
+    it is not.
+    """
 
     def reset(self, secret: int, **columns) -> None:
         """Begin a game; nothing is added to the prompt."""
-        self.secret, self.guesses_left = secret, 5
+        self.secret = secret
+        self.guesses_left = 5
 
     def step(self, response: str) -> tuple[str | None, float, bool]:
         """Return the answer to a guess, the reward, and whether the game is over."""

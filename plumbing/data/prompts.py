@@ -1,4 +1,6 @@
-"""A row turned into what a run needs: the prompt as the token ids that the model sees, and the reference answer."""
+"""A row turned into what a run needs: the prompt as the token ids that the model sees, and the
+reference answer.
+"""
 
 import functools
 import re
@@ -9,14 +11,16 @@ from pydantic import BaseModel, Field, TypeAdapter
 from plumbing.data.rows import check
 from utils import fail, loading
 
-# The columns that are looked for, in this order; a dot goes into an object. They are those of GSM8K, MATH,
-# open-instruct (messages, ground_truth), verl (reward_model.ground_truth), TRL (prompt, solution, completion),
-# PaddleNLP (src, tgt), Alpaca (instruction, input, output), ShareGPT (conversations), and Knights-and-Knaves, whose
-# solution as text stands before the one as a list.
+# The columns that are looked for, in this order; a dot goes into an object. They are those of
+# GSM8K, MATH, open-instruct (messages, ground_truth), verl (reward_model.ground_truth), TRL
+# (prompt, solution, completion), PaddleNLP (src, tgt), Alpaca (instruction, input, output),
+# ShareGPT (conversations), and Knights-and-Knaves, whose solution as text stands before the one as
+# a list.
 COLUMNS = {
     "prompt": "prompt question messages problem quiz src instruction conversations".split(),
     "answer": "answer ground_truth reward_model.ground_truth solution_text solution tgt completion output".split(),
-    "response": "response completion solution tgt answer output".split(),  # the solution rather than its result
+    # the solution rather than its result
+    "response": "response completion solution tgt answer output".split(),
 }
 ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT's turns
 
@@ -37,18 +41,24 @@ class Message(BaseModel):
     @property
     def text(self) -> str:
         """The content, its parts joined."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return (
+            self.content
+            if isinstance(self.content, str)
+            else "".join(part.text for part in self.content)
+        )
 
 
 MESSAGES = TypeAdapter(Annotated[list[Message], Field(min_length=1)])
 TURNS = TypeAdapter(list[Annotated[str, Field(pattern=r"\S")]])
 
 
-# ---- columns ---------------------------------------------------------------------------------------------------------
+# ---- columns -------------------------------------------------------------------------------------
 
 
 def value_at(row: dict, column: str | None):
-    """Return what a row has in a column, where "a.b" is b in the object a; None if it has no such column."""
+    """Return what a row has in a column, where "a.b" is b in the object a; None if it has no such
+    column.
+    """
     if column is None or column in row:
         return row.get(column)
     value = row
@@ -58,14 +68,17 @@ def value_at(row: dict, column: str | None):
 
 
 def is_filled(value) -> bool:
-    """Return whether a row has anything in a column: neither null or NaN (pandas' null), nor empty or blank."""
+    """Return whether a row has anything in a column: neither null or NaN (pandas' null), nor empty
+    or blank.
+    """
     if value is None or value != value or value in ([], {}):
         return False
     return not isinstance(value, str) or bool(value.strip())
 
 
 def find_column(where: str, kind: str, named: str, rows: list[dict]) -> str | None:
-    """Return the column that a flag names, or else the first known one in which any row has something, None for none.
+    """Return the column that a flag names, or else the first known one in which any row has
+    something, None for none.
 
     Exit with code 2 if no row has anything in a named column, or in any known one of a prompt.
 
@@ -77,17 +90,21 @@ def find_column(where: str, kind: str, named: str, rows: list[dict]) -> str | No
             return column
     if named or kind == "prompt":
         empty = f"column {named!r}" if named else " or ".join(COLUMNS[kind])
-        fail(f"{where}: has nothing in {empty}; name a column with --{kind}_column, row 1 has {', '.join(rows[0])}")
+        fail(
+            f"{where}: has nothing in {empty}; name a column with --{kind}_column, row 1 has {', '.join(rows[0])}"
+        )
     return None
 
 
-# ---- the prompt and the answer of a row ------------------------------------------------------------------------------
+# ---- the prompt and the answer of a row ----------------------------------------------------------
 
 
 def with_messages(where: str, row: dict, prompt_column: str) -> dict:
-    """Return a row whose prompt is text, or messages that end with the assistant's turn if the row has it there.
+    """Return a row whose prompt is text, or messages that end with the assistant's turn if the row
+    has it there.
 
-    PaddleNLP's src and tgt, Alpaca's instruction and input, and ShareGPT's turns are turned into these forms.
+    PaddleNLP's src and tgt, Alpaca's instruction and input, and ShareGPT's turns are turned into
+    these forms.
     """
     prompt = value_at(row, prompt_column)
     if not is_filled(prompt):
@@ -96,24 +113,36 @@ def with_messages(where: str, row: dict, prompt_column: str) -> dict:
         return {**row, "src": interleave(where, prompt, row.get("tgt")), "tgt": None}
     if prompt_column == "instruction" and is_filled(row.get("input")):
         prompt = f"{prompt}\n\n{row['input']}"
-    elif isinstance(prompt, list) and all(isinstance(turn, dict) and "from" in turn for turn in prompt):
-        prompt = [{"role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")} for turn in prompt]
+    elif isinstance(prompt, list) and all(
+        isinstance(turn, dict) and "from" in turn for turn in prompt
+    ):
+        prompt = [
+            {"role": ROLES.get(str(turn["from"]), turn["from"]), "content": turn.get("value")}
+            for turn in prompt
+        ]
     return {**row, prompt_column: prompt}
 
 
-def prompt_and_answer(where: str, row: dict, prompt_column: str, answer_column: str | None) -> tuple:
-    """Return the prompt of a row (text or messages, not yet checked) and its reference answer (anything, or None).
+def prompt_and_answer(
+    where: str, row: dict, prompt_column: str, answer_column: str | None
+) -> tuple:
+    """Return the prompt of a row (text or messages, not yet checked) and its reference answer
+    (anything, or None).
 
-    Messages that end with a turn of the assistant lose it: it is the reference, unless the row has another one.
+    Messages that end with a turn of the assistant lose it: it is the reference, unless the row has
+    another one.
 
     Args:
         row: as `with_messages` gives it.
     """
-    prompt, answer = row[prompt_column], value_at(row, answer_column)
+    prompt = row[prompt_column]
+    answer = value_at(row, answer_column)
     if is_turn_of_assistant(prompt):
         last_turn = check(where, prompt, MESSAGES, "turn")[-1].text
-        prompt, answer = prompt[:-1], answer if is_filled(answer) else last_turn
-    if answer is None and is_filled(row.get("instruction_id_list")):  # IFEval's rows, for the reward ifeval
+        prompt = prompt[:-1]
+        answer = answer if is_filled(answer) else last_turn
+    # IFEval's rows, for the reward ifeval
+    if answer is None and is_filled(row.get("instruction_id_list")):
         answer = {"instruction_id": row["instruction_id_list"], "kwargs": row.get("kwargs")}
     if is_turn_of_assistant(answer):  # TRL's completions are messages, too
         answer = check(where, answer, MESSAGES, "turn")[-1].text
@@ -121,7 +150,8 @@ def prompt_and_answer(where: str, row: dict, prompt_column: str, answer_column: 
 
 
 def rows_of_turns(row: dict, prompt_column: str) -> list[dict]:
-    """Return a row for each turn of the assistant, cut after it, if the messages of a row end with such a turn.
+    """Return a row for each turn of the assistant, cut after it, if the messages of a row end with
+    such a turn.
 
     A turn with nothing before it is left out, unless it is the only one.
     """
@@ -135,22 +165,26 @@ def rows_of_turns(row: dict, prompt_column: str) -> list[dict]:
 def named_sources(where: str, row: dict, args) -> list[str] | None:
     """Return the sources of --reward that a row of a data set names; None if all of them score it.
 
-    A row names them in its column `verifier` or, as in open-instruct's data sets, in `dataset`, if it has a
-    `ground_truth` and there is a choice. Names are compared without case: open-instruct writes MATH. Its gsm8k, the
-    last number of a response, is `math` where --reward has no gsm8k.
+    A row names them in its column `verifier` or, as in open-instruct's data sets, in `dataset`, if
+    it has a `ground_truth` and there is a choice. Names are compared without case: open-instruct
+    writes MATH. Its gsm8k, the last number of a response, is `math` where --reward has no gsm8k.
     """
     is_choice = "ground_truth" in row and len(args.reward) > 1
     column = "verifier" if "verifier" in row or not is_choice else "dataset"
     value = row.get(column)
     if not is_filled(value):
         return None
-    known = {alias.lower(): name for name in args.reward for alias in (name, name.partition(":http")[0])}
+    known = {
+        alias.lower(): name for name in args.reward for alias in (name, name.partition(":http")[0])
+    }
     if "math" in known:
         known.setdefault("gsm8k", "math")
     names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
     for name in names:
         if name not in known:
-            fail(f"{where}: {column} is {value!r}, which is not in --reward {' '.join(args.reward)}")
+            fail(
+                f"{where}: {column} is {value!r}, which is not in --reward {' '.join(args.reward)}"
+            )
     return [known[name] for name in names]
 
 
@@ -161,30 +195,37 @@ def is_turn_of_assistant(messages) -> bool:
 
 
 def holds_template(row: dict) -> bool:
-    """Return whether the text of a prompt looks like the output of a chat template, or ends as one of plain text."""
+    """Return whether the text of a prompt looks like the output of a chat template, or ends as one
+    of plain text.
+    """
     marks = r"<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>|<\|user\|>|<｜User｜>|\[INST\]"
     plain = r"(?i:assistant|bot|### response):\s*(<think>)?\s*$"
     return re.search(f"{marks}|{plain}", row["messages"][-1]["content"]) is not None
 
 
 def interleave(where: str, src, tgt) -> list[dict]:
-    """Return the turns of PaddleNLP's rows as messages: `src` are the user's and `tgt` the assistant's, lists or texts.
+    """Return the turns of PaddleNLP's rows as messages: `src` are the user's and `tgt` the
+    assistant's, lists or texts.
 
-    With one `tgt` less than `src`, the last `src` is the turn to answer; with as many, the last `tgt` is its reference
-    answer.
+    With one `tgt` less than `src`, the last `src` is the turn to answer; with as many, the last
+    `tgt` is its reference answer.
     """
-    src, tgt = ([turns] if isinstance(turns, str) else turns for turns in (src, [] if tgt is None else tgt))
+    src, tgt = (
+        [turns] if isinstance(turns, str) else turns for turns in (src, [] if tgt is None else tgt)
+    )
     check(f"{where}: src", src, TURNS, "turn")
     check(f"{where}: tgt", tgt, TURNS, "turn")
     if not src or not len(src) - 1 <= len(tgt) <= len(src):
-        fail(f"{where}: has {len(src)} turns in src and {len(tgt)} in tgt, which requires as many or one less")
+        fail(
+            f"{where}: has {len(src)} turns in src and {len(tgt)} in tgt, which requires as many or one less"
+        )
     messages = [{"role": "user", "content": text} for text in src]
     for i, text in enumerate(tgt):
         messages.insert(2 * i + 1, {"role": "assistant", "content": text})
     return messages
 
 
-# ---- token ids -------------------------------------------------------------------------------------------------------
+# ---- token ids -----------------------------------------------------------------------------------
 
 
 def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
@@ -200,36 +241,53 @@ def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
 
 
 def encode_prompt(
-    where: str, prompt, tokenizer, system_prompt: str, as_is: bool = False, tools: list[dict] | None = None
+    where: str,
+    prompt,
+    tokenizer,
+    system_prompt: str,
+    as_is: bool = False,
+    tools: list[dict] | None = None,
 ) -> tuple[str, list[int]]:
-    """Return a prompt as the text and as the token ids that the model sees; exit with code 2 if it is not valid.
+    """Return a prompt as the text and as the token ids that the model sees; exit with code 2 if it
+    is not valid.
 
     Args:
-        prompt: text, which is one user turn; or messages, a list of {"role", "content"}. A tokenizer without a chat
-            template requires a single user turn.
+        prompt: text, which is one user turn; or messages, a list of {"role", "content"}. A
+            tokenizer without a chat template requires a single user turn.
         system_prompt: stands before a prompt that has no system turn; "" for none.
-        as_is: leave a text without chat template and system prompt, for one that holds both already.
+        as_is: leave a text without chat template and system prompt, for one that holds both
+            already.
         tools: the schemas that the chat template shows to the model.
     """
     messages = as_messages(where, prompt, "" if as_is else system_prompt)
     if as_is or tokenizer.chat_template is None:
         if len(as_messages(where, prompt, "")) > 1:
-            lacks = "--chat_template is none" if as_is else "the tokenizer of --model has no chat template"
-            fail(f"{where}: has several turns, and {lacks}; name a file of one with --chat_template")
+            lacks = (
+                "--chat_template is none"
+                if as_is
+                else "the tokenizer of --model has no chat template"
+            )
+            fail(
+                f"{where}: has several turns, and {lacks}; name a file of one with --chat_template"
+            )
         text = "\n".join(turn["content"] for turn in messages)
         ids = encode_text(where, text, tokenizer)
     else:
         with loading(f"{where}: the chat template of --model"):
             messages = guarded(messages, tokenizer)
-            text = tokenizer.apply_chat_template(messages, tools, tokenize=False, add_generation_prompt=True)
-        ids = encode_text(where, text, tokenizer, special=False)  # the template has written the special tokens
+            text = tokenizer.apply_chat_template(
+                messages, tools, tokenize=False, add_generation_prompt=True
+            )
+        # the template has written the special tokens
+        ids = encode_text(where, text, tokenizer, special=False)
     if not ids:
         fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
     return text.replace(CUT, ""), ids
 
 
 def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[int]:
-    """Return the token ids of a text; with `special`, those that the tokenizer puts around it, but no second BOS.
+    """Return the token ids of a text; with `special`, those that the tokenizer puts around it, but
+    no second BOS.
 
     The parts of a text that `guarded` has cut are encoded one by one, so that no token spans a cut.
     """
@@ -241,8 +299,12 @@ def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[
     return ids[1:] if special and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
 
 
-def encode_response(where: str, text: str, tokenizer, stop_ids: list[int], special: bool = False) -> list[int]:
-    """Return the token ids of a response as a policy ends it: by the first stop token, unless it has one there."""
+def encode_response(
+    where: str, text: str, tokenizer, stop_ids: list[int], special: bool = False
+) -> list[int]:
+    """Return the token ids of a response as a policy ends it: by the first stop token, unless it
+    has one there.
+    """
     ids = encode_text(where, text, tokenizer, special)
     end = tokenizer.decode(ids[-1:]) if ids and ids[-1] in stop_ids else ""
     if not special:  # it stands behind a prompt, rather than holds a conversation
@@ -251,7 +313,7 @@ def encode_response(where: str, text: str, tokenizer, stop_ids: list[int], speci
     return ids if end else [*ids, stop_ids[0]]
 
 
-# ---- contents that spell tokens of the added vocabulary --------------------------------------------------------------
+# ---- contents that spell tokens of the added vocabulary ------------------------------------------
 
 CUT = "\ufdd0"  # not a character of any text: Unicode reserves it for marks within a program
 OWN = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # what the model itself writes
@@ -259,17 +321,25 @@ OWN = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # what the model i
 
 @functools.cache
 def added_texts(tokenizer, own: bool) -> re.Pattern:
-    """Return a pattern of the first character of each text that is a token of the added vocabulary."""
+    """Return a pattern of the first character of each text that is a token of the added
+    vocabulary.
+    """
     # Gemma's has blanks, too, which structure no conversation.
-    texts = [text for text in tokenizer.get_added_vocab() if len(text.strip()) > 1 and not (own and text in OWN)]
+    texts = [
+        text
+        for text in tokenizer.get_added_vocab()
+        if len(text.strip()) > 1 and not (own and text in OWN)
+    ]
     return re.compile(f"(?=(?:{'|'.join(map(re.escape, texts)) or '(?!)'})).", re.DOTALL)
 
 
 def guarded(value, tokenizer, own: bool = False):
-    """Return a text with CUT within what spells a token of the added vocabulary; of lists and objects, all texts.
+    """Return a text with CUT within what spells a token of the added vocabulary; of lists and
+    objects, all texts.
 
-    Only a chat template writes such tokens: a content with "<|im_end|>" would otherwise forge the turns behind it.
-    `encode_text` drops the cuts. Without them the token ids are those of the whole text.
+    Only a chat template writes such tokens: a content with "<|im_end|>" would otherwise forge the
+    turns behind it. `encode_text` drops the cuts. Without them the token ids are those of the whole
+    text.
 
     Args:
         own: leave OWN, as in turns of the assistant and in the instructions of a system turn.
@@ -280,5 +350,8 @@ def guarded(value, tokenizer, own: bool = False):
         return [guarded(item, tokenizer, own) for item in value]
     if isinstance(value, dict):
         own = own or value.get("role") in ("assistant", "system")
-        return {guarded(key, tokenizer, own): guarded(item, tokenizer, own) for key, item in value.items()}
+        return {
+            guarded(key, tokenizer, own): guarded(item, tokenizer, own)
+            for key, item in value.items()
+        }
     return value

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from utils import fail, loading, warn
 
-# ---- built-in tasks --------------------------------------------------------------------------------------------------
+# ---- built-in tasks ------------------------------------------------------------------------------
 
 BUILT_IN = {  # rows of each split
     "arithmetic": {"train": 20_000, "test": 1_000},
@@ -22,13 +22,15 @@ BUILT_IN = {  # rows of each split
 def arithmetic_rows(split: str, size: int) -> list[dict]:
     """Return `size` random problems of 3-digit addition, the same on every machine.
 
-    A tenth of all problems, chosen by a hash of the problem, is held out: "test" draws from that tenth only and
-    "train" never does. A row is {"prompt": "737+361=", "answer": "1098", "solution": what `worked_addition` gives}.
+    A tenth of all problems, chosen by a hash of the problem, is held out: "test" draws from that
+    tenth only and "train" never does. A row is {"prompt": "737+361=", "answer": "1098", "solution":
+    what `worked_addition` gives}.
     """
     numbers = random.Random(f"arithmetic {split}")
     rows = []
     while len(rows) < size:
-        first, second = numbers.randint(100, 999), numbers.randint(100, 999)
+        first = numbers.randint(100, 999)
+        second = numbers.randint(100, 999)
         prompt = f"{first}+{second}="
         held_out = zlib.crc32(prompt.encode()) % 10 == 0
         if held_out == (split == "test"):
@@ -38,7 +40,8 @@ def arithmetic_rows(split: str, size: int) -> list[dict]:
 
 
 def worked_addition(prompt: str, noise: float, numbers: random.Random) -> str:
-    """Return the worked answer to a prompt of `arithmetic_rows`, column by column and with the carries.
+    """Return the worked answer to a prompt of `arithmetic_rows`, column by column and with the
+    carries.
 
     For "737+361=" it is "7+1+0=8 3+6+0=9 7+3+0=10 #### 1098".
 
@@ -47,32 +50,41 @@ def worked_addition(prompt: str, noise: float, numbers: random.Random) -> str:
         numbers: where the mistakes come from.
     """
     first, second = prompt.removesuffix("=").split("+")
-    columns, answer, carry = [], "", 0
+    columns = []
+    answer = ""
+    carry = 0
     for a, b in zip(reversed(first), reversed(second)):
         next_carry, digit = divmod(int(a) + int(b) + carry, 10)
         if numbers.random() < noise:
             digit = (digit + numbers.randint(1, 9)) % 10
         columns.append(f"{a}+{b}+{carry}={next_carry or ''}{digit}")
-        answer, carry = f"{digit}{answer}", next_carry
+        answer = f"{digit}{answer}"
+        carry = next_carry
     return f"{' '.join(columns)} #### {carry or ''}{answer}"
 
 
 def reasoning_gym_rows(task: str, split: str, size: int) -> list[dict]:
-    """Return `size` generated problems of a reasoning_gym task; training and test ones come from different seeds.
+    """Return `size` generated problems of a reasoning_gym task; training and test ones come from
+    different seeds.
 
-    The column "reasoning_gym", [task, size, seed, index], is what generates the problem again: the scorer needs it.
+    The column "reasoning_gym", [task, size, seed, index], is what generates the problem again: the
+    scorer needs it.
     """
     import reasoning_gym
 
     seed = {"train": 1, "test": 2}[split]
     entries = reasoning_gym.create_dataset(task, size=size, seed=seed)
     return [
-        {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": [task, size, seed, index]}
+        {
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            "reasoning_gym": [task, size, seed, index],
+        }
         for index, entry in enumerate(entries)
     ]
 
 
-# ---- reading rows ----------------------------------------------------------------------------------------------------
+# ---- reading rows --------------------------------------------------------------------------------
 
 
 def split_of(name: str, default: str = "train") -> tuple[str, str]:
@@ -89,9 +101,10 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
 
     Args:
         flag: the option that named it, for messages.
-        name: "arithmetic"; "reasoning_gym:TASK"; a .jsonl, .json, .csv or .parquet file; a folder; "owner/name" or
-            "owner/name:config" on the hub; each with or without "@split".
-        split: the split to read where `name` has none. A single file has only one split, whatever it is called.
+        name: "arithmetic"; "reasoning_gym:TASK"; a .jsonl, .json, .csv or .parquet file; a folder;
+            "owner/name" or "owner/name:config" on the hub; each with or without "@split".
+        split: the split to read where `name` has none. A single file has only one split, whatever
+            it is called.
     """
     name, split = split_of(name, split)
     kind, _, task = name.partition(":")
@@ -107,14 +120,17 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
         elif os.path.isdir(name) or name.count("/") == 1:
             rows = read_data_set(name, split)
         else:
-            raise ValueError("not a built-in task (arithmetic), a file, a folder, or an owner/name on the hub")
+            raise ValueError(
+                "not a built-in task (arithmetic), a file, a folder, or an owner/name on the hub"
+            )
     if not rows:
         fail(f"{flag} {name}: has no rows in split {split!r}")
     return check(f"{flag} {name}", rows, ROWS)
 
 
 def read_file(flag: str, name: str) -> list[dict]:
-    """Return the rows of a .jsonl, .json (a list of rows), .csv (all columns are text) or .parquet file.
+    """Return the rows of a .jsonl, .json (a list of rows), .csv (all columns are text) or .parquet
+    file.
 
     `datasets` reads these, too, but gives each column one type for all rows.
     """
@@ -137,8 +153,11 @@ def read_file(flag: str, name: str) -> list[dict]:
 
 
 def read_data_set(name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a folder, or of "owner/name" or "owner/name:config" on the hub."""
-    on_hub, config = not os.path.isdir(name), ""
+    """Return the rows of a split of a folder, or of "owner/name" or "owner/name:config" on the
+    hub.
+    """
+    on_hub = not os.path.isdir(name)
+    config = ""
     if on_hub:
         from plumbing.models.loading import find_hub
 
@@ -153,7 +172,9 @@ def read_data_set(name: str, split: str) -> list[dict]:
 
 
 def leave_out(where: str, rows: list, kept: list, why: str) -> list:
-    """Return the rows that are kept; count the others in one line, and exit with code 2 if none is left."""
+    """Return the rows that are kept; count the others in one line, and exit with code 2 if none is
+    left.
+    """
     message = f"{where}: left out {len(rows) - len(kept)} of {len(rows)} rows, {why}"
     if not kept:
         fail(message)
@@ -162,7 +183,7 @@ def leave_out(where: str, rows: list, kept: list, why: str) -> list:
     return kept
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 
 class MixtureEntry(BaseModel):
@@ -180,7 +201,8 @@ ENTRIES = TypeAdapter(list[MixtureEntry])
 
 
 def check(where: str, value, adapter: TypeAdapter, item: str = "row"):
-    """Return a value as pydantic reads it; exit with code 2, and the item, field and message of pydantic's first error.
+    """Return a value as pydantic reads it; exit with code 2, and the item, field and message of
+    pydantic's first error.
 
     Args:
         where: where the value is from. item: what an item of it is, if it is a list.
@@ -196,12 +218,15 @@ def check(where: str, value, adapter: TypeAdapter, item: str = "row"):
 
 
 def is_number(value) -> bool:
-    """Return whether a value of a file is a number that float32 can hold; true and false are not numbers."""
+    """Return whether a value of a file is a number that float32 can hold; true and false are not
+    numbers.
+    """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
 
 
 def read_parts(flag: str, name: str, split: str) -> list[tuple[str, list[dict], float]]:
-    """Return the data sets of a list, a .json file of `MixtureEntry`s, as (name, rows, weight); any other one alone.
+    """Return the data sets of a list, a .json file of `MixtureEntry`s, as (name, rows, weight); any
+    other one alone.
 
     Args:
         flag, name, split: as in `read_rows`.

@@ -1,4 +1,6 @@
-"""Tokenizers, configurations, number formats, scalar heads; policy and reference from files or a checkpoint."""
+"""Tokenizers, configurations, number formats, scalar heads; policy and reference from files or a
+checkpoint.
+"""
 
 import functools
 import json
@@ -30,31 +32,42 @@ class Precision(NamedTuple):
     def frozen_dtype(self) -> torch.dtype:
         """The format of weights that do not train: that of matrix products.
 
-        The reference has the policy's format, so that its log-probabilities are the policy's before the first update.
+        The reference has the policy's format, so that its log-probabilities are the policy's before
+        the first update.
         """
         return self.compute_dtype or self.param_dtype
 
     def base_dtype(self, args) -> torch.dtype:
-        """Return the format in which a model that trains is loaded: with LoRA its weights are frozen."""
+        """Return the format in which a model that trains is loaded: with LoRA its weights are
+        frozen.
+        """
         return self.frozen_dtype if args.lora_rank else self.param_dtype
 
 
 def precision(name: str, device: torch.device) -> Precision:
-    """Return the number formats of --precision `name`; exit with code 2 if a GPU is there that torch cannot use."""
+    """Return the number formats of --precision `name`; exit with code 2 if a GPU is there that
+    torch cannot use.
+    """
     if device.type == "cpu" and torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
         check_driver()
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "float32"
     if name == "pure_bf16":
-        warn("--precision pure_bf16: a weight moves only by 1/256 of itself or more; bf16 keeps float32 weights")
+        warn(
+            "--precision pure_bf16: a weight moves only by 1/256 of itself or more; bf16 keeps float32 weights"
+        )
     param = {"float64": torch.float64, "pure_bf16": torch.bfloat16}.get(name, torch.float32)
     compute = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-    autocast = functools.partial(torch.autocast, device.type, compute or torch.bfloat16, enabled=compute is not None)
+    autocast = functools.partial(
+        torch.autocast, device.type, compute or torch.bfloat16, enabled=compute is not None
+    )
     return Precision(param, torch.promote_types(param, torch.float32), compute, autocast)
 
 
 def check_driver() -> None:
-    """Exit with code 2 if there is an NVIDIA driver that torch cannot use, such as one that is too old."""
+    """Exit with code 2 if there is an NVIDIA driver that torch cannot use, such as one that is too
+    old.
+    """
     try:
         torch.cuda.init()
     except RuntimeError as error:  # torch's words for neither driver nor GPU, which leave the CPU
@@ -64,31 +77,40 @@ def check_driver() -> None:
 
 @functools.cache
 def find_hub() -> None:
-    """Let the hub's library read its cache alone if the hub does not answer: it would try for a minute, and again."""
+    """Let the hub's library read its cache alone if the hub does not answer: it would try for a
+    minute, and again.
+    """
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
     except Exception:  # of a network or proxy, whatever it lacks
-        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def read_tokenizer(flag: str, name: str):
-    """Return the tokenizer of the model `name`, which pads on the left; exit with code 2 if there is none."""
+    """Return the tokenizer of the model `name`, which pads on the left; exit with code 2 if there
+    is none.
+    """
     if not os.path.isdir(name):
         if name.count("/") > 1:
             fail(f"{flag} {name}: there is no such folder")
         find_hub()
     with loading(f"{flag} {name}"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, padding_side="left", trust_remote_code=False)
-    if not tokenizer.encode("text", add_special_tokens=False):  # transformers makes an empty one up where none is
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            name, padding_side="left", trust_remote_code=False
+        )
+    # transformers makes an empty one up where none is
+    if not tokenizer.encode("text", add_special_tokens=False):
         fail(f"{flag} {name}: has no tokenizer")
     return tokenizer
 
 
 def load_tokenizer(name: str, chat_template: str = "", template_kwargs: str = "{}"):
-    """Return the tokenizer of --model, with a pad token and, from a file, the template of --chat_template.
+    """Return the tokenizer of --model, with a pad token and, from a file, the template of
+    --chat_template.
 
-    A template from a file replaces the tokenizer's, and is saved with the trained model. The values of
-    --chat_template_kwargs, a JSON object, are given to the template wherever it is applied.
+    A template from a file replaces the tokenizer's, and is saved with the trained model. The values
+    of --chat_template_kwargs, a JSON object, are given to the template wherever it is applied.
     """
     tokenizer = read_tokenizer("--model", name)
     if chat_template not in ("", "none"):
@@ -98,7 +120,9 @@ def load_tokenizer(name: str, chat_template: str = "", template_kwargs: str = "{
         values = dict(json.loads(template_kwargs))
     template = "" if chat_template == "none" else str(tokenizer.chat_template)
     if unread := [key for key in values if not re.search(rf"\b{re.escape(key)}\b", template)]:
-        fail(f"--chat_template_kwargs {template_kwargs}: the chat template of --model does not read {unread[0]}")
+        fail(
+            f"--chat_template_kwargs {template_kwargs}: the chat template of --model does not read {unread[0]}"
+        )
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **values)
     if tokenizer.pad_token_id is None:  # any token will do: masks are made from lengths
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
@@ -106,7 +130,9 @@ def load_tokenizer(name: str, chat_template: str = "", template_kwargs: str = "{
 
 
 def end_of_turn(tokenizer) -> str:
-    """Return what the chat template writes behind a last turn of the assistant; "" if there is no template."""
+    """Return what the chat template writes behind a last turn of the assistant; "" if there is no
+    template.
+    """
     if tokenizer.chat_template is None:
         return ""
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "A-TURN"}]
@@ -115,16 +141,20 @@ def end_of_turn(tokenizer) -> str:
 
 
 def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
-    """Return the ids that end a response; the first is the one that a policy writes, and that ends a text to learn.
+    """Return the ids that end a response; the first is the one that a policy writes, and that ends
+    a text to learn.
 
-    With "eos" these are the end tokens of the tokenizer and of the model, and that of the chat template's turns, which
-    base models may have there alone. First is that with which the rows of a reward model ended (`score_token`), or that
-    of the chat template, or else the tokenizer's. Otherwise it is one named token.
+    With "eos" these are the end tokens of the tokenizer and of the model, and that of the chat
+    template's turns, which base models may have there alone. First is that with which the rows of a
+    reward model ended (`score_token`), or that of the chat template, or else the tokenizer's.
+    Otherwise it is one named token.
     """
     if stop_token != "eos":
         ids = tokenizer.encode(stop_token, add_special_tokens=False)
         if len(ids) != 1:
-            fail(f"--stop_token {stop_token!r}: must be exactly one token of the tokenizer, this is {len(ids)}")
+            fail(
+                f"--stop_token {stop_token!r}: must be exactly one token of the tokenizer, this is {len(ids)}"
+            )
         return ids
     try:
         configured = transformers.GenerationConfig.from_pretrained(base_of(model_name)).eos_token_id
@@ -133,21 +163,35 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
             fail(f"--model {model_name}: {first_line(error)}")
         configured = None  # a model may come without generation defaults
     trained = getattr(load_config("--model", model_name), "score_token", None)
-    ids = {tokenizer.eos_token_id, trained, *(configured if isinstance(configured, list) else [configured])} - {None}
+    ids = {
+        tokenizer.eos_token_id,
+        trained,
+        *(configured if isinstance(configured, list) else [configured]),
+    } - {None}
     ending = tokenizer.encode(end_of_turn(tokenizer), add_special_tokens=False)
-    of_turns = [x for x in ending if x in ids] or [x for x in ending if x in tokenizer.added_tokens_decoder]
+    of_turns = [x for x in ending if x in ids] or [
+        x for x in ending if x in tokenizer.added_tokens_decoder
+    ]
     ids |= set(of_turns[:1])
     if not ids:
-        fail("--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text")
-    first = next((token for token in [trained, *of_turns] if token is not None), tokenizer.eos_token_id)
+        fail(
+            "--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text"
+        )
+    first = next(
+        (token for token in [trained, *of_turns] if token is not None), tokenizer.eos_token_id
+    )
     return sorted(ids, key=lambda token: (token != first, token))
 
 
 def load_tokenizer_and_stop_ids(args) -> tuple:
-    """Return the tokenizer of --model and the ids that end a response, which are printed; see the functions above."""
+    """Return the tokenizer of --model and the ids that end a response, which are printed; see the
+    functions above.
+    """
     tokenizer = load_tokenizer(args.model, args.chat_template, args.chat_template_kwargs)
     stop_ids = stop_token_ids(tokenizer, args.model, args.stop_token)
-    say(f"stop tokens: {[tokenizer.decode([token]) for token in stop_ids]}; texts to learn end with the first")
+    say(
+        f"stop tokens: {[tokenizer.decode([token]) for token in stop_ids]}; texts to learn end with the first"
+    )
     return tokenizer, stop_ids
 
 
@@ -161,48 +205,70 @@ def base_of(name: str) -> str:
 
 
 def load_config(flag: str, name: str):
-    """Return a model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: no dropout in the policy)."""
+    """Return a model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: no dropout
+    in the policy).
+    """
     with loading(f"{flag} {name}"):
         config = transformers.AutoConfig.from_pretrained(base_of(name), trust_remote_code=False)
     for key, value in config.to_dict().items():
-        if isinstance(value, float) and key.endswith(("dropout", "pdrop", "dropout_prob", "dropout_rate")):
+        if isinstance(value, float) and key.endswith(
+            ("dropout", "pdrop", "dropout_prob", "dropout_rate")
+        ):
             setattr(config, key, 0.0)
     if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False  # the balance loss of experts does not train, and fails in a decode step
+        # the balance loss of experts does not train, and fails in a decode step
+        config.output_router_logits = False
     return config
 
 
 def check_fits(name: str, sequences: list[list[int]], flag: str, room: int = 0) -> None:
-    """Exit with code 2 if --model `name` cannot read sequences of token ids, the longest with `room` more tokens.
+    """Exit with code 2 if --model `name` cannot read sequences of token ids, the longest with
+    `room` more tokens.
 
     Args:
         flag: the option that the sequences are from, with its value.
     """
     config = load_config("--model", name).get_text_config()
-    size, positions = (getattr(config, key, None) for key in ("vocab_size", "max_position_embeddings"))
-    highest, length = max(map(max, sequences)), max(map(len, sequences)) + room
+    size, positions = (
+        getattr(config, key, None) for key in ("vocab_size", "max_position_embeddings")
+    )
+    highest = max(map(max, sequences))
+    length = max(map(len, sequences)) + room
     if size and highest >= size:
-        fail(f"--model {name}: has {size} tokens, and its tokenizer writes token {highest}: they do not fit together")
+        fail(
+            f"--model {name}: has {size} tokens, and its tokenizer writes token {highest}: they do not fit together"
+        )
     if positions and length > positions:
-        fail(f"{flag}: makes sequences of {length} tokens, and --model {name} has {positions} positions")
+        fail(
+            f"{flag}: makes sequences of {length} tokens, and --model {name} has {positions} positions"
+        )
 
 
 def longest_sequence(args) -> int:
-    """Return the most tokens that an engine is asked for: those of the flags, or --model's positions if it has less."""
-    positions = getattr(load_config("--model", args.model).get_text_config(), "max_position_embeddings", None)
+    """Return the most tokens that an engine is asked for: those of the flags, or --model's
+    positions if it has less.
+    """
+    positions = getattr(
+        load_config("--model", args.model).get_text_config(), "max_position_embeddings", None
+    )
     return min(args.max_prompt_length + args.max_response_length, positions or math.inf)
 
 
-def load_model(flag: str, name: str, dtype: torch.dtype, device: torch.device, scalar: bool = False) -> torch.nn.Module:
-    """Return a pretrained model without dropout, in evaluation mode; exit with code 2 if its files lack weights.
+def load_model(
+    flag: str, name: str, dtype: torch.dtype, device: torch.device, scalar: bool = False
+) -> torch.nn.Module:
+    """Return a pretrained model without dropout, in evaluation mode; exit with code 2 if its files
+    lack weights.
 
-    The adapter of a folder of LoRA is merged into its base. Of a model that reads images, the language model trains;
-    the rest is frozen, and loaded so that the weights have the names that the hub and vLLM know.
+    The adapter of a folder of LoRA is merged into its base. Of a model that reads images, the
+    language model trains; the rest is frozen, and loaded so that the weights have the names that
+    the hub and vLLM know.
 
     Args:
         flag: names the model in messages. name: folder or hub name.
         device: on "meta" the model has no weights, and only the configuration is read.
-        scalar: whether to load it with a head of one output, see `load_scalar_model`, rather than of a vocabulary.
+        scalar: whether to load it with a head of one output, see `load_scalar_model`, rather than
+            of a vocabulary.
     """
     config, trained = scalar_config(flag, name) if scalar else (load_config(flag, name), True)
     with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
@@ -214,14 +280,17 @@ def load_model(flag: str, name: str, dtype: torch.dtype, device: torch.device, s
     if caps_scores(config):
         config._attn_implementation = "eager"
     if dtype == torch.float64:
-        config._experts_implementation = "eager"  # torch's grouped product of matrices does not know float64
+        # torch's grouped product of matrices does not know float64
+        config._experts_implementation = "eager"
     if device.type == "meta":
         with device:
             model = auto_class.from_config(config, dtype=dtype).eval()
     else:
         with loading(f"{flag} {name}"):
             base = base_of(name)
-            model, report = auto_class.from_pretrained(base, config=config, dtype=dtype, output_loading_info=True)
+            model, report = auto_class.from_pretrained(
+                base, config=config, dtype=dtype, output_loading_info=True
+            )
             if base != name:
                 from peft import PeftModel
 
@@ -230,35 +299,44 @@ def load_model(flag: str, name: str, dtype: torch.dtype, device: torch.device, s
         if missing := report["missing_keys"] - new:  # transformers draws them at random
             fail(f"{flag} {name}: its files lack weights of the model, such as {min(missing)}")
     if device.type == "cpu":
-        # The weights lie in memory as they do in the file, and matrix products round by the address of their operands:
-        # a run that is resumed from another file would not continue bit for bit.
+        # The weights lie in memory as they do in the file, and matrix products round by the address
+        # of their operands: a run that is resumed from another file would not continue bit for bit.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):  # torch gives the pad token no gradient, and it may be a stop token
+        # torch gives the pad token no gradient, and it may be a stop token
+        if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     if config.get_text_config() is not config:  # a language model is a part of it
         model.requires_grad_(False)
-        for part in (model.get_decoder(), model.get_output_embeddings() or getattr(model, "score", None)):
+        for part in (
+            model.get_decoder(),
+            model.get_output_embeddings() or getattr(model, "score", None),
+        ):
             if part is not None:  # a missing score is reported by `load_scalar_model`
                 part.requires_grad_(True)
     return model.to(device)
 
 
 def caps_scores(config) -> bool:
-    """Return whether a model caps the scores of its attention, as Gemma 2 does: transformers' sdpa leaves that out."""
+    """Return whether a model caps the scores of its attention, as Gemma 2 does: transformers' sdpa
+    leaves that out.
+    """
     return bool(getattr(config.get_text_config(), "attn_logit_softcapping", None))
 
 
 class ScalarModel(torch.nn.Module):
-    """A causal language model with a linear head of one output: a critic's values, a reward model's scores."""
+    """A causal language model with a linear head of one output: a critic's values, a reward model's
+    scores.
+    """
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the head's output at the set positions of a mask, row by row; float32 or better, also in autocast.
+        """Return the head's output at the set positions of a mask, row by row; float32 or better,
+        also in autocast.
 
         Args:
             input_ids: (N, L), padded on the right, where causal attention does not reach.
@@ -266,28 +344,40 @@ class ScalarModel(torch.nn.Module):
         """
         hidden = last_hidden_states(self.model, input_ids, mask)
         dtype = torch.promote_types(self.model.score.weight.dtype, torch.float32)
-        weight, bias = (x if x is None else x.to(dtype) for x in (self.model.score.weight, self.model.score.bias))
-        with torch.autocast(hidden.device.type, enabled=False):  # bfloat16 has 8 bits: too few for a score
-            return torch.nn.functional.linear(hidden.to(dtype), weight, bias)[:, 0].clone()  # FSDP warns of views
+        weight, bias = (
+            x if x is None else x.to(dtype)
+            for x in (self.model.score.weight, self.model.score.bias)
+        )
+        # bfloat16 has 8 bits: too few for a score
+        with torch.autocast(hidden.device.type, enabled=False):
+            # FSDP warns of views
+            return torch.nn.functional.linear(hidden.to(dtype), weight, bias)[:, 0].clone()
 
 
-def load_scalar_model(flag: str, name: str, dtype: torch.dtype, device: torch.device) -> tuple[ScalarModel, bool]:
+def load_scalar_model(
+    flag: str, name: str, dtype: torch.dtype, device: torch.device
+) -> tuple[ScalarModel, bool]:
     """Load a reward model, or a language model that is given a head of one output.
 
     Returns:
-        The model, and whether its head is new; a new head has random values, which the caller has to replace.
+        The model, and whether its head is new; a new head has random values, which the caller has
+        to replace.
     """
     _, trained = scalar_config(flag, name)
     if base_of(name) != name:
         fail(f"{flag} {name}: is an adapter, whose folder lacks the head; final/ has all of it")
     model = load_model(flag, name, dtype, device, scalar=True)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        fail(f"{flag} {name}: {type(model).__name__} has no linear head called score, as causal language models have")
+        fail(
+            f"{flag} {name}: {type(model).__name__} has no linear head called score, as causal language models have"
+        )
     return ScalarModel(model), not trained
 
 
 def scalar_config(flag: str, name: str) -> tuple:
-    """Return a model's configuration with a head of one output, and whether its files have such a head."""
+    """Return a model's configuration with a head of one output, and whether its files have such a
+    head.
+    """
     config = load_config(flag, name)
     trained = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if trained and config.num_labels != 1:
@@ -297,13 +387,17 @@ def scalar_config(flag: str, name: str) -> tuple:
 
 
 def check_can_read(flag: str, name: str, tokenizer) -> None:
-    """Exit with code 2 unless a model gives each token the id that `tokenizer`, that of --model, gives it."""
+    """Exit with code 2 unless a model gives each token the id that `tokenizer`, that of --model,
+    gives it.
+    """
     if difference := vocabulary_difference(tokenizer, read_tokenizer(flag, name)):
         fail(f"{flag} {name}: cannot read what --model writes: its vocabulary {difference}")
 
 
 def check_same_tokens(flag: str, name: str, model: str) -> None:
-    """Exit with code 2 unless a model has a log-prob for each token of --model; it may be padded to more tokens."""
+    """Exit with code 2 unless a model has a log-prob for each token of --model; it may be padded to
+    more tokens.
+    """
     check_can_read(flag, name, read_tokenizer("--model", model))
     theirs, ours = (load_config(flag, x).get_text_config().vocab_size for x in (name, model))
     if theirs < ours:
@@ -311,30 +405,43 @@ def check_same_tokens(flag: str, name: str, model: str) -> None:
 
 
 def vocabulary_difference(ours, theirs) -> str:
-    """Return how the vocabulary of a tokenizer, `theirs`, differs from that of --model; "" if it does not.
+    """Return how the vocabulary of a tokenizer, `theirs`, differs from that of --model; "" if it
+    does not.
 
     A pad token that only one of the two has does not count: padding is masked by length.
     """
-    mine, other = ours.get_vocab(), theirs.get_vocab()
+    mine = ours.get_vocab()
+    other = theirs.get_vocab()
     pads = {ours.pad_token, theirs.pad_token} - (mine.keys() & other.keys())
-    different = sorted(token for token in (mine | other).keys() - pads if mine.get(token) != other.get(token))
-    return f"has other ids for {len(different)} tokens, such as {different[0]!r}" if different else ""
+    different = sorted(
+        token for token in (mine | other).keys() - pads if mine.get(token) != other.get(token)
+    )
+    return (
+        f"has other ids for {len(different)} tokens, such as {different[0]!r}" if different else ""
+    )
 
 
 @torch.no_grad()
 def check_head(flag: str, model: torch.nn.Module, head: Callable) -> None:
-    """Exit with code 2 if `head`, hidden states -> logits, as it trains, differs from the model's as it samples."""
+    """Exit with code 2 if `head`, hidden states -> logits, as it trains, differs from the model's
+    as it samples.
+    """
     if model.device.type == "meta":  # rank 0 has the weights
         return
-    ids = torch.arange(min(32, model.config.get_text_config().vocab_size), device=model.device)[None]
+    ids = torch.arange(min(32, model.config.get_text_config().vocab_size), device=model.device)[
+        None
+    ]
     with torch.enable_grad():
         ours = head(body(model)(input_ids=ids, use_cache=False).last_hidden_state)
     theirs = model(input_ids=ids, use_cache=False).logits.to(ours.dtype)
-    largest = theirs[theirs != -math.inf].abs().max().item()  # -inf masks a token; NaN is not equal to it
+    # -inf masks a token; NaN is not equal to it
+    largest = theirs[theirs != -math.inf].abs().max().item()
     if not math.isfinite(largest):
         fail(f"{flag}: its logits are not finite, so its weights or --precision are to blame")
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * largest):
-        fail(f"{flag}: {type(model).__name__} trains by other logits: what changes them is not in `adjusted_logits`")
+        fail(
+            f"{flag}: {type(model).__name__} trains by other logits: what changes them is not in `adjusted_logits`"
+        )
 
 
 LOGIT_FACTORS = {  # entries of configurations -> power of the factor
@@ -346,7 +453,9 @@ LOGIT_FACTORS = {  # entries of configurations -> power of the factor
 
 
 def adjusted_logits(logits: torch.Tensor, config) -> torch.Tensor:
-    """Return what a model makes of its head's output (..., V), by its configuration: scaled, or capped (Gemma)."""
+    """Return what a model makes of its head's output (..., V), by its configuration: scaled, or
+    capped (Gemma).
+    """
     for name, power in LOGIT_FACTORS.items():
         factor = getattr(config, name, 1.0)
         if factor not in (None, 1.0):
@@ -358,10 +467,12 @@ def adjusted_logits(logits: torch.Tensor, config) -> torch.Tensor:
 @torch.compiler.set_stance("force_eager")  # as the decode loop
 @torch.no_grad()
 def check_decodes(flag: str, model: torch.nn.Module, precision: Precision, instead: str) -> None:
-    """Exit with code 2 if left padding or a cache that drops finished rows changes what a model predicts.
+    """Exit with code 2 if left padding or a cache that drops finished rows changes what a model
+    predicts.
 
     Args:
-        flag: the flag that names the model, with its value. instead: the flag for another way to sample.
+        flag: the flag that names the model, with its value. instead: the flag for another way to
+            sample.
     """
     device = getattr(model, "compute_device", model.device)
     ids = torch.arange(12, device=device).view(2, 6) % model.config.get_text_config().vocab_size
@@ -371,7 +482,10 @@ def check_decodes(flag: str, model: torch.nn.Module, precision: Precision, inste
     reason = f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
     with loading(reason), precision.autocast():
         cache = model(
-            input_ids=ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5], use_cache=True
+            input_ids=ids[:, :5],
+            attention_mask=mask[:, :5],
+            position_ids=positions[:, :5],
+            use_cache=True,
         ).past_key_values
         cache.reorder_cache(torch.tensor([1], device=device))
         outputs = model(
@@ -390,45 +504,63 @@ def check_decodes(flag: str, model: torch.nn.Module, precision: Precision, inste
 
 
 def body(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a language model without its head. (The prefix of Llama 4's classes names none of their parts.)"""
-    return getattr(model, "language_model", model).model if model.base_model is model else model.base_model
+    """Return a language model without its head. (The prefix of Llama 4's classes names none of
+    their parts.)
+    """
+    return (
+        getattr(model, "language_model", model).model
+        if model.base_model is model
+        else model.base_model
+    )
 
 
 def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, positions) -> torch.Tensor:
-    """Return the last hidden states (tokens, H) at the set positions of a mask (N, L), or at (rows, columns)."""
+    """Return the last hidden states (tokens, H) at the set positions of a mask (N, L), or at (rows,
+    columns).
+    """
     return body(model)(input_ids=input_ids, use_cache=False).last_hidden_state[positions]
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the decoder blocks of a model; transformers marks them as those that can be recomputed."""
+    """Return the decoder blocks of a model; transformers marks them as those that can be
+    recomputed.
+    """
     return [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> None:
     """Recompute the blocks of a model in the backward pass, as --gradient_checkpointing asks for.
 
-    transformers does so in training mode only, in which some families compute something else: phi-3.5-moe draws its
-    experts at random. Here no model is ever in that mode. Exit with code 2 if a model has no such blocks.
+    transformers does so in training mode only, in which some families compute something else:
+    phi-3.5-moe draws its experts at random. Here no model is ever in that mode. Exit with code 2 if
+    a model has no such blocks.
     """
     blocks = blocks_of(model)
     if not blocks:
-        fail(f"--gradient_checkpointing: {type(model).__name__} does not support it; use --no-gradient_checkpointing")
+        fail(
+            f"--gradient_checkpointing: {type(model).__name__} does not support it; use --no-gradient_checkpointing"
+        )
     for block in blocks:
         block.forward = functools.partial(recomputed, block.forward)
 
 
 def recomputed(forward: Callable, *args, **options):
-    """Return `forward(*args, **options)`, of which only the inputs are kept for the backward pass."""
+    """Return `forward(*args, **options)`, of which only the inputs are kept for the backward
+    pass.
+    """
     if not torch.is_grad_enabled():
         return forward(*args, **options)
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def load_policy(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding) -> tuple:
+def load_policy(
+    args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding
+) -> tuple:
     """Load the policy of --model, or of a checkpoint.
 
     Args:
-        make_policy: wraps a causal language model in the script's Policy. checkpoint: folder, or None.
+        make_policy: wraps a causal language model in the script's Policy. checkpoint: folder, or
+            None.
     Returns:
         The policy, and what trains it: the policy itself or its DDP wrapper.
     """
@@ -441,27 +573,34 @@ def load_policy(args, make_policy: Callable, checkpoint: str | None, precision: 
     return policy, sharding.wrap(policy)
 
 
-def load_frozen(flag: str, name: str, make_policy: Callable, dtype: torch.dtype, sharding) -> torch.nn.Module:
-    """Load a model that does not train, such as the reference of the KL penalty; see `load_policy`."""
+def load_frozen(
+    flag: str, name: str, make_policy: Callable, dtype: torch.dtype, sharding
+) -> torch.nn.Module:
+    """Load a model that does not train, such as the reference of the KL penalty; see
+    `load_policy`.
+    """
     model = load_model(flag, name, dtype, sharding.load_device).requires_grad_(False)
     policy = make_policy(model)
     check_head(f"{flag} {name}", model, policy.logits)
     return sharding.shard(policy)
 
 
-def load_policy_and_reference(args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding):
+def load_policy_and_reference(
+    args, make_policy: Callable, checkpoint: str | None, precision: Precision, sharding
+):
     """Load the policy, see `load_policy`, and the reference of the KL penalty.
 
     Returns:
-        The policy; what trains it; and the reference, frozen: None without --kl_coef, with LoRA the policy itself,
-        which is used without its adapter.
+        The policy; what trains it; and the reference, frozen: None without --kl_coef, with LoRA the
+        policy itself, which is used without its adapter.
     """
     policy, wrapped = load_policy(args, make_policy, checkpoint, precision, sharding)
     if not args.kl_coef:
         return policy, wrapped, None
     if args.lora_rank and not args.ref_model:
         return policy, wrapped, policy
-    flag, name = "--ref_model" if args.ref_model else "--model", args.ref_model or args.model
+    flag = "--ref_model" if args.ref_model else "--model"
+    name = args.ref_model or args.model
     if args.ref_model:
         check_same_tokens(flag, name, args.model)
     name = refreshed_reference(checkpoint) or name
@@ -479,6 +618,10 @@ def refreshed_reference(checkpoint: str | None) -> str | None:
 
 
 def models_to_save(args, policy, reference, checkpoint: str | None) -> dict[str, torch.nn.Module]:
-    """Return the language models that a checkpoint holds, by folder: the policy, and a refreshed reference."""
+    """Return the language models that a checkpoint holds, by folder: the policy, and a refreshed
+    reference.
+    """
     refreshed = args.ref_refresh_every or refreshed_reference(checkpoint)
-    return {"": policy.model} | ({"reference": reference.model} if reference is not None and refreshed else {})
+    return {"": policy.model} | (
+        {"reference": reference.model} if reference is not None and refreshed else {}
+    )

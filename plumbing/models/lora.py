@@ -1,4 +1,6 @@
-"""LoRA adapters, and a model's weights without or with its adapter, under the names of a model that has none."""
+"""LoRA adapters, and a model's weights without or with its adapter, under the names of a model that
+has none.
+"""
 
 import contextlib
 import os
@@ -9,13 +11,16 @@ from utils import full_tensor, generator
 
 
 def add_lora(model: torch.nn.Module, args) -> None:
-    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by peft.
+    """Freeze a model and give each linear layer of its blocks a LoRA adapter (arXiv:2106.09685), by
+    peft.
 
-    Its alpha is twice --lora_rank. A new adapter changes nothing; `checkpoints.load_optimizer` loads a saved one.
+    Its alpha is twice --lora_rank. A new adapter changes nothing; `checkpoints.load_optimizer`
+    loads a saved one.
     """
     from peft import LoraConfig
 
-    if os.path.isdir(args.model):  # what is saved names its base, also for those who work in another folder
+    # what is saved names its base, also for those who work in another folder
+    if os.path.isdir(args.model):
         model.name_or_path = os.path.abspath(args.model)
     # The head of a reward model trains whole; what reads images does not train.
     excluded = [
@@ -43,7 +48,9 @@ def add_lora(model: torch.nn.Module, args) -> None:
 
 @contextlib.contextmanager
 def without_lora(model: torch.nn.Module):
-    """Compute without a model's adapter in this context; a model that has none computes as always."""
+    """Compute without a model's adapter in this context; a model that has none computes as
+    always.
+    """
     if not getattr(model, "peft_config", None):
         yield
         return
@@ -55,12 +62,16 @@ def without_lora(model: torch.nn.Module):
 
 
 def base_weights(model: torch.nn.Module) -> list[tuple]:
-    """Return the weights of a model without its adapter, under the names that they have in a model without one.
+    """Return the weights of a model without its adapter, under the names that they have in a model
+    without one.
 
     Returns:
-        (name, tensor, LoRA layer of the tensor or None), to be passed to `merged`. Tied weights are there twice.
+        (name, tensor, LoRA layer of the tensor or None), to be passed to `merged`. Tied weights are
+        there twice.
     """
-    layers = {f"{name}.base_layer.weight": x for name, x in model.named_modules() if hasattr(x, "lora_A")}
+    layers = {
+        f"{name}.base_layer.weight": x for name, x in model.named_modules() if hasattr(x, "lora_A")
+    }
     return [
         (name.replace(".base_layer.", "."), tensor, layers.get(name))
         for name, tensor in model.state_dict().items()
@@ -70,7 +81,8 @@ def base_weights(model: torch.nn.Module) -> list[tuple]:
 
 @torch.no_grad()
 def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
-    """Return one of `base_weights` as a full tensor, plus the product of its adapter; a collective if it is sharded.
+    """Return one of `base_weights` as a full tensor, plus the product of its adapter; a collective
+    if it is sharded.
 
     (peft would merge in place, and all weights at once.)
     """

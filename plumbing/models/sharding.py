@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
@@ -19,11 +25,12 @@ from utils import World, fail, full_tensor, loading, parameter_count
 class Sharding:
     """Places models as --shard says, and sets their --attention.
 
-    With --shard none each rank has all weights, and DDP averages the gradients of the models that train. With fsdp
-    (torch's FSDP2) a rank has a shard of the weights, gradients and Adam's state: the weights of a decoder block are
-    gathered while the block computes, those outside of blocks (embeddings, head) while the model does. Blocks get their
-    weights in the format of matrix products; autocast stays on, so that the result is the one without sharding.
-    fsdp_offload keeps the shards on the CPU between passes.
+    With --shard none each rank has all weights, and DDP averages the gradients of the models that
+    train. With fsdp (torch's FSDP2) a rank has a shard of the weights, gradients and Adam's state:
+    the weights of a decoder block are gathered while the block computes, those outside of blocks
+    (embeddings, head) while the model does. Blocks get their weights in the format of matrix
+    products; autocast stays on, so that the result is the one without sharding. fsdp_offload keeps
+    the shards on the CPU between passes.
 
     Attributes:
         on: whether models are sharded.
@@ -31,22 +38,28 @@ class Sharding:
             both.
     """
 
-    # --shard auto shards above these shares of a GPU's memory: the rest is for activations, and for CUDA itself.
+    # --shard auto shards above these shares of a GPU's memory: the rest is for activations, and for
+    # CUDA itself.
     MODELS_SHARE = 0.6
     WITH_ENGINE_SHARE = 0.9
 
     def __init__(self, args, world: World, precision: Precision, reward_models: Iterable[str] = ()):
-        self.args, self.world, self.precision = args, world, precision
+        self.args = args
+        self.world = world
+        self.precision = precision
         if args.compile:
             with loading("--compile"):  # a small function, which says if there is no compiler
                 torch.compile(torch.sin)(torch.zeros(2, device=world.device))
-        memory, offload = gpu_bytes(world.device), args.shard == "fsdp_offload"
+        memory = gpu_bytes(world.device)
+        offload = args.shard == "fsdp_offload"
         self.offload = CPUOffloadPolicy(pin_memory=memory > 0) if offload else OffloadPolicy()
-        self.on, reason = args.shard.startswith("fsdp"), ", offloaded to the CPU" if offload else ""
+        self.on = args.shard.startswith("fsdp")
+        reason = ", offloaded to the CPU" if offload else ""
         if args.shard == "auto" and memory and world.size > 1:
             models, weights, cache = unsharded_bytes(args, precision, reward_models, memory)
             self.on = world.any(
-                models > self.MODELS_SHARE * memory or models + weights + cache > self.WITH_ENGINE_SHARE * memory
+                models > self.MODELS_SHARE * memory
+                or models + weights + cache > self.WITH_ENGINE_SHARE * memory
             )
             reason = (
                 f" (unsharded, models take {models / 1e9:.3g} GB and vLLM {(weights + cache) / 1e9:.3g}; "
@@ -59,19 +72,24 @@ class Sharding:
             self.mesh = dist.init_device_mesh(world.device.type, (world.size,))
         self.shards_reward_models = self.on and not getattr(args, "async_steps", 0)
         if world.main and (self.on or reason):
-            print(f"sharding: {f'fsdp over {world.size} ranks' if self.on else 'none'}{reason}", flush=True)
+            print(
+                f"sharding: {f'fsdp over {world.size} ranks' if self.on else 'none'}{reason}",
+                flush=True,
+            )
 
     @property
     def load_device(self) -> torch.device:
         """Where to load a model to, before `shard`.
 
-        Only rank 0 reads the files of a model that is to be sharded, to the CPU: a GPU may not have the memory for all
-        of it, nor a machine that for a copy a rank.
+        Only rank 0 reads the files of a model that is to be sharded, to the CPU: a GPU may not have
+        the memory for all of it, nor a machine that for a copy a rank.
         """
         return torch.device("cpu" if self.world.main else "meta") if self.on else self.world.device
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return a module as it is trained: itself in one process or sharded, else in DDP. See `shard`."""
+        """Return a module as it is trained: itself in one process or sharded, else in DDP. See
+        `shard`.
+        """
         self.shard(module)
         if self.on or self.world.size == 1:
             return module
@@ -80,16 +98,20 @@ class Sharding:
         )
 
     def shard(self, module: torch.nn.Module, reward_model: bool = False) -> torch.nn.Module:
-        """Set a module's attention, shard it with --shard fsdp, checkpoint its blocks, and compile it: all in place.
+        """Set a module's attention, shard it with --shard fsdp, checkpoint its blocks, and compile
+        it: all in place.
 
-        Reward models keep no activations, and with --async_steps score in another thread, which must not compile.
+        Reward models keep no activations, and with --async_steps score in another thread, which
+        must not compile.
 
         Args:
-            module: called as module(input_ids, mask), its forward holds every use of its weights. Each forward pass is
-                a collective: all ranks have to make as many.
+            module: called as module(input_ids, mask), its forward holds every use of its weights.
+                Each forward pass is a collective: all ranks have to make as many.
             reward_model: whether it is one, see `shards_reward_models`.
         """
-        model = next(part for part in module.modules() if isinstance(part, transformers.PreTrainedModel))
+        model = next(
+            part for part in module.modules() if isinstance(part, transformers.PreTrainedModel)
+        )
         if self.args.attention != "auto":
             set_attention(model, self.args.attention)
         if self.shards_reward_models if reward_model else self.on:
@@ -104,40 +126,61 @@ class Sharding:
         state = module.state_dict() if self.world.main else {}
         tensors = [*module.parameters(), *module.buffers()]
         dtypes = [tensor.dtype for tensor in tensors]
-        dist.broadcast_object_list(dtypes, 0)  # some models keep a few tensors in float32; a state dict has values only
+        # some models keep a few tensors in float32; a state dict has values only
+        dist.broadcast_object_list(dtypes, 0)
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             tensor.data = tensor.data.to(dtype)
-        settings = {"mesh": self.mesh, "reshard_after_forward": True, "offload_policy": self.offload}
+        settings = {
+            "mesh": self.mesh,
+            "reshard_after_forward": True,
+            "offload_policy": self.offload,
+        }
         policy = functools.partial(
             MixedPrecisionPolicy, reduce_dtype=self.precision.loss_dtype, cast_forward_inputs=False
         )
-        # On CPUs, unlike GPUs, autocast does not cast a LayerNorm's weights to the format of its inputs, float32.
+        # On CPUs, unlike GPUs, autocast does not cast a LayerNorm's weights to the format of its
+        # inputs, float32.
         has_layer_norm = any(isinstance(part, torch.nn.LayerNorm) for part in model.modules())
-        block_dtype = None if has_layer_norm and self.world.device.type == "cpu" else self.precision.compute_dtype
+        block_dtype = (
+            None
+            if has_layer_norm and self.world.device.type == "cpu"
+            else self.precision.compute_dtype
+        )
         for block in blocks_of(model):
             fully_shard(block, mp_policy=policy(block_dtype), **settings)
-        # Scores and logits require more bits than half precision has; their backward pass follows the forward pass.
+        # Scores and logits require more bits than half precision has; their backward pass follows
+        # the forward pass.
         fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
         self._load_shards(module, model, state)
         module.register_forward_hook(reset_after_inference)
-        model.fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]  # the root comes first
+        # the root comes first
+        model.fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
         with torch.no_grad(), self.precision.autocast():
-            module(ids, ids > 0)  # the first forward pass makes this module FSDP's root; generation calls `model`
+            # the first forward pass makes this module FSDP's root; generation calls `model`
+            module(ids, ids > 0)
 
     def _load_shards(self, module: torch.nn.Module, model, state: dict) -> None:
-        """Load the state that rank 0 has of a module into all ranks' shards, one tensor at a time."""
-        device = torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.world.device
+        """Load the state that rank 0 has of a module into all ranks' shards, one tensor at a
+        time.
+        """
+        device = (
+            torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.world.device
+        )
         if not self.world.main:
             module.to_empty(device=device)
             model.tie_weights()
         for buffer in module.buffers():
-            buffer.data = buffer.data.to(device)  # all on one device while torch broadcasts, as it requires
-        set_model_state_dict(module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+            # all on one device while torch broadcasts, as it requires
+            buffer.data = buffer.data.to(device)
+        set_model_state_dict(
+            module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        )
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.world.device)
-            dist.broadcast(buffer, 0)  # also those that a state dict leaves out, such as rotary frequencies
+            # also those that a state dict leaves out, such as rotary frequencies
+            dist.broadcast(buffer, 0)
 
 
 def gpu_bytes(device: torch.device) -> int:
@@ -145,24 +188,35 @@ def gpu_bytes(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
-def unsharded_bytes(args, precision: Precision, reward_models: Iterable[str], gpu: int) -> tuple[float, ...]:
-    """Return the bytes of all models between two steps on a rank that holds them whole, vLLM's weights, and its cache.
+def unsharded_bytes(
+    args, precision: Precision, reward_models: Iterable[str], gpu: int
+) -> tuple[float, ...]:
+    """Return the bytes of all models between two steps on a rank that holds them whole, vLLM's
+    weights, and its cache.
 
-    A model that trains has weights, gradients (DDP's buckets stay) and Adam's state; of LoRA only the base counts.
-    Activations are not counted.
+    A model that trains has weights, gradients (DDP's buckets stay) and Adam's state; of LoRA only
+    the base counts. Activations are not counted.
 
     Args:
-        reward_models: names of those among --reward. gpu: bytes of a GPU, of which vLLM's cache takes a quarter.
+        reward_models: names of those among --reward. gpu: bytes of a GPU, of which vLLM's cache
+            takes a quarter.
     """
     meta = torch.device("meta")
-    count = functools.cache(lambda name: parameter_count(load_model("--model", name, torch.float32, meta)))
-    trained, frozen = [args.model], [*reward_models]
+    count = functools.cache(
+        lambda name: parameter_count(load_model("--model", name, torch.float32, meta))
+    )
+    trained = [args.model]
+    frozen = [*reward_models]
     if hasattr(args, "value_model"):
         trained.append(args.value_model or args.model)
     if getattr(args, "teacher", ""):
         frozen.append(args.teacher)
     frozen_itemsize = precision.frozen_dtype.itemsize
-    models = sum(map(count, trained)) * precision.base_dtype(args).itemsize * (1 if args.lora_rank else 4)
+    models = (
+        sum(map(count, trained))
+        * precision.base_dtype(args).itemsize
+        * (1 if args.lora_rank else 4)
+    )
     models += sum(map(count, frozen)) * frozen_itemsize
     if getattr(args, "kl_coef", 0) and (args.ref_model or not args.lora_rank):
         models += count(args.ref_model or args.model) * precision.param_dtype.itemsize
@@ -173,13 +227,17 @@ def unsharded_bytes(args, precision: Precision, reward_models: Iterable[str], gp
 
 
 def compile_parts(module: torch.nn.Module) -> None:
-    """Compile, in place, a module's decoder blocks, which share their graphs, and a policy's `statistics`.
+    """Compile, in place, a module's decoder blocks, which share their graphs, and a policy's
+    `statistics`.
 
-    A block's `forward` is compiled: the hooks of FSDP and DDP stay outside, gradient checkpointing is inside, and
-    parameters keep their names. There is a graph with and one without gradient, each again for a batch of one row.
+    A block's `forward` is compiled: the hooks of FSDP and DDP stay outside, gradient checkpointing
+    is inside, and parameters keep their names. There is a graph with and one without gradient, each
+    again for a batch of one row.
     """
-    torch._dynamo.config.optimize_ddp = False  # it would split a block's graph, and takes no checkpointing in it
-    compiled = functools.partial(torch.compile, dynamic=True, recompile_limit=64)  # blocks of all models share a limit
+    # it would split a block's graph, and takes no checkpointing in it
+    torch._dynamo.config.optimize_ddp = False
+    # blocks of all models share a limit
+    compiled = functools.partial(torch.compile, dynamic=True, recompile_limit=64)
     for block in blocks_of(module):
         block.forward = compiled(block.forward)
     if hasattr(module, "statistics"):
@@ -187,23 +245,30 @@ def compile_parts(module: torch.nn.Module) -> None:
 
 
 def set_attention(model: transformers.PreTrainedModel, name: str) -> None:
-    """Make a model compute its attention by --attention `name`, or exit with code 2 if it cannot."""
+    """Make a model compute its attention by --attention `name`, or exit with code 2 if it
+    cannot.
+    """
     with loading(f"--attention {name}"):
         model.set_attn_implementation(name)
     from_hub = FLASH_ATTN_KERNEL_FALLBACK.get(name)  # where the package is not installed
     # transformers only logs that a model lacks one, and its sdpa leaves the cap of the scores out.
-    if model.config._attn_implementation not in (name, from_hub) or (name == "sdpa" and caps_scores(model.config)):
+    if model.config._attn_implementation not in (name, from_hub) or (
+        name == "sdpa" and caps_scores(model.config)
+    ):
         fail(f"--attention {name}: {type(model).__name__} does not support it")
 
 
 def reset_after_inference(root: FSDPModule, *_) -> None:
-    """After a forward pass without gradient, drop what FSDP prepared for a backward pass, which does not come."""
+    """After a forward pass without gradient, drop what FSDP prepared for a backward pass, which
+    does not come.
+    """
     if not torch.is_grad_enabled():
         root.reset_iter_state()
 
 
 def gradient_sync(module: torch.nn.Module, last: bool):
-    """Return a context in which DDP averages gradients over the ranks only if it is the `last` backward of an update.
+    """Return a context in which DDP averages gradients over the ranks only if it is the `last`
+    backward of an update.
 
     FSDP reduces them in every backward pass.
     """
@@ -217,9 +282,11 @@ def model_device(model: torch.nn.Module) -> torch.device:
 
 @contextlib.contextmanager
 def unsharded(model: torch.nn.Module):
-    """Gather the weights of a sharded model for this context, in which ranks compute without waiting for others.
+    """Gather the weights of a sharded model for this context, in which ranks compute without
+    waiting for others.
 
-    All ranks have to enter it, and may leave it at different times. An unsharded model stays as it is.
+    All ranks have to enter it, and may leave it at different times. An unsharded model stays as it
+    is.
     """
     modules = getattr(model, "fsdp_modules", ())
     for module in modules:
@@ -229,13 +296,16 @@ def unsharded(model: torch.nn.Module):
         yield
     finally:
         for root in modules[:1]:
-            root.reset_iter_state()  # reshards all, and drops the order of forward passes, which differs between ranks
+            # reshards all, and drops the order of forward passes, which differs between ranks
+            root.reset_iter_state()
         for block in modules[1:]:
             block.set_reshard_after_forward(True, recurse=False)
 
 
 @torch.no_grad()
 def sync_reference(reference: torch.nn.Module, policy: torch.nn.Module) -> None:
-    """Copy the policy's weights to the reference. Source: TR-DPO with its hard update, arXiv:2404.09656."""
+    """Copy the policy's weights to the reference. Source: TR-DPO with its hard update,
+    arXiv:2404.09656.
+    """
     for parameter, new in zip(reference.parameters(), policy.parameters(), strict=True):
         parameter.copy_(new if isinstance(parameter, DTensor) else full_tensor(new))

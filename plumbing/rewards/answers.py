@@ -1,4 +1,5 @@
-"""What counts as the final answer of a response (docs/data_and_rewards.md has the rule) and as the reference of a row.
+"""What counts as the final answer of a response (docs/data_and_rewards.md has the rule) and as the
+reference of a row.
 
 Imports the standard library only, since it runs in the worker processes.
 """
@@ -10,9 +11,11 @@ from fractions import Fraction
 
 
 def gold_answer(answer) -> str:
-    """Return the reference answer of a row: what follows the last "####" of a GSM8K solution, else the text itself.
+    """Return the reference answer of a row: what follows the last "####" of a GSM8K solution, else
+    the text itself.
 
-    A list of one answer, or its JSON text, is that answer. Raise ValueError for other lists, objects and None.
+    A list of one answer, or its JSON text, is that answer. Raise ValueError for other lists,
+    objects and None.
     """
     if isinstance(answer, str) and answer.lstrip().startswith('["'):
         with contextlib.suppress(ValueError):
@@ -27,7 +30,9 @@ def gold_answer(answer) -> str:
 
 
 def after_thought(response: str) -> str:
-    """Return what follows the last </think> of a response, without a thought that begins there and is not closed."""
+    """Return what follows the last </think> of a response, without a thought that begins there and
+    is not closed.
+    """
     return response.rpartition("</think>")[2].partition("<think>")[0].strip()
 
 
@@ -46,7 +51,8 @@ def last_box(text: str) -> str | None:
         word = re.compile(r"[^\s${}]+").match(text, start)
         return word[0] if word else None
     depth = 0
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):  # an escaped brace is text
+    # an escaped brace is text
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
         depth += (brace[0] == "{") - (brace[0] == "}")
         if depth == 0:
             return text[start + 1 : brace.start()].strip()
@@ -54,9 +60,13 @@ def last_box(text: str) -> str | None:
 
 
 def final_text(response: str) -> str:
-    """Return the text that holds the final answer: the last <answer>...</answer>, else all that counts."""
+    """Return the text that holds the final answer: the last <answer>...</answer>, else all that
+    counts.
+    """
     text = after_thought(response)
-    tagged = [part.partition("<answer>")[2] for part in text.split("</answer>")[:-1] if "<answer>" in part]
+    tagged = [
+        part.partition("<answer>")[2] for part in text.split("</answer>")[:-1] if "<answer>" in part
+    ]
     return tagged[-1].strip() if tagged else text
 
 
@@ -71,13 +81,16 @@ NUMBER = re.compile(r"[-+]?(?=\.?[0-9])(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]*)(?:\.[
 
 
 def plain_number(text: str) -> Fraction | None:
-    """Return a decimal number, 8 for "08", "+8.0" and "$8."; None for other text and for over 300 characters."""
+    """Return a decimal number, 8 for "08", "+8.0" and "$8."; None for other text and for over 300
+    characters.
+    """
     text = text.replace("$", "").strip().rstrip(".")
     return Fraction(text.replace(",", "")) if len(text) <= 300 and NUMBER.fullmatch(text) else None
 
 
 def marked_number(response: str) -> Fraction | None:
-    """Return the only number behind the last "####" with one in a response's `final_text`; None without it.
+    """Return the only number behind the last "####" with one in a response's `final_text`; None
+    without it.
 
     A tag needs no "####": <answer>8</answer>.
     """

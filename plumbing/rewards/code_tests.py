@@ -1,18 +1,23 @@
-"""The tests of the reward `code`: what they look like, and whether the program of a response passes them.
+"""The tests of the reward `code`: what they look like, and whether the program of a response passes
+them.
 
 The program is the last ```python or ```py block of what counts of a response (`final_text` in
-plumbing/rewards/answers.py), without one the last bare ``` block, or all of it. The tests of a row are one of
-  - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a list of texts, also
-    as JSON: run after the program, in the same interpreter, with __name__ == "__main__". unittest's are refused;
-  - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program reads and has to print,
-    each a text or a list of lines. Compared line by line, without spaces at the ends; a number that the expected output
-    writes with a point may differ by 1e-6;
-  - the same with "fn_name": lists of arguments, and the values that this function (or method of a class Solution) has
-    to return, compared as JSON. A value may be in a list of one, as in APPS. LIBRARIES are imported, as on LeetCode.
+plumbing/rewards/answers.py), without one the last bare ``` block, or all of it. The tests of a row
+are one of
+  - Python with asserts (MBPP; HumanEval with its `check(name)` called at the end), as one text or a
+    list of texts, also as JSON: run after the program, in the same interpreter, with __name__ ==
+    "__main__". unittest's are refused;
+  - {"inputs": [...], "outputs": [...]}, also as JSON (APPS, TACO, DeepCoder): what the program
+    reads and has to print, each a text or a list of lines. Compared line by line, without spaces at
+    the ends; a number that the expected output writes with a point may differ by 1e-6;
+  - the same with "fn_name": lists of arguments, and the values that this function (or method of a
+    class Solution) has to return, compared as JSON. A value may be in a list of one, as in APPS.
+    LIBRARIES are imported, as on LeetCode.
 
-Expected outputs never enter a process that runs a program. Asserts do. Exiting, printing, other builtins or functions
-of math and numpy, and values that equal anything do not pass them (tests/data/attacks_on_asserts.jsonl); a program that
-searches the frames of its interpreter can. For programs that are trained hard against their tests, prefer outputs.
+Expected outputs never enter a process that runs a program. Asserts do. Exiting, printing, other
+builtins or functions of math and numpy, and values that equal anything do not pass them
+(tests/data/attacks_on_asserts.jsonl); a program that searches the frames of its interpreter can.
+For programs that are trained hard against their tests, prefer outputs.
 """
 
 import ast
@@ -28,8 +33,8 @@ import pydantic
 
 from plumbing.rewards.answers import final_text
 
-# Runs a program and its asserts, then prints a secret, the values of its calls as JSON, and the secret
-# again. The program must not replace what checks it, so a name in the asserts is looked up
+# Runs a program and its asserts, then prints a secret, the values of its calls as JSON, and the
+# secret again. The program must not replace what checks it, so a name in the asserts is looked up
 #   1. in `own`: builtins and copies of modules, from before the program;
 #   2. in `names`, those of the program, to which the asserts add theirs.
 # What the asserts compare goes through `plain`, which refuses values that equal anything.
@@ -113,7 +118,9 @@ values = [dumps(getattr(owner, {function!r})(*call)) for call in calls]
 write(1, "{word}[{{}}]{word}".format(",".join(values)).encode())
 leave(0)
 """
-Text = Annotated[str | list[str], pydantic.AfterValidator(lambda x: "\n".join(x) if isinstance(x, list) else x)]
+Text = Annotated[
+    str | list[str], pydantic.AfterValidator(lambda x: "\n".join(x) if isinstance(x, list) else x)
+]
 LIBRARIES = "typing bisect collections functools heapq itertools math operator re string".split()
 DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 
@@ -136,7 +143,9 @@ class Calls(pydantic.BaseModel):
 
 
 def read_tests(answer) -> Outputs | Calls:
-    """Return the tests of a row. Raise ValueError, TypeError or SyntaxError for tests of another form."""
+    """Return the tests of a row. Raise ValueError, TypeError or SyntaxError for tests of another
+    form.
+    """
     if isinstance(answer, str) and answer.lstrip()[:1] in ("{", "["):
         answer = json.loads(answer)
     if isinstance(answer, (str, list)):
@@ -159,21 +168,34 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
     """
     from plumbing.rewards import sandbox
 
-    sandbox.libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no program looks into this process, which knows the outputs
-    tests, program = read_tests(answer), code_of(response)
+    # PR_SET_DUMPABLE: no program looks into this process, which knows the outputs
+    sandbox.libc.prctl(4, 0, 0, 0, 0)
+    tests = read_tests(answer)
+    program = code_of(response)
     if isinstance(tests, Outputs):
         results = sandbox.run(program, tests.inputs, seconds, server)
-        return float(len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs)))
-    word, calls = os.urandom(16).hex(), json.dumps(tests.inputs)
+        return float(
+            len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs))
+        )
+    word = os.urandom(16).hex()
+    calls = json.dumps(tests.inputs)
     libraries = LIBRARIES if tests.fn_name else ["typing"]
-    names = {"libraries": libraries, "asserts": tests.asserts, "function": tests.fn_name, "calls": calls, "word": word}
+    names = {
+        "libraries": libraries,
+        "asserts": tests.asserts,
+        "function": tests.fn_name,
+        "calls": calls,
+        "word": word,
+    }
     results = sandbox.run(HARNESS.format(program=program, **names), [""], seconds, server)
     _, *report = results[0][1].split(word) if results else [""]
     if len(report) != 2:
         return 0.0
     try:
         values = json.loads(report[0])
-        return float(len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs)))
+        return float(
+            len(values) == len(tests.outputs) and all(map(same_value, values, tests.outputs))
+        )
     except (ValueError, RecursionError):  # a value that only its interpreter can write
         return 0.0
 
@@ -186,7 +208,9 @@ def code_of(response: str) -> str:
     """Return the last block of Python in the `final_text` of a response, else all of it."""
     text = final_text(response)
     blocks = BLOCK.findall(text)
-    tagged = [block for _, language, block in blocks if language.lower() in ("python", "python3", "py")]
+    tagged = [
+        block for _, language, block in blocks if language.lower() in ("python", "python3", "py")
+    ]
     programs = tagged or [block for _, language, block in blocks if not language]
     return textwrap.dedent(programs[-1]) if programs else text
 
@@ -194,7 +218,9 @@ def code_of(response: str) -> str:
 def same_output(result: tuple[int, str], expected: str) -> bool:
     """Return whether a program ended well and printed what is expected."""
     status, printed = result
-    return not status and same_words(*(re.findall(r"\S+|\n", text.strip()) for text in (printed, expected)))
+    return not status and same_words(
+        *(re.findall(r"\S+|\n", text.strip()) for text in (printed, expected))
+    )
 
 
 def same_value(value, expected) -> bool:
@@ -208,9 +234,14 @@ def same_value(value, expected) -> bool:
 
 
 def same_words(words: list[str], expected: list[str]) -> bool:
-    """Return whether words are the expected ones; a number that is expected with a point may differ by 1e-6."""
+    """Return whether words are the expected ones; a number that is expected with a point may differ
+    by 1e-6.
+    """
     close = functools.partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
     try:
-        return all(x == y or "." in y and close(float(x), float(y)) for x, y in zip(words, expected, strict=True))
+        return all(
+            x == y or "." in y and close(float(x), float(y))
+            for x, y in zip(words, expected, strict=True)
+        )
     except ValueError:  # more or fewer words, or one that is not a number
         return False

@@ -1,8 +1,9 @@
-"""The reward `math`: whether the final answer of a response equals the reference, by math-verify or as words.
+"""The reward `math`: whether the final answer of a response equals the reference, by math-verify or
+as words.
 
-math-verify parses LaTeX and compares expressions. This file decides what it reads, and what it cannot know:
-docs/data_and_rewards.md has the rules. Comparing a formula can last forever: the caller kills the process of a check
-after LIMIT seconds.
+math-verify parses LaTeX and compares expressions. This file decides what it reads, and what it
+cannot know: docs/data_and_rewards.md has the rules. Comparing a formula can last forever: the
+caller kills the process of a check after LIMIT seconds.
 """
 
 import functools
@@ -31,7 +32,9 @@ def math(response: str, answer) -> float:
 
 
 def reference_text(answer) -> str:
-    """Return the box of a reference, or what it announces; raise ValueError if there is nothing to repeat."""
+    """Return the box of a reference, or what it announces; raise ValueError if there is nothing to
+    repeat.
+    """
     gold = gold_answer(answer)
     box = last_box(gold)
     reference = announced(gold) if box is None else box
@@ -53,15 +56,19 @@ ANNOUNCED = re.compile(r"(?i:answer)(?:\W{0,8}?:|[^.\n]{0,80}?\bis\b|\**\n)[\s:]
 
 
 def announced(text: str) -> str:
-    """Return the line or sentence behind the last "answer is", "answer:" or "####", else the last with a formula."""
+    """Return the line or sentence behind the last "answer is", "answer:" or "####", else the last
+    with a formula.
+    """
     start = max((match.end() for match in ANNOUNCED.finditer(text)), default=None)
     sentences = re.split(r"\n|\.(?=\s)", text[start:].strip())
     if start is None:
-        return [text, *(sentence for sentence in sentences if re.search(r"[\d\\$=]", sentence))][-1].strip()
+        return [text, *(sentence for sentence in sentences if re.search(r"[\d\\$=]", sentence))][
+            -1
+        ].strip()
     return sentences[0]
 
 
-# ---- the text of an answer -------------------------------------------------------------------------------------------
+# ---- the text of an answer -----------------------------------------------------------------------
 
 
 def pairs(table: str) -> list[tuple[str, str]]:
@@ -79,7 +86,8 @@ SYMBOLS = r"""
 """
 MONEY = r"(?:\\\$|[€£¥₹]|Rs\.?)"
 TIDY = [  # (pattern, replacement), in this order
-    (r"(?<!\\)%(?=\w).*|^\s*%.*|\\(?:[hv]?phantom|label|tag|hspace|footnote)\s*\{[^{}]*\}", ""),  # not shown
+    # not shown
+    (r"(?<!\\)%(?=\w).*|^\s*%.*|\\(?:[hv]?phantom|label|tag|hspace|footnote)\s*\{[^{}]*\}", ""),
     *[(symbol, latex.replace("\\", r"\\") + " ") for symbol, latex in pairs(SYMBOLS)],
     (r"(?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*", ""),  # signs of formulas
     (
@@ -87,14 +95,20 @@ TIDY = [  # (pattern, replacement), in this order
         r"|\\(?:text)?color *\{\w+\}|(?<!\\)\\[,;:> ]|\\q?quad\b|~|\s",
         " ",
     ),
-    (r"\\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it)|[mh]box)\s*\{((?:[^{}]|\{[^{}]*\})*)\}", r" \1 "),
+    (
+        r"\\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it)|[mh]box)\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
+        r" \1 ",
+    ),
     (r"\\frac ?\{ ([A-Za-z]+) \}\{ ([A-Za-z]+ (?:\^\d)?) ?\}", r" \1/\2"),  # km/h, which was text
     (r"\\mu *(?=[mgsACFLVW]\b)", "μ"),
     (r"(?:\(?\\[bp]?|\()mod *\{? *(\d+) *\}?\)?", r" mod\1 "),
     (r"\\?%|\bper ?cent\b", " % "),
     (r"(?<=[\d}]) % (?=.*\d)", " "),
     (r"  +", " "),
-    *[(rf"(?<=[\d}}]) ?(?:{word})s?\b ?", rf"\\times {number} ") for word, number in pairs(NUMBERS)],
+    *[
+        (rf"(?<=[\d}}]) ?(?:{word})s?\b ?", rf"\\times {number} ")
+        for word, number in pairs(NUMBERS)
+    ],
     (rf"^ ?(-?) ?({MONEY}) ?(.*?)( per .*)?$", r"\1\3 \2\4"),
     (r"(?<![\w.])([\d.]+)[eE]([-+]?\d+)(?!\w)", r"\1\\times 10^{\2}"),  # 1.5e3
     (r"(\.\d*)\\overline ?\{(\d+)\}", r"\1\2\2\2\2\2\2\2\2"),  # 0.\overline{3}
@@ -124,7 +138,8 @@ COUNTS = (
     r"|plus|minus|negative|squared|cubed|factorial|doubled|tripled|half|halves|halved|thirds?|quarters?|score|gross"
     r"|(?:four|fif|six|seven|eigh|nin|twelf)ths?|(?:ten|dozen|hundred|[a-z]+sand|[a-z]+illion)(?:s|ths?)?"
 )
-INTRODUCTION = re.compile(  # of a formula: words up to "is", then words, but not the product ab of ab(c+d)
+# of a formula: words up to "is", then words, but not the product ab of ab(c+d)
+INTRODUCTION = re.compile(
     r"(?:[^\d,;]*\b(?:is|are|equals?(?: to)?|be)\b[\s:]*)?"
     r"(?:(?=(?:[aA] )?\S*[eiou])(?:(?!and\b|or\b)[^\W\d_]{2,}[.,:]? +|[aA] +)+(?=-?[\d.\\($\[]|\w ?=))?"
 )
@@ -145,7 +160,11 @@ pound=£ lb=£ gbp=£ ounce=oz gallon=gal radian=rad degree=° circ=° dollar=$ 
 per=/ pt=point unit=
 """
 PREFIXES = "kilo=k mega=M giga=G tera=T centi=c milli=m micro=μ nano=n ="
-NAMES = {prefix + name: symbol + unit for prefix, symbol in pairs(PREFIXES) for name, unit in pairs(UNITS)}
+NAMES = {
+    prefix + name: symbol + unit
+    for prefix, symbol in pairs(PREFIXES)
+    for name, unit in pairs(UNITS)
+}
 KNOWN = {symbol for unit in NAMES.values() for symbol in unit.split("/")}
 POWER = r"(?: ?\^ ?\{? ?-?(\d) ?\}?)?"
 ATOM = rf"(?:[A-Za-z]{{2,}}\d*\.?|μ?[mghslLJNWVACKFTMΩB]|\\Omega){POWER}"
@@ -153,14 +172,17 @@ SIGN = rf"(?:{MONEY}|[%¢']+)"
 UNIT = re.compile(
     rf"(?:(?<=[\d}})])|(?<=\\pi))(?!.* (?:and|or|is|are|{COUNTS})\b)"  # behind a formula, one of
     rf"(?: ?\^ ?\{{? ?\\circ ?\}}? ?[CF]?| ?{SIGN}| {ATOM}"
-    r"|(?:[mck]m|[km]g|ml|ft|mph|km/h|m/s|st|nd|rd|th)|(?!sin|cos|tan|log)[A-Za-z]{4,})"  # 12cm, not 2xy
+    # 12cm, not 2xy
+    r"|(?:[mck]m|[km]g|ml|ft|mph|km/h|m/s|st|nd|rd|th)|(?!sin|cos|tan|log)[A-Za-z]{4,})"
     rf"(?:(?:[ /(]|- ?|\\cdot ?)+(?:{ATOM}|{SIGN}))*\)?$"
 )
 
 
 @functools.lru_cache(maxsize=64)  # the responses of a group have the same reference
 def read_answer(stated: str, in_sentence: bool = False) -> Answer:
-    """Return an answer, in a sentence perhaps such as "The area is 12 cm^2", in the parts that are compared."""
+    """Return an answer, in a sentence perhaps such as "The area is 12 cm^2", in the parts that are
+    compared.
+    """
     if len(stated) > LONGEST:
         return Answer()
     text = REASON.split(tidy(stated), maxsplit=1)[0]
@@ -181,16 +203,19 @@ OPERATOR = re.compile(rf"[=+^<>\\]|^{PRODUCT}$")
 
 
 def is_words(text: str) -> bool:
-    """Return whether an answer is words, such as Friday, (A) or 12:30 PM, or what math-verify would misread."""
+    """Return whether an answer is words, such as Friday, (A) or 12:30 PM, or what math-verify would
+    misread.
+    """
     misread = re.search(r"\d:\d|dots|(?:[<>]|\\[lg]e\b).* (?:or|and) ", text)
     words = WORD.search(text) or re.fullmatch(r"\(?[^\W\d_]\)?", text)
     return bool(misread or words and not OPERATOR.search(text))
 
 
-# ---- comparing -------------------------------------------------------------------------------------------------------
+# ---- comparing -----------------------------------------------------------------------------------
 
 
-SET_AND_TUPLE = re.compile(r" *\\\{.*\n *[(\[]| *[(\[].*\n *\\\{")  # of a set, and of a tuple or interval
+# of a set, and of a tuple or interval
+SET_AND_TUPLE = re.compile(r" *\\\{.*\n *[(\[]| *[(\[].*\n *\\\{")
 
 
 def equal(reference: Answer, stated: Answer) -> bool:
@@ -200,33 +225,48 @@ def equal(reference: Answer, stated: Answer) -> bool:
     words = not reference.formula
     if plain(reference.text, words) == plain(stated.text, words):
         return True
-    if SET_AND_TUPLE.match(f"{reference.formula}\n{stated.formula}") or stated.base not in ("", reference.base):
+    if SET_AND_TUPLE.match(f"{reference.formula}\n{stated.formula}") or stated.base not in (
+        "",
+        reference.base,
+    ):
         return False
-    one, other = parse(reference.formula), parse(value(stated.formula, "=" in reference.formula))
+    one = parse(reference.formula)
+    other = parse(value(stated.formula, "=" in reference.formula))
     return (
-        same_unit(reference.unit, stated.unit) and close(one[0], other[0]) and verify(one, other, timeout_seconds=None)
+        same_unit(reference.unit, stated.unit)
+        and close(one[0], other[0])
+        and verify(one, other, timeout_seconds=None)
     )
 
 
 def plain(text: str, words: bool) -> str:
-    """Return a text without spaces, except between digits; words also without case, article and parentheses."""
+    """Return a text without spaces, except between digits; words also without case, article and
+    parentheses.
+    """
     if words:
         text = re.sub(r"^ *(?:an?|the) (?=\w\w)|[{}()]|\.(?!\d)", "", text.casefold())
     return re.sub(r"(?<!\d) | (?!\d)", "", text)
 
 
 def same_unit(*texts: str) -> bool:
-    """Return whether two units may be the same: none in one of them, or the same known ones and a word in both."""
+    """Return whether two units may be the same: none in one of them, or the same known ones and a
+    word in both.
+    """
     one, other = map(unit_of, texts)
     differs = any(unit in KNOWN for unit, _ in one ^ other)
     return not one or not other or not differs and not one.isdisjoint(other)
 
 
 def unit_of(text: str) -> set[tuple[str, str]]:
-    """Return the units, and other words, of a text such as kg m/s^2 or dollars per day, each with its power."""
+    """Return the units, and other words, of a text such as kg m/s^2 or dollars per day, each with
+    its power.
+    """
     text = re.sub(r"(?<=[^\W\d_]{2})s\b", "", text)
     text = re.sub(r"[^\W\d_]+", lambda word: NAMES.get(word[0].lower(), word[0]), text)
-    return {(unit, power or "1") for unit, power in re.findall(r"([^\W\d_][^\W_]*|[°%€£¥₹¢$'])" + POWER, text)}
+    return {
+        (unit, power or "1")
+        for unit, power in re.findall(r"([^\W\d_][^\W_]*|[°%€£¥₹¢$'])" + POWER, text)
+    }
 
 
 def value(text: str, equation: bool) -> str:
@@ -246,7 +286,9 @@ def value(text: str, equation: bool) -> str:
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str) -> list:
-    """Return [the expression that math-verify makes of a formula, its text], or [its text] if it cannot parse it."""
+    """Return [the expression that math-verify makes of a formula, its text], or [its text] if it
+    cannot parse it.
+    """
     from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
     from math_verify.parser import parse_latex_cached
     from sympy import I
@@ -255,12 +297,17 @@ def parse(text: str) -> list:
     latex = normalize_latex(text, NormalizationConfig(malformed_operators=True))
     with suppress(Exception):  # of several libraries
         expression = solutions(parse_latex_cached(latex))
-        return [expression.xreplace({x: I for x in expression.free_symbols if x.name == "i"}), latex]
+        return [
+            expression.xreplace({x: I for x in expression.free_symbols if x.name == "i"}),
+            latex,
+        ]
     return [latex]
 
 
 def solutions(expression):
-    """Return an inequality, or chain of them, whose variable stands alone as the set of its solutions; else itself."""
+    """Return an inequality, or chain of them, whose variable stands alone as the set of its
+    solutions; else itself.
+    """
     from sympy import And, Eq
     from sympy.core.relational import Relational
 
@@ -272,9 +319,12 @@ def solutions(expression):
 
 
 def close(one, other) -> bool:
-    """Return whether two numbers differ by less than 1e-5 of their size; True for what is not two numbers."""
+    """Return whether two numbers differ by less than 1e-5 of their size; True for what is not two
+    numbers.
+    """
     with suppress(Exception):  # such as of what has no such attribute
         if one.is_number and other.is_number:
-            one, other = one.evalf(), other.evalf()
+            one = one.evalf()
+            other = other.evalf()
             return bool(abs(one - other) <= 1e-5 * max(abs(one), abs(other)))
     return True

@@ -1,10 +1,12 @@
-"""Runs programs of a model: in processes under limits on this machine, or on a SandboxFusion server.
+"""Runs programs of a model: in processes under limits on this machine, or on a SandboxFusion
+server.
 
-caller -> this file as a program of its own (namespaces) -> a process for each input (limits, Landlock, seccomp)
+caller -> this file as a program of its own (namespaces) -> a process for each input (limits,
+Landlock, seccomp)
 
-docs/data_and_rewards.md says what holds the program. Each input has a new process, without a secret, an expected
-output or the caller's environment. The program sees names and sizes of files and names of processes. What attacks the
-kernel itself may do more: run all of this in a container.
+docs/data_and_rewards.md says what holds the program. Each input has a new process, without a
+secret, an expected output or the caller's environment. The program sees names and sizes of files
+and names of processes. What attacks the kernel itself may do more: run all of this in a container.
 
 Imports the standard library only: the interpreter of the programs is isolated (-I).
 """
@@ -22,7 +24,8 @@ import time
 import types
 
 CPU_SECONDS = 10
-MEMORY = 1 << 30  # bytes of address space of its one process, of which the interpreter uses about 50 MB
+# bytes of address space of its one process, of which the interpreter uses about 50 MB
+MEMORY = 1 << 30
 FILE_SIZE = 16 << 20  # bytes of each file
 OUTPUT = 4 << 20  # bytes of what it prints, of which the rest is dropped
 FOLDER_SIZE = 64 << 20  # bytes of all files together, where there are namespaces
@@ -30,13 +33,14 @@ OPEN_FILES = 64
 THREADS = 256
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
-READABLE = (  # and Python with its packages
-    "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share", "/etc/ld.so.cache", "/etc/localtime",
-    "/etc/mime.types", "/proc/self", "/sys/devices/system/cpu",
-)  # fmt: skip
-# System calls that are refused, with their numbers on x86_64 and aarch64. "only": unless an argument,
-# counted from 0, equals a number or has a bit; "not": if it does. A program keeps to one process, so
-# that the limits of this process hold all its memory, and nothing survives it.
+# And Python with its packages.
+READABLE = (
+    "/lib /lib64 /usr/lib /usr/lib64 /usr/local/lib /usr/share /etc/ld.so.cache /etc/localtime "
+    "/etc/mime.types /proc/self /sys/devices/system/cpu"
+).split()
+# System calls that are refused, with their numbers on x86_64 and aarch64. "only": unless an
+# argument, counted from 0, equals a number or has a bit; "not": if it does. A program keeps to one
+# process, so that the limits of this process hold all its memory, and nothing survives it.
 SYSTEM_CALLS = """
 socket             41 198
 socketpair         53 199  not 1 & 2          # SOCK_DGRAM, which sends to any address
@@ -85,8 +89,8 @@ sched_setattr     314 274
 setpriority       141 140
 ioprio_set        251  30
 """
-# What Landlock leaves alone: modes, owners, times and other attributes of files. Without a read-only
-# file system these calls do nothing and succeed, as shutil.copy requires.
+# What Landlock leaves alone: modes, owners, times and other attributes of files. Without a
+# read-only file system these calls do nothing and succeed, as shutil.copy requires.
 ATTRIBUTES = """
 chmod              90   -
 fchmod             91  52
@@ -113,15 +117,19 @@ ioctl              16  29  not 1 = 0x40086602  # FS_IOC_SETFLAGS
 ioctl              16  29  not 1 = 0x401C5820  # FS_IOC_FSSETXATTR
 """
 # The column above, 0 for none, and AUDIT_ARCH_*
-COLUMN, ARCHITECTURE = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}.get(os.uname().machine, (0, 0))
+COLUMN, ARCHITECTURE = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}.get(
+    os.uname().machine, (0, 0)
+)
 libc = ctypes.CDLL(None, use_errno=True)
-LANDLOCK = libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)  # the kernel's version, below 1 for none
+# the kernel's version, below 1 for none
+LANDLOCK = libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)
 
 
 def run(code: str, inputs: list[str], seconds: float, server: str = "") -> list[tuple[int, str]]:
     """Run a program once for each input, which it reads from stdin, until it fails on one of them.
 
-    Return (status, stdout) of each: the exit code, or 128 + its number if a signal, as of the time limit, ended it.
+    Return (status, stdout) of each: the exit code, or 128 + its number if a signal, as of the time
+    limit, ended it.
 
     Args:
         seconds: of wall clock, for all inputs together.
@@ -129,12 +137,15 @@ def run(code: str, inputs: list[str], seconds: float, server: str = "") -> list[
 
     Raise RuntimeError, OSError or an exception of urllib3 if programs cannot be run.
     """
-    return run_there(server, code, inputs, seconds) if server else run_here(code, inputs, seconds)[1]
+    return (
+        run_there(server, code, inputs, seconds) if server else run_here(code, inputs, seconds)[1]
+    )
 
 
 def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[tuple[int, str]]]:
     """Return what does not hold programs on this machine ("" for nothing), and the results."""
-    import subprocess  # not in the process of a program, which imports this file as well and starts faster without
+    # not in the process of a program, which imports this file as well and starts faster without
+    import subprocess
     import tempfile
 
     with (
@@ -146,7 +157,15 @@ def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[tu
         job.seek(0)
         home = f"{folder}/home"
         process = subprocess.Popen(
-            [sys.executable, "-I", "-X", "utf8", os.path.abspath(__file__), folder, str(os.getpid())],
+            [
+                sys.executable,
+                "-I",
+                "-X",
+                "utf8",
+                os.path.abspath(__file__),
+                folder,
+                str(os.getpid()),
+            ],
             stdin=job,
             stdout=output,
             stderr=subprocess.DEVNULL,
@@ -168,7 +187,9 @@ def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[tu
             os.killpg(process.pid, signal.SIGKILL)  # also what a program without filter left
             process.wait()
         if process.returncode:
-            raise RuntimeError(f"the process of a program ended with exit code {process.returncode}")
+            raise RuntimeError(
+                f"the process of a program ended with exit code {process.returncode}"
+            )
         output.seek(0)
         missing, results = json.load(output)
     return missing, [(status, stdout) for status, stdout in results]
@@ -178,8 +199,12 @@ def run_there(server: str, code: str, inputs: list[str], seconds: float) -> list
     """Run a program on a SandboxFusion server, by POST /run_code."""
     import urllib3
 
-    retries = urllib3.Retry(3, backoff_factor=1, status_forcelist=(429, 502, 503, 504), allowed_methods=None)
-    address, end, results = f"{server.rstrip('/').removesuffix('/run_code')}/run_code", time.monotonic() + seconds, []
+    retries = urllib3.Retry(
+        3, backoff_factor=1, status_forcelist=(429, 502, 503, 504), allowed_methods=None
+    )
+    address = f"{server.rstrip('/').removesuffix('/run_code')}/run_code"
+    end = time.monotonic() + seconds
+    results = []
     for text in inputs:
         left = max(1.0, end - time.monotonic())
         body = {"code": code, "language": "python", "stdin": text, "run_timeout": left}
@@ -188,7 +213,9 @@ def run_there(server: str, code: str, inputs: list[str], seconds: float) -> list
         if response.status != 200 or answer["status"] == "SandboxError":
             raise RuntimeError(f"{address}: status {response.status}, {str(answer)[:200]}")
         program = answer["run_result"]
-        results.append((program["return_code"] if program["status"] == "Finished" else 1, program["stdout"]))
+        results.append(
+            (program["return_code"] if program["status"] == "Finished" else 1, program["stdout"])
+        )
         if results[-1][0]:
             break
     return results
@@ -196,14 +223,16 @@ def run_there(server: str, code: str, inputs: list[str], seconds: float) -> list
 
 @functools.cache
 def open_limits() -> str:
-    """Return what does not hold programs on this machine, "" for nothing. Raise RuntimeError if none runs."""
+    """Return what does not hold programs on this machine, "" for nothing. Raise RuntimeError if
+    none runs.
+    """
     missing, results = run_here("print(input())", ["1"], 60.0)
     if results != [(0, "1\n")]:
         raise RuntimeError("a program that prints what it reads does not run within the limits")
     return missing
 
 
-# ---- the process that runs a program, once for each input ------------------------------------------------------------
+# ---- the process that runs a program, once for each input ----------------------------------------
 
 
 def check(result: int) -> int:
@@ -228,12 +257,16 @@ def end_with(parent: int) -> None:
 
 
 def main(folder: str, caller: int) -> None:
-    """Run the program on stdin, and print [what does not hold it, [(status, stdout) of each input]]."""
+    """Run the program on stdin, and print [what does not hold it, [(status, stdout) of each
+    input]].
+    """
     end_with(os.pidfd_open(caller))
     code, inputs, deadline = json.load(sys.stdin)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the kernel ends programs first
-    missing = [] if LANDLOCK > 0 else ["no Landlock: they can read and write every file of this user"]
+    missing = (
+        [] if LANDLOCK > 0 else ["no Landlock: they can read and write every file of this user"]
+    )
     if not COLUMN:
         missing.append("no filter of system calls: they can use sockets and start processes")
     private = True
@@ -251,18 +284,25 @@ def main(folder: str, caller: int) -> None:
 
 
 def enter_namespaces(folder: str) -> None:
-    """Go on in a process that sees no other one and no network, and changes files in the folder only.
+    """Go on in a process that sees no other one and no network, and changes files in the folder
+    only.
 
     The folder is in memory. Raise OSError if refused, after which programs can be run all the same.
     """
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     # NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET
     check(libc.unshare(0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000))
     parent = os.pidfd_open(os.getpid())
-    if child := os.fork():  # process 1 of the new namespace, whose end is the end of all processes there
+    # process 1 of the new namespace, whose end is the end of all processes there
+    if child := os.fork():
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     end_with(parent)
-    for file, line in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    for file, line in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
         with open(f"/proc/self/{file}", "w") as mapping:
             mapping.write(line)
     # mount_setattr (Linux 5.12), AT_RECURSIVE for all mounts: MOUNT_ATTR_RDONLY, MS_PRIVATE
@@ -273,7 +313,9 @@ def enter_namespaces(folder: str) -> None:
 
 
 def run_once(code: str, text: str, deadline: float, folder: str, private: bool) -> tuple[int, str]:
-    """Return the exit code of a program (128 + signal, as in a shell) and what it printed before the deadline."""
+    """Return the exit code of a program (128 + signal, as in a shell) and what it printed before
+    the deadline.
+    """
     os.makedirs(os.environ["HOME"], exist_ok=True)
     with open(f"{folder}/stdin", "wb") as file:
         file.write(text.encode(errors="replace"))
@@ -326,14 +368,26 @@ def restrict(folder: str, private: bool) -> None:
 
 
 def confine(folder: str) -> None:
-    """Let this process use files in `folder`, read READABLE and use DEVICES; refuse TCP and signals to others."""
-    # LANDLOCK_ACCESS_FS_*: READ_*, WRITE_FILE, REMOVE_* and MAKE_*; later versions have REFER and TRUNCATE too.
-    write_file, read_file, read_folder = 2, 4, 8
+    """Let this process use files in `folder`, read READABLE and use DEVICES; refuse TCP and signals
+    to others.
+    """
+    # LANDLOCK_ACCESS_FS_*: READ_*, WRITE_FILE, REMOVE_* and MAKE_*; later versions have REFER and
+    # TRUNCATE too.
+    write_file = 2
+    read_file = 4
+    read_folder = 8
     everything = 0x1FFE | (0x2000 if LANDLOCK >= 2 else 0) | (0x4000 if LANDLOCK >= 3 else 0)
-    readable = [*READABLE, os.path.dirname(os.path.dirname(os.__file__)), *filter(os.path.exists, sys.path)]
-    rights = {path: read_file | read_folder if os.path.isdir(path) else read_file for path in readable}
+    readable = [
+        *READABLE,
+        os.path.dirname(os.path.dirname(os.__file__)),
+        *filter(os.path.exists, sys.path),
+    ]
+    rights = {
+        path: read_file | read_folder if os.path.isdir(path) else read_file for path in readable
+    }
     rights |= {device: read_file | write_file for device in DEVICES} | {folder: everything}
-    # The rights of files, of TCP (bind, connect) and of what reaches processes outside (abstract sockets, signals).
+    # The rights of files, of TCP (bind, connect) and of what reaches processes outside (abstract
+    # sockets, signals).
     ruleset = struct.pack("QQQ", everything, 3 if LANDLOCK >= 4 else 0, 3 if LANDLOCK >= 6 else 0)
     rules = check(libc.syscall(ctypes.c_long(444), ruleset, ctypes.c_size_t(len(ruleset)), 0))
     for path, right in rights.items():
@@ -352,7 +406,11 @@ def filter_system_calls(private: bool) -> None:
     """
     load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF_*
     # SECCOMP_RET_*: EPERM, no error, ENOSYS
-    allowed, killed, refused, done, absent = 0x7FFF0000, 0x80000000, 0x50001, 0x50000, 0x50026
+    allowed = 0x7FFF0000
+    killed = 0x80000000
+    refused = 0x50001
+    done = 0x50000
+    absent = 0x50026
     # A step: operation, how many steps to skip if it holds and if not, operand. "load" reads the
     # number of the call at 0, the architecture at 4, and from 16 on the arguments, of 8 bytes each.
     steps = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURE), (end, 0, 0, killed), (load, 0, 0, 0)]
@@ -366,13 +424,17 @@ def filter_system_calls(private: bool) -> None:
                 continue
             row = [(end, 0, 0, answer)]
             if rule := words[3:]:
-                only, argument, test, value = rule[0] == "only", int(rule[1]), rule[2], int(rule[3], 0)
+                only = rule[0] == "only"
+                argument = int(rule[1])
+                test = rule[2]
+                value = int(rule[3], 0)
                 test = (any_bit if test == "&" else equal, only, not only, value)
                 row = [(load, 0, 0, 16 + 8 * argument), test, *row, (load, 0, 0, 0)]
             steps += [(equal, 0, len(row), int(words[COLUMN])), *row]
     steps.append((end, 0, 0, allowed))
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-    check(libc.prctl(22, 2, struct.pack("HP", len(steps), ctypes.addressof(filters)), 0, 0))  # PR_SET_SECCOMP
+    # PR_SET_SECCOMP
+    check(libc.prctl(22, 2, struct.pack("HP", len(steps), ctypes.addressof(filters)), 0, 0))
 
 
 if __name__ == "__main__":

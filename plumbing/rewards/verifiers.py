@@ -30,24 +30,35 @@ def reference_number(answer):
 
 
 def exact(response: str, answer) -> float:
-    """Return 1 if the final answer of the response, or all of it, is the reference, without space around it."""
-    return float(not {stated_text(response), response.strip()}.isdisjoint({gold_answer(answer), str(answer).strip()}))
+    """Return 1 if the final answer of the response, or all of it, is the reference, without space
+    around it.
+    """
+    return float(
+        not {stated_text(response), response.strip()}.isdisjoint(
+            {gold_answer(answer), str(answer).strip()}
+        )
+    )
 
 
 def format(response: str, _=None) -> float:
-    """Return 1 for the form of DeepSeek-R1: <think> ... </think> <answer> ... </answer>, each tag once, none empty."""
+    """Return 1 for the form of DeepSeek-R1: <think> ... </think> <answer> ... </answer>, each tag
+    once, none empty.
+    """
     form = r"\s*<think>\s*\S.*?</think>\s*<answer>\s*\S.*?</answer>\s*"
     once = all(response.count(tag) == 1 for tag in ("<think>", "</think>", "<answer>", "</answer>"))
     return float(once and bool(re.fullmatch(form, response, re.DOTALL)))
 
 
 def reasoning_gym(response: str, source) -> float:
-    """Return the score of the reasoning_gym task itself, between 0 and 1 for an answer that is partly right.
+    """Return the score of the reasoning_gym task itself, between 0 and 1 for an answer that is
+    partly right.
 
-    An answer that its scorer cannot read (some raise an exception) gives 0, if it can read the right answer.
+    An answer that its scorer cannot read (some raise an exception) gives 0, if it can read the
+    right answer.
 
     Args:
-        source: [task, size, seed, index], from which the problem is made again: the row's column "reasoning_gym".
+        source: [task, size, seed, index], from which the problem is made again: the row's column
+            "reasoning_gym".
     """
     task, size, seed, index = source
     dataset = reasoning_gym_dataset(task, size, seed)
@@ -66,8 +77,9 @@ def reasoning_gym_dataset(task: str, size: int, seed: int):
     return reasoning_gym.create_dataset(task, size=size, seed=seed)
 
 
-# IFEval's names for the constraints of Tulu 3's rows (`func_name`, open-instruct's if_functions.py), each with what it
-# calls their arguments. It has no exact counts of words or letters, and other choices and dividers of paragraphs.
+# IFEval's names for the constraints of Tulu 3's rows (`func_name`, open-instruct's
+# if_functions.py), each with what it calls their arguments. It has no exact counts of words or
+# letters, and other choices and dividers of paragraphs.
 NAMES = """
 validate_json_format detectable_format:json_format
 validate_lowercase change_case:english_lowercase
@@ -95,27 +107,33 @@ FUNCTIONS = dict(line.split(" ", 1) for line in NAMES.strip().splitlines())
 
 
 def ifeval(response: str, answer) -> float:
-    """Return the share of the row's constraints that what follows </think> follows, read strictly (arXiv:2311.07911).
+    """Return the share of the row's constraints that what follows </think> follows, read strictly
+    (arXiv:2311.07911).
 
-    Raise an exception for an answer that `constraints_of` or the package if-verifiable does not know.
+    Raise an exception for an answer that `constraints_of` or the package if-verifiable does not
+    know.
     """
     import langdetect
 
     langdetect.DetectorFactory.seed = 0  # else it guesses a language at random
     text = response.rpartition("</think>")[2].strip()
-    followed = [bool(text) and bool(constraint.check_following(text)) for constraint in checkers(answer)]
+    followed = [
+        bool(text) and bool(constraint.check_following(text)) for constraint in checkers(answer)
+    ]
     return sum(followed) / len(followed)
 
 
 def constraints_of(answer) -> list[tuple[str, dict]]:
     """Return the constraints of a row: [(name in IFEval, its arguments)].
 
-    An answer is {"instruction_id": [names], "kwargs": [arguments or None]} or {"func_name": one of FUNCTIONS, ...}; as
-    text or in a list of one, too, as in open-instruct's column ground_truth.
+    An answer is {"instruction_id": [names], "kwargs": [arguments or None]} or {"func_name": one of
+    FUNCTIONS, ...}; as text or in a list of one, too, as in open-instruct's column ground_truth.
     """
     while not isinstance(answer, dict):
         if isinstance(answer, str):
-            answer = json.loads(answer) if answer.lstrip().startswith('{"') else ast.literal_eval(answer)
+            answer = (
+                json.loads(answer) if answer.lstrip().startswith('{"') else ast.literal_eval(answer)
+            )
         else:
             (answer,) = answer
     if "func_name" in answer:
@@ -129,7 +147,9 @@ def constraints_of(answer) -> list[tuple[str, dict]]:
 
 
 def checkers(answer) -> list:
-    """Return what checks each constraint of a row; raise ValueError or TypeError for one that there is not."""
+    """Return what checks each constraint of a row; raise ValueError or TypeError for one that there
+    is not.
+    """
     from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
 
     constraints = constraints_of(answer)
@@ -145,9 +165,11 @@ class Verifier(NamedTuple):
     """A built-in reward."""
 
     check: Callable[..., float]
-    column: str  # of the row, whose value `check` gets as second argument; "" if it reads the response only
+    # of the row, whose value `check` gets as second argument; "" if it reads the response only
+    column: str
     package: str = "re"  # that it imports
-    limit: float = float("inf")  # seconds of a call, after which the response is wrong if the reference is not to blame
+    # seconds of a call, after which the response is wrong if the reference is not to blame
+    limit: float = float("inf")
     read: Callable = str  # that column; raises an exception where nothing can be compared with it
     calls_a_job: int = 1  # more where a job of a worker process takes longer than the check
 
@@ -164,7 +186,9 @@ VERIFIERS = {
 
 
 def verifier_of(name: str) -> Verifier | None:
-    """Return the built-in reward of a name of --reward; code:http://HOST:PORT is `code` on a SandboxFusion server."""
+    """Return the built-in reward of a name of --reward; code:http://HOST:PORT is `code` on a
+    SandboxFusion server.
+    """
     kind, _, server = name.partition(":")
     if kind == "code" and server.startswith(("http://", "https://")):
         return VERIFIERS[kind]._replace(check=functools.partial(code, server=server))

@@ -28,13 +28,16 @@ def never() -> bool:
     return False
 
 
-# ---- in a worker process ---------------------------------------------------------------------------------------------
+# ---- in a worker process -------------------------------------------------------------------------
 
 
 def prepare(packages: list[str]) -> None:
-    """Set up a new process and import the packages of its verifiers, which can take longer than a call may."""
+    """Set up a new process and import the packages of its verifiers, which can take longer than a
+    call may.
+    """
     os.setsid()  # signals to the trainer's process group are for the trainer
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait for a call that hangs
+    # pebble's handler would wait for a call that hangs
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # output of functions goes to stderr
     logging.disable(logging.WARNING)  # math-verify warns at every call that its time limits are off
     for package in packages:
@@ -43,12 +46,15 @@ def prepare(packages: list[str]) -> None:
 
 
 def attempt(limit: float, call: Callable, arguments: list[tuple]) -> list[tuple]:
-    """Return (result, "") of a call with each of the arguments, or (None, reason) where it raises an exception.
+    """Return (result, "") of a call with each of the arguments, or (None, reason) where it raises
+    an exception.
 
     Exceptions are returned as text: the trainer could not read an exception class of a user's file.
     """
-    process, results = os.getpid(), []
-    signal.setitimer(signal.ITIMER_REAL, limit + 5)  # ends this process for a trainer that has been killed
+    process = os.getpid()
+    results = []
+    # ends this process for a trainer that has been killed
+    signal.setitimer(signal.ITIMER_REAL, limit + 5)
     for each in arguments:
         try:
             results.append((call(*each), ""))
@@ -63,12 +69,14 @@ def attempt(limit: float, call: Callable, arguments: list[tuple]) -> list[tuple]
 
 
 def call_function(name: str, *arguments) -> list[dict] | bool:
-    """Return what `score_by` does for a user's function; without arguments, whether it tells right from wrong."""
+    """Return what `score_by` does for a user's function; without arguments, whether it tells right
+    from wrong.
+    """
     function = load_scorer(name)
     return score_by(function, *arguments) if arguments else getattr(function, "verifies", True)
 
 
-# ---- in the trainer --------------------------------------------------------------------------------------------------
+# ---- in the trainer ------------------------------------------------------------------------------
 
 
 starting = threading.Lock()
@@ -76,9 +84,12 @@ starting = threading.Lock()
 
 @contextlib.contextmanager
 def without_main():
-    """Hide the script that runs here from a process that starts within, which would import it, and torch with it."""
+    """Hide the script that runs here from a process that starts within, which would import it, and
+    torch with it.
+    """
     with starting:
-        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
         try:
             yield
         finally:
@@ -94,28 +105,38 @@ class Context(SpawnContext):
 
 
 class Workers:
-    """Worker processes, each for a thread that waits for it; they start when there is something to do.
+    """Worker processes, each for a thread that waits for it; they start when there is something to
+    do.
 
-    Each is a pool of pebble's of its own: in a pool of several, a process that dies can take along what another one
-    does, or the lock by which they get their jobs.
+    Each is a pool of pebble's of its own: in a pool of several, a process that dies can take along
+    what another one does, or the lock by which they get their jobs.
     """
 
     def __init__(self, count: int, packages: list[str] = ()):
         """`count`: of `threads`, which callers share. `packages`: see `prepare`."""
-        self.packages, self.lock = packages, threading.Lock()
+        self.packages = packages
+        self.lock = threading.Lock()
         self.threads = ThreadPool(count)
         self.pools: list[ProcessPool] = []  # without a job
 
-    def run(self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable = never) -> list[tuple]:
-        """Call a function with each of the arguments in one process, `limit` seconds at most for all of them.
+    def run(
+        self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable = never
+    ) -> list[tuple]:
+        """Call a function with each of the arguments in one process, `limit` seconds at most for
+        all of them.
 
-        Return a list of (result, ""), or of (None, reason) where a call has failed. What is under way in a process that
-        dies is done once more: that says nothing of it. Several threads may call this.
+        Return a list of (result, ""), or of (None, reason) where a call has failed. What is under
+        way in a process that dies is done once more: that says nothing of it. Several threads may
+        call this.
         """
         for is_second in (False, True):
             with self.lock:
                 is_new = is_second or not self.pools
-                pool = ProcessPool(1, 0, prepare, [self.packages], Context()) if is_new else self.pools.pop()
+                pool = (
+                    ProcessPool(1, 0, prepare, [self.packages], Context())
+                    if is_new
+                    else self.pools.pop()
+                )
             try:
                 future = pool.schedule(attempt, (limit, call, arguments), timeout=limit)
                 while wait([future], timeout=0.1).not_done and pool.active and not interrupted():

@@ -1,6 +1,8 @@
-"""Which rollout engine samples (--rollout_backend), and the rollout of the next step while this one trains.
+"""Which rollout engine samples (--rollout_backend), and the rollout of the next step while this one
+trains.
 
-`vllm_engine.VllmSampling` is the interface of an engine. vLLM's modules are imported if the flag asks for them.
+`vllm_engine.VllmSampling` is the interface of an engine. vLLM's modules are imported if the flag
+asks for them.
 """
 
 import atexit
@@ -16,21 +18,26 @@ from plumbing.models.sharding import unsharded
 from utils import World, fail
 
 
-def rollout_engine(args, model: torch.nn.Module, world: World, precision: Precision, outputs: tuple[str, ...] = ()):
+def rollout_engine(
+    args, model: torch.nn.Module, world: World, precision: Precision, outputs: tuple[str, ...] = ()
+):
     """Return the engine of --rollout_backend, or None if the model itself samples; print its name.
 
     Args:
         model: that trains. world: of the rollout. precision: of the trainer.
         outputs: names of what the script's `generate` stores of a token, log-probabilities first.
     """
-    backend, engine = backend_of("rollout_backend", args), None
+    backend = backend_of("rollout_backend", args)
+    engine = None
     if backend == "hf":
         if args.async_steps:
             fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
         with unsharded(model):
             check_decodes(f"--model {args.model}", model, precision, "--rollout_backend vllm")
     elif outputs[1:]:
-        fail(f"--rollout_backend {backend}: vLLM does not return {', '.join(outputs[1:])} (ROLLOUT_OUTPUTS); use hf")
+        fail(
+            f"--rollout_backend {backend}: vLLM does not return {', '.join(outputs[1:])} (ROLLOUT_OUTPUTS); use hf"
+        )
     if backend == "vllm":
         from plumbing.rollout.vllm_engine import Engine
 
@@ -45,8 +52,11 @@ def rollout_engine(args, model: torch.nn.Module, world: World, precision: Precis
 
 
 def backend_of(flag: str, args) -> str:
-    """Return what a flag says that samples, and for auto what it is here; exit with code 2 if vLLM cannot."""
-    backend, reason = getattr(args, flag), obstacle(args)
+    """Return what a flag says that samples, and for auto what it is here; exit with code 2 if vLLM
+    cannot.
+    """
+    backend = getattr(args, flag)
+    reason = obstacle(args)
     if backend == "auto":
         return "vllm" if torch.cuda.is_available() and not reason else "hf"
     if backend != "hf" and reason:
@@ -77,13 +87,16 @@ def load_conversations(args, tokenizer, stop_ids: list[int]):
 class Prefetch:
     """Makes the next step's rollout in another thread while this step trains.
 
-    So steps 1 and 2 train on data of policy 1 and step k on data of policy k - 1, as with the two queues of size one of
-    open-instruct, after Cleanba (arXiv:2310.00036).
+    So steps 1 and 2 train on data of policy 1 and step k on data of policy k - 1, as with the two
+    queues of size one of open-instruct, after Cleanba (arXiv:2310.00036).
     """
 
     def __init__(self, make: Callable, interrupt):
-        """`make` makes a rollout and returns early, with any result, once `interrupt.requested` is set."""
-        self.make, self.interrupt = make, interrupt
+        """`make` makes a rollout and returns early, with any result, once `interrupt.requested` is
+        set.
+        """
+        self.make = make
+        self.interrupt = interrupt
         self.future: concurrent.futures.Future | None = None
         atexit.register(self._leave)
 
@@ -91,7 +104,8 @@ class Prefetch:
         """Begin make(*job) in a thread."""
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-        @pebble.concurrent.thread  # a daemon: at exit, it may be in a collective with a rank that has ended
+        # a daemon: at exit, it may be in a collective with a rank that has ended
+        @pebble.concurrent.thread
         def work():
             if device is not None:
                 torch.cuda.set_device(device)  # the current device is set per thread
@@ -108,11 +122,14 @@ class Prefetch:
         """Return the rollout that was started, or else make(*job) now; raise what it raises."""
         if self.future is None:
             return self.make(*job)
-        result, self.future = self.future.result(), None
+        result = self.future.result()
+        self.future = None
         return result
 
     def _leave(self) -> None:
-        """Let the engine return before the interpreter ends around it, which may crash; wait for 10 seconds at most."""
+        """Let the engine return before the interpreter ends around it, which may crash; wait for 10
+        seconds at most.
+        """
         if self.future is not None:
             self.interrupt.requested = True
             concurrent.futures.wait([self.future], timeout=10)

@@ -1,4 +1,6 @@
-"""What vLLM's two engines have in common, and the one in the training process (--rollout_backend vllm)."""
+"""What vLLM's two engines have in common, and the one in the training process (--rollout_backend
+vllm).
+"""
 
 import asyncio
 import contextlib
@@ -13,10 +15,12 @@ from plumbing.models.lora import base_weights, merged
 from utils import World, fail, first_line
 
 WATCH = "plumbing.rollout.vllm_engine.WeightWatch"  # vLLM's worker_extension_cls
-Response = tuple[list[int], dict[str, list]]  # token ids up to and including a stop token; by name, a value of each
+# token ids up to and including a stop token; by name, a value of each
+Response = tuple[list[int], dict[str, list]]
 CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
     "enforce_eager": True,
-    "enable_chunked_prefill": False,  # it would turn back a seeded request's generator, which a CPU's cannot do
+    # it would turn back a seeded request's generator, which a CPU's cannot do
+    "enable_chunked_prefill": False,
     "max_num_batched_tokens": 65_536,
     "block_size": 32,  # the cache holds only whole blocks of a conversation
 }
@@ -28,10 +32,15 @@ def sampling_settings(seed: int | None, stop_ids: list[int], args) -> dict:
     if seed is not None:
         draw = {"temperature": args.temperature, "top_p": args.top_p, "seed": seed}
     return {
-        **draw, "repetition_penalty": args.repetition_penalty,
-        "min_tokens": args.min_response_length, "max_tokens": args.max_response_length,
-        "stop_token_ids": stop_ids, "ignore_eos": True, "logprobs": 0, "detokenize": False,
-    }  # fmt: skip
+        **draw,
+        "repetition_penalty": args.repetition_penalty,
+        "min_tokens": args.min_response_length,
+        "max_tokens": args.max_response_length,
+        "stop_token_ids": stop_ids,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
 
 
 class WeightWatch:
@@ -50,24 +59,28 @@ class WeightWatch:
 
     def missing_weights(self) -> list[str]:
         """Return the model's weights that have not been loaded since the last call."""
-        loaded, self.loaded = self.loaded, set()
+        loaded = self.loaded
+        self.loaded = set()
         return sorted(self.model_weights - loaded)
 
 
 def check_sent(of_workers: list[list[str]]) -> None:
     """Raise RuntimeError if the `missing_weights` of a worker are any."""
     if missing := sorted(set().union(*of_workers)):
-        raise RuntimeError(f"{len(missing)} of its weights are none of the trained model's: {', '.join(missing[:3])}")
+        raise RuntimeError(
+            f"{len(missing)} of its weights are none of the trained model's: {', '.join(missing[:3])}"
+        )
 
 
 class VllmSampling:
     """A rollout engine, which samples from a copy of the trained policy.
 
-    Log-probabilities are those of the distribution that is sampled: after the temperature, top_p and the other limits.
-    Seeds are below 2**63, and a response depends on its query, its seed and the weights only. `interrupted` is called
-    again and again; once it is true, or after a failure, the result is None. Subclasses define
-    `_complete(query, settings, interrupted)`, which samples one response, and `sync(model)`, which gives the engine the
-    weights of the trained model: all ranks call it, and none of them samples meanwhile.
+    Log-probabilities are those of the distribution that is sampled: after the temperature, top_p
+    and the other limits. Seeds are below 2**63, and a response depends on its query, its seed and
+    the weights only. `interrupted` is called again and again; once it is true, or after a failure,
+    the result is None. Subclasses define `_complete(query, settings, interrupted)`, which samples
+    one response, and `sync(model)`, which gives the engine the weights of the trained model: all
+    ranks call it, and none of them samples meanwhile.
 
     Attributes:
         failure: why the engine no longer works, in one line; "" while it works. Run.leave saves and prints it.
@@ -75,7 +88,9 @@ class VllmSampling:
         synced: bytes of weights in the last sync.
     """
 
-    failure, about, synced = "", "", 0
+    failure = ""
+    about = ""
+    synced = 0
 
     @contextlib.contextmanager
     def _errors_as_failure(self):
@@ -83,43 +98,62 @@ class VllmSampling:
         try:
             yield
         except Exception as error:  # of any type
-            self.failure = self.failure or f"vLLM failed ({type(error).__name__}: {first_line(error)})"
+            self.failure = (
+                self.failure or f"vLLM failed ({type(error).__name__}: {first_line(error)})"
+            )
 
     def generate(
-        self, queries: list[list[int]], seeds: list[int] | None, stop_ids: list[int], args, interrupted: Callable,
+        self,
+        queries: list[list[int]],
+        seeds: list[int] | None,
+        stop_ids: list[int],
+        args,
+        interrupted: Callable,
         end: Callable,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Sample a response to each of this rank's queries.
 
         Args:
             seeds: one a response; None for greedy responses.
-            end: called with the place of a query, its response and, by name, the values of its tokens: once it has
-                ended, so for all queries unless this is interrupted or fails.
+            end: called with the place of a query, its response and, by name, the values of its
+                tokens: once it has ended, so for all queries unless this is interrupted or fails.
         """
 
         async def respond(place: int, query: list[int], seed: int | None) -> None:
-            response = await self._complete(query, sampling_settings(seed, stop_ids, args), interrupted)
+            response = await self._complete(
+                query, sampling_settings(seed, stop_ids, args), interrupted
+            )
             if response is not None:
                 end(place, *response)
 
         async def all_responses() -> None:
-            await asyncio.gather(*map(respond, range(len(queries)), queries, seeds or [None] * len(queries)))
+            await asyncio.gather(
+                *map(respond, range(len(queries)), queries, seeds or [None] * len(queries))
+            )
 
         asyncio.run(all_responses())
 
     async def sample(
-        self, query: list[int], seed: int | None, length: int, stop_ids: list[int], args, interrupted: Callable
+        self,
+        query: list[int],
+        seed: int | None,
+        length: int,
+        stop_ids: list[int],
+        args,
+        interrupted: Callable,
     ) -> Response | None:
         """Return one turn of a conversation, each of which is a task of one event loop.
 
-        A turn ends with a stop token or with the token that completes one of args.turn_stop. The turns before
-        it are in the engine's cache.
+        A turn ends with a stop token or with the token that completes one of args.turn_stop. The
+        turns before it are in the engine's cache.
 
         Args:
-            query: all that stands before the turn. length: the maximum number of tokens of the turn.
+            query: all that stands before the turn. length: the maximum number of tokens of the
+                turn.
         """
         settings = sampling_settings(seed, stop_ids, args) | {"min_tokens": 0, "max_tokens": length}
-        if args.turn_stop:  # the text of a special token counts, too: a model may end its calls with one
+        # the text of a special token counts, too: a model may end its calls with one
+        if args.turn_stop:
             settings |= {"stop": list(args.turn_stop), "include_stop_str_in_output": True}
             settings |= {"detokenize": True, "skip_special_tokens": False}
         return await self._complete(query, settings, interrupted)
@@ -133,23 +167,29 @@ class VllmSampling:
 
 
 class Engine(VllmSampling):
-    """vLLM's engine in this process: one a rank, or one for --vllm_tensor_parallel neighbouring ranks.
+    """vLLM's engine in this process: one a rank, or one for --vllm_tensor_parallel neighbouring
+    ranks.
 
     Ranks that share an engine have to make the same calls.
     """
 
-    def __init__(self, args, world: World, compute_dtype: torch.dtype | None, load_format: str = "dummy"):
+    def __init__(
+        self, args, world: World, compute_dtype: torch.dtype | None, load_format: str = "dummy"
+    ):
         """Start the engine, or exit with code 2.
 
         Args:
             compute_dtype: of its matrix products; None: float32.
-            load_format: "dummy" for random weights until the first `sync`, "auto" for those of --model.
+            load_format: "dummy" for random weights until the first `sync`, "auto" for those of
+                --model.
         """
         # An engine in another process could not receive the trainer's tensors without copies.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         if world.size % args.vllm_tensor_parallel:
-            fail(f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: must divide the number of ranks, {world.size}")
+            fail(
+                f"--vllm_tensor_parallel {args.vllm_tensor_parallel}: must divide the number of ranks, {world.size}"
+            )
         import vllm
         from vllm.platforms import current_platform
 
@@ -162,28 +202,42 @@ class Engine(VllmSampling):
         self.waiting: dict[str, asyncio.Future] = {}  # requests under way
         self.stepping: asyncio.Task | None = None  # what serves them
         cache_gb = args.kv_cache_gb or (torch.cuda.mem_get_info()[1] / 4e9 if on_gpu else 1.0)
-        # Where kv_cache_memory_bytes is given, gpu_memory_utilization is only what has to be free at the start.
+        # Where kv_cache_memory_bytes is given, gpu_memory_utilization is only what has to be free
+        # at the start.
         settings = {"gpu_memory_utilization": 0.1} if on_gpu else dict(CPU_SETTINGS)
         if "RANK" in os.environ:
             settings["distributed_executor_backend"] = "external_launcher"
-        # Rollout and training overlap on a GPU only if their kernels are not queued in the same stream.
+        # Rollout and training overlap on a GPU only if their kernels are not queued in the same
+        # stream.
         self.stream = torch.cuda.Stream() if args.async_steps and on_gpu else None
         threads = torch.get_num_threads()
         try:
             with self._on_stream():  # vLLM goes on with the stream that is current here
                 self.llm = vllm.LLM(
-                    args.model, dtype=compute_dtype or torch.float32, load_format=load_format, generation_config="vllm",
-                    max_model_len=loading.longest_sequence(args), seed=args.seed,
-                    max_num_seqs=args.generation_batch_size, kv_cache_memory_bytes=int(cache_gb * 1e9),
-                    logprobs_mode="processed_logprobs", disable_log_stats=True, enable_sleep_mode=self.can_sleep,
-                    tensor_parallel_size=args.vllm_tensor_parallel, language_model_only=True,
-                    worker_extension_cls=WATCH, **settings,
-                )  # fmt: skip
+                    args.model,
+                    dtype=compute_dtype or torch.float32,
+                    load_format=load_format,
+                    generation_config="vllm",
+                    max_model_len=loading.longest_sequence(args),
+                    seed=args.seed,
+                    max_num_seqs=args.generation_batch_size,
+                    kv_cache_memory_bytes=int(cache_gb * 1e9),
+                    logprobs_mode="processed_logprobs",
+                    disable_log_stats=True,
+                    enable_sleep_mode=self.can_sleep,
+                    tensor_parallel_size=args.vllm_tensor_parallel,
+                    language_model_only=True,
+                    worker_extension_cls=WATCH,
+                    **settings,
+                )
         except (OSError, ValueError, RuntimeError) as error:
             # All lines: vLLM's first one is only a heading.
-            fail(f"--model {args.model}: vLLM does not start with it: {' '.join(str(error).split())[:300]}")
+            fail(
+                f"--model {args.model}: vLLM does not start with it: {' '.join(str(error).split())[:300]}"
+            )
         self.llm.collective_rpc("watch_weights")
-        torch.set_num_threads(threads)  # LLM() leaves one, too few for an optimizer on the CPU (--shard fsdp_offload)
+        # LLM() leaves one, too few for an optimizer on the CPU (--shard fsdp_offload)
+        torch.set_num_threads(threads)
         self.about = (
             f"vLLM {vllm.__version__} in this process, with a cache of {cache_gb:.3g} GB"
             f"{', freed while training' if self.can_sleep else ''}"
@@ -191,13 +245,18 @@ class Engine(VllmSampling):
 
     @contextlib.contextmanager
     def _on_stream(self):
-        """Make the engine's stream current, after the work that is queued now; wait for the engine's work at the end.
+        """Make the engine's stream current, after the work that is queued now; wait for the
+        engine's work at the end.
 
-        So a sync reads weights that the optimizer has written, and the next optimizer step follows the sync.
+        So a sync reads weights that the optimizer has written, and the next optimizer step follows
+        the sync.
         """
         if self.stream is None:
-            # vLLM's CPU build would compile for 20 s and gain nothing; the trainer may, with --compile.
-            with torch.compiler.set_stance("default" if torch.cuda.is_available() else "force_eager"):
+            # vLLM's CPU build would compile for 20 s and gain nothing; the trainer may, with
+            # --compile.
+            with torch.compiler.set_stance(
+                "default" if torch.cuda.is_available() else "force_eager"
+            ):
                 yield
             return
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -205,7 +264,9 @@ class Engine(VllmSampling):
             yield
         self.stream.synchronize()
 
-    async def _complete(self, query: list[int], settings: dict, interrupted: Callable) -> Response | None:
+    async def _complete(
+        self, query: list[int], settings: dict, interrupted: Callable
+    ) -> Response | None:
         """Return what vLLM samples after `query`; None if interrupted or failed.
 
         Ranks that share an engine do not ask `interrupted`: all of them have to make every step.
@@ -214,7 +275,8 @@ class Engine(VllmSampling):
 
         number = str(next(self.numbers))
         with self._errors_as_failure():
-            if not self.failure:  # by default, vLLM would make an object of each token's response so far
+            # by default, vLLM would make an object of each token's response so far
+            if not self.failure:
                 sampling = SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
                 self.llm.llm_engine.add_request(number, {"prompt_token_ids": query}, sampling)
         if self.failure:
@@ -229,7 +291,9 @@ class Engine(VllmSampling):
         return list(output.token_ids), {"rollout_logprobs": logprobs}
 
     async def _step(self, interrupted: Callable) -> None:
-        """Make vLLM's steps while a request waits; after each step, resume the tasks whose responses are complete."""
+        """Make vLLM's steps while a request waits; after each step, resume the tasks whose
+        responses are complete.
+        """
         engine = self.llm.llm_engine
         try:
             with self._errors_as_failure(), self._on_stream():

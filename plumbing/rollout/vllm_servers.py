@@ -1,7 +1,7 @@
 """vLLM on other GPUs or machines (--rollout_backend server), started by scripts/vllm_server.py.
 
-The servers sample over HTTP, and rank 0 sends them the weights by vLLM's transfer over NCCL. A key in the variable
-VLLM_API_KEY goes with every request.
+The servers sample over HTTP, and rank 0 sends them the weights by vLLM's transfer over NCCL. A key
+in the variable VLLM_API_KEY goes with every request.
 """
 
 import asyncio
@@ -25,13 +25,16 @@ from utils import World, fail, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
-SERVER_ANSWER = 1500.0  # seconds until a response must be there: less than the half hour that other ranks wait
+# seconds until a response must be there: less than the half hour that other ranks wait
+SERVER_ANSWER = 1500.0
 SERVER_REQUESTS = 256  # requests under way, for each rank and server
 TRANSFER = 600.0  # seconds until a step of the weight transfer must be done
 
 
 class Weights:
-    """A model's weights as they are sent: vLLM's WeightSource. (Its ModuleSource lacks a tied head.)"""
+    """A model's weights as they are sent: vLLM's WeightSource. (Its ModuleSource lacks a tied
+    head.)
+    """
 
     def __init__(self, dtype: torch.dtype):
         self.dtype, self.entries = dtype, []  # of `base_weights`
@@ -40,12 +43,16 @@ class Weights:
         from vllm.distributed.weight_transfer import ParamMeta
 
         sent_as = lambda weight: self.dtype if weight.is_floating_point() else weight.dtype
-        return [ParamMeta(name, sent_as(weight), tuple(weight.shape)) for name, weight, _ in self.entries]
+        return [
+            ParamMeta(name, sent_as(weight), tuple(weight.shape))
+            for name, weight, _ in self.entries
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and whole tensors; of a sharded model, each is gathered from all ranks.
 
-        `entries` loses what was yielded: after an error, what is left in it is what other ranks still gather.
+        `entries` loses what was yielded: after an error, what is left in it is what other ranks
+        still gather.
         """
         for meta in self.metadata():
             _, weight, layer = self.entries.pop(0)
@@ -63,10 +70,14 @@ class Servers(VllmSampling):
         """
         self.urls = [url.rstrip("/") for url in args.rollout_servers]
         self.about = f"vLLM at {', '.join(self.urls)}"
-        self.world, self.weights = world, Weights(compute_dtype or torch.float32)
-        self.slots = weakref.WeakKeyDictionary()  # of an event loop, the places for requests on each server
-        self.server_of = weakref.WeakKeyDictionary()  # address of the server of each task that samples
-        first = world.rank % len(self.urls)  # a rank with few conversations would fill the first server only
+        self.world = world
+        self.weights = Weights(compute_dtype or torch.float32)
+        # of an event loop, the places for requests on each server
+        self.slots = weakref.WeakKeyDictionary()
+        # address of the server of each task that samples
+        self.server_of = weakref.WeakKeyDictionary()
+        # a rank with few conversations would fill the first server only
+        first = world.rank % len(self.urls)
         self.next_server = itertools.cycle(self.urls[first:] + self.urls[:first])
         key = os.environ.get("VLLM_API_KEY")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -76,22 +87,26 @@ class Servers(VllmSampling):
             fail(f"--rollout_servers {first_line(error)}", local=True)
         world.barrier()
 
-    async def _request(self, url: str, path: str, body: dict | None = None, timeout=60.0, patience=0.0) -> dict:
+    async def _request(
+        self, url: str, path: str, body: dict | None = None, timeout=60.0, patience=0.0
+    ) -> dict:
         """Return what the server answers to a POST of `body`, or to a GET if there is none.
 
-        Without a connection, after `timeout` seconds of silence and at the statuses 429 and 5xx, the request is sent
-        again for `patience` seconds. (urllib3's Retry counts attempts, not seconds, and cannot be cancelled.)
-        Raises RuntimeError.
+        Without a connection, after `timeout` seconds of silence and at the statuses 429 and 5xx,
+        the request is sent again for `patience` seconds. (urllib3's Retry counts attempts, not
+        seconds, and cannot be cancelled.) Raises RuntimeError.
         """
         limits = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=timeout)
-        method, begin = "GET" if body is None else "POST", time.monotonic()
+        method = "GET" if body is None else "POST"
+        begin = time.monotonic()
         while True:
             status = 0
             try:
                 async with aiohttp.request(
                     method, url + path, json=body, timeout=limits, headers=self.headers
                 ) as answer:
-                    status, text = answer.status, await answer.text()
+                    status = answer.status
+                    text = await answer.text()
                 if answer.ok:
                     return json.loads(text) if text else {}  # /health has no body
                 why = f"HTTP status {status}: {text[:300]}"
@@ -99,7 +114,9 @@ class Servers(VllmSampling):
                 why = first_line(error) or type(error).__name__
             tried = time.monotonic() - begin
             if 400 <= status < 500 and status != 429 or tried >= patience:
-                raise RuntimeError(f"{url}: {path} failed{f' for {tried:.0f} s' if patience else ''} ({why})")
+                raise RuntimeError(
+                    f"{url}: {path} failed{f' for {tried:.0f} s' if patience else ''} ({why})"
+                )
             await asyncio.sleep(min(2.0, patience))
 
     def _each(self, call: Callable) -> list:
@@ -116,36 +133,58 @@ class Servers(VllmSampling):
     # ---- weights ----
 
     def _connect(self, args) -> None:
-        """Open the process group for the weights: rank 0 is this run's rank 0, then come the workers of each server."""
-        host, port, size = "", 0, 0
+        """Open the process group for the weights: rank 0 is this run's rank 0, then come the
+        workers of each server.
+        """
+        host = ""
+        port = 0
+        size = 0
         if self.world.main:
             print(f"waiting for {self.about}, {SERVER_START:.0f} s at most", flush=True)
-            self._each(lambda url: self._request(url, "/health", timeout=10.0, patience=SERVER_START))
+            self._each(
+                lambda url: self._request(url, "/health", timeout=10.0, patience=SERVER_START)
+            )
             needed = loading.longest_sequence(args)
-            for url, served in zip(self.urls, self._each(lambda url: self._request(url, "/v1/models"))):
+            for url, served in zip(
+                self.urls, self._each(lambda url: self._request(url, "/v1/models"))
+            ):
                 if (limit := served["data"][0]["max_model_len"]) < needed:
-                    raise RuntimeError(f"{url}: its limit is {limit} tokens, prompt and response have up to {needed}")
+                    raise RuntimeError(
+                        f"{url}: its limit is {limit} tokens, prompt and response have up to {needed}"
+                    )
             self._post_all("/collective_rpc", {"method": "watch_weights"})
             answers = self._each(lambda url: self._request(url, "/get_world_size"))
-            first_ranks = list(itertools.accumulate([1, *(answer["world_size"] for answer in answers)]))
-            self.first_rank, size = dict(zip(self.urls, first_ranks)), first_ranks[-1]
+            first_ranks = list(
+                itertools.accumulate([1, *(answer["world_size"] for answer in answers)])
+            )
+            self.first_rank = dict(zip(self.urls, first_ranks))
+            size = first_ranks[-1]
             first = yarl.URL(self.urls[0])
             with socket.create_connection((first.host, first.port), timeout=10) as connection:
-                host = connection.getsockname()[0]  # the address of this machine that the first server reaches
+                # the address of this machine that the first server reaches
+                host = connection.getsockname()[0]
             with socket.create_server((host, 0)) as free:
                 port = free.getsockname()[1]
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-        info = NCCLTrainerInitInfo(rank=self.world.rank, master_address=host, master_port=port, world_size=size)
-        self.sender = WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.weights)
+        info = NCCLTrainerInitInfo(
+            rank=self.world.rank, master_address=host, master_port=port, world_size=size
+        )
+        self.sender = WeightTransferTrainerFactory.trainer_init(
+            info, client=self, source=self.weights
+        )
 
     # The four calls that vLLM's trainer makes (its VLLMWeightSyncClient), to all servers at once.
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         body_of = lambda url: {"init_info": {**init_info, "rank_offset": self.first_rank[url]}}
-        self._each(lambda url: self._request(url, "/init_weight_transfer_engine", body_of(url), SERVER_START))
+        self._each(
+            lambda url: self._request(
+                url, "/init_weight_transfer_engine", body_of(url), SERVER_START
+            )
+        )
 
     def start_weight_update(self) -> None:
         self._post_all("/start_weight_update", {})
@@ -159,15 +198,22 @@ class Servers(VllmSampling):
             check_sent(answer["results"])
         answers = self._post_all("/reset_prefix_cache?reset_running_requests=true", {})
         if not all(answer["success"] for answer in answers):
-            raise RuntimeError(f"{' '.join(self.urls)}: could not drop what they cached with the old weights")
+            raise RuntimeError(
+                f"{' '.join(self.urls)}: could not drop what they cached with the old weights"
+            )
 
     def sync(self, model: torch.nn.Module) -> None:
-        """Give all servers the weights of `model`; all ranks call it, and none of them samples meanwhile."""
+        """Give all servers the weights of `model`; all ranks call it, and none of them samples
+        meanwhile.
+        """
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # vLLM sends from another stream, which does not wait for this one
+            # vLLM sends from another stream, which does not wait for this one
+            torch.cuda.synchronize()
         self.world.barrier()
         self.weights.entries = base_weights(model)
-        self.synced = sum(meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata())
+        self.synced = sum(
+            meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata()
+        )
         with self._errors_as_failure():
             self.sender.send_weights()  # rank 0 sends, the others only gather
         for _ in self.weights:  # after an error: the other ranks gather the rest
@@ -176,7 +222,9 @@ class Servers(VllmSampling):
 
     # ---- sampling ----
 
-    async def _complete(self, query: list[int], settings: dict, interrupted: Callable) -> Response | None:
+    async def _complete(
+        self, query: list[int], settings: dict, interrupted: Callable
+    ) -> Response | None:
         """Return what a server samples after `query`; None if interrupted or failed.
 
         All turns of a task are sampled by one server, which has the conversation in its cache.
@@ -184,7 +232,9 @@ class Servers(VllmSampling):
         task = asyncio.current_task()
         if task not in self.server_of:
             self.server_of[task] = next(self.next_server)
-        sampled = self._sample(self.server_of[task], {"token_ids": query, "sampling_params": settings})
+        sampled = self._sample(
+            self.server_of[task], {"token_ids": query, "sampling_params": settings}
+        )
         request = asyncio.create_task(sampled)
         try:
             while not (request.done() or self.failure or interrupted()):
@@ -198,9 +248,13 @@ class Servers(VllmSampling):
         """Return a response's token ids and their log-probabilities."""
         slots = self.slots.setdefault(asyncio.get_running_loop(), {})
         async with slots.setdefault(url, asyncio.Semaphore(SERVER_REQUESTS)):
-            answer = await self._request(url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE)
+            answer = await self._request(
+                url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE
+            )
         choice = answer["choices"][0]
         if choice["finish_reason"] == "abort":
             raise RuntimeError(f"{url}: another client aborts this run's requests")
         tokens = choice["logprobs"]["content"]
-        return [token["token_id"] for token in tokens], {"rollout_logprobs": [token["logprob"] for token in tokens]}
+        return [token["token_id"] for token in tokens], {
+            "rollout_logprobs": [token["logprob"] for token in tokens]
+        }

@@ -19,28 +19,39 @@ from plumbing.models.loading import load_config, read_tokenizer, vocabulary_diff
 from plumbing.models.lora import base_weights, merged
 from utils import Optimizer, World, fail, first_line, loading
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # dcp's, where `no_dist` asks for just that
+# dcp's, where `no_dist` asks for just that
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
-GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # tensor by tensor, to the memory of rank 0
+# tensor by tensor, to the memory of rank 0
+GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 ALLOW_MISSING = StateDictOptions(strict=False)  # a parameter that has had no gradient has no state
 
 
 def checkpoint_folders(folder: str) -> list[str]:
-    """Return the complete checkpoints of a run, oldest first. A folder has its name only once all of it is written."""
+    """Return the complete checkpoints of a run, oldest first. A folder has its name only once all
+    of it is written.
+    """
     paths = Path(folder, "checkpoints").glob("step_*")
     found = {int(path.name[5:]): str(path) for path in paths if path.name[5:].isdigit()}
     return [found[step] for step in sorted(found)]
 
 
 def save_checkpoint(
-    folder: str, world: World, tokenizer, state: dict, models: dict[str, torch.nn.Module],
-    optimizers: dict[str, Optimizer], keep: int,
-) -> None:  # fmt: skip
-    """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer requires to continue.
+    folder: str,
+    world: World,
+    tokenizer,
+    state: dict,
+    models: dict[str, torch.nn.Module],
+    optimizers: dict[str, Optimizer],
+    keep: int,
+) -> None:
+    """Save `checkpoints/step_N`: a model folder for transformers and vLLM, plus what the trainer
+    requires to continue.
 
     Args:
         state: the trainer's tensors and plain values; `state["step"]` names the folder.
-        models: the policy as "", others by the names of their folders within the checkpoint, such as "critic".
+        models: the policy as "", others by the names of their folders within the checkpoint, such
+            as "critic".
         optimizers: of the models of the same names. Without any, the policy is saved alone, as
             `checkpoints/best`.
         keep: number of checkpoints of steps that stay, the newest ones; 0 keeps all.
@@ -53,7 +64,11 @@ def save_checkpoint(
         for name, optimizer in optimizers.items():
             if optimizer.adam.state:  # else torch would make an update to get one
                 tensors = trained_state(models[name], optimizer)
-                dcp.save(tensors, checkpoint_id=os.path.join(path, name, "optimizer"), no_dist=world.size == 1)
+                dcp.save(
+                    tensors,
+                    checkpoint_id=os.path.join(path, name, "optimizer"),
+                    no_dist=world.size == 1,
+                )
         world.on_main(lambda: tokenizer.save_pretrained(path))
         world.on_main(lambda: torch.save(state, os.path.join(path, "trainer_state.pt")))
 
@@ -74,12 +89,15 @@ def checkpoint_gb(models: dict[str, torch.nn.Module]) -> float:
     total = 0
     for model in models.values():
         adapter = bool(getattr(model, "peft_config", None))
-        total += sum(x.nbytes * (3 + adapter if x.requires_grad else 1 - adapter) for x in model.parameters())
+        total += sum(
+            x.nbytes * (3 + adapter if x.requires_grad else 1 - adapter) for x in model.parameters()
+        )
     return total / 1e9
 
 
 def save_final(folder: str, world: World, model, tokenizer, source: str) -> None:
-    """Save `final/`: the trained model in the number format of the model it came from. Changes `model` in place.
+    """Save `final/`: the trained model in the number format of the model it came from. Changes
+    `model` in place.
 
     A LoRA adapter is merged into it, and saved in `final/adapter/` by peft, too.
     """
@@ -97,9 +115,12 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
 
 
 def save_model(model, path: str, world: World) -> None:
-    """Save a model folder from rank 0, where the weights are gathered; that of a model with an adapter is peft's."""
+    """Save a model folder from rank 0, where the weights are gathered; that of a model with an
+    adapter is peft's.
+    """
     weights = get_model_state_dict(model, options=GATHERED)
-    for name in model.all_tied_weights_keys:  # gathered twice, transformers would not see that it is tied
+    # gathered twice, transformers would not see that it is tied
+    for name in model.all_tied_weights_keys:
         weights.pop(name, None)
     world.on_main(lambda: model.save_pretrained(path, state_dict=weights))
 
@@ -118,28 +139,41 @@ def save_merged(model, path: str, world: World) -> None:
 
 
 def trained_state(model, optimizer: Optimizer) -> dict:
-    """Return the state that `dcp` saves by the names of parameters, and loads in place, whatever the sharding.
+    """Return the state that `dcp` saves by the names of parameters, and loads in place, whatever
+    the sharding.
 
-    Of a model with an adapter it includes the weights that train: peft's folder lacks a head that trains.
+    Of a model with an adapter it includes the weights that train: peft's folder lacks a head that
+    trains.
     """
     state = {"adam": get_optimizer_state_dict(model, optimizer.adam)}
     if getattr(model, "peft_config", None):
-        state["weights"] = {name: x.detach() for name, x in model.named_parameters() if x.requires_grad}
+        state["weights"] = {
+            name: x.detach() for name, x in model.named_parameters() if x.requires_grad
+        }
     return state
 
 
 def load_checkpoint(
-    folder: str, world: World, tokenizer, models: dict[str, torch.nn.Module], optimizers: dict[str, Optimizer]
+    folder: str,
+    world: World,
+    tokenizer,
+    models: dict[str, torch.nn.Module],
+    optimizers: dict[str, Optimizer],
 ) -> dict:
     """Load what `save_checkpoint` has saved, except the models' folders, and return its `state`.
 
-    This sets the optimizers and the weights of an adapter that trains. Number of ranks and sharding may differ from
-    those of the run that saved it. Exits with code 2 for a checkpoint of another model, tokenizer or script.
+    This sets the optimizers and the weights of an adapter that trains. Number of ranks and sharding
+    may differ from those of the run that saved it. Exits with code 2 for a checkpoint of another
+    model, tokenizer or script.
     """
     if difference := vocabulary_difference(tokenizer, read_tokenizer("--resume", folder)):
-        fail(f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}")
+        fail(
+            f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}"
+        )
     with loading(f"--resume {folder}"):
-        state = torch.load(os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True)
+        state = torch.load(
+            os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True
+        )
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
             load_optimizer(os.path.join(folder, name, "optimizer"), models[name], optimizer)
@@ -147,14 +181,20 @@ def load_checkpoint(
 
 
 def load_optimizer(path: str, model, optimizer: Optimizer) -> None:
-    """Load the state of Adam that a checkpoint has of a model, and the weights of its adapter, but no flags."""
+    """Load the state of Adam that a checkpoint has of a model, and the weights of its adapter, but
+    no flags.
+    """
     if not os.path.isdir(path):  # saved before the first update
         return
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    flags = [{name: group[name] for name in ("betas", "weight_decay")} for group in optimizer.adam.param_groups]
+    flags = [
+        {name: group[name] for name in ("betas", "weight_decay")}
+        for group in optimizer.adam.param_groups
+    ]
     state = trained_state(model, optimizer)
     adam = state["adam"]["state"]
-    # A parameter without a gradient so far has no state in the checkpoint. The names of the entries are dcp's.
+    # A parameter without a gradient so far has no state in the checkpoint. The names of the entries
+    # are dcp's.
     state["adam"]["state"] = {key: adam[key] for key in adam if f"adam.state.{key}.step" in saved}
     try:
         dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -166,7 +206,8 @@ def load_optimizer(path: str, model, optimizer: Optimizer) -> None:
 
 
 def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None:
-    """Save a folder that appears complete or not at all: it is written under another name and renamed.
+    """Save a folder that appears complete or not at all: it is written under another name and
+    renamed.
 
     Args:
         write: called on all ranks with the path to write to.

@@ -8,20 +8,29 @@ from plumbing.rewards.sources import Rewards, is_scored_by, reward_weights
 from plumbing.rollout.batch import Batch, Sampler
 from utils import Sums, warn
 
-MOST_MISMATCH = 0.01  # mean difference of probabilities above which the engine does not sample from the trained policy
+# mean difference of probabilities above which the engine does not sample from the trained policy
+MOST_MISMATCH = 0.01
 
 
 def counted(batch: Batch, name: str) -> torch.Tensor:
-    """Return (N,) bool: the responses that a source scores, which are all unless rows name other sources."""
-    return torch.tensor([is_scored_by(x.row, name) for x in batch.samples], device=batch.stopped.device)
+    """Return (N,) bool: the responses that a source scores, which are all unless rows name other
+    sources.
+    """
+    return torch.tensor(
+        [is_scored_by(x.row, name) for x in batch.samples], device=batch.stopped.device
+    )
 
 
 def correct_responses(batch: Batch, rewards: Rewards) -> torch.Tensor:
-    """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response stopped, else 0.
+    """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response
+    stopped, else 0.
 
-    NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong response.
+    NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong
+    response.
     """
-    correct = torch.full(batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device)
+    correct = torch.full(
+        batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device
+    )
     for name in reversed(rewards.verifiers):
         scores = batch.reward_components[name]
         right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
@@ -30,7 +39,9 @@ def correct_responses(batch: Batch, rewards: Rewards) -> torch.Tensor:
 
 
 def unscored(batch: Batch, rewards: Rewards, args) -> str:
-    """Return the first reward source that has a weight and gave no response a score, and why; "" if there is none."""
+    """Return the first reward source that has a weight and gave no response a score, and why; "" if
+    there is none.
+    """
     for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
         scored = scores[counted(batch, name)]
         if weight and len(scored) and scored.isnan().all():
@@ -44,11 +55,13 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
     Args:
         rows: held-out prompts.
     Returns:
-        Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no score), and samples
-        as `sample_rows` gives them, one a prompt; None if interrupted.
+        Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no
+        score), and samples as `sample_rows` gives them, one a prompt; None if interrupted.
     """
-    rewards, args = sampler.rewards, sampler.args
-    metrics, k = {}, args.eval_samples
+    rewards = sampler.rewards
+    args = sampler.args
+    metrics = {}
+    k = args.eval_samples
     for name, samples in (("greedy_", 0), ("", k)):
         batch = sampler.rollout(rows, samples, ("evaluation", args.seed))
         if batch is None:
@@ -74,7 +87,8 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Return the unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv:2107.03374, eq. 1).
+    """Return the unbiased estimate of pass@k, 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    arXiv:2107.03374, eq. 1).
 
     NaN for fewer than k samples.
     """
@@ -84,13 +98,17 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict[str, float]:
-    """Return lengths, stops and correctness of a batch, mean and spread of each reward component, and the mean score
-    that responses of either end train with.
+    """Return lengths, stops and correctness of a batch, mean and spread of each reward component,
+    and the mean score that responses of either end train with.
 
-    Responses without a score, and those that a source does not score, are left out of the statistics of its scores.
+    Responses without a score, and those that a source does not score, are left out of the
+    statistics of its scores.
     """
     components = batch.reward_components
-    scored = {name: scores[scores.isfinite() & counted(batch, name)] for name, scores in components.items()}
+    scored = {
+        name: scores[scores.isfinite() & counted(batch, name)]
+        for name, scores in components.items()
+    }
     ends = {} if batch.scores is None else {"stopped": batch.stopped, "cut_off": ~batch.stopped}
     missing = sum(components[name].isnan() for name in rewards.sources).count_nonzero()
     return {
@@ -99,15 +117,27 @@ def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict
         "val/num_stop_token_ids": int(batch.stopped.sum()),
         "val/missing_scores": int(missing),
         **{f"reward/{name}": scores.mean().item() for name, scores in scored.items()},
-        **{f"reward_std/{name}": x.std().item() if len(x) > 1 else math.nan for name, x in scored.items()},
-        **{f"reward_correct/{name}": (scored[name] >= 1).double().mean().item() for name in rewards.verifiers},
-        **{f"reward/{end}": batch.scores[chosen].nanmean().item() for end, chosen in ends.items() if chosen.any()},
+        **{
+            f"reward_std/{name}": x.std().item() if len(x) > 1 else math.nan
+            for name, x in scored.items()
+        },
+        **{
+            f"reward_correct/{name}": (scored[name] >= 1).double().mean().item()
+            for name in rewards.verifiers
+        },
+        **{
+            f"reward/{end}": batch.scores[chosen].nanmean().item()
+            for end, chosen in ends.items()
+            if chosen.any()
+        },
         **conversation_metrics(batch),
     }
 
 
 def conversation_metrics(batch: Batch) -> dict[str, float]:
-    """Return means over conversations, and the share of each reason for which they ended; {} if there are none."""
+    """Return means over conversations, and the share of each reason for which they ended; {} if
+    there are none.
+    """
     if batch.samples[0].conversation is None:
         return {}
     from plumbing.turns.conversations import STOP_REASONS
@@ -117,29 +147,44 @@ def conversation_metrics(batch: Batch) -> dict[str, float]:
     counts = [conversation.metrics() for conversation in conversations]
     return {
         **{f"conversation/{name}": mean([count[name] for count in counts]) for name in counts[0]},
-        **{f"stop_reason/{name}": mean([x.stop_reason == name for x in conversations]) for name in STOP_REASONS},
+        **{
+            f"stop_reason/{name}": mean([x.stop_reason == name for x in conversations])
+            for name in STOP_REASONS
+        },
     }
 
 
 def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
-    """Return `count` responses, one in `every`, with their mean advantages, for samples.jsonl and the console."""
-    advantages, rows = batch.tokens.get("advantages"), []
+    """Return `count` responses, one in `every`, with their mean advantages, for samples.jsonl and
+    the console.
+    """
+    advantages = batch.tokens.get("advantages")
+    rows = []
     for i in range(0, len(batch.samples), every)[:count]:
         sample = batch.samples[i]
         components = batch.reward_components.items()
-        scores = {name: x[i].item() if is_scored_by(sample.row, name) else math.nan for name, x in components}
+        scores = {
+            name: x[i].item() if is_scored_by(sample.row, name) else math.nan
+            for name, x in components
+        }
         if advantages is not None:
             scores["advantage"] = advantages[i][batch.response_mask[i]].mean().item()
-        answer = sample.row.get("answer") and str(sample.row["answer"])[:1000]  # the tests of a program may be long
+        # the tests of a program may be long
+        answer = sample.row.get("answer") and str(sample.row["answer"])[:1000]
         row = {"prompt": sample.row["prompt"], "response": sample.text, "answer": answer, **scores}
         row["stop_reason"] = "stop" if sample.stopped else "length"
         if sample.conversation is not None:
-            row |= {"stop_reason": sample.conversation.stop_reason, "turns": sample.conversation.turns}
+            row |= {
+                "stop_reason": sample.conversation.stop_reason,
+                "turns": sample.conversation.turns,
+            }
         rows.append({**row, "length": len(sample.response)})
     return rows
 
 
-def add_mismatch(sums: Sums, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor) -> None:
+def add_mismatch(
+    sums: Sums, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor
+) -> None:
     """Add to the sums how far the trainer's log-probabilities (n, T) are from the sampler's."""
     difference = torch.where(mask, (logprobs - rollout_logprobs).abs(), 0.0)
     probability = torch.where(mask, (logprobs.exp() - rollout_logprobs.exp()).abs(), 0.0)
@@ -148,10 +193,12 @@ def add_mismatch(sums: Sums, logprobs: torch.Tensor, rollout_logprobs: torch.Ten
 
 
 def mismatch_metrics(total: dict[str, float], step: int, staleness: int) -> dict[str, float]:
-    """Return how far engine and trainer differ; warn if they disagree although they have the same weights.
+    """Return how far engine and trainer differ; warn if they disagree although they have the same
+    weights.
 
     Args:
-        total: of the sums of `add_mismatch`. staleness: steps that the policy was trained on since it sampled.
+        total: of the sums of `add_mismatch`. staleness: steps that the policy was trained on since
+            it sampled.
     """
     difference = total["mismatch_probability"] / total["compared"]
     if difference > MOST_MISMATCH and staleness == 0:

@@ -41,16 +41,26 @@ def push(folder: str, repository: str, tracked: str | None) -> str:
     final = os.path.join(folder, "final")
     args = facts["args"]
     card = ModelCard.from_template(
-        ModelCardData(base_model=None if os.path.exists(args["model"]) else args["model"]), template_str=CARD,
-        title=repository.rpartition("/")[2], base=args["model"], dataset=args["dataset"],
-        step=last["step"], numbers={title: last[key] for key, title in CURVES.items() if last.get(key) is not None},
-        tracked=tracked, command=command(facts),
-    )  # fmt: skip
+        ModelCardData(base_model=None if os.path.exists(args["model"]) else args["model"]),
+        template_str=CARD,
+        title=repository.rpartition("/")[2],
+        base=args["model"],
+        dataset=args["dataset"],
+        step=last["step"],
+        numbers={title: last[key] for key, title in CURVES.items() if last.get(key) is not None},
+        tracked=tracked,
+        command=command(facts),
+    )
     card.save(os.path.join(final, "README.md"))
     again = f"hf upload {repository} {shlex.quote(final)} . --delete '*.safetensors*'"
-    with loading(f"--push_to_hub {repository}: {final} is saved, but not pushed ({again} pushes it)"):
-        # Weights that the repository had before would be loaded in place of the new ones if their files differ in name.
-        HfApi().upload_folder(repo_id=repository, folder_path=final, delete_patterns="*.safetensors*")
+    with loading(
+        f"--push_to_hub {repository}: {final} is saved, but not pushed ({again} pushes it)"
+    ):
+        # Weights that the repository had before would be loaded in place of the new ones if their
+        # files differ in name.
+        HfApi().upload_folder(
+            repo_id=repository, folder_path=final, delete_patterns="*.safetensors*"
+        )
     return f"{constants.ENDPOINT}/{repository}"
 
 
@@ -58,7 +68,16 @@ def command(facts: dict) -> str:
     """Return the command line of a run, without the flags at their defaults."""
     words = ["python", facts["script"]]
     for name, value in facts["args"].items():
-        if value != facts["defaults"][name] and name not in ("run_name", "output_dir", "resume", "push_to_hub"):
-            values = [] if isinstance(value, bool) else map(str, value if isinstance(value, list) else [value])
+        if value != facts["defaults"][name] and name not in (
+            "run_name",
+            "output_dir",
+            "resume",
+            "push_to_hub",
+        ):
+            values = (
+                []
+                if isinstance(value, bool)
+                else map(str, value if isinstance(value, list) else [value])
+            )
             words += [f"--no-{name}" if value is False else f"--{name}", *values]
     return shlex.join(words)

@@ -1,4 +1,5 @@
-"""What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl, curves.png, and --track.
+"""What a run prints and logs: progress, metrics.jsonl, samples.jsonl, held_out.jsonl, curves.png,
+and --track.
 
 Who reads a run's folder afterwards finds the readers of its logs and of args.json here, too.
 """
@@ -27,7 +28,8 @@ PROGRESS = {  # the values in the progress bar, or in the line of a step, if a r
     "eval/pair_accuracy": "held-out",
     "time/step": "seconds",
 }
-CURVES = {  # the metrics that a picture has, if a run has them, and those of eval/ that its last lines have
+# the metrics that a picture has, if a run has them, and those of eval/ that its last lines have
+CURVES = {
     "eval/accuracy": "held-out accuracy, sampled (what is trained)",
     "eval/greedy_accuracy": "held-out accuracy, greedy",
     "eval/pair_accuracy": "held-out pairs ranked right",
@@ -55,14 +57,18 @@ class RunLog:
 
     def __init__(self, folder: str, run_id: str, args, world: World, total_steps: int, step: int):
         """Open the logs in a run's folder, which exists; the run has made `step` steps."""
-        self.folder, self.world = folder, world
+        self.folder = folder
+        self.world = world
         self.values: dict[str, str] = {}  # in the progress bar
-        self.latest, self.warned = deque(maxlen=10), set()  # the metrics of the last ten steps; what was warned of
+        # the metrics of the last ten steps; what was warned of
+        self.latest, self.warned = deque(maxlen=10), set()
         self.library = self.url = None  # that of --track, and the address of the run there
         if args.track:
             world.on_main(lambda: self._track(run_id, args))
         disable = None if world.main else True  # None: without a terminal
-        self.progress = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=disable)
+        self.progress = tqdm(
+            total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=disable
+        )
         progress_bars.append(self.progress)
         self.phase("start")
 
@@ -73,19 +79,27 @@ class RunLog:
             # Weights & Biases continues the run of an id, trackio that of a name.
             options = {"id": run_id, "dir": self.folder} if args.track == "wandb" else {}
             run = library.init(
-                project=os.environ.get("WANDB_PROJECT", "rl-on-language-models"), name=os.path.basename(self.folder),
-                config=without_secrets(asdict(args)), resume="allow", **options,
-            )  # fmt: skip
-        self.library, self.url = library, getattr(run, "url", None)
+                project=os.environ.get("WANDB_PROJECT", "rl-on-language-models"),
+                name=os.path.basename(self.folder),
+                config=without_secrets(asdict(args)),
+                resume="allow",
+                **options,
+            )
+        self.library = library
+        self.url = getattr(run, "url", None)
 
     def lengths(self, step: int, data: dict[str, list[int]]) -> None:
-        """Print how many items of each name there are and how many tokens they have; track histograms."""
+        """Print how many items of each name there are and how many tokens they have; track
+        histograms.
+        """
         for name, lengths in data.items():
             if lengths:
                 span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
                 say(f"{name}: {len(lengths):,} of {span}")
                 if self.library:
-                    self.library.log({f"lengths/{name}": self.library.Histogram(lengths)}, step=step)
+                    self.library.log(
+                        {f"lengths/{name}": self.library.Histogram(lengths)}, step=step
+                    )
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
@@ -93,14 +107,20 @@ class RunLog:
         self.progress.set_description(name)
 
     def log(self, metrics: dict) -> None:
-        """Append a row of metrics, with "step", to metrics.jsonl, and track it; null stands for what is not finite."""
+        """Append a row of metrics, with "step", to metrics.jsonl, and track it; null stands for
+        what is not finite.
+        """
         if not self.world.main:
             return
         row = as_logged(metrics)
         append(os.path.join(self.folder, "metrics.jsonl"), [row])
         if self.library:
-            self.library.log({name: x for name, x in row.items() if x is not None}, step=row["step"])
-        values = {PROGRESS[key]: f"{x:.3g}" for key, x in row.items() if key in PROGRESS and x is not None}
+            self.library.log(
+                {name: x for name, x in row.items() if x is not None}, step=row["step"]
+            )
+        values = {
+            PROGRESS[key]: f"{x:.3g}" for key, x in row.items() if key in PROGRESS and x is not None
+        }
         self.values |= values
         self.progress.set_postfix(self.values)
         self.progress.update(row["step"] - self.progress.n)
@@ -108,33 +128,54 @@ class RunLog:
             line = ", ".join(map("=".join, values.items()))
             print(f"step {row['step']} of {self.progress.total}: {line}", flush=True)
         if row["step"] == 1 and row.get("val/num_stop_token_ids") == row.get("reward/cut_off") == 0:
-            warn("no response of step 1 stopped, so all score 0: see --non_stop_penalty, --max_response_length")
+            warn(
+                "no response of step 1 stopped, so all score 0: see --non_stop_penalty, --max_response_length"
+            )
         if row["step"]:
             self.latest.append(row)
             self._warn_of_troubles()
 
     def _warn_of_troubles(self) -> None:
         """Warn, once a run, of what is amiss in ten steps in a row."""
-        column = lambda name: np.array([row.get(name) for row in self.latest], dtype=float)  # NaN for None
-        scores, stopped = column("objective/scores"), column("reward/stopped")
+        # NaN for None
+        column = lambda name: np.array([row.get(name) for row in self.latest], dtype=float)
+        scores = column("objective/scores")
+        stopped = column("reward/stopped")
         troubles = {
-            "all responses to a prompt score alike: try another --temperature": column("val/zero_std_fraction") == 1,
-            "no response stops: try a higher --max_response_length": column("val/num_stop_token_ids") == 0,
+            "all responses to a prompt score alike: try another --temperature": column(
+                "val/zero_std_fraction"
+            )
+            == 1,
+            "no response stops: try a higher --max_response_length": column(
+                "val/num_stop_token_ids"
+            )
+            == 0,
             "the score falls at every step: try a lower --learning_rate": np.diff(scores) < 0,
-            "cut-off responses score best: try a lower --penalty_reward_value": column("reward/cut_off") > stopped,
+            "cut-off responses score best: try a lower --penalty_reward_value": column(
+                "reward/cut_off"
+            )
+            > stopped,
         }
         for trouble, found in troubles.items():
-            if len(self.latest) == self.latest.maxlen and found.all() and trouble not in self.warned:
+            if (
+                len(self.latest) == self.latest.maxlen
+                and found.all()
+                and trouble not in self.warned
+            ):
                 self.warned.add(trouble)
                 warn(f"steps {self.latest[0]['step']} to {self.latest[-1]['step']}: {trouble}")
 
     def samples(self, step: int, rows: list[dict], name: str = "samples.jsonl") -> None:
         """Append rows to samples.jsonl, or to held_out.jsonl, which has those of evaluations."""
         if self.world.main:
-            append(os.path.join(self.folder, name), [{"step": step, **as_logged(row)} for row in rows])
+            append(
+                os.path.join(self.folder, name), [{"step": step, **as_logged(row)} for row in rows]
+            )
 
     def table(self, step: int, rows: list[dict]) -> None:
-        """Print the first held-out samples, which have the same columns, as a table; track all of them."""
+        """Print the first held-out samples, which have the same columns, as a table; track all of
+        them.
+        """
         if not self.world.main:
             return
         import rich.console
@@ -142,17 +183,30 @@ class RunLog:
         import rich.text
 
         self.lengths(step, {"held-out samples": [row["length"] for row in rows if "length" in row]})
-        rows = [as_logged({name: x for name, x in row.items() if name not in ("length", "turns")}) for row in rows]
+        rows = [
+            as_logged({name: x for name, x in row.items() if name not in ("length", "turns")})
+            for row in rows
+        ]
         title = f"held-out samples after step {step}"
         table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
         for row in rows[:4]:
-            cells = [f"{x:g}" if isinstance(x, float) else re.sub(CONTROL, "\ufffd", str(x)) for x in row.values()]
+            cells = [
+                f"{x:g}" if isinstance(x, float) else re.sub(CONTROL, "\ufffd", str(x))
+                for x in row.values()
+            ]
             # Both ends of a long text: the question ends a prompt, the answer a response.
-            table.add_row(*(rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}") for c in cells))
+            table.add_row(
+                *(
+                    rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}")
+                    for c in cells
+                )
+            )
         with tqdm.external_write_mode():
             rich.console.Console().print(table)
         if self.library:
-            samples = self.library.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+            samples = self.library.Table(
+                columns=list(rows[0]), data=[list(row.values()) for row in rows]
+            )
             self.library.log({"samples": samples}, step=step)
 
     def draw(self) -> None:
@@ -165,7 +219,9 @@ class RunLog:
             warn(f"{self.folder}/curves.png: {first_line(error)}")
 
     def close(self, message: str) -> None:
-        """End the progress bar and the tracking, print `message` and the held-out results, and draw curves.png."""
+        """End the progress bar and the tracking, print `message` and the held-out results, and draw
+        curves.png.
+        """
         begin_phase("end", self.world)
         if not self.world.main:
             return
@@ -174,9 +230,12 @@ class RunLog:
         self.draw()
         rows = list(read_log(self.folder))
         for key, name in CURVES.items():
-            values = [f"{row[key]:.3f} at step {row['step']}" for row in rows if row.get(key) is not None]
+            values = [
+                f"{row[key]:.3f} at step {row['step']}" for row in rows if row.get(key) is not None
+            ]
             if values and key.startswith("eval/"):
-                print(f"{name}: {', '.join(dict.fromkeys((values[0], values[-1])))}")  # one if there is only one
+                # one if there is only one
+                print(f"{name}: {', '.join(dict.fromkeys((values[0], values[-1])))}")
         if os.path.exists(path := os.path.join(self.folder, "curves.png")):
             print(f"curves: {path}", flush=True)
         if self.library:
@@ -184,7 +243,9 @@ class RunLog:
 
 
 def check_track(name: str) -> None:
-    """Exit with code 2 if the library of --track is not installed, or if it requires a login and there is none."""
+    """Exit with code 2 if the library of --track is not installed, or if it requires a login and
+    there is none.
+    """
     with loading(f"--track {name}"):
         library = importlib.import_module(name)
         if name == "wandb":
@@ -218,7 +279,8 @@ def append(path: str, rows: list[dict]) -> None:
 
 
 def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
-    """Yield the rows of a log of a run, none if there is no log, without a last line that a kill cut short.
+    """Yield the rows of a log of a run, none if there is no log, without a last line that a kill
+    cut short.
 
     Raises:
         ValueError: if another line cannot be read.
@@ -232,7 +294,8 @@ def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
 
 
 def read_args(folder: str) -> dict:
-    """Return a run's args.json, {"args": {flag: value}, "defaults": ..., "script": ..., ...}; {} if there is none.
+    """Return a run's args.json, {"args": {flag: value}, "defaults": ..., "script": ..., ...}; {} if
+    there is none.
 
     Raises:
         ValueError: if it cannot be read.
@@ -250,7 +313,9 @@ def parse(text: str, where: str) -> dict:
 
 
 def without_secrets(flags: dict) -> dict:
-    """Return flags for others to see: addresses without user, password and query, where keys stand."""
+    """Return flags for others to see: addresses without user, password and query, where keys
+    stand.
+    """
     address = r"(?<=://)(?:[^\s\"\\/?#]*@)?([^\s\"\\?#]*)[^\s\"\\]*"
     return json.loads(re.sub(address, r"\1", json.dumps(flags)))
 
@@ -272,7 +337,9 @@ def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...]
     panels = {}  # {title: metrics}
     for key in metrics or CURVES:
         if any(key in table for table in tables):
-            panels.setdefault("accuracy" if "accuracy" in key else CURVES.get(key, key), []).append(key)
+            panels.setdefault("accuracy" if "accuracy" in key else CURVES.get(key, key), []).append(
+                key
+            )
     if not panels:
         raise ValueError("there is nothing to draw")
     width = min(3, len(panels))
@@ -288,11 +355,19 @@ def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...]
         if title == "accuracy":
             axis.set_ylim(-0.02, 1.02)  # shows a line at 1, too
             names = [CURVES.get(key, key) for key in keys]
-            axis.legend(axis.lines[:: len(runs)], names, frameon=False, fontsize=8).set_in_layout(False)
+            axis.legend(axis.lines[:: len(runs)], names, frameon=False, fontsize=8).set_in_layout(
+                False
+            )
         axis.set_title(title, loc="left", fontsize=10)
         axis.locator_params("x", integer=True)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#ecebe6")
     if len(runs) > 1:
-        figure.legend(figure.axes[0].lines[: len(runs)], runs, loc="outside lower left", ncols=4, frameon=False)
+        figure.legend(
+            figure.axes[0].lines[: len(runs)],
+            runs,
+            loc="outside lower left",
+            ncols=4,
+            frameon=False,
+        )
     figure.savefig(path, dpi=130)

@@ -1,4 +1,6 @@
-"""Errors, waits and signals of a rank: messages of failures and of phases that take too long, and interruption."""
+"""Errors, waits and signals of a rank: messages of failures and of phases that take too long, and
+interruption.
+"""
 
 import faulthandler
 import functools
@@ -15,7 +17,8 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from utils import EXIT_INTERRUPTED, World, fail, first_line
 
-STUCK_AFTER = 600.0  # seconds in one phase after which each rank of several prints its traceback, again and again
+# seconds in one phase after which each rank of several prints its traceback, again and again
+STUCK_AFTER = 600.0
 OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
     "a GPU is out of memory: lower --micro_batch_tokens or --generation_batch_size, "
     "shard the models (--shard fsdp or fsdp_offload), or train adapters (--lora_rank 32)"
@@ -30,14 +33,18 @@ def begin_phase(name: str, world: World) -> None:
     phase = name
     if world.size > 1:
         # A second more for each rank, so that tracebacks do not mix on the terminal.
-        faulthandler.dump_traceback_later(STUCK_AFTER + world.rank, repeat=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(
+            STUCK_AFTER + world.rank, repeat=True, file=sys.__stderr__
+        )
 
 
 def record(main: Callable) -> Callable:
-    """Return a script's `main` with one handler for what it raises; torchrun's report has the error, too.
+    """Return a script's `main` with one handler for what it raises; torchrun's report has the
+    error, too.
 
-    What a library raises while the run loads is one line and exit code 2, as is a lost connection to another rank: the
-    cause is in what that rank prints. Any other error keeps its traceback, with a note of the rank and the phase.
+    What a library raises while the run loads is one line and exit code 2, as is a lost connection
+    to another rank: the cause is in what that rank prints. Any other error keeps its traceback,
+    with a note of the rank and the phase.
     """
 
     @errors.record
@@ -53,11 +60,15 @@ def record(main: Callable) -> Callable:
             if isinstance(error, torch.OutOfMemoryError):
                 fail(f"{place}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
             if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-                time.sleep(2)  # torchrun reports the rank that ended first, in whole seconds, as the root cause
+                # torchrun reports the rank that ended first, in whole seconds, as the root cause
+                time.sleep(2)
                 fail(f"{place}: another rank has ended; its message has the reason", local=True)
             if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):
                 raised = traceback.extract_tb(error.__traceback__)[-1]
-                fail(f"{first_line(error)} ({os.path.basename(raised.filename)} line {raised.lineno})", local=True)
+                fail(
+                    f"{first_line(error)} ({os.path.basename(raised.filename)} line {raised.lineno})",
+                    local=True,
+                )
             error.add_note(f"({place})")
             raise
         finally:
@@ -67,15 +78,19 @@ def record(main: Callable) -> Callable:
 
 
 class Interrupt:
-    """SIGTERM and SIGINT ask the run to save and exit; a second SIGINT ends it at once, as does any before `can_save`.
+    """SIGTERM and SIGINT ask the run to save and exit; a second SIGINT ends it at once, as does any
+    before `can_save`.
 
-    `requested` is this process's flag and is polled where ranks run independently (generation). `agreed` is collective
-    and is asked where ranks meet, so that all of them leave at the same place.
+    `requested` is this process's flag and is polled where ranks run independently (generation).
+    `agreed` is collective and is asked where ranks meet, so that all of them leave at the same
+    place.
     """
 
     def __init__(self, world: World):
-        self.world, self.requested = world, False
-        self.can_save = False  # set once the run polls: before that, it may wait for a server or load for minutes
+        self.world = world
+        self.requested = False
+        # set once the run polls: before that, it may wait for a server or load for minutes
+        self.can_save = False
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
 
@@ -85,9 +100,11 @@ class Interrupt:
         saves = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
         line = saves if self.can_save else "the run exits before its first step; nothing is lost"
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            os.write(2, f"\n{signal.Signals(signum).name}: {line}\n".encode())  # print may be what was interrupted
+            # print may be what was interrupted
+            os.write(2, f"\n{signal.Signals(signum).name}: {line}\n".encode())
         if not self.can_save:
-            os._exit(EXIT_INTERRUPTED)  # an exception could be caught, or wait for threads, wherever it is raised
+            # an exception could be caught, or wait for threads, wherever it is raised
+            os._exit(EXIT_INTERRUPTED)
         self.requested = True
 
     def agreed(self) -> bool:

@@ -1,4 +1,6 @@
-"""Where a run begins: its folder, the lock on it, its newest checkpoint, and which flags have changed since."""
+"""Where a run begins: its folder, the lock on it, its newest checkpoint, and which flags have
+changed since.
+"""
 
 import contextlib
 import fcntl
@@ -32,12 +34,17 @@ class Origin(NamedTuple):
 
 
 def find_origin(args, script: str) -> Origin:
-    """Return where the run begins, and print which flags have changed since. Creates no run folder. For rank 0 alone.
+    """Return where the run begins, and print which flags have changed since. Creates no run folder.
+    For rank 0 alone.
 
-    The default name consists of the names of script, model and data set and the seed. Exits with code 2 if the folder
-    exists and --resume is not given, if another process uses it, or if going on would erase what it has.
+    The default name consists of the names of script, model and data set and the seed. Exits with
+    code 2 if the folder exists and --resume is not given, if another process uses it, or if going
+    on would erase what it has.
     """
-    parts = [os.path.basename(part.rstrip("/")) for part in (script.removesuffix(".py"), args.model, args.dataset)]
+    parts = [
+        os.path.basename(part.rstrip("/"))
+        for part in (script.removesuffix(".py"), args.model, args.dataset)
+    ]
     name = args.run_name or "__".join([*parts, str(args.seed)])
     with loading(f"--output_dir {args.output_dir}"):
         os.makedirs(args.output_dir, exist_ok=True)
@@ -46,13 +53,21 @@ def find_origin(args, script: str) -> Origin:
     if not os.path.exists(folder):
         return Origin(folder, None, uuid.uuid4().hex)
     if not args.resume:
-        fail(f"--run_name {name}: {folder} exists; continue it with --resume, or choose another name")
+        fail(
+            f"--run_name {name}: {folder} exists; continue it with --resume, or choose another name"
+        )
     with loading(f"--resume {folder}"):
         lock(folder)
-        facts, rows, saved = read_args(folder), list(read_log(folder)), checkpoint_folders(folder)
+        facts = read_args(folder)
+        rows = list(read_log(folder))
+        saved = checkpoint_folders(folder)
     steps = rows[-1]["step"] if rows else 0
-    if not saved and (0 < args.save_every <= steps or os.path.exists(os.path.join(folder, "final"))):
-        fail(f"--resume {folder}: has {steps} steps and no checkpoint to go on from; choose another --run_name")
+    if not saved and (
+        0 < args.save_every <= steps or os.path.exists(os.path.join(folder, "final"))
+    ):
+        fail(
+            f"--resume {folder}: has {steps} steps and no checkpoint to go on from; choose another --run_name"
+        )
     if not saved and steps:
         warn(f"--resume {folder}: was killed before its first checkpoint, so it begins again")
     before = {**facts.get("args", {}), "script": facts.get("script", script)}
@@ -64,7 +79,8 @@ def find_origin(args, script: str) -> Origin:
 
 
 def lock(folder: str) -> None:
-    """Lock a run's folder while this process lives, by a POSIX lock, which forked children do not inherit.
+    """Lock a run's folder while this process lives, by a POSIX lock, which forked children do not
+    inherit.
 
     Exits with code 2 if another process has the lock. A file system without locks is not an error.
     """
@@ -83,7 +99,8 @@ def as_json(args) -> dict:
 
 
 def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> None:
-    """Make the run's folder, or bring the old one to the state of its checkpoint; write args.json. For rank 0 alone.
+    """Make the run's folder, or bring the old one to the state of its checkpoint; write args.json.
+    For rank 0 alone.
 
     Args:
         step: of the checkpoint; 0 for a new run.
@@ -94,20 +111,32 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
         lock(folder)
     for unfinished in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".*")):
         shutil.rmtree(unfinished)
-    # Later steps are run again. The checkpoint holds the row of its step, and the samples of its evaluation: see
-    # plumbing.run.run.Run.
-    for name, last in (("metrics.jsonl", step - 1), ("held_out.jsonl", step - 1), ("samples.jsonl", step)):
+    # Later steps are run again. The checkpoint holds the row of its step, and the samples of its
+    # evaluation: see plumbing.run.run.Run.
+    for name, last in (
+        ("metrics.jsonl", step - 1),
+        ("held_out.jsonl", step - 1),
+        ("samples.jsonl", step),
+    ):
         kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]
         replace_file(os.path.join(folder, name), "".join(kept))
     facts = {
-        "script": os.path.relpath(script, ROOT), "args": as_json(args), "defaults": as_json(type(args)()),
-        "versions": versions(), "git_commit": git_commit(), "ranks": ranks, "threads": torch.get_num_threads(),
+        "script": os.path.relpath(script, ROOT),
+        "args": as_json(args),
+        "defaults": as_json(type(args)()),
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "ranks": ranks,
+        "threads": torch.get_num_threads(),
         "run_id": origin.run_id,
-    }  # fmt: skip
+    }
     replace_file(os.path.join(folder, "args.json"), json.dumps(facts, indent=2))
     replace_file(os.path.join(folder, "git.diff"), git("diff", "HEAD"))
     shutil.copy(script, folder)
-    print(f"run: {folder}" + (f" (goes on after step {step})" if origin.checkpoint else ""), flush=True)
+    print(
+        f"run: {folder}" + (f" (goes on after step {step})" if origin.checkpoint else ""),
+        flush=True,
+    )
 
 
 def versions() -> dict[str, str]:
@@ -120,7 +149,9 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Return the commit of this code, with "+" if its files differ from it; None without git or outside a checkout."""
+    """Return the commit of this code, with "+" if its files differ from it; None without git or
+    outside a checkout.
+    """
     return git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+").strip() or None
 
 

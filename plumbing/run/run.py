@@ -1,4 +1,6 @@
-"""A run from its start, or its newest checkpoint, to its end: what happens between the steps of a training loop."""
+"""A run from its start, or its newest checkpoint, to its end: what happens between the steps of a
+training loop.
+"""
 
 import hashlib
 import math
@@ -14,20 +16,29 @@ from plumbing.run.log import RunLog, as_logged, check_track
 
 
 class Run:
-    """The life of a run. `state` holds what the next step depends on besides weights and optimizers, and is saved with
-    them: the step, and the entries that the script adds in `finish_step` and reads by `state.get(name, default)`.
+    """The life of a run. `state` holds what the next step depends on besides weights and
+    optimizers, and is saved with them: the step, and the entries that the script adds in
+    `finish_step` and reads by `state.get(name, default)`.
 
-    A checkpoint is saved before its step's row of metrics.jsonl is written, and holds that row, so that a kill at any
-    instant leaves neither a row without its step nor a step without its row.
+    A checkpoint is saved before its step's row of metrics.jsonl is written, and holds that row, so
+    that a kill at any instant leaves neither a row without its step nor a step without its row.
     """
 
     def __init__(self, args, script: str, world: utils.World):
-        """Find the run's folder and the checkpoint to continue from (`checkpoint` or None); create nothing."""
+        """Find the run's folder and the checkpoint to continue from (`checkpoint` or None); create
+        nothing.
+        """
         ranks.begin_phase("load", world)
-        self.args, self.script, self.world, self.interrupt = args, script, world, ranks.Interrupt(world)
+        self.args = args
+        self.script = script
+        self.world = world
+        self.interrupt = ranks.Interrupt(world)
         self.origin = world.on_main(lambda: resume.find_origin(args, script))
-        self.folder, self.checkpoint = self.origin.folder, self.origin.checkpoint
-        self.episodes_a_step = getattr(args, "rollout_batch_size", 0) * getattr(args, "group_size", 1)
+        self.folder = self.origin.folder
+        self.checkpoint = self.origin.checkpoint
+        self.episodes_a_step = getattr(args, "rollout_batch_size", 0) * getattr(
+            args, "group_size", 1
+        )
         if args.track:
             world.on_main(lambda: check_track(args.track))
         if args.push_to_hub:
@@ -35,63 +46,103 @@ class Run:
 
             args.push_to_hub = world.on_main(lambda: hub.open_repository(args.push_to_hub))
 
-    def start(self, total_steps: int, tokenizer, models: dict, optimizers: dict[str, utils.Optimizer], engine=None):
+    def start(
+        self,
+        total_steps: int,
+        tokenizer,
+        models: dict,
+        optimizers: dict[str, utils.Optimizer],
+        engine=None,
+    ):
         """Load the checkpoint, if there is one, and open the logs.
 
         Args:
-            models: what a checkpoint holds, by the name of its folder; "" is the model that the run trains.
+            models: what a checkpoint holds, by the name of its folder; "" is the model that the run
+                trains.
             optimizers: those of the models of the same names.
             engine: the rollout engine, whose failure ends the run.
         """
-        self.total_steps, self.tokenizer = total_steps, tokenizer
-        self.models, self.optimizers, self.engine = models, optimizers, engine
-        # metrics: of the step. results: of its evaluation; held_out: samples of it; evaluated: it is done or not due.
-        self.state = {"step": 0, "seconds": 0.0, "metrics": {}, "results": {}, "held_out": [], "evaluated": False}
+        self.total_steps = total_steps
+        self.tokenizer = tokenizer
+        self.models = models
+        self.optimizers = optimizers
+        self.engine = engine
+        # metrics: of the step. results: of its evaluation; held_out: samples of it; evaluated: it
+        # is done or not due.
+        self.state = {
+            "step": 0,
+            "seconds": 0.0,
+            "metrics": {},
+            "results": {},
+            "held_out": [],
+            "evaluated": False,
+        }
         if self.checkpoint:
-            self.state |= checkpoints.load_checkpoint(self.checkpoint, self.world, tokenizer, models, optimizers)
-        step, size = self.state["step"], self.world.size
-        self.world.on_main(lambda: resume.open_folder(self.origin, self.args, self.script, size, step))
+            self.state |= checkpoints.load_checkpoint(
+                self.checkpoint, self.world, tokenizer, models, optimizers
+            )
+        step = self.state["step"]
+        size = self.world.size
+        self.world.on_main(
+            lambda: resume.open_folder(self.origin, self.args, self.script, size, step)
+        )
         self.log = RunLog(self.folder, self.origin.run_id, self.args, self.world, total_steps, step)
-        self.clock = utils.Clock(self.world, self.state["seconds"], utils.parameter_count(models[""]))
+        self.clock = utils.Clock(
+            self.world, self.state["seconds"], utils.parameter_count(models[""])
+        )
         utils.say(f"a checkpoint takes {checkpoints.checkpoint_gb(models):.3g} GB")
         for optimizer in optimizers.values():
             optimizer.adam.register_step_pre_hook(lambda *_: self.state.update(whole=False))
         ranks.on_error = self.rescue
 
-    def check_rows(self, rows: list[dict], held_out: list[dict], supervised: list[dict] = ()) -> None:
-        """Print how long rows are and how often they are read; warn if they are not the ones before --resume.
+    def check_rows(
+        self, rows: list[dict], held_out: list[dict], supervised: list[dict] = ()
+    ) -> None:
+        """Print how long rows are and how often they are read; warn if they are not the ones before
+        --resume.
 
         Args:
             rows: what steps read, prompts or pairs. supervised: further ones to train on.
         """
         named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
-        self.log.lengths(self.state["step"], {name: list(map(count_tokens, part)) for name, part in named.items()})
+        self.log.lengths(
+            self.state["step"],
+            {name: list(map(count_tokens, part)) for name, part in named.items()},
+        )
         size = getattr(self.args, "rollout_batch_size", 0) or self.args.batch_size
         passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
         utils.say(f"{self.total_steps:,} steps of {size:,} rows: {passes}")
         if self.state["step"] > self.total_steps:
-            utils.warn(f"--resume: nothing is left to train, as the run has {self.state['step']} steps already")
+            utils.warn(
+                f"--resume: nothing is left to train, as the run has {self.state['step']} steps already"
+            )
         digest = hashlib.sha256()
         for row in [*rows, *supervised]:
             digest.update(repr(row | {"dataset": ""}).encode())  # a file may have moved
-        before, self.state["rows"] = self.state.get("rows"), digest.hexdigest()
+        before = self.state.get("rows")
+        self.state["rows"] = digest.hexdigest()
         if before not in (None, self.state["rows"]):
-            utils.warn("--resume: the rows to train on have changed, so what is left comes in another order")
+            utils.warn(
+                "--resume: the rows to train on have changed, so what is left comes in another order"
+            )
 
     def steps(self, evaluate: Callable | None) -> Iterator[int]:
         """Yield the number of each step that is left, from 1 on.
 
-        Between two steps: evaluate, save when it is due, log, and leave on a signal. An interrupted run continues here.
+        Between two steps: evaluate, save when it is due, log, and leave on a signal. An interrupted
+        run continues here.
 
         Args:
-            evaluate: returns metrics and sample rows, or None if it was interrupted; None for a run that has nothing to
-                evaluate on.
+            evaluate: returns metrics and sample rows, or None if it was interrupted; None for a run
+                that has nothing to evaluate on.
         """
         self.interrupt.can_save = True
         while True:
-            step, every = self.state["step"], self.args.save_every
+            step = self.state["step"]
+            every = self.args.save_every
             last = step >= self.total_steps
-            # Until an optimizer changes weights, a checkpoint has to hold the models and these counters.
+            # Until an optimizer changes weights, a checkpoint has to hold the models and these
+            # counters.
             counters = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
             self.state.update(whole=True, optimizers=counters)
             if not self.state["evaluated"]:
@@ -108,31 +159,43 @@ class Run:
 
     def finish(self) -> None:
         """Save the trained model in final/, push it with --push_to_hub, and end the run."""
-        self.state["whole"] = self.args.save_every > 0  # saved; `save_final` changes the number format
-        checkpoints.save_final(self.folder, self.world, self.models[""], self.tokenizer, self.args.model)
+        # saved; `save_final` changes the number format
+        self.state["whole"] = self.args.save_every > 0
+        checkpoints.save_final(
+            self.folder, self.world, self.models[""], self.tokenizer, self.args.model
+        )
         self.log.close(f"model: {os.path.join(self.folder, 'final')}")
         if self.args.push_to_hub and self.world.main:
             from plumbing.run import hub
 
-            print(f"published: {hub.push(self.folder, self.args.push_to_hub, self.log.url)}", flush=True)
+            print(
+                f"published: {hub.push(self.folder, self.args.push_to_hub, self.log.url)}",
+                flush=True,
+            )
 
     def _evaluate(self, step: int, evaluate: Callable | None) -> None:
-        results, held_out = {}, []
-        every, best = self.args.eval_every, self.args.keep_best
+        results = {}
+        held_out = []
+        every = self.args.eval_every
+        best = self.args.keep_best
         due = every and (step % every == 0 or step >= self.total_steps)
         if evaluate and due:
             self.phase("evaluation")
             evaluation = evaluate()
             if evaluation is None:
                 self.leave()
-            results, held_out = as_logged(evaluation[0]), evaluation[1]
+            results = as_logged(evaluation[0])
+            held_out = evaluation[1]
             self.log.table(step, held_out)
-        self.state.update(results=results, held_out=held_out[: self.args.log_samples], evaluated=True)
+        self.state.update(
+            results=results, held_out=held_out[: self.args.log_samples], evaluated=True
+        )
         if due and best:
             if best not in results:
                 found = ", ".join(results) or "no rows"
                 self.fail(f"--keep_best {best}: is none of the evaluation's metrics, {found}")
-            value, highest = results[best], self.state.get(best, -math.inf)
+            value = results[best]
+            highest = self.state.get(best, -math.inf)
             if step and value is not None and value > highest:
                 self.state[best] = value
                 self.save(best=True)
@@ -140,7 +203,9 @@ class Run:
     def _log_row(self, step: int) -> None:
         metrics = {**self.state["metrics"], **self.state["results"], **self.clock.times()}
         if metrics:
-            counts = {"step": step} | ({"episode": step * self.episodes_a_step} if self.episodes_a_step else {})
+            counts = {"step": step} | (
+                {"episode": step * self.episodes_a_step} if self.episodes_a_step else {}
+            )
             self.log.log({**counts, **metrics})
         self.log.samples(step, self.state["held_out"], "held_out.jsonl")
         if self.state["results"] and step < self.total_steps:  # `RunLog.close` draws the end
@@ -155,27 +220,37 @@ class Run:
         """End a step.
 
         Args:
-            metrics: to be logged with those of the clock and of an evaluation. samples: rows for samples.jsonl.
-            tokens: of the step's sequences, over all ranks. state: entries of `self.state` for the next step.
+            metrics: to be logged with those of the clock and of an evaluation. samples: rows for
+                samples.jsonl.
+            tokens: of the step's sequences, over all ranks. state: entries of `self.state` for the
+                next step.
         """
         metrics = {**metrics, **self.clock.metrics(tokens)}
-        self.state.update(step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state)
+        self.state.update(
+            step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state
+        )
         self.log.samples(self.state["step"], samples)
 
     def save(self, best: bool = False) -> None:
-        """Save a checkpoint after `state["step"]` steps, or the model alone in checkpoints/best/."""
+        """Save a checkpoint after `state["step"]` steps, or the model alone in
+        checkpoints/best/.
+        """
         self.phase("save")
         self.state["seconds"] = self.clock.total()
         optimizers = {} if best else self.optimizers
         keep = self.args.keep_checkpoints
-        checkpoints.save_checkpoint(self.folder, self.world, self.tokenizer, self.state, self.models, optimizers, keep)
+        checkpoints.save_checkpoint(
+            self.folder, self.world, self.tokenizer, self.state, self.models, optimizers, keep
+        )
 
     def rescue(self) -> str:
-        """Save a checkpoint after an exception if no weight has changed since `state["step"]`; say so.
+        """Save a checkpoint after an exception if no weight has changed since `state["step"]`; say
+        so.
 
         Rank 0 saves alone, as others may wait in a collective or have ended: nothing of shards.
         """
-        step, shards = self.state["step"], isinstance(next(self.models[""].parameters()), DTensor)
+        step = self.state["step"]
+        shards = isinstance(next(self.models[""].parameters()), DTensor)
         if not step or not self.world.main:
             return ""
         if not self.state.get("whole") or shards and self.world.size > 1:
@@ -185,8 +260,12 @@ class Run:
         return f"; step {step} is saved, continue with --resume"
 
     def leave(self) -> NoReturn:
-        """Save a checkpoint and exit: with code 75 if the run was interrupted, 2 if the rollout engine has failed."""
-        failures = list(filter(None, self.world.all_gather([self.engine.failure] if self.engine else [])))
+        """Save a checkpoint and exit: with code 75 if the run was interrupted, 2 if the rollout
+        engine has failed.
+        """
+        failures = list(
+            filter(None, self.world.all_gather([self.engine.failure] if self.engine else []))
+        )
         if failures:
             self.fail(f"--rollout_backend {self.args.rollout_backend}: {failures[0]}")
         self.save()

@@ -1,10 +1,13 @@
-"""Responses of several turns: between them a tool (--tools) or an environment (--environment) answers.
+"""Responses of several turns: between them a tool (--tools) or an environment (--environment)
+answers.
 
-The tokens of a turn stay as they were drawn. The tokens between two turns, an observation, are in the context, but not
-in the response mask: nothing is trained on them. docs/environments.md shows how to write tools and environments.
+The tokens of a turn stay as they were drawn. The tokens between two turns, an observation, are in
+the context, but not in the response mask: nothing is trained on them. docs/environments.md shows
+how to write tools and environments.
 
-A conversation has a process, forked from multiprocessing's fork server, in which its tools and its environment run. A
-call that lasts longer than --timeout is interrupted; a process that gives no answer then is killed.
+A conversation has a process, forked from multiprocessing's fork server, in which its tools and its
+environment run. A call that lasts longer than --timeout is interrupted; a process that gives no
+answer then is killed.
 """
 
 import asyncio
@@ -41,22 +44,29 @@ forked = multiprocessing.get_context("forkserver")
 class ToolProcesses:
     """The tools and the environment of a run.
 
-    `schemas` describes all tools to the chat template; `has_step` says whether the environment has a method `step`.
+    `schemas` describes all tools to the chat template; `has_step` says whether the environment has
+    a method `step`.
     """
 
     def __init__(self, tools: tuple[str, ...], environment: str, timeout: float):
         """Load and describe tools and environment in a process; exit with code 2 if that fails."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has three descriptors
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-        self.tools, self.environment = list(map(os.path.abspath, tools)), environment and os.path.abspath(environment)
+        self.tools = list(map(os.path.abspath, tools))
+        self.environment = environment and os.path.abspath(environment)
         # The fork server, if it starts here, imports the worker, and with it the users' files.
         forked.set_forkserver_preload([worker.__name__])
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         files = self.tools + [self.environment] * bool(environment)
         os.environ |= {"PYTHONPATH": path, worker.FILES: json.dumps(files)}
         self.timeout = SECONDS_TO_LOAD
-        flags = [f"--tools {' '.join(tools)}" if tools else "", f"--environment {environment}" if environment else ""]
-        self.schemas, self.has_step = ask_once(" ".join(filter(None, flags)), ToolProcess(self, seed=0), "describe")
+        flags = [
+            f"--tools {' '.join(tools)}" if tools else "",
+            f"--environment {environment}" if environment else "",
+        ]
+        self.schemas, self.has_step = ask_once(
+            " ".join(filter(None, flags)), ToolProcess(self, seed=0), "describe"
+        )
         self.timeout = timeout
         names = [schema["function"]["name"] for schema in self.schemas]
         if len(set(names)) < len(names):
@@ -64,10 +74,14 @@ class ToolProcesses:
 
 
 class ToolProcess:
-    """The process of one conversation. A request starts it if there is none, and it has to be killed at the end."""
+    """The process of one conversation. A request starts it if there is none, and it has to be
+    killed at the end.
+    """
 
     def __init__(self, processes: ToolProcesses, seed: int):
-        self.processes, self.seed, self.timeout = processes, seed, processes.timeout
+        self.processes = processes
+        self.seed = seed
+        self.timeout = processes.timeout
         self.process = self.connection = None
 
     async def ask(self, method: str, *arguments):
@@ -85,7 +99,9 @@ class ToolProcess:
                 self._start()
                 await asyncio.sleep(0)  # until others, which start at once, have started, too
             async with asyncio.timeout(self.timeout + SECONDS_TO_GIVE_UP):
-                await asyncio.get_running_loop().sock_sendall(self.connection, f"{request}\n".encode())
+                await asyncio.get_running_loop().sock_sendall(
+                    self.connection, f"{request}\n".encode()
+                )
                 answer = await self._read_answer()
         except TimeoutError:
             self.kill()
@@ -100,7 +116,9 @@ class ToolProcess:
         raise EnvironmentFailure(" ".join(f"{method}: {answer['error'][:500]}".split()))
 
     async def _read_answer(self) -> dict:
-        """Return what the process answers; raise ValueError if what comes is no answer of `serve`."""
+        """Return what the process answers; raise ValueError if what comes is no answer of
+        `serve`.
+        """
         line = bytearray()
         while part := await asyncio.get_running_loop().sock_recv(self.connection, 1 << 16):
             line += part
@@ -118,8 +136,10 @@ class ToolProcess:
         process = forked.Process(target=worker.serve, args=served)
         with of_process, without_main():
             process.start()
-        multiprocessing.process._children.discard(process)  # of which each start would ask whether they have ended
-        self.process, self.connection = process, connection
+        # of which each start would ask whether they have ended
+        multiprocessing.process._children.discard(process)
+        self.process = process
+        self.connection = connection
 
     def kill(self) -> None:
         """Kill the process, if there is one, and all that it has started."""
@@ -146,10 +166,15 @@ class Conversation:
     """A response of several turns."""
 
     row: dict  # the prompt's, with what the environment added to it
-    response: list[int] = field(default_factory=list)  # token ids of the turns, and of the observations between them
-    values: dict[str, list] = field(default_factory=lambda: {"rollout_logprobs": [], "response_mask": []})  # per token
+    # token ids of the turns, and of the observations between them
+    response: list[int] = field(default_factory=list)
+    # per token
+    values: dict[str, list] = field(
+        default_factory=lambda: {"rollout_logprobs": [], "response_mask": []}
+    )
     turns: list[dict] = field(default_factory=list)  # the same as messages
-    rewards: dict[int, float] = field(default_factory=dict)  # of turns, by the place of their last token
+    # of turns, by the place of their last token
+    rewards: dict[int, float] = field(default_factory=dict)
     stop_reason: str = ""  # one of STOP_REASONS, once it has ended
     tool_calls: int = 0
     tool_errors: int = 0
@@ -158,7 +183,9 @@ class Conversation:
     end: Callable | None = None  # called with it then
 
     def add(self, tokens: list[int], values: dict[str, list] | None = None) -> None:
-        """Add the tokens of a turn and what was stored of them, by name; or of an observation, with zeros."""
+        """Add the tokens of a turn and what was stored of them, by name; or of an observation, with
+        zeros.
+        """
         self.response += tokens
         sampled = {} if values is None else {"response_mask": [1.0] * len(tokens), **values}
         for name in self.values | sampled:
@@ -180,15 +207,25 @@ class Conversation:
 
 
 class Conversations:
-    """Makes conversations with a run's tools and environment. `schemas`: of all tools, for the template, or None."""
+    """Makes conversations with a run's tools and environment. `schemas`: of all tools, for the
+    template, or None.
+    """
 
     def __init__(self, args, tokenizer, stop_ids: list[int]):
-        """Load and check the tools, the environment and the chat template; exit with code 2 where they do not fit."""
-        self.args, self.tokenizer, self.stop_ids = args, tokenizer, stop_ids
+        """Load and check the tools, the environment and the chat template; exit with code 2 where
+        they do not fit.
+        """
+        self.args = args
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
         self.processes = ToolProcesses(args.tools, args.environment, args.timeout)
         self.schemas = self.processes.schemas or None
-        self.turns = Turns(tokenizer, stop_ids, self.processes.schemas, args, self.processes.has_step)
-        self.stop_strings = StopStringCriteria(tokenizer, list(args.turn_stop)) if args.turn_stop else None
+        self.turns = Turns(
+            tokenizer, stop_ids, self.processes.schemas, args, self.processes.has_step
+        )
+        self.stop_strings = (
+            StopStringCriteria(tokenizer, list(args.turn_stop)) if args.turn_stop else None
+        )
 
     def try_reset(self, where: str, columns: dict) -> None:
         """Exit with code 2 if the environment cannot be reset with the columns of a row."""
@@ -197,25 +234,36 @@ class Conversations:
             ask_once(f"--environment {self.args.environment}: {where}", process, "reset", columns)
 
     def sample(
-        self, rows: list[dict], seeds: list[int], draws, interrupted: Callable, end: Callable, engine=None,
+        self,
+        rows: list[dict],
+        seeds: list[int],
+        draws,
+        interrupted: Callable,
+        end: Callable,
+        engine=None,
         generate: Callable | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Have a conversation for each row.
 
         Args:
             seeds: of the random numbers of tools and environments, one a row.
             draws: see `plumbing.rollout.batch.Sampler.sample`.
-            end: called with the place of a row and its Conversation once that has ended: for all rows, unless this is
-                interrupted or the engine fails.
-            engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode loop, samples turns.
+            end: called with the place of a row and its Conversation once that has ended: for all
+                rows, unless this is interrupted or the engine fails.
+            engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode
+                loop, samples turns.
         """
         processes = [ToolProcess(self.processes, seed) for seed in seeds]
         ends = [functools.partial(end, place) for place in range(len(rows))]
-        conversations = [Conversation(row, process=x, end=y) for row, x, y in zip(rows, processes, ends)]
+        conversations = [
+            Conversation(row, process=x, end=y) for row, x, y in zip(rows, processes, ends)
+        ]
         sample = self._sample_by_engine if engine else self._sample_by_decode_loop
 
         async def sample_unless_interrupted() -> None:
-            task = asyncio.create_task(sample(conversations, draws, interrupted, engine or generate))
+            task = asyncio.create_task(
+                sample(conversations, draws, interrupted, engine or generate)
+            )
             while not task.done() and not interrupted():
                 await asyncio.wait([task], timeout=0.1)
             if task.done():
@@ -233,7 +281,8 @@ class Conversations:
         try:
             yield
         except EnvironmentFailure as error:
-            conversation.stop_reason, conversation.error = "error", str(error)
+            conversation.stop_reason = "error"
+            conversation.error = str(error)
         if not conversation.stop_reason:
             return
         conversation.process.kill()
@@ -242,8 +291,14 @@ class Conversations:
             earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
             conversation.values["turn_rewards"] = [weight * reward for reward in earned]
         # What reward sources read of a conversation.
-        conversation.row = {**conversation.row, "turns": conversation.turns, "environment": conversation.reward}
-        end, conversation.end, conversation.process = conversation.end, None, None
+        conversation.row = {
+            **conversation.row,
+            "turns": conversation.turns,
+            "environment": conversation.reward,
+        }
+        end = conversation.end
+        conversation.end = None
+        conversation.process = None
         end(conversation)
 
     def leave_out_failed(self, samples: list) -> None:
@@ -253,10 +308,16 @@ class Conversations:
             sample.scores = dict.fromkeys(sample.scores, math.nan)
         if failed:
             first = failed[0].conversation.error
-            warn(f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}")
+            warn(
+                f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}"
+            )
 
-    async def _sample_by_engine(self, conversations: list[Conversation], draws, interrupted, engine) -> None:
-        """Have the conversations by themselves: each turn is sampled as soon as the one before it is answered."""
+    async def _sample_by_engine(
+        self, conversations: list[Conversation], draws, interrupted, engine
+    ) -> None:
+        """Have the conversations by themselves: each turn is sampled as soon as the one before it
+        is answered.
+        """
 
         async def converse(conversation: Conversation, seeds) -> None:
             await self._reset(conversation)
@@ -264,57 +325,81 @@ class Conversations:
                 seed = None if seeds is None else int(seeds[conversation.metrics()["turns"]])
                 length = self.args.max_response_length - len(conversation.response)
                 tokens = conversation.row["query"] + conversation.response
-                sampled = await engine.sample(tokens, seed, length, self.stop_ids, self.args, interrupted)
+                sampled = await engine.sample(
+                    tokens, seed, length, self.stop_ids, self.args, interrupted
+                )
                 if sampled is None:
                     return
                 await self._add_turn(conversation, *sampled)
 
-        await asyncio.gather(*map(converse, conversations, [None] * len(conversations) if draws is None else draws))
+        await asyncio.gather(
+            *map(converse, conversations, [None] * len(conversations) if draws is None else draws)
+        )
 
-    async def _sample_by_decode_loop(self, conversations: list[Conversation], draws, interrupted, generate) -> None:
+    async def _sample_by_decode_loop(
+        self, conversations: list[Conversation], draws, interrupted, generate
+    ) -> None:
         """Sample a turn of all conversations together, once all turns before it are answered.
 
         So what is sampled together does not depend on how long tools run.
         """
         await asyncio.gather(*map(self._reset, conversations))
         while not interrupted():
-            running = [i for i, conversation in enumerate(conversations) if not conversation.stop_reason]
+            running = [
+                i for i, conversation in enumerate(conversations) if not conversation.stop_reason
+            ]
             if not running:
                 return
             queries = [conversations[i].row["query"] + conversations[i].response for i in running]
-            lengths = [self.args.max_response_length - len(conversations[i].response) for i in running]
+            lengths = [
+                self.args.max_response_length - len(conversations[i].response) for i in running
+            ]
             uniforms = None
             if draws is not None:  # numbers of a response's tokens, of which the last ones are left
-                uniforms = [torch.from_numpy(draws[i][-length:]) for i, length in zip(running, lengths)]
+                uniforms = [
+                    torch.from_numpy(draws[i][-length:]) for i, length in zip(running, lengths)
+                ]
                 uniforms = pad_sequence(uniforms, batch_first=True)
             turns = generate(queries, uniforms, lengths, stop_strings=self.stop_strings)
-            await asyncio.gather(*[self._add_turn(conversations[running[place]], *turn) for place, *turn in turns])
+            await asyncio.gather(
+                *[self._add_turn(conversations[running[place]], *turn) for place, *turn in turns]
+            )
 
     async def _reset(self, conversation: Conversation) -> None:
         """Begin a conversation: add to its prompt what the environment adds."""
         with self._end_of(conversation):
             columns = conversation.row["columns"]
-            added = await conversation.process.ask("reset", columns) if self.args.environment else ""
+            added = (
+                await conversation.process.ask("reset", columns) if self.args.environment else ""
+            )
             if added:
                 conversation.row = self._prompt_with(conversation.row, added)
 
-    async def _add_turn(self, conversation: Conversation, tokens: list[int], values: dict[str, list]) -> None:
+    async def _add_turn(
+        self, conversation: Conversation, tokens: list[int], values: dict[str, list]
+    ) -> None:
         """Add a turn of the model, and the observation that follows it; or end the conversation."""
         conversation.add(tokens, values)
         last_token = len(conversation.response) - 1
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
         conversation.turns.append({"role": "assistant", "content": content})
         stopped = tokens[-1] in self.stop_ids
-        text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)  # special tokens may be part of calls
+        # special tokens may be part of calls
+        text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
         stopped = stopped or any(stop in text for stop in self.args.turn_stop)
         with self._end_of(conversation):
             messages, reward, done = await self._answer(conversation, text)
-            observation = self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
+            observation = (
+                self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
+            )
             if done or (stopped and not messages):
                 conversation.stop_reason = "done"
             elif messages and conversation.metrics()["turns"] == self.args.max_turns:
                 conversation.stop_reason = "max_turns" if stopped else "length"
-            elif not messages or len(conversation.response) + len(observation) >= self.args.max_response_length:
+            elif (
+                not messages
+                or len(conversation.response) + len(observation) >= self.args.max_response_length
+            ):
                 conversation.stop_reason = "length"
             else:
                 conversation.turns += messages
@@ -324,14 +409,20 @@ class Conversations:
             if reward is not None:
                 conversation.rewards[last_token] = reward
 
-    async def _answer(self, conversation: Conversation, text: str) -> tuple[list[dict], float | None, bool]:
-        """Return the messages that follow a turn, the environment's reward or None, and whether it is done.
+    async def _answer(
+        self, conversation: Conversation, text: str
+    ) -> tuple[list[dict], float | None, bool]:
+        """Return the messages that follow a turn, the environment's reward or None, and whether it
+        is done.
 
-        A turn with calls is for the tools, any other turn for the environment. Without either there is no message.
+        A turn with calls is for the tools, any other turn for the environment. Without either there
+        is no message.
         """
         calls = await asyncio.to_thread(self.turns.calls, text)  # a pattern may take long
         if (left_out := len(calls) - MOST_CALLS) > 0:
-            calls[MOST_CALLS:] = [f"{left_out} further calls were not made: a turn may have {MOST_CALLS}"]
+            calls[MOST_CALLS:] = [
+                f"{left_out} further calls were not made: a turn may have {MOST_CALLS}"
+            ]
         messages = [await self._call(conversation, call) for call in calls]
         if not self.args.environment:
             return messages, None, False
@@ -339,7 +430,9 @@ class Conversations:
             return messages, None, await conversation.process.ask("done")
         if calls:
             return messages, 0.0, False
-        observation, reward, done = await conversation.process.ask("step", conversation.turns[-1]["content"])
+        observation, reward, done = await conversation.process.ask(
+            "step", conversation.turns[-1]["content"]
+        )
         return [{"role": "user", "content": observation}], reward, done
 
     async def _call(self, conversation: Conversation, call: Call | str) -> dict:
@@ -366,5 +459,7 @@ class Conversations:
         where = f"--environment {self.args.environment}: reset"
         text, query = encode_prompt(where, prompt, self.tokenizer, "", as_is, self.schemas)
         if len(query) > self.args.max_prompt_length:
-            raise EnvironmentFailure(f"reset makes a prompt of {len(query)} tokens, over --max_prompt_length")
+            raise EnvironmentFailure(
+                f"reset makes a prompt of {len(query)} tokens, over --max_prompt_length"
+            )
         return {**row, "prompt": text, "query": query, "messages": None if as_is else prompt}

@@ -1,12 +1,13 @@
-"""What a process of tools (--tools) and of an environment (--environment) does: it serves one conversation.
+"""What a process of tools (--tools) and of an environment (--environment) does: it serves one
+conversation.
 
 Requests and answers are lines of JSON on a socket, each request with the seconds after which the
 user's code is interrupted:
     [seconds, method, arguments...], where the methods are `describe`, `reset`, `step`, `done`, `reward` and `call`
     {"result": ...} or {"error": type and text of what was raised}
 
-The processes are forked from multiprocessing's fork server, which imports this module, and with it the users' files.
-It imports no torch.
+The processes are forked from multiprocessing's fork server, which imports this module, and with it
+the users' files. It imports no torch.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ from multiprocessing import forkserver, resource_tracker
 
 from plumbing.rewards.functions import accepted, load_function
 
-FILES = "RLHF_TOOL_FILES"  # environment variable of the fork server: JSON list of the functions in users' files
+# environment variable of the fork server: JSON list of the functions in users' files
+FILES = "RLHF_TOOL_FILES"
 LONGEST_TEXT = 100_000  # characters of a tool's or an environment's text; the rest is cut
 
 
@@ -39,7 +41,9 @@ class EnvironmentFailure(Exception):
 
 
 class Tools:
-    """The functions of --tools and an instance of --environment, if there is one, for one conversation."""
+    """The functions of --tools and an instance of --environment, if there is one, for one
+    conversation.
+    """
 
     def __init__(self, tools: list[str], environment: str, seed: int):
         self.functions = list(map(load_function, tools))
@@ -47,31 +51,44 @@ class Tools:
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
-        self.runner = asyncio.Runner()  # one event loop for all calls, to which connections may be bound
+        # one event loop for all calls, to which connections may be bound
+        self.runner = asyncio.Runner()
         self.instance = make()
         self.has_step = hasattr(self.instance, "step")
-        is_complete = hasattr(self.instance, "reset") and (self.has_step or len(self.tools()) > len(tools))
+        is_complete = hasattr(self.instance, "reset") and (
+            self.has_step or len(self.tools()) > len(tools)
+        )
         if environment and not is_complete:
             raise TypeError("requires a method reset, and a method step or tools")
 
     def tools(self) -> list[Callable]:
-        """Return the functions that the model may call: those of --tools, then those of the environment.
+        """Return the functions that the model may call: those of --tools, then those of the
+        environment.
 
-        These are what its method `tools` returns; else, as in TRL's environment_factory, the public methods but `reset`
-        and `get_reward`, if there is no `step`. Static methods are helpers.
+        These are what its method `tools` returns; else, as in TRL's environment_factory, the public
+        methods but `reset` and `get_reward`, if there is no `step`. Static methods are helpers.
         """
         if hasattr(self.instance, "tools"):
             return [*self.functions, *self.instance.tools()]
         members = [] if self.has_step else inspect.getmembers(self.instance, inspect.ismethod)
-        public = [x for name, x in members if not name.startswith("_") and name not in ("reset", "get_reward")]
+        public = [
+            x
+            for name, x in members
+            if not name.startswith("_") and name not in ("reset", "get_reward")
+        ]
         return [*self.functions, *public]
 
     def describe(self) -> tuple[list[dict], bool]:
-        """Return the schemas of the tools, and whether there is an environment with a method `step`."""
+        """Return the schemas of the tools, and whether there is an environment with a method
+        `step`.
+        """
         from transformers.utils import chat_template_utils  # slow to import
 
-        chat_template_utils.is_torch_available = lambda: False  # torch would be imported for a type that no tool has
-        return [chat_template_utils.get_json_schema(function) for function in self.tools()], self.has_step
+        # torch would be imported for a type that no tool has
+        chat_template_utils.is_torch_available = lambda: False
+        return [
+            chat_template_utils.get_json_schema(function) for function in self.tools()
+        ], self.has_step
 
     def call(self, name: str, arguments: dict) -> str:
         """Return the text that a tool answers with."""
@@ -85,7 +102,9 @@ class Tools:
         return self.runner.run(result) if inspect.iscoroutine(result) else result
 
     def reset(self, row: dict) -> str:
-        """Return what the environment adds to the prompt. gymnasium's (observation, info) is read, too."""
+        """Return what the environment adds to the prompt. gymnasium's (observation, info) is read,
+        too.
+        """
         result = self.finish(self.instance.reset(**accepted(self.instance.reset, row)))
         return as_text(result[0] if isinstance(result, tuple) else result)
 
@@ -103,11 +122,15 @@ class Tools:
         return as_text(observation), float(reward), bool(done)
 
     def done(self) -> bool:
-        """Return whether an environment without `step` ends the conversation, by its attribute of this name."""
+        """Return whether an environment without `step` ends the conversation, by its attribute of
+        this name.
+        """
         return bool(getattr(self.instance, "done", False))
 
     def reward(self) -> float | None:
-        """Return the reward of an environment without `step`, by its method `get_reward` or else by its attribute."""
+        """Return the reward of an environment without `step`, by its method `get_reward` or else by
+        its attribute.
+        """
         if hasattr(self.instance, "get_reward"):
             return float(self.finish(self.instance.get_reward()))
         reward = getattr(self.instance, "reward", None)
@@ -115,21 +138,30 @@ class Tools:
 
 
 def as_text(value) -> str:
-    """Return a value as text of at most LONGEST_TEXT characters: "" for None, JSON for anything but text."""
+    """Return a value as text of at most LONGEST_TEXT characters: "" for None, JSON for anything but
+    text.
+    """
     if not isinstance(value, str | None):
         plain = lambda x: x.tolist() if hasattr(x, "tolist") else str(x)  # arrays and other objects
         value = json.dumps(value, ensure_ascii=False, default=plain)
     text = value or ""
-    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}\n[cut, of {len(text)} characters]"
+    return (
+        text
+        if len(text) <= LONGEST_TEXT
+        else f"{text[:LONGEST_TEXT]}\n[cut, of {len(text)} characters]"
+    )
 
 
-# ---- the process -----------------------------------------------------------------------------------------------------
+# ---- the process ---------------------------------------------------------------------------------
 
 
 def serve(connection: socket.socket, tools: list[str], environment: str, seed: int) -> None:
-    """Answer the requests of one conversation; once the trainer is gone, end all that the tools have started."""
+    """Answer the requests of one conversation; once the trainer is gone, end all that the tools
+    have started.
+    """
     os.setpgid(0, 0)  # a group of processes, to be killed with all that a tool starts
-    # What a tool writes to descriptors that are not its own would end the fork server or its tracker.
+    # What a tool writes to descriptors that are not its own would end the fork server or its
+    # tracker.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     os.close(resource_tracker._resource_tracker._fd)
     resource_tracker._resource_tracker._fd = None  # a tool that needs one starts its own
@@ -137,7 +169,8 @@ def serve(connection: socket.socket, tools: list[str], environment: str, seed: i
     os.dup2(2, 1)  # output of tools goes to stderr
     sys.stdout = sys.stderr
     signal.signal(signal.SIGALRM, give_up)
-    served, process = None, os.getpid()
+    served = None
+    process = os.getpid()
     with contextlib.suppress(OSError):  # the trainer is gone, or a tool has closed the connection
         for request in connection.makefile("rb"):
             try:
@@ -150,15 +183,23 @@ def serve(connection: socket.socket, tools: list[str], environment: str, seed: i
                 raised = traceback.TracebackException.from_exception(error)
                 # load_function puts users' files into sys.modules by their paths. What a tool
                 # raises is for the model, which does not need the place.
-                frames = [frame for frame in raised.stack if frame.filename in sys.modules and method != "call"]
+                frames = [
+                    frame
+                    for frame in raised.stack
+                    if frame.filename in sys.modules and method != "call"
+                ]
                 places = [f" ({frame.filename}:{frame.lineno})" for frame in frames]
-                answer = {"error": as_text(f"{type(error).__name__}{''.join(places[-1:])}: {raised}")}
+                answer = {
+                    "error": as_text(f"{type(error).__name__}{''.join(places[-1:])}: {raised}")
+                }
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             if os.getpid() != process:  # a tool has forked, and both have returned
                 os._exit(0)
             # Half of a surrogate pair, which no tokenizer reads, becomes "?".
-            connection.sendall(json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n")
+            connection.sendall(
+                json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n"
+            )
     os.killpg(0, signal.SIGKILL)
 
 
@@ -172,7 +213,8 @@ def end_with_trainer() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-for name in json.loads(os.environ.get(FILES, "[]")):  # in the fork server: once, not in each process
+# in the fork server: once, not in each process
+for name in json.loads(os.environ.get(FILES, "[]")):
     try:
         load_function(name)
     except BaseException:  # the process that needs the file imports it again, and reports the error

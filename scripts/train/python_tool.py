@@ -1,4 +1,6 @@
-"""A tool that runs Python programs in the sandbox of the reward `code`: --tools scripts/train/python_tool.py:python"""
+"""A tool that runs Python programs in the sandbox of the reward `code`: --tools
+scripts/train/python_tool.py:python
+"""
 
 import multiprocessing
 import os
@@ -7,7 +9,8 @@ import sys
 from plumbing.rewards import sandbox
 
 SECONDS = 10.0  # of wall clock for a program
-# The sandbox returns what a program prints to stdout, so stderr and exceptions go there, for the model to read.
+# The sandbox returns what a program prints to stdout, so stderr and exceptions go there, for the
+# model to read.
 PROGRAM = """
 import sys
 sys.stderr, sys.tracebacklimit = sys.stdout, 0  # of an exception, type and text only
@@ -23,9 +26,12 @@ def python(code: str) -> str:
     """
     results = sandbox.run(PROGRAM.format(code=code), [""], SECONDS)
     status, printed = results[0] if results else (137, "")
-    return printed + (f"Error: the program crashed, or ran for over {SECONDS:g} s" if status > 128 else "")
+    return printed + (
+        f"Error: the program crashed, or ran for over {SECONDS:g} s" if status > 128 else ""
+    )
 
 
-if multiprocessing.parent_process() is None:  # once, in the fork server, rather than in each process of a conversation
+# once, in the fork server, rather than in each process of a conversation
+if multiprocessing.parent_process() is None:
     if sandbox.open_limits() and os.environ.get("RANK", "0") == "0":
         print(f"warning: scripts/train/python_tool.py: {sandbox.open_limits()}", file=sys.stderr)

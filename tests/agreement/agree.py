@@ -1,16 +1,19 @@
-"""Compare the equations and whole steps of grpo.py, rloo.py and ppo.py, and the divergences of distill.py, with TRL's
-and verl's own code, on the same random inputs, in float64; docs/agreement.md has a table.
+"""Compare the equations and whole steps of grpo.py, rloo.py and ppo.py, and the divergences of
+distill.py, with TRL's and verl's own code, on the same random inputs, in float64; docs/agreement.md
+has a table.
 
     python tests/agreement/agree.py --trl_python trl-venv/bin/python --verl_python verl-venv/bin/python
 
-The inputs and small random models are files in a folder. of_trl.py and of_verl.py, each run by the Python of an
-environment that has the package, make quantities of them by the functions installed there; the command stores these
-next to this file. `ours` makes the same quantities, by name, and test_agree.py compares. Of each entry of STEPS three
-are made:
+The inputs and small random models are files in a folder. of_trl.py and of_verl.py, each run by the
+Python of an environment that has the package, make quantities of them by the functions installed
+there; the command stores these next to this file. `ours` makes the same quantities, by name, and
+test_agree.py compares. Of each entry of STEPS three are made:
 
-- "loss" and "gradient of the log-probs": of given log-probs, with ratios far outside of all clip ranges,
-- "gradient of the parameters": of a whole second update on a rollout. Ours is `main` of the script, from the scores
-  and token ids of a batch on; replaced are the rollout, what is read and written, and the first update of the weights.
+- "loss" and "gradient of the log-probs": of given log-probs, with ratios far outside of all clip
+  ranges,
+- "gradient of the parameters": of a whole second update on a rollout. Ours is `main` of the script,
+  from the scores and token ids of a batch on; replaced are the rollout, what is read and written,
+  and the first update of the weights.
 """
 
 import contextlib
@@ -39,114 +42,199 @@ from plumbing.models import loading
 from plumbing.rollout.batch import Batch, Experience, Sample
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-PROMPTS, GROUP_SIZE, TOKENS, VOCABULARY, HIDDEN_SIZE = 3, 4, 6, 12, 8
+PROMPTS = 3
+GROUP_SIZE = 4
+TOKENS = 6
+VOCABULARY = 12
+HIDDEN_SIZE = 8
 TEMPERATURE = 0.75  # a power of two times an integer: verl holds it in float32
 BETA = 0.125
 
 MEAN = "seq-mean-token-mean"  # verl's name
-# name: (script, its arguments), fields of TRL's GRPOConfig (RLOOConfig for rloo), and of verl's ActorConfig with what
-# else it takes; None where there is no such thing. Advantages are not scaled, as TRL's have another eps.
+# name: (script, its arguments), fields of TRL's GRPOConfig (RLOOConfig for rloo), and of verl's
+# ActorConfig with what else it takes; None where there is no such thing. Advantages are not scaled,
+# as TRL's have another eps.
 STEPS = {
     "GRPO": (("grpo", {"loss": "grpo"}), {"loss_type": "grpo"}, {"loss_agg_mode": MEAN}),
     "GRPO, KL k3": (
         ("grpo", {"loss": "grpo", "kl_coef": BETA}),
         {"loss_type": "grpo", "beta": BETA, "use_bias_correction_kl": False},
-        {"loss_agg_mode": MEAN, "use_kl_loss": True, "kl_loss_coef": BETA, "kl_loss_type": "low_var_kl"},
+        {
+            "loss_agg_mode": MEAN,
+            "use_kl_loss": True,
+            "kl_loss_coef": BETA,
+            "kl_loss_type": "low_var_kl",
+        },
     ),
     "GRPO, KL k2": (
-        ("grpo", {"loss": "grpo", "kl_coef": BETA, "kl_estimator": "k2"}), None,
+        ("grpo", {"loss": "grpo", "kl_coef": BETA, "kl_estimator": "k2"}),
+        None,
         {"loss_agg_mode": MEAN, "use_kl_loss": True, "kl_loss_coef": BETA, "kl_loss_type": "mse"},
     ),
     "Dr. GRPO": (
-        ("grpo", {"loss": "dr_grpo"}), {"loss_type": "dr_grpo"},
+        ("grpo", {"loss": "dr_grpo"}),
+        {"loss_type": "dr_grpo"},
         {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": "tokens"},
     ),
     "BNPO": (("grpo", {"loss": "bnpo"}), {"loss_type": "bnpo"}, {"loss_agg_mode": "token-mean"}),
     "BNPO, entropy": (
-        ("grpo", {"loss": "bnpo", "entropy_coef": 0.25}), {"loss_type": "bnpo", "entropy_coef": 0.25},
+        ("grpo", {"loss": "bnpo", "entropy_coef": 0.25}),
+        {"loss_type": "bnpo", "entropy_coef": 0.25},
         {"loss_agg_mode": "token-mean", "entropy_coeff": 0.25},
     ),
     "DAPO, clip-higher": (
-        ("grpo", {"loss": "dapo"}), {"loss_type": "dapo", "epsilon_high": 0.28},
+        ("grpo", {"loss": "dapo"}),
+        {"loss_type": "dapo", "epsilon_high": 0.28},
         {"loss_agg_mode": "token-mean", "clip_ratio_high": 0.28},
     ),
     "sums of responses": (
-        ("grpo", {"loss": "grpo", "loss_aggregation": "sequence_sum"}), {"loss_type": "luspo"},
+        ("grpo", {"loss": "grpo", "loss_aggregation": "sequence_sum"}),
+        {"loss_type": "luspo"},
         {"loss_agg_mode": "seq-mean-token-sum"},
     ),
     "dual clip": (
-        ("grpo", {"loss": "bnpo", "dual_clip": 1.5}), {"loss_type": "bnpo", "delta": 1.5},
+        ("grpo", {"loss": "bnpo", "dual_clip": 1.5}),
+        {"loss_type": "bnpo", "delta": 1.5},
         {"loss_agg_mode": "token-mean", "clip_ratio_c": 1.5},
     ),
     "GSPO": (
         ("grpo", {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.03}),
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02, "epsilon_high": 0.03},
-        {"loss_mode": "gspo", "loss_agg_mode": MEAN, "clip_ratio_low": 0.02, "clip_ratio_high": 0.03},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 0.02,
+            "epsilon_high": 0.03,
+        },
+        {
+            "loss_mode": "gspo",
+            "loss_agg_mode": MEAN,
+            "clip_ratio_low": 0.02,
+            "clip_ratio_high": 0.03,
+        },
     ),
     "CISPO": (
-        ("grpo", {"loss": "cispo", "clip_high": 0.5}), {"loss_type": "cispo", "epsilon_high": 1.5},
-        {"loss_mode": "cispo", "loss_agg_mode": "token-mean", "clip_ratio_low": 1.0, "clip_ratio_high": 0.5},
+        ("grpo", {"loss": "cispo", "clip_high": 0.5}),
+        {"loss_type": "cispo", "epsilon_high": 1.5},
+        {
+            "loss_mode": "cispo",
+            "loss_agg_mode": "token-mean",
+            "clip_ratio_low": 1.0,
+            "clip_ratio_high": 0.5,
+        },
     ),
-    "SAPO": (("grpo", {"loss": "sapo"}), {"loss_type": "sapo"}, {"loss_mode": "sapo", "loss_agg_mode": MEAN}),
-    "REINFORCE": (("grpo", {"loss": "reinforce"}), None, {"loss_mode": "gpg", "loss_agg_mode": "token-mean"}),
+    "SAPO": (
+        ("grpo", {"loss": "sapo"}),
+        {"loss_type": "sapo"},
+        {"loss_mode": "sapo", "loss_agg_mode": MEAN},
+    ),
+    "REINFORCE": (
+        ("grpo", {"loss": "reinforce"}),
+        None,
+        {"loss_mode": "gpg", "loss_agg_mode": "token-mean"},
+    ),
     "correction: truncate": (
-        ("grpo", {"loss": "bnpo", "rollout_correction": "truncate", "rollout_correction_cap": 1.25}),
-        {"loss_type": "bnpo", "vllm_importance_sampling_mode": "token_truncate",
-         "vllm_importance_sampling_clip_max": 1.25},
+        (
+            "grpo",
+            {"loss": "bnpo", "rollout_correction": "truncate", "rollout_correction_cap": 1.25},
+        ),
+        {
+            "loss_type": "bnpo",
+            "vllm_importance_sampling_mode": "token_truncate",
+            "vllm_importance_sampling_clip_max": 1.25,
+        },
         {"loss_agg_mode": "token-mean", "rollout_is": "token", "rollout_is_threshold": 1.25},
     ),
     "correction: mask": (
         ("grpo", {"loss": "bnpo", "rollout_correction": "mask", "rollout_correction_cap": 1.25}),
-        {"loss_type": "bnpo", "vllm_importance_sampling_mode": "token_mask",
-         "vllm_importance_sampling_clip_max": 1.25, "vllm_importance_sampling_clip_min": 0.8},
+        {
+            "loss_type": "bnpo",
+            "vllm_importance_sampling_mode": "token_mask",
+            "vllm_importance_sampling_clip_max": 1.25,
+            "vllm_importance_sampling_clip_min": 0.8,
+        },
         {"loss_agg_mode": "token-mean", "rollout_is": "token", "rollout_is_threshold": "0.8_1.25"},
     ),
     "correction: sequence_mask": (
-        ("grpo", {"loss": "bnpo", "rollout_correction": "sequence_mask", "rollout_correction_cap": 1.25}),
-        {"loss_type": "bnpo", "vllm_importance_sampling_mode": "sequence_mask",
-         "vllm_importance_sampling_clip_max": 1.25},
-        {"loss_agg_mode": "token-mean", "rollout_is": "sequence", "rollout_is_threshold": "1e-9_1.25"},
+        (
+            "grpo",
+            {"loss": "bnpo", "rollout_correction": "sequence_mask", "rollout_correction_cap": 1.25},
+        ),
+        {
+            "loss_type": "bnpo",
+            "vllm_importance_sampling_mode": "sequence_mask",
+            "vllm_importance_sampling_clip_max": 1.25,
+        },
+        {
+            "loss_agg_mode": "token-mean",
+            "rollout_is": "sequence",
+            "rollout_is_threshold": "1e-9_1.25",
+        },
     ),
-    "RLOO, ratio of tokens": (("rloo", {"kl_coef": 0.0}), None, {"adv": "rloo", "loss_agg_mode": "token-mean"}),
+    "RLOO, ratio of tokens": (
+        ("rloo", {"kl_coef": 0.0}),
+        None,
+        {"adv": "rloo", "loss_agg_mode": "token-mean"},
+    ),
     "RLOO, ratio of responses": (
-        ("rloo", {"kl_coef": 0.0, "ratio": "sequence", "loss_aggregation": "sequence"}), {"beta": 0.0}, None
+        ("rloo", {"kl_coef": 0.0, "ratio": "sequence", "loss_aggregation": "sequence"}),
+        {"beta": 0.0},
+        None,
     ),
     "RLOO, KL in the reward": (
-        ("rloo", {"kl_coef": BETA, "ratio": "sequence", "loss_aggregation": "sequence"}), {"beta": BETA}, None
+        ("rloo", {"kl_coef": BETA, "ratio": "sequence", "loss_aggregation": "sequence"}),
+        {"beta": BETA},
+        None,
     ),
-    "PPO, KL in the reward": (("ppo", {"kl_coef": BETA}), None, {"adv": "gae", "loss_agg_mode": "token-mean"}),
-}  # fmt: skip
+    "PPO, KL in the reward": (
+        ("ppo", {"kl_coef": BETA}),
+        None,
+        {"adv": "gae", "loss_agg_mode": "token-mean"},
+    ),
+}
 
-# What is meant to be another number: {who: {quantity: why}}. Where `ours` has a "QUANTITY, as WHO has it", with the
-# other choice made, that is compared, too.
+# What is meant to be another number: {who: {quantity: why}}. Where `ours` has a "QUANTITY, as WHO
+# has it", with the other choice made, that is compared, too.
 EPS = "it adds 1e-4 to the standard deviation; here it is 1e-6, as in verl, so that scores close together count"
 CLAMP = "it clamps the value of k3 at 10, where the gradient becomes 0 exactly for tokens that ran away furthest"
 RATIO = "it weighs the KL by the ratio (use_bias_correction_kl, arXiv:2512.02556), as here `--kl_weighting ratio` does"
 DELIBERATE = {
-    "trl": {"advantages: group": EPS, "advantages: batch": EPS, "KL: k3 by TRL's default, gradient": RATIO},
+    "trl": {
+        "advantages: group": EPS,
+        "advantages: batch": EPS,
+        "KL: k3 by TRL's default, gradient": RATIO,
+    },
     "verl": {
-        "KL: k3": CLAMP, "KL: k3, gradient": CLAMP, "loss: GRPO, KL k3": CLAMP,
+        "KL: k3": CLAMP,
+        "KL: k3, gradient": CLAMP,
+        "loss: GRPO, KL k3": CLAMP,
         "gradient of the log-probs: GRPO, KL k3": CLAMP,
     },
-}  # fmt: skip
-# verl adds 1e-8 to counts it divides by, in whitening and in means of responses: these agree to about that.
+}
+# verl adds 1e-8 to counts it divides by, in whitening and in means of responses: these agree to
+# about that.
 COUNTS = {"whitening", "advantages: REINFORCE++", "advantages: REINFORCE++-baseline"}
 COUNTS |= {f"advantages: REINFORCE++{kind}, conversations" for kind in ("", "-baseline")}
 COUNTS |= {"advantages: GAE, whitened", "gradient of the parameters: PPO, KL in the reward"}
 WAYS = ("loss", "gradient of the log-probs", "gradient of the parameters")
-COUNTS |= {f"{way}: {step}" for way in WAYS for step in STEPS if MEAN in (STEPS[step][2] or {}).values()}
+COUNTS |= {
+    f"{way}: {step}" for way in WAYS for step in STEPS if MEAN in (STEPS[step][2] or {}).values()
+}
 
 
-# ---- the inputs ------------------------------------------------------------------------------------------------------
+# ---- the inputs ----------------------------------------------------------------------------------
 
 
 def write_inputs(folder: str) -> None:
-    """Write inputs.safetensors, settings.json and the models old, new, reference, critic_old and critic_new.
+    """Write inputs.safetensors, settings.json and the models old, new, reference, critic_old and
+    critic_new.
 
-    The numbers are numpy's, which any machine draws alike. Prompts are of one length: TRL pads them on the left without
-    position ids, which rotary positions make up for but for their rounding.
+    The numbers are numpy's, which any machine draws alike. Prompts are of one length: TRL pads them
+    on the left without position ids, which rotary positions make up for but for their rounding.
     """
-    numbers, G, T, V = utils.generator("agree", 1), GROUP_SIZE, TOKENS, VOCABULARY
+    numbers = utils.generator("agree", 1)
+    G = GROUP_SIZE
+    T = TOKENS
+    V = VOCABULARY
     N = PROMPTS * G
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -154,18 +242,36 @@ def write_inputs(folder: str) -> None:
 
     # LayerNorm is in float64 where the model is; the RMSNorm of most families is in float32.
     config = transformers.GPTNeoXConfig(
-        vocab_size=V, hidden_size=HIDDEN_SIZE, intermediate_size=HIDDEN_SIZE, num_hidden_layers=1,
-        num_attention_heads=1, max_position_embeddings=128, hidden_dropout=0.0, attention_dropout=0.0,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, num_labels=1,
-    )  # fmt: skip
-    causal, scalar = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
-    names = {"old": causal, "new": causal, "reference": causal, "critic_old": scalar, "critic_new": scalar}
+        vocab_size=V,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=HIDDEN_SIZE,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=128,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        num_labels=1,
+    )
+    causal = transformers.AutoModelForCausalLM
+    scalar = transformers.AutoModelForSequenceClassification
+    names = {
+        "old": causal,
+        "new": causal,
+        "reference": causal,
+        "critic_old": scalar,
+        "critic_new": scalar,
+    }
     transformers.logging.disable_progress_bar()
     weights: dict[type, list[Tensor]] = {}
     for name, family in names.items():
         model = family.from_config(config, dtype=torch.float64)
         parameters = list(model.parameters())
-        base = weights.setdefault(family, [normal(*p.shape, scale=p.shape[-1] ** -0.5) for p in parameters])
+        base = weights.setdefault(
+            family, [normal(*p.shape, scale=p.shape[-1] ** -0.5) for p in parameters]
+        )
         moved = 0.0 if name.endswith("old") else 0.25
         for parameter, value in zip(parameters, base):
             parameter.data = value + moved * normal(*value.shape, scale=value.shape[-1] ** -0.5)
@@ -174,7 +280,8 @@ def write_inputs(folder: str) -> None:
     lengths = torch.from_numpy(numbers.integers(1, T + 1, N))
     lengths[:2] = torch.tensor([T, 1])
     mask = torch.arange(T) < lengths[:, None]
-    scores = torch.from_numpy(numbers.integers(-8, 9, N)).double() / 8  # exact in float32, in which TRL holds them
+    # exact in float32, in which TRL holds them
+    scores = torch.from_numpy(numbers.integers(-8, 9, N)).double() / 8
     scores[-G:] = 0.375  # a group without differences
     missing = scores.clone()
     missing[1] = torch.nan
@@ -185,19 +292,33 @@ def write_inputs(folder: str) -> None:
     with torch.no_grad():
         logits = old(torch.cat([prompts, responses], 1)).logits[:, prompts.shape[1] - 1 : -1]
     old_logprobs = (logits / TEMPERATURE).log_softmax(-1).gather(-1, responses[..., None])[..., 0]
-    spread = torch.tensor([1e-3, 0.02, 0.3, 1.0]).double().repeat(N)[:N, None]  # of a row: inside of clip ranges or not
+    # of a row: inside of clip ranges or not
+    spread = torch.tensor([1e-3, 0.02, 0.3, 1.0]).double().repeat(N)[:N, None]
     far = 4 * (torch.from_numpy(numbers.random((N, T))) < 0.05)  # so far that k3 is above 10
     turns = mask & (torch.from_numpy(numbers.random((N, T))) < 0.7)
     turns[torch.arange(N), lengths - 1] = True
     inputs = {
-        "scores": scores, "scores_missing": missing,
+        "scores": scores,
+        "scores_missing": missing,
         "greedy_scores": ((normal(N // G) * 8).round() / 8).repeat_interleave(G),
-        "mask": mask, "turn_mask": turns, "prompts": prompts, "responses": responses, "logits": logits,
-        "old_logprobs": old_logprobs, "logprobs": old_logprobs + spread * normal(N, T),
-        "ref_logprobs": old_logprobs + 0.5 * normal(N, T) + far, "rollout_logprobs": old_logprobs + 0.3 * normal(N, T),
-        "old_values": normal(N, T), "values": normal(N, T), "returns": normal(N, T), "rewards": normal(N, T),
-    }  # fmt: skip
-    save_file({name: x.contiguous() for name, x in inputs.items()}, os.path.join(folder, "inputs.safetensors"))
+        "mask": mask,
+        "turn_mask": turns,
+        "prompts": prompts,
+        "responses": responses,
+        "logits": logits,
+        "old_logprobs": old_logprobs,
+        "logprobs": old_logprobs + spread * normal(N, T),
+        "ref_logprobs": old_logprobs + 0.5 * normal(N, T) + far,
+        "rollout_logprobs": old_logprobs + 0.3 * normal(N, T),
+        "old_values": normal(N, T),
+        "values": normal(N, T),
+        "returns": normal(N, T),
+        "rewards": normal(N, T),
+    }
+    save_file(
+        {name: x.contiguous() for name, x in inputs.items()},
+        os.path.join(folder, "inputs.safetensors"),
+    )
     settings = {"group_size": G, "temperature": TEMPERATURE, "beta": BETA}
     settings |= {"trl": {name: x for name, (_, x, _) in STEPS.items() if x is not None}}
     settings |= {"verl": {name: x for name, (_, _, x) in STEPS.items() if x is not None}}
@@ -206,7 +327,7 @@ def write_inputs(folder: str) -> None:
         json.dump(settings, file)
 
 
-# ---- our quantities --------------------------------------------------------------------------------------------------
+# ---- our quantities ------------------------------------------------------------------------------
 
 
 def ours(folder: str) -> dict[str, Tensor]:
@@ -220,21 +341,33 @@ def ours(folder: str) -> dict[str, Tensor]:
 
 
 def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
-    quantities, mask, T = {}, x["mask"], x["mask"].shape[1]
-    spread = {"group": x["scores"].view(-1, G).std(1).repeat_interleave(G), "batch": x["scores"].std()}
+    quantities = {}
+    mask = x["mask"]
+    T = x["mask"].shape[1]
+    spread = {
+        "group": x["scores"].view(-1, G).std(1).repeat_interleave(G),
+        "batch": x["scores"].std(),
+    }
     for scale in ("group", "batch", "none"):
         quantities[f"advantages: {scale}"] = grpo.group_advantages(x["scores"], G, scale)
         if scale in spread:
             other_eps = (spread[scale] + 1e-6) / (spread[scale] + 1e-4)
-            quantities[f"advantages: {scale}, as trl has it"] = quantities[f"advantages: {scale}"] * other_eps
-    quantities["advantages: none, scores missing"] = grpo.group_advantages(x["scores_missing"], G, "none")
+            quantities[f"advantages: {scale}, as trl has it"] = (
+                quantities[f"advantages: {scale}"] * other_eps
+            )
+    quantities["advantages: none, scores missing"] = grpo.group_advantages(
+        x["scores_missing"], G, "none"
+    )
 
-    def of_tokens(kind: str, scores: str = "scores", kl: Tensor | None = None, mask: Tensor = mask) -> Tensor:
+    def of_tokens(
+        kind: str, scores: str = "scores", kl: Tensor | None = None, mask: Tensor = mask
+    ) -> Tensor:
         gamma = 0.9 if kind == "reinforce++" else 1.0
         rewards = rloo.token_rewards(x[scores], kl, mask, BETA)
         return rloo.token_advantages(kind, x[scores], x["greedy_scores"], rewards, mask, G, gamma)
 
-    turns, kl = x["turn_mask"], x["old_logprobs"] - x["ref_logprobs"]  # conversations: observations leave holes
+    # conversations: observations leave holes
+    turns, kl = x["turn_mask"], x["old_logprobs"] - x["ref_logprobs"]
     for scale in ("group", "none"):
         estimate = quantities[f"advantages: {scale}"][:, None]
         quantities[f"advantages: {scale}, conversations"] = torch.where(turns, estimate, 0.0)
@@ -253,7 +386,8 @@ def advantages(x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
 
 
 def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
-    quantities, mask = {}, x["mask"]
+    quantities = {}
+    mask = x["mask"]
     for estimator in ("k1", "abs", "k2", "k3"):
         leaf = x["logprobs"].clone().requires_grad_()
         kl = grpo.kl_estimate(leaf, x["ref_logprobs"], estimator)
@@ -276,49 +410,75 @@ def kl_and_values(x: dict[str, Tensor]) -> dict[str, Tensor]:
         losses, _ = ppo.value_loss(leaf, x["old_values"], x["returns"], clip)
         loss = grpo.aggregate(losses, mask, "token", mask.sum().item(), len(mask), mask.shape[1])
         name = "value loss" + (", no clip" if not clip else "")
-        quantities[name], quantities[f"{name}, gradient"] = loss.detach(), torch.autograd.grad(loss, leaf)[0]
+        quantities[name] = loss.detach()
+        quantities[f"{name}, gradient"] = torch.autograd.grad(loss, leaf)[0]
     for kind, cap in (("truncate", 2.0), ("mask", 1.5), ("sequence_mask", 3.0)):
         weights = grpo.correction_weights(x["old_logprobs"], x["rollout_logprobs"], mask, kind, cap)
         quantities[f"rollout correction: {kind}"] = weights * mask
-    quantities["entropies of logits"] = grpo.entropy_from_logprobs((x["logits"] / TEMPERATURE).log_softmax(-1))
+    quantities["entropies of logits"] = grpo.entropy_from_logprobs(
+        (x["logits"] / TEMPERATURE).log_softmax(-1)
+    )
     for beta in (0.0, 0.25, 0.5, 0.75, 1.0):
         leaf = x["logits"].clone().requires_grad_()
-        student, teacher = ((logits / TEMPERATURE).log_softmax(-1) for logits in (leaf, x["logits"].flip(-1)))
+        student, teacher = (
+            (logits / TEMPERATURE).log_softmax(-1) for logits in (leaf, x["logits"].flip(-1))
+        )
         kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-        loss = distill.masked_sum(distill.divergence(student, teacher, kind, beta), mask) / mask.sum()
+        loss = (
+            distill.masked_sum(distill.divergence(student, teacher, kind, beta), mask) / mask.sum()
+        )
         quantities[f"distillation: beta {beta}"] = loss.detach()
         (quantities[f"distillation: beta {beta}, gradient"],) = torch.autograd.grad(loss, leaf)
     return quantities
 
 
 def arguments(step: str, folder: str, x: dict[str, Tensor], G: int):
-    """Return the module of a step's script and its arguments: two updates on a rollout, each in several passes."""
+    """Return the module of a step's script and its arguments: two updates on a rollout, each in
+    several passes.
+    """
     (script, flags), *_ = STEPS[step]
     N, T = x["mask"].shape
     module = importlib.import_module(script)
     own = {
-        "grpo": {"advantage_scale": "none", "kl_coef": 0.0}, "rloo": {},
+        "grpo": {"advantage_scale": "none", "kl_coef": 0.0},
+        "rloo": {},
         "ppo": {"value_model": os.path.join(folder, "critic_old")},
-    }[script]  # fmt: skip
+    }[script]
     same = {
-        "model": os.path.join(folder, "old"), "ref_model": os.path.join(folder, "reference"), "precision": "float64",
-        "num_epochs": 2, "total_episodes": N, "mini_batch_size": N, "rollout_batch_size": N // G, "group_size": G,
-        "max_response_length": T, "temperature": TEMPERATURE, "eval_every": 0, "rollout_backend": "hf",
+        "model": os.path.join(folder, "old"),
+        "ref_model": os.path.join(folder, "reference"),
+        "precision": "float64",
+        "num_epochs": 2,
+        "total_episodes": N,
+        "mini_batch_size": N,
+        "rollout_batch_size": N // G,
+        "group_size": G,
+        "max_response_length": T,
+        "temperature": TEMPERATURE,
+        "eval_every": 0,
+        "rollout_backend": "hf",
         "micro_batch_tokens": 5 * T,
-    }  # fmt: skip
+    }
     return module, module.Args(**{**same, **own, **flags})
 
 
 def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
-    """Return a step's loss and its gradient (N, T) by the equations of its script, of given log-probabilities.
+    """Return a step's loss and its gradient (N, T) by the equations of its script, of given
+    log-probabilities.
 
     A step that is an earlier one with other advantages, or with an entropy, has no such loss.
     """
     module, args = arguments(step, folder, x, G)
     ratio_of_responses = getattr(args, "ratio", "token") == "sequence"
-    if args.entropy_coef or module is ppo or module is rloo and (args.kl_coef or not ratio_of_responses):
+    if (
+        args.entropy_coef
+        or module is ppo
+        or module is rloo
+        and (args.kl_coef or not ratio_of_responses)
+    ):
         return {}
-    mask, leaf = x["mask"], x["logprobs"].clone().requires_grad_()
+    mask = x["mask"]
+    leaf = x["logprobs"].clone().requires_grad_()
     if module is rloo:
         rewards = rloo.token_rewards(x["scores"], None, mask, 0.0)
         advantages = rloo.token_advantages(args.advantage, x["scores"], None, rewards, mask, G, 1.0)
@@ -330,12 +490,18 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         low = variant.clip_low if args.clip_low is None else args.clip_low
         high = variant.clip_high if args.clip_high is None else args.clip_high
         how = args.loss_aggregation or variant.aggregation
-        advantages = grpo.group_advantages(x["scores"], G, args.advantage_scale)[:, None].expand_as(leaf)
+        advantages = grpo.group_advantages(x["scores"], G, args.advantage_scale)[:, None].expand_as(
+            leaf
+        )
         losses, _ = grpo.policy_loss(
             leaf, x["old_logprobs"], advantages, mask, variant.token_loss, low, high, args.dual_clip
         )
     weights = grpo.correction_weights(
-        x["old_logprobs"], x["rollout_logprobs"], mask, args.rollout_correction or "none", args.rollout_correction_cap
+        x["old_logprobs"],
+        x["rollout_logprobs"],
+        mask,
+        args.rollout_correction or "none",
+        args.rollout_correction_cap,
     )
 
     def reduce_loss(losses: Tensor) -> Tensor:
@@ -349,29 +515,46 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
     quantities = {}
     for choice, loss in choices.items():
         quantities[f"loss: {step}{choice}"] = loss.detach()
-        quantities[f"gradient of the log-probs: {step}{choice}"] = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+        quantities[f"gradient of the log-probs: {step}{choice}"] = torch.autograd.grad(
+            loss, leaf, retain_graph=True
+        )[0]
     return quantities
 
 
-def gradient_of_parameters(step: str, folder: str, x: dict[str, Tensor], G: int) -> dict[str, Tensor]:
-    """Return the gradient of all parameters, and of the critic's, in the second update of a script's `main`."""
+def gradient_of_parameters(
+    step: str, folder: str, x: dict[str, Tensor], G: int
+) -> dict[str, Tensor]:
+    """Return the gradient of all parameters, and of the critic's, in the second update of a
+    script's `main`.
+    """
     module, args = arguments(step, folder, x, G)
     samples = [
-        Sample({"query": query.tolist(), "prompt": ""}, ids[m].tolist(), {}, stopped=True, scores={})
+        Sample(
+            {"query": query.tolist(), "prompt": ""}, ids[m].tolist(), {}, stopped=True, scores={}
+        )
         for query, ids, m in zip(x["prompts"], x["responses"], x["mask"])
     ]
     tokens = {"response_mask": x["mask"], "rollout_logprobs": x["rollout_logprobs"]}
     batch = Batch(samples, torch.ones(len(samples), dtype=torch.bool), {}, tokens, x["scores"])
     experience = Experience(batch, {"objective/scores": 0.0}, 0, 0, G, "")
-    run, quantities = mock.MagicMock(checkpoint=None, state={}), {}
+    run = mock.MagicMock(checkpoint=None, state={})
+    quantities = {}
     run.steps.return_value = [1]
 
     def update(optimizer: utils.Optimizer) -> None:
-        """Set the weights to those of the new model in place of a first update; note the gradient of a second one."""
+        """Set the weights to those of the new model in place of a first update; note the gradient
+        of a second one.
+        """
         critic = optimizer.prefix == "critic_"
-        kind = transformers.AutoModelForSequenceClassification if critic else transformers.AutoModelForCausalLM
+        kind = (
+            transformers.AutoModelForSequenceClassification
+            if critic
+            else transformers.AutoModelForCausalLM
+        )
         if optimizer.updates == 0:
-            new = kind.from_pretrained(os.path.join(folder, f"{optimizer.prefix}new"), dtype=torch.float64)
+            new = kind.from_pretrained(
+                os.path.join(folder, f"{optimizer.prefix}new"), dtype=torch.float64
+            )
             for parameter, value in zip(optimizer.parameters, new.parameters()):
                 parameter.data.copy_(value.data)
         else:
@@ -382,23 +565,30 @@ def gradient_of_parameters(step: str, folder: str, x: dict[str, Tensor], G: int)
 
     replaced = contextlib.ExitStack()
     for owner, name, value in (
-        (module, "collect", lambda *_, **options: experience), (module, "Run", lambda *_: run),
-        (module, "Rewards", mock.MagicMock()), (module, "CHUNK_TOKENS", 11), (utils.Optimizer, "step", update),
-        (loading, "load_tokenizer", mock.MagicMock()), (loading, "stop_token_ids", lambda *_: [1]),
-        (loading, "check_can_read", lambda *_: None), (loading, "read_tokenizer", mock.MagicMock()),
+        (module, "collect", lambda *_, **options: experience),
+        (module, "Run", lambda *_: run),
+        (module, "Rewards", mock.MagicMock()),
+        (module, "CHUNK_TOKENS", 11),
+        (utils.Optimizer, "step", update),
+        (loading, "load_tokenizer", mock.MagicMock()),
+        (loading, "stop_token_ids", lambda *_: [1]),
+        (loading, "check_can_read", lambda *_: None),
+        (loading, "read_tokenizer", mock.MagicMock()),
         (module, "load_train_and_eval", lambda *_: ([{"query": []}], [])),
-    ):  # fmt: skip
+    ):
         replaced.enter_context(mock.patch.object(owner, name, value))
     with replaced, contextlib.redirect_stdout(io.StringIO()):
         module.main(args)
     return quantities
 
 
-# ---- what the others make -----------------------------------------------------------------------------------------
+# ---- what the others make ------------------------------------------------------------------------
 
 
 def sketch(quantities: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the quantities with 8 random projections of each gradient of the parameters in its place, to be stored."""
+    """Return the quantities with 8 random projections of each gradient of the parameters in its
+    place, to be stored.
+    """
 
     def projections(x: Tensor) -> Tensor:
         return torch.from_numpy(utils.generator("sketch").standard_normal((8, len(x)))) @ x
@@ -424,7 +614,9 @@ def main(trl_python: str = "", verl_python: str = "") -> None:
         write_inputs(folder)
         for who, python in (("trl", trl_python), ("verl", verl_python)):
             if python:
-                save_file(sketch(theirs(who, python, folder)), os.path.join(FOLDER, f"{who}.safetensors"))
+                save_file(
+                    sketch(theirs(who, python, folder)), os.path.join(FOLDER, f"{who}.safetensors")
+                )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Our equations and the gradients of our scripts against the numbers of TRL's and verl's own code, which agree.py
-stored in this folder (`agree.write_inputs` draws their inputs again)."""
+"""Our equations and the gradients of our scripts against the numbers of TRL's and verl's own code,
+which agree.py stored in this folder (`agree.write_inputs` draws their inputs again).
+"""
 
 import os
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-PEERS = {who: load_file(os.path.join(agree.FOLDER, f"{who}.safetensors")) for who in ("trl", "verl")}
+PEERS = {
+    who: load_file(os.path.join(agree.FOLDER, f"{who}.safetensors")) for who in ("trl", "verl")
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +24,14 @@ def mine(tmp_path_factory) -> dict[str, torch.Tensor]:
 def difference(mine: torch.Tensor, theirs: torch.Tensor) -> float:
     """Return the largest difference of an entry over the largest entry of theirs; inf for NaN."""
     assert mine.shape == theirs.shape
-    return ((mine - theirs).abs().nan_to_num(nan=torch.inf).max() / theirs.abs().max().clamp(min=1e-300)).item()
+    return (
+        (mine - theirs).abs().nan_to_num(nan=torch.inf).max() / theirs.abs().max().clamp(min=1e-300)
+    ).item()
 
 
-@pytest.mark.parametrize("who, name", [(who, name) for who, theirs in PEERS.items() for name in theirs])
+@pytest.mark.parametrize(
+    "who, name", [(who, name) for who, theirs in PEERS.items() for name in theirs]
+)
 def test_the_same_number(mine, who, name):
     tolerance = 1e-7 if who == "verl" and name in agree.COUNTS else 1e-12
     relative = difference(mine[name], PEERS[who][name])

@@ -1,8 +1,10 @@
-"""SIGKILL, SIGTERM and SIGINT at random instants of runs, again and again, each time where the resumed run got to.
+"""SIGKILL, SIGTERM and SIGINT at random instants of runs, again and again, each time where the
+resumed run got to.
 
-An instant is the call of a function of some phase and up to 30,000 further calls of any function after it. Each process
-ends within a few steps, so a chain of kills costs little more than the undisturbed run. An instant that a process does
-not reach lets it finish; the next chain begins with an empty folder.
+An instant is the call of a function of some phase and up to 30,000 further calls of any function
+after it. Each process ends within a few steps, so a chain of kills costs little more than the
+undisturbed run. An instant that a process does not reach lets it finish; the next chain begins with
+an empty folder.
 """
 
 import os
@@ -20,43 +22,69 @@ import utils
 from plumbing.run import log
 
 STEPS, STOPS = 12, 30  # of each kind of run, with --long
-STEPS_IN_CI, STOPS_IN_CI = 4, 3
+STEPS_IN_CI = 4
+STOPS_IN_CI = 3
 SIGNALS = ("SIGKILL", "SIGTERM SIGINT")  # of a run, one drawn each time
 
-# What the random instants come after: functions, each with the number of calls from which one is drawn.
+# What the random instants come after: functions, each with the number of calls from which one is
+# drawn.
 RUNNING = {
-    "resume.find_origin": 1, "resume.open_folder": 1, "checkpoints.save_checkpoint": 2, "checkpoints.save_model": 4,
-    "torch.distributed.checkpoint.save": 2, "os.rename": 4, "log.RunLog.log": 2, "log.append": 4,
-    "checkpoints.save_final": 1, "utils.Optimizer.step": 6,
-}  # fmt: skip
+    "resume.find_origin": 1,
+    "resume.open_folder": 1,
+    "checkpoints.save_checkpoint": 2,
+    "checkpoints.save_model": 4,
+    "torch.distributed.checkpoint.save": 2,
+    "os.rename": 4,
+    "log.RunLog.log": 2,
+    "log.append": 4,
+    "checkpoints.save_final": 1,
+    "utils.Optimizer.step": 6,
+}
 LOADING = {"checkpoints.load_checkpoint": 1, "checkpoints.load_optimizer": 1}  # a checkpoint
 OF_RANK_0 = {"resume.find_origin", "resume.open_folder", "os.rename", "log.append"}
 SAMPLING = {"grpo.generate": 4, "sources.Scoring.finish": 4, "grpo.forward_batch": 3}
 GAME = {"environment": helpers.GAME, "reward": "environment", "max_response_length": 30}
 RANKS = {"micro_batch_tokens": 200, "num_epochs": 1}
-# Script, ranks, flags, what instants come after besides RUNNING, and the signals of CI. (One rank: test_run.py.)
+# Script, ranks, flags, what instants come after besides RUNNING, and the signals of CI. (One rank:
+# test_run.py.)
 KINDS = {
     "one rank": ("grpo", 1, MOVING, SAMPLING | {"grpo.sync_reference": 1}, ()),
     "conversations": ("grpo", 1, GAME, SAMPLING, SIGNALS[1:]),
     "sharded": ("grpo", 2, MOVING | RANKS | {"shard": "fsdp"}, SAMPLING, SIGNALS[:1]),
     "sharded conversations": ("grpo", 2, GAME | RANKS | {"shard": "fsdp"}, SAMPLING, ()),
     "LoRA": ("grpo", 1, {"lora_rank": 4}, SAMPLING, ()),
-    "ppo": ("ppo", 1, MOVING | OF_PPO, {"ppo.generate": 4, "ppo.forward_batch": 4, "ppo.update_critic": 4}, ()),
-    "rloo": ("rloo", 1, MOVING | {"advantage": "remax"}, {"rloo.generate": 6, "rloo.forward_batch": 3}, ()),
-}  # fmt: skip
+    "ppo": (
+        "ppo",
+        1,
+        MOVING | OF_PPO,
+        {"ppo.generate": 4, "ppo.forward_batch": 4, "ppo.update_critic": 4},
+        (),
+    ),
+    "rloo": (
+        "rloo",
+        1,
+        MOVING | {"advantage": "remax"},
+        {"rloo.generate": 6, "rloo.forward_batch": 3},
+        (),
+    ),
+}
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory, long) -> dict:
     steps = STEPS if long else STEPS_IN_CI
-    return helpers.workspace(tmp_path_factory.mktemp("kills")) | {"save_every": 1, "total_episodes": 8 * steps}
+    return helpers.workspace(tmp_path_factory.mktemp("kills")) | {
+        "save_every": 1,
+        "total_episodes": 8 * steps,
+    }
 
 
 class Chain:
     """A run that is stopped again and again, and the undisturbed one."""
 
     def __init__(self, values: dict, whole: dict, kind: str):
-        self.values, self.whole = values, whole
+        self.values = values
+        self.whole = whole
         self.script, self.size, *_ = KINDS[kind]
         self.step = 0  # that a resumed run has to go on after, at least
 
@@ -68,58 +96,83 @@ class Chain:
         return helpers.start_ranks(values, self.size, places, script=self.script)
 
     def stop(self, draw: np.random.Generator, how: str, instants: dict) -> bool:
-        """Start the run and send it a signal at a random instant; return whether that ended it. Check what is left."""
+        """Start the run and send it a signal at a random instant; return whether that ended it.
+        Check what is left.
+        """
         ranks = [int(draw.integers(self.size))]
-        if how != "SIGKILL" and draw.random() < 0.5:  # as torchrun does, or as somebody does to one rank
+        # as torchrun does, or as somebody does to one rank
+        if how != "SIGKILL" and draw.random() < 0.5:
             ranks = list(range(self.size))
         if (folder_of(self.values) / "checkpoints").exists():
             instants = instants | LOADING
         name = draw.choice(list(instants))
         ranks = [0] if name in OF_RANK_0 else ranks
-        place = f"{name}:{draw.integers(instants[name]) + 1}:{how}+{int(10 ** draw.uniform(0, 4.5))}"
+        place = (
+            f"{name}:{draw.integers(instants[name]) + 1}:{how}+{int(10 ** draw.uniform(0, 4.5))}"
+        )
         running = self.start(dict.fromkeys(ranks, place))
         first = running[ranks[0]].wait()
-        for other in running:  # a machine ends all at once or nearly; alone, a rank ends as it misses the other
-            other.process.join(60.0 if first.code in (0, 75) else draw.choice([0.0, draw.uniform(0, 0.5), 60.0]))
+        # a machine ends all at once or nearly; alone, a rank ends as it misses the other
+        for other in running:
+            other.process.join(
+                60.0 if first.code in (0, 75) else draw.choice([0.0, draw.uniform(0, 0.5), 60.0])
+            )
             other.process.kill()
             other.process.join()
         codes = [each.code for each in running]
-        saved = [int(step) for step in re.findall(r"interrupted: step (\d+) is saved", running[0].out)]
+        saved = [
+            int(step) for step in re.findall(r"interrupted: step (\d+) is saved", running[0].out)
+        ]
         print(f"rank {ranks} at {place}: exit codes {codes}, saved: {saved}")
         errors = place, [each.err for each in running]
         stopped = codes != [0] * self.size
         assert not stopped or first.code == (-9 if how == "SIGKILL" else 75), errors
         if saved:  # else it had not begun a step
-            assert codes == [75] * self.size and not any("Traceback" in each.err for each in running), errors
+            assert codes == [75] * self.size and not any(
+                "Traceback" in each.err for each in running
+            ), errors
         self.check(running, place)
         self.step = saved[0] if saved else self.step
         return stopped
 
     def check(self, running: list[helpers.Running], place) -> None:
-        """The run went on where it has to; rows of the undisturbed run, and no process, are left."""
+        """The run went on where it has to; rows of the undisturbed run, and no process, are
+        left.
+        """
         after = re.findall(r"goes on after step (\d+)", running[0].out)
         assert not after or int(after[0]) >= self.step, place
         for part in ("metrics", "samples"):
-            ours, theirs = (rows_of(folder_of(each) / f"{part}.jsonl") for each in (self.values, self.whole))
+            ours, theirs = (
+                rows_of(folder_of(each) / f"{part}.jsonl") for each in (self.values, self.whole)
+            )
             assert ours == theirs[: len(ours)], (place, part)
             if part == "metrics" and ours:
                 self.step = max(self.step, ours[-1]["step"] if self.values["save_every"] else 0)
         end = time.monotonic() + 10
-        while (left := [x for each in running for x in processes_of(each)]) and time.monotonic() < end:
+        while (
+            left := [x for each in running for x in processes_of(each)]
+        ) and time.monotonic() < end:
             time.sleep(0.05)
         assert not left, place
 
     def finish(self) -> None:
-        """The run that nobody kills any more ends like the undisturbed one, bit for bit, clocks aside."""
-        if self.values["save_every"] or not (folder_of(self.values) / "final").exists():  # else it has ended for good
+        """The run that nobody kills any more ends like the undisturbed one, bit for bit, clocks
+        aside.
+        """
+        # else it has ended for good
+        if self.values["save_every"] or not (folder_of(self.values) / "final").exists():
             running = self.start({})
-            assert [each.wait().code for each in running] == [0] * self.size, [each.err for each in running]
+            assert [each.wait().code for each in running] == [0] * self.size, [
+                each.err for each in running
+            ]
             self.check(running, "the end")
         helpers.assert_same_run(self.values, self.whole)
 
 
 def rows_of(path: Path) -> list[dict]:
-    """The rows of a log, without a last one that a kill cut short, and without the numbers of clocks."""
+    """The rows of a log, without a last one that a kill cut short, and without the numbers of
+    clocks.
+    """
     rows = log.read_log(path.parent, path.name)
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
@@ -148,13 +201,16 @@ def test_a_run_that_is_stopped_again_and_again(undisturbed, tmp_path, long, kind
     if how not in KINDS[kind][-1] and not long:
         pytest.skip("runs with --long")
     whole = undisturbed(kind)
-    draw, wanted = utils.generator("kills", kind, how, os.environ.get("SEED", "1")), STOPS if long else STOPS_IN_CI
+    draw = utils.generator("kills", kind, how, os.environ.get("SEED", "1"))
+    wanted = STOPS if long else STOPS_IN_CI
     count = chains = 0
     while count < wanted:
         chains += 1
         changes = {"run_name": f"run_{chains}", "save_every": 1 if how == "SIGKILL" else chains % 2}
         chain = Chain({**whole, **changes, "output_dir": str(tmp_path)}, whole, kind)
-        while count < wanted and chain.stop(draw, draw.choice(how.split()), RUNNING | KINDS[kind][3]):
+        while count < wanted and chain.stop(
+            draw, draw.choice(how.split()), RUNNING | KINDS[kind][3]
+        ):
             count += 1
         chain.finish()
     print(f"{kind}, {how}: {count} in {chains} runs")

@@ -1,6 +1,8 @@
-"""Numbers that are not finite, in whole runs: none reaches the weights, each update that is skipped is counted.
+"""Numbers that are not finite, in whole runs: none reaches the weights, each update that is skipped
+is counted.
 
-Scores and gradients that are not finite are in tests/test_run.py, single equations in tests/test_equations.py.
+Scores and gradients that are not finite are in tests/test_run.py, single equations in
+tests/test_equations.py.
 """
 
 import math
@@ -31,7 +33,7 @@ def change_weights(folder: str, part: str, **entries: float) -> None:
     save_file(weights, path, {"format": "pt"})
 
 
-# ---- weights that were NaN or infinite before the run ---------------------------------------------------------------
+# ---- weights that were NaN or infinite before the run --------------------------------------------
 
 
 @pytest.mark.parametrize("flag, value", [("model", math.nan), ("ref_model", math.inf)])
@@ -44,16 +46,25 @@ def test_a_model_that_is_not_finite_is_refused(base, tmp_path, capsys, flag, val
     assert not folder_of(values).exists()
 
 
-# ---- what goes wrong in a step --------------------------------------------------------------------------------------
+# ---- what goes wrong in a step -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script, place, estimator", [
-    ("grpo", "loss", "k3"), ("grpo", "reward", "k1"), ("ppo", "reward", "k1"),
-    ("rloo", "loss", "k2"), ("rloo", "reward", "k1"),
-])  # fmt: skip
-def test_a_reference_that_becomes_nan(base, tmp_path, capsys, monkeypatch, script, place, estimator):
-    """torch.clamp has a gradient of 0 for NaN, and advantages are 0 without a score: all the same nothing is trained
-    on as if there were no KL."""
+@pytest.mark.parametrize(
+    "script, place, estimator",
+    [
+        ("grpo", "loss", "k3"),
+        ("grpo", "reward", "k1"),
+        ("ppo", "reward", "k1"),
+        ("rloo", "loss", "k2"),
+        ("rloo", "reward", "k1"),
+    ],
+)
+def test_a_reference_that_becomes_nan(
+    base, tmp_path, capsys, monkeypatch, script, place, estimator
+):
+    """torch.clamp has a gradient of 0 for NaN, and advantages are 0 without a score: all the same
+    nothing is trained on as if there were no KL.
+    """
     load = loading.load_policy_and_reference
 
     def poisoned(*args, **options):
@@ -63,7 +74,9 @@ def test_a_reference_that_becomes_nan(base, tmp_path, capsys, monkeypatch, scrip
 
     monkeypatch.setattr(loading, "load_policy_and_reference", poisoned)
     values = variant(base, tmp_path, kl_in=place, kl_estimator=estimator, total_episodes=48)
-    assert " was not finite in 6 updates in a row" in helpers.refused(capsys, helpers.run_here, values, script)
+    assert " was not finite in 6 updates in a row" in helpers.refused(
+        capsys, helpers.run_here, values, script
+    )
     for row in metrics_of(values):
         assert row["val/skipped_updates"] == 2 and row["objective/kl"] is None
     for step in steps_of(values):
@@ -76,28 +89,38 @@ def score(prompts, responses, **columns):
 """
 
 
-@pytest.mark.parametrize("script, changes", [("grpo", {"loss": "dr_grpo"}), ("ppo", {"whiten_advantages": False})])
+@pytest.mark.parametrize(
+    "script, changes", [("grpo", {"loss": "dr_grpo"}), ("ppo", {"whiten_advantages": False})]
+)
 def test_half_precision_that_overflows(base, tmp_path, script, changes):
-    """The scale of the loss is halved at each update that overflows, which is no fault of the learning rate; then the
-    run trains."""
+    """The scale of the loss is halved at each update that overflows, which is no fault of the
+    learning rate; then the run trains.
+    """
     (tmp_path / "big.py").write_text(BIG)
     values = variant(base, tmp_path, precision="fp16", kl_coef=0.0, total_episodes=56, **changes)
     values["reward"] = f"{tmp_path / 'big.py'}:score"
     helpers.run_here(values, script)
     rows = metrics_of(values)
-    skipped, scales = ([row[f"val/{name}"] for row in rows] for name in ("skipped_updates", "loss_scale"))
+    skipped, scales = (
+        [row[f"val/{name}"] for row in rows] for name in ("skipped_updates", "loss_scale")
+    )
     assert skipped[0] > 0 and skipped[-1] == 0
     assert scales == [2.0 ** (16 - sum(skipped[: i + 1])) for i in range(len(rows))]
     assert rows[-1]["loss/grad_norm"] > 0
-    assert all_finite(folder_of(values) / "final") and not same_weights(folder_of(values) / "final", values["model"])
+    assert all_finite(folder_of(values) / "final") and not same_weights(
+        folder_of(values) / "final", values["model"]
+    )
 
 
-# ---- tokens that a model masks --------------------------------------------------------------------------------------
+# ---- tokens that a model masks -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "script, changes",
-    [("grpo", {"entropy_coef": 0.01, "weight_decay": 0.1}), ("rloo", {"kl_in": "loss", "lora_rank": 2})],
+    [
+        ("grpo", {"entropy_coef": 0.01, "weight_decay": 0.1}),
+        ("rloo", {"kl_in": "loss", "lora_rank": 2}),
+    ],
 )
 def test_logits_of_minus_infinity(base, tmp_path, script, changes):
     """A head whose bias masks tokens: they are never sampled, and all numbers are finite."""

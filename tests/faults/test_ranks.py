@@ -1,4 +1,6 @@
-"""One rank of two that is killed or raises, in each phase. What is printed of it is in tests/test_failing_ranks.py."""
+"""One rank of two that is killed or raises, in each phase. What is printed of it is in
+tests/test_failing_ranks.py.
+"""
 
 import os
 import random
@@ -43,15 +45,25 @@ def ends(place: str, kind: str) -> None:
 
 
 def test_all_end_where_one_does(base, tmp_path, long):
-    """Soon, whatever the phase. A rank that raises prints rank and phase after its traceback; the other one, which has
-    lost it, prints in one line where."""
-    faults = [(p, k, v, s) for p in PHASES for k in ("SIGKILL", "raises") for v in (0, 1) for s in ("none", "fsdp")]
-    for number, (place, kind, victim, shard) in enumerate(faults if long else random.Random(3).sample(faults, 3)):
+    """Soon, whatever the phase. A rank that raises prints rank and phase after its traceback; the
+    other one, which has lost it, prints in one line where.
+    """
+    faults = [
+        (p, k, v, s)
+        for p in PHASES
+        for k in ("SIGKILL", "raises")
+        for v in (0, 1)
+        for s in ("none", "fsdp")
+    ]
+    for number, (place, kind, victim, shard) in enumerate(
+        faults if long else random.Random(3).sample(faults, 3)
+    ):
         values = {**base, "output_dir": str(tmp_path), "run_name": f"{number}", "shard": shard}
         both = helpers.start_ranks(values, 2, {victim: partial(ends, place, kind)})
         for rank in both:
             rank.wait(60)
-        first, other = both[victim], both[1 - victim]
+        first = both[victim]
+        other = both[1 - victim]
         fault = f"{place} {kind} {victim} {shard}\n{first.err}\n----\n{other.err}"
         assert first.code == (1 if kind == "raises" else -9), fault
         end = [line.removeprefix(f"[rank{victim}]: ") for line in first.err.splitlines()[-2:]]
@@ -60,8 +72,9 @@ def test_all_end_where_one_does(base, tmp_path, long):
         if other.code:  # rank 1 has nothing more to do once the last checkpoint is saved
             (line,) = other.errors
             assert other.code == 2 and "Traceback" not in other.err, fault
-            assert re.match(rf"error: rank {1 - victim} of 2, in the phase '\w+'.*: another rank has ended", line), (
-                fault
-            )
+            assert re.match(
+                rf"error: rank {1 - victim} of 2, in the phase '\w+'.*: another rank has ended",
+                line,
+            ), fault
         else:
             assert place == "checkpoints.save_final:1", fault

@@ -1,7 +1,7 @@
 """Reward functions and servers that misbehave: each has its stated end, and none becomes a zero.
 
-What a function that fails in its trial call says is in tests/test_rewards.py, what a server may answer in
-tests/test_reward_client.py, and runs whose rewards fail in tests/test_run.py.
+What a function that fails in its trial call says is in tests/test_rewards.py, what a server may
+answer in tests/test_reward_client.py, and runs whose rewards fail in tests/test_run.py.
 """
 
 import math
@@ -45,9 +45,11 @@ def child_comes_back(prompts, responses, **columns):
     return [-1.0] * 20
 """
 
-# The second where pebble sees the death of its only process before it has read that this one has begun.
+# The second where pebble sees the death of its only process before it has read that this one has
+# begun.
 DIED = ("ProcessExpired: ", "BrokenProcessPool: ")
-ALL, NONE = [float(i) for i in range(20)], [math.nan] * 20
+ALL = [float(i) for i in range(20)]
+NONE = [math.nan] * 20
 CASES = {  # function: scores, what is said of those that are missing
     "good": (ALL, ""),
     "raises_at_17": (NONE, "ZeroDivisionError: "),
@@ -64,7 +66,9 @@ ROWS = [{"prompt": "p", "query": [1], "answer": "2", "columns": {}}] * 20
 
 
 def rewards_of(*names: str) -> Rewards:
-    return Rewards(types.SimpleNamespace(reward=names, timeout=1.0, reward_workers=2), make_tokenizer())
+    return Rewards(
+        types.SimpleNamespace(reward=names, timeout=1.0, reward_workers=2), make_tokenizer()
+    )
 
 
 def scores_of(rewards: Rewards, name: str) -> tuple[list[float], str]:
@@ -87,7 +91,9 @@ def worker(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_functions(worker, name):
-    """NaN, never 0, for what has no score, and the reason; the next call gets its own answer, and not an older one."""
+    """NaN, never 0, for what has no score, and the reason; the next call gets its own answer, and
+    not an older one.
+    """
     rewards, path = worker
     scores, failure = scores_of(rewards, f"{path}:{name}")
     assert scores == pytest.approx(CASES[name][0], nan_ok=True)
@@ -97,7 +103,8 @@ def test_functions(worker, name):
 
 def test_nobody_waits_for_an_answer_once_the_run_is_interrupted(worker):
     rewards, path = worker
-    source, begin = rewards.sources[f"{path}:sleeps"], time.monotonic()
+    source = rewards.sources[f"{path}:sleeps"]
+    begin = time.monotonic()
     source.timeout = 60.0
     results = source.score(ROWS, [""] * 20, [[]] * 20, lambda: time.monotonic() > begin + 0.2)
     assert results == [{source.name: None}] * 20 and source.failure.startswith("CancelledError")

@@ -1,7 +1,7 @@
 """SIGTERM and SIGINT where a run waits for others, and under torchrun: 75 within 20 seconds.
 
-What comes at random instants is in test_kills.py; each phase of a step, of one process, in tests/test_run.py; the start
-of a run in tests/test_resume.py.
+What comes at random instants is in test_kills.py; each phase of a step, of one process, in
+tests/test_run.py; the start of a run in tests/test_resume.py.
 """
 
 import contextlib
@@ -44,7 +44,13 @@ class Game:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("signals")
-    changes = {"total_episodes": 16, "eval_every": 0, "save_every": 0, "timeout": 500.0, "run_name": "run"}
+    changes = {
+        "total_episodes": 16,
+        "eval_every": 0,
+        "save_every": 0,
+        "timeout": 500.0,
+        "run_name": "run",
+    }
     return {**helpers.workspace(folder), **changes}
 
 
@@ -71,7 +77,9 @@ WAITS = {  # flags; whether all processes of the run get the signal, as from Slu
 
 @pytest.mark.parametrize("name", WAITS)
 def test_a_run_that_waits(base, tmp_path, marker, name):
-    """It ends at once, and the run that goes on does not show it: it repeats the rollout, or the evaluation."""
+    """It ends at once, and the run that goes on does not show it: it repeats the rollout, or the
+    evaluation.
+    """
     changes, all_processes, how = WAITS[name]
     values = {**base, **changes, "output_dir": str(tmp_path)}
     values |= {key: str(tmp_path / x) for key, x in changes.items() if str(x).startswith("slow.py")}
@@ -92,9 +100,10 @@ def test_a_run_that_waits(base, tmp_path, marker, name):
     assert_same_run(values, whole)
 
 
-# ---- torchrun --------------------------------------------------------------------------------------------------------
+# ---- torchrun ------------------------------------------------------------------------------------
 
-# Rank 0 sends torchrun SIGTERM before it scores the first rollout, and waits until torchrun has passed it on.
+# Rank 0 sends torchrun SIGTERM before it scores the first rollout, and waits until torchrun has
+# passed it on.
 SENDING = """
 import os, signal, sys, time
 sys.path[:0] = {paths!r}
@@ -116,9 +125,13 @@ grpo.main(cli.parse(grpo.Args))
 
 
 def test_torchrun(base, tmp_path):
-    """Two ranks are gone, with their last step saved, within its 30 seconds of grace; then they go on."""
+    """Two ranks are gone, with their last step saved, within its 30 seconds of grace; then they go
+    on.
+    """
     values = {**base, "output_dir": str(tmp_path), "shard": "fsdp", "eval_every": 1}
-    marker, script, log, torchrun = (tmp_path / name for name in ("marker", "sending.py", "log", "torchrun"))
+    marker, script, log, torchrun = (
+        tmp_path / name for name in ("marker", "sending.py", "log", "torchrun")
+    )
     paths = list(map(str, helpers.PATHS))
     script.write_text(SENDING.format(paths=paths, marker=str(marker), torchrun=str(torchrun)))
     with forked_python.torchrun(script, values, log) as running:
