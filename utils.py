@@ -203,7 +203,7 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def loading(flag: str):
+def exit_on_error(flag: str):
     """Report an error that a library raises while it loads what a flag names: one line, exit code
     2.
 

@@ -20,7 +20,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapte
 from pydantic.dataclasses import dataclass
 
 from plumbing.data import rows
-from utils import ROOT, fail, loading, warn
+from utils import ROOT, exit_on_error, fail, warn
 
 # of a server, such as http://10.0.0.2:8000
 ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"
@@ -93,7 +93,7 @@ def from_file(cls: type, path: str) -> dict:
     of a run.
     """
     fields = cls.__dataclass_fields__
-    with loading(f"--config {path}"), open(path) as file:
+    with exit_on_error(f"--config {path}"), open(path) as file:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
         if isinstance(values, dict):
             if "args" in values:

@@ -111,7 +111,7 @@ class Args(
         # of RUN/final, and of RUN/checkpoints/step_N
         folders = Path(os.path.abspath(model)).parents[:2]
         for folder in folders if os.path.isdir(model) else ():
-            with utils.loading(f"--model {model}"):
+            with utils.exit_on_error(f"--model {model}"):
                 flags = read_args(folder).get("args", {})
             taken = {name: flags[name] for name in cls.FROM_RUN if name in flags}
             if taken:
@@ -212,7 +212,7 @@ def main(args: Args) -> None:
     folder = Path(args.output_dir, name)
     if folder.exists():
         utils.fail(f"--run_name {name}: {folder} exists; choose another name")
-    with utils.loading(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
+    with utils.exit_on_error(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
         folder.parent.mkdir(parents=True, exist_ok=True)
     n = args.samples if args.temperature else 1
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)

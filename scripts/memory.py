@@ -220,7 +220,7 @@ def main():
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.redirect_stdout(io.StringIO()),
-        utils.loading(f"{options.script}"),
+        utils.exit_on_error(f"{options.script}"),
         memory,
     ):
         sys.path.insert(0, f"{options.script.parent}")

@@ -36,7 +36,7 @@ def main(
     shown = {"step", *(metrics or CURVES)}
     known = set()
     rows = {}
-    with utils.loading("RUNS"):
+    with utils.exit_on_error("RUNS"):
         for name, run in zip(run_names(runs), runs):
             rows[name] = []
             for row in read_log(run):
@@ -46,7 +46,7 @@ def main(
                 raise ValueError(f"{run} has no metrics.jsonl with a whole line")
     if unknown := {*metrics} - known:
         utils.fail(f"--metrics {' '.join(unknown)}: the runs have {', '.join(sorted(known))}")
-    with utils.loading(f"--output {output}"):
+    with utils.exit_on_error(f"--output {output}"):
         plot_curves(rows, output, metrics)
     print(output)
 

@@ -33,9 +33,9 @@ def main(runs: tyro.conf.Positional[tuple[str, ...]], output: str = "report.html
         runs: Run folders. Runs that differ by their seed alone share a curve, with a band.
         output: The page to write.
     """
-    with utils.loading("RUNS"):
+    with utils.exit_on_error("RUNS"):
         text = page(list(dict.fromkeys(map(os.path.normpath, runs))))
-    with utils.loading(f"--output {output}"):
+    with utils.exit_on_error(f"--output {output}"):
         replace_file(output, text)
     print(output)
 

@@ -189,7 +189,7 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
 
 
 def main(args: Args) -> None:
-    with utils.loading(f"--host {args.host} --port {args.port}"):
+    with utils.exit_on_error(f"--host {args.host} --port {args.port}"):
         require_key(args.host, "REWARD_API_KEY")
         host, family = (
             (f"[{args.host}]", socket.AF_INET6) if ":" in args.host else (args.host, socket.AF_INET)

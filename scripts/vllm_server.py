@@ -53,7 +53,7 @@ class Args:
 
 
 def main(args: Args, others: list[str]) -> None:
-    with utils.loading(f"--host {args.host}"):
+    with utils.exit_on_error(f"--host {args.host}"):
         require_key(args.host, "VLLM_API_KEY")
     options = {
         "model": args.model,

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field, TypeAdapter
 
 from plumbing.data.rows import check
-from utils import fail, loading
+from utils import exit_on_error, fail
 
 # The columns that are looked for, in this order; a dot goes into an object. They are those of
 # GSM8K, MATH, open-instruct (messages, ground_truth), verl (reward_model.ground_truth), TRL
@@ -273,7 +273,7 @@ def encode_prompt(
         text = "\n".join(turn["content"] for turn in messages)
         ids = encode_text(where, text, tokenizer)
     else:
-        with loading(f"{where}: the chat template of --model"):
+        with exit_on_error(f"{where}: the chat template of --model"):
             messages = guarded(messages, tokenizer)
             text = tokenizer.apply_chat_template(
                 messages, tools, tokenize=False, add_generation_prompt=True
@@ -291,7 +291,7 @@ def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[
 
     The parts of a text that `guarded` has cut are encoded one by one, so that no token spans a cut.
     """
-    with loading(where):
+    with exit_on_error(where):
         first, *others = text.split(CUT)
         ids = tokenizer.encode(first, add_special_tokens=special)
         for part in others:

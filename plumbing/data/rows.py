@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from utils import fail, loading, warn
+from utils import exit_on_error, fail, warn
 
 # ---- built-in tasks ------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ def read_rows(flag: str, name: str, split: str) -> list[dict]:
     kind, _, task = name.partition(":")
     if kind in BUILT_IN and split not in BUILT_IN[kind]:
         fail(f"{flag} {name}: has the splits {' and '.join(BUILT_IN[kind])}, not {split!r}")
-    with loading(f"{flag} {name}"):
+    with exit_on_error(f"{flag} {name}"):
         if kind == "arithmetic":
             rows = arithmetic_rows(split, BUILT_IN[kind][split])
         elif kind == "reasoning_gym":
@@ -147,7 +147,7 @@ def read_file(flag: str, name: str) -> list[dict]:
         if name.endswith(".csv"):
             return list(csv.DictReader(file, strict=True))
         for number, line in enumerate(file, 1):
-            with loading(f"{flag} {name}: row {number}"):
+            with exit_on_error(f"{flag} {name}: row {number}"):
                 rows += [json.loads(line)] if line.strip() else []
     return rows
 

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from plumbing.models.lora import add_lora
-from utils import fail, first_line, loading, say, warn
+from utils import exit_on_error, fail, first_line, say, warn
 
 
 class Precision(NamedTuple):
@@ -95,7 +95,7 @@ def read_tokenizer(flag: str, name: str):
         if name.count("/") > 1:
             fail(f"{flag} {name}: there is no such folder")
         find_hub()
-    with loading(f"{flag} {name}"):
+    with exit_on_error(f"{flag} {name}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, padding_side="left", trust_remote_code=False
         )
@@ -114,9 +114,9 @@ def load_tokenizer(name: str, chat_template: str = "", template_kwargs: str = "{
     """
     tokenizer = read_tokenizer("--model", name)
     if chat_template not in ("", "none"):
-        with loading(f"--chat_template {chat_template}"), open(chat_template) as file:
+        with exit_on_error(f"--chat_template {chat_template}"), open(chat_template) as file:
             tokenizer.chat_template = file.read()
-    with loading(f"--chat_template_kwargs {template_kwargs}"):
+    with exit_on_error(f"--chat_template_kwargs {template_kwargs}"):
         values = dict(json.loads(template_kwargs))
     template = "" if chat_template == "none" else str(tokenizer.chat_template)
     if unread := [key for key in values if not re.search(rf"\b{re.escape(key)}\b", template)]:
@@ -136,7 +136,7 @@ def end_of_turn(tokenizer) -> str:
     if tokenizer.chat_template is None:
         return ""
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "A-TURN"}]
-    with loading("the chat template of --model"):
+    with exit_on_error("the chat template of --model"):
         return tokenizer.apply_chat_template(turns, tokenize=False).partition("A-TURN")[2]
 
 
@@ -200,7 +200,7 @@ def base_of(name: str) -> str:
     path = os.path.join(name, "adapter_config.json")
     if not os.path.exists(path):
         return name
-    with loading(f"--model {name}"), open(path) as file:
+    with exit_on_error(f"--model {name}"), open(path) as file:
         return json.load(file)["base_model_name_or_path"]
 
 
@@ -208,7 +208,7 @@ def load_config(flag: str, name: str):
     """Return a model's configuration with every dropout at 0 (Ziegler et al. 2019, p. 3: no dropout
     in the policy).
     """
-    with loading(f"{flag} {name}"):
+    with exit_on_error(f"{flag} {name}"):
         config = transformers.AutoConfig.from_pretrained(base_of(name), trust_remote_code=False)
     for key, value in config.to_dict().items():
         if isinstance(value, float) and key.endswith(
@@ -286,7 +286,7 @@ def load_model(
         with device:
             model = auto_class.from_config(config, dtype=dtype).eval()
     else:
-        with loading(f"{flag} {name}"):
+        with exit_on_error(f"{flag} {name}"):
             base = base_of(name)
             model, report = auto_class.from_pretrained(
                 base, config=config, dtype=dtype, output_loading_info=True
@@ -480,7 +480,7 @@ def check_decodes(flag: str, model: torch.nn.Module, precision: Precision, inste
     mask[1, :3] = 0  # two prompts of 5 and 2 tokens; then the first one ends
     positions = (mask.cumsum(1) - 1).clamp(0)
     reason = f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
-    with loading(reason), precision.autocast():
+    with exit_on_error(reason), precision.autocast():
         cache = model(
             input_ids=ids[:, :5],
             attention_mask=mask[:, :5],

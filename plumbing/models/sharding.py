@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
 from plumbing.models.loading import Precision, blocks_of, caps_scores, checkpoint_blocks, load_model
-from utils import World, fail, full_tensor, loading, parameter_count
+from utils import World, exit_on_error, fail, full_tensor, parameter_count
 
 
 class Sharding:
@@ -48,7 +48,7 @@ class Sharding:
         self.world = world
         self.precision = precision
         if args.compile:
-            with loading("--compile"):  # a small function, which says if there is no compiler
+            with exit_on_error("--compile"):  # a small function, which says if there is no compiler
                 torch.compile(torch.sin)(torch.zeros(2, device=world.device))
         memory = gpu_bytes(world.device)
         offload = args.shard == "fsdp_offload"
@@ -248,7 +248,7 @@ def set_attention(model: transformers.PreTrainedModel, name: str) -> None:
     """Make a model compute its attention by --attention `name`, or exit with code 2 if it
     cannot.
     """
-    with loading(f"--attention {name}"):
+    with exit_on_error(f"--attention {name}"):
         model.set_attn_implementation(name)
     from_hub = FLASH_ATTN_KERNEL_FALLBACK.get(name)  # where the package is not installed
     # transformers only logs that a model lacks one, and its sdpa leaves the cap of the scores out.

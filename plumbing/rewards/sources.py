@@ -27,7 +27,7 @@ from plumbing.data.prompts import encode_text, guarded, is_filled
 from plumbing.models import loading as models
 from plumbing.rewards.verifiers import VERIFIERS, verifier_of
 from plumbing.rewards.workers import SECONDS_TO_LOAD, Workers, call_function, never
-from utils import World, fail, first_line, loading, micro_batches, warn
+from utils import World, exit_on_error, fail, first_line, micro_batches, warn
 
 # score; the square of a larger one would not fit into float32, and its advantage become 0
 LARGEST = 1e18
@@ -117,7 +117,7 @@ def check_name(name: str) -> None:
     if name == "code":
         from plumbing.rewards import sandbox
 
-        with loading("--reward code"):
+        with exit_on_error("--reward code"):
             missing = sandbox.open_limits()
         if missing:
             warn(f"--reward code: {missing}")

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from plumbing.models.loading import load_config, read_tokenizer, vocabulary_difference
 from plumbing.models.lora import base_weights, merged
-from utils import Optimizer, World, fail, first_line, loading
+from utils import Optimizer, World, exit_on_error, fail, first_line
 
 # dcp's, where `no_dist` asks for just that
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -170,7 +170,7 @@ def load_checkpoint(
         fail(
             f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}"
         )
-    with loading(f"--resume {folder}"):
+    with exit_on_error(f"--resume {folder}"):
         state = torch.load(
             os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True
         )

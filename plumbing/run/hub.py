@@ -6,7 +6,7 @@ import shlex
 from huggingface_hub import HfApi, ModelCard, ModelCardData, constants
 
 from plumbing.run.log import CURVES, read_args, read_log, without_secrets
-from utils import loading
+from utils import exit_on_error
 
 CARD = """---
 {{ card_data }}
@@ -30,7 +30,7 @@ CARD = """---
 
 def open_repository(name: str) -> str:
     """Make the repository, unless it exists, and return its id, OWNER/NAME. For rank 0 alone."""
-    with loading(f"--push_to_hub {name}"):
+    with exit_on_error(f"--push_to_hub {name}"):
         return HfApi().create_repo(name, exist_ok=True).repo_id
 
 
@@ -53,7 +53,7 @@ def push(folder: str, repository: str, tracked: str | None) -> str:
     )
     card.save(os.path.join(final, "README.md"))
     again = f"hf upload {repository} {shlex.quote(final)} . --delete '*.safetensors*'"
-    with loading(
+    with exit_on_error(
         f"--push_to_hub {repository}: {final} is saved, but not pushed ({again} pushes it)"
     ):
         # Weights that the repository had before would be loaded in place of the new ones if their

@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.ranks import begin_phase
-from utils import World, first_line, loading, progress_bars, say, warn
+from utils import World, exit_on_error, first_line, progress_bars, say, warn
 
 PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
     "objective/scores": "score",
@@ -74,7 +74,7 @@ class RunLog:
 
     def _track(self, run_id: str, args) -> None:
         """Begin the run in the library that --track names, or continue it there."""
-        with loading(f"--track {args.track}"):
+        with exit_on_error(f"--track {args.track}"):
             library = importlib.import_module(args.track)
             # Weights & Biases continues the run of an id, trackio that of a name.
             options = {"id": run_id, "dir": self.folder} if args.track == "wandb" else {}
@@ -246,7 +246,7 @@ def check_track(name: str) -> None:
     """Exit with code 2 if the library of --track is not installed, or if it requires a login and
     there is none.
     """
-    with loading(f"--track {name}"):
+    with exit_on_error(f"--track {name}"):
         library = importlib.import_module(name)
         if name == "wandb":
             library.login()  # WANDB_MODE=offline requires none

@@ -20,7 +20,7 @@ import torch
 
 from plumbing.run.checkpoints import checkpoint_folders
 from plumbing.run.log import read_args, read_log, replace_file
-from utils import ROOT, fail, loading, warn
+from utils import ROOT, exit_on_error, fail, warn
 
 locks = []  # open files; closing one would give up its lock
 
@@ -46,7 +46,7 @@ def find_origin(args, script: str) -> Origin:
         for part in (script.removesuffix(".py"), args.model, args.dataset)
     ]
     name = args.run_name or "__".join([*parts, str(args.seed)])
-    with loading(f"--output_dir {args.output_dir}"):
+    with exit_on_error(f"--output_dir {args.output_dir}"):
         os.makedirs(args.output_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=args.output_dir).close()  # can it be written to?
     folder = os.path.join(args.output_dir, name)
@@ -56,7 +56,7 @@ def find_origin(args, script: str) -> Origin:
         fail(
             f"--run_name {name}: {folder} exists; continue it with --resume, or choose another name"
         )
-    with loading(f"--resume {folder}"):
+    with exit_on_error(f"--resume {folder}"):
         lock(folder)
         facts = read_args(folder)
         rows = list(read_log(folder))

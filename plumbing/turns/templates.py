@@ -18,7 +18,7 @@ import regex
 from plumbing.data.prompts import encode_text, guarded
 from plumbing.rewards.answers import after_thought
 from plumbing.turns.worker import EnvironmentFailure
-from utils import first_line, loading, warn
+from utils import exit_on_error, first_line, warn
 
 Call = tuple[str, dict]  # name and arguments
 MARK = "SAMPLED-TURN"  # where a rendering has the end of a sampled turn
@@ -50,10 +50,10 @@ class Turns:
         # The template of a base model may not know the role of results.
         self.result_role = "tool" if "tool" in str(tokenizer.chat_template) else "user"
         if args.tool_call_pattern:
-            with loading(f"--tool_call_pattern {args.tool_call_pattern!r}"):
+            with exit_on_error(f"--tool_call_pattern {args.tool_call_pattern!r}"):
                 self.calls = pattern_reader(args.tool_call_pattern, schemas, args.timeout)
         flag = "--tools" if args.tools else "--environment"
-        with loading(f"{flag}: the chat template of --model"):
+        with exit_on_error(f"{flag}: the chat template of --model"):
             if schemas and not args.tool_call_pattern:
                 self.calls = self._template_reader()
             roles = [self.result_role] * bool(schemas) + ["user"] * bool(
