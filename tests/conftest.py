@@ -1,4 +1,7 @@
-"""How the tests run: what is importable, the flag --long, and the order of the files."""
+"""How the tests run: what is importable, the flag --long, and the order of the files.
+
+A test that is run as a script imports this file, too, so that it finds the same modules.
+"""
 
 import gc
 import os
@@ -8,8 +11,9 @@ from pathlib import Path
 import pytest
 
 pytest.register_assert_rewrite("helpers")  # so that its asserts show what differs
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "scripts"), os.path.join(ROOT, "assets")]
+ROOT = Path(__file__).resolve().parents[1]
+PATHS = [str(ROOT / part) for part in (".", "scripts", "assets", "tests", "tests/support")]
+sys.path[:0] = [path for path in PATHS if path not in sys.path]
 # read when transformers is imported: no test waits for a network
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -8,6 +8,7 @@ import re
 import tempfile
 from pathlib import Path
 
+import conftest  # noqa: F401
 import helpers
 import pytest
 import torch

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import conftest  # noqa: F401
 import helpers
 import numpy as np
 import pytest

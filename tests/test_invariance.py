@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import get_args
 
+import conftest  # noqa: F401
 import helpers
 import pytest
 from helpers import folder_of, metrics_of, read_lines, run_ranks

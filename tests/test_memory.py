@@ -85,7 +85,8 @@ def test_the_peak_of_a_gpu(monkeypatch):
 
 COUNTED = """
 import gc, sys, torch
-sys.path[:0] = ["tests", "scripts"]
+sys.path.insert(0, "tests")
+import conftest
 import grpo, memory
 from plumbing.models import loading
 from plumbing.run import ranks

@@ -12,9 +12,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
+from conftest import ROOT
 
 SCRIPTS = {
     "grpo": 5_700,

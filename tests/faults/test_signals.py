@@ -106,7 +106,6 @@ def test_a_run_that_waits(base, tmp_path, marker, name):
 # passed it on.
 SENDING = """
 import os, signal, sys, time
-sys.path[:0] = {paths!r}
 import helpers
 import grpo
 from plumbing import cli
@@ -132,8 +131,7 @@ def test_torchrun(base, tmp_path):
     marker, script, log, torchrun = (
         tmp_path / name for name in ("marker", "sending.py", "log", "torchrun")
     )
-    paths = list(map(str, helpers.PATHS))
-    script.write_text(SENDING.format(paths=paths, marker=str(marker), torchrun=str(torchrun)))
+    script.write_text(SENDING.format(marker=str(marker), torchrun=str(torchrun)))
     with forked_python.torchrun(script, values, log) as running:
         torchrun.write_text(str(running.pid))
         code = running.wait(120)

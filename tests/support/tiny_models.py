@@ -5,7 +5,6 @@ character.
 import pytest
 import torch
 import transformers
-from conftest import ROOT  # noqa: F401  # which makes the repository importable
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 

@@ -25,34 +25,27 @@ import types
 from multiprocessing import forkserver
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-PATHS = (ROOT, ROOT / "scripts", ROOT / "assets", ROOT / "tests")
-for path in PATHS:
-    if str(path) not in sys.path:
-        sys.path.insert(0, str(path))
-
 # Some of these are imported here only so that the forked runs have them.
-import datasets  # noqa: E402, F401
-import matplotlib.backends.backend_agg  # noqa: E402, F401
-import pytest  # noqa: E402
-import rich.console  # noqa: E402, F401
-import rich.table  # noqa: E402, F401
-import torch  # noqa: E402
-import transformers  # noqa: E402
-import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
-from safetensors.torch import load_file  # noqa: E402
-from tiny_models import make_tokenizer  # noqa: E402
+import datasets  # noqa: F401
+import matplotlib.backends.backend_agg  # noqa: F401
+import pytest
+import rich.console  # noqa: F401
+import rich.table  # noqa: F401
+import torch
+import transformers
+import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+from conftest import PATHS, ROOT
+from safetensors.torch import load_file
+from tiny_models import make_tokenizer
 
-import plumbing.rollout.vllm_engine  # noqa: E402, F401
-import plumbing.turns.conversations  # noqa: E402, F401
-from plumbing import cli  # noqa: E402
-from plumbing.rewards.sources import Scoring  # noqa: E402
-from plumbing.run import log as run_log  # noqa: E402
+import plumbing.rollout.vllm_engine  # noqa: F401
+import plumbing.turns.conversations  # noqa: F401
+from plumbing import cli
+from plumbing.rewards.sources import Scoring
+from plumbing.run import log as run_log
 
-GAME = f"{ROOT / 'tests/game.py'}:Game"  # an environment
-# 13
+GAME = f"{ROOT / 'tests/support/game.py'}:Game"  # an environment
+# Thirteen sums of numbers of one and two digits.
 ROWS = [
     {"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in zip(range(1, 40, 3), range(2, 93, 7))
 ]
@@ -297,7 +290,7 @@ def _fork_server(*preloaded: str) -> forkserver.ForkServer:
     server.set_forkserver_preload(list(preloaded))
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "VLLM_LOGGING_LEVEL")}
     # Python 3.11's server does not take over sys.path
-    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, PATHS))
+    os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
     # as the engine sets it, before vLLM is imported
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     server.ensure_running()
