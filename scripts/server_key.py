@@ -3,7 +3,7 @@
 import os
 import secrets
 
-from starlette.responses import JSONResponse
+from fastapi.responses import JSONResponse
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 

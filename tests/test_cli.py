@@ -32,7 +32,8 @@ SCRIPTS = {
 SCRIPTS |= {"distill": distill, "reward_server": reward_server, "vllm_server": vllm_server}
 
 # {line: what is printed}: words that are refused, rules, warnings ("" for none); {content of a
-# .yaml file: its error}
+# .yaml file: its error}; {flag: values outside of its range}, those of NaN and infinity aside;
+# {reward: a part of its system prompt}
 CASES = json.loads((ROOT / "tests" / "data" / "command_lines.json").read_text())
 
 
@@ -59,29 +60,9 @@ def test_bad_words(line, capsys):
     assert CASES["words"][line] in re.sub(r"[│╭╮╰╯─|+\s]+|-{9,}", " ", refused(capsys, line))
 
 
-RANGES = {  # flag: values outside of its range; below 0, NaN and infinity are in a test below
-    "rollout_batch_size": "0",
-    "num_epochs": "0",
-    "micro_batch_tokens": "0",
-    "learning_rate": "0",
-    "warmup_ratio": "1.5",
-    "max_grad_norm": "0",
-    "temperature": "0",
-    "top_p": "0 1.5",
-    "repetition_penalty": "0",
-    "kl_horizon": "0",
-    "eval_samples": "0",
-    "timeout": "0 1e9",
-    "clip_low": "-1 2",
-    "clip_high": "-0.1",
-    "reward_weights": "1e30",
-    "overlong_buffer": "-1",
-}
-
-
-@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("name", CASES["ranges"])
 def test_ranges(name):
-    for value in RANGES[name].split():
+    for value in CASES["ranges"][name].split():
         with pytest.raises(ValidationError, match=f"{name}(.0)?\n  Input should be "):
             grpo.Args(**{name: (value,) if name == "reward_weights" else value})
 
@@ -131,19 +112,12 @@ def test_warnings(line, capsys):
     assert err.startswith(WARNINGS[line]) and err.count("\n") == bool(WARNINGS[line])
 
 
-SYSTEM_PROMPTS = {
-    "math format": "boxed{}",
-    "gsm8k math": '"####"',
-    "code": "",
-    "gsm8k --chat_template none": "",
-}
-
-
-@pytest.mark.parametrize("reward", SYSTEM_PROMPTS)
+@pytest.mark.parametrize("reward", CASES["system prompts"])
 def test_the_system_prompt_goes_by_the_first_reward(reward, capsys):
     """It is printed, and stands in args.json; one that is given stays."""
     text = parse(f"grpo --reward {reward}").system_prompt
-    assert SYSTEM_PROMPTS[reward] in text and bool(text) == bool(SYSTEM_PROMPTS[reward])
+    part = CASES["system prompts"][reward]
+    assert part in text and bool(text) == bool(part)
     assert capsys.readouterr().out == f"--system_prompt {text!r}, by --reward {reward.split()[0]}\n"
     assert (
         parse(f"evaluate --reward {reward} --system_prompt=").system_prompt == ""

@@ -8,6 +8,8 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from helpers import ROOT
@@ -212,28 +214,31 @@ def test_flags_in_docstrings_and_messages_exist(name):
 
 # ---- imports, paths, versions --------------------------------------------------------------------
 
+COMMANDS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("[as]*/**/*.py"))
+LOCAL = {Path(name).stem for name in (*SCRIPTS, "utils.py", *COMMANDS)} | {"plumbing", "guess"}
 # a folder of plumbing/ imports only those before it
 ORDER = ("models", "data", "rewards", "turns", "rollout", "run")
 
 
 def imported(name: str) -> set[str]:
-    """Return what a file imports of the repository, wherever in it: "utils", "grpo",
-    "plumbing.data.mixture".
-    """
+    """Return what a file imports, wherever in it: "utils", "torch.nn", "plumbing.data.mixture"."""
     modules = set()
     for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules |= {f"{node.module}.{alias.name}" for alias in node.names}
-    local = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("scripts/*.py"))}
-    return {module for module in modules if module.partition(".")[0] in local | {"plumbing"}}
+    return modules
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "utils.py", *PLUMBING])
 def test_imports_go_one_way(name):
     """Commands -> algorithms -> folders of plumbing/ in their order -> utils."""
-    modules = {module for module in imported(name) if not module.startswith("utils")}
+    modules = {
+        module
+        for module in imported(name)
+        if module.partition(".")[0] in LOCAL and not module.startswith("utils")
+    }
     folder = name.split("/")[1:2]
     if name == "utils.py":
         assert not modules
@@ -262,17 +267,8 @@ def test_no_path_of_one_machine():
     """Nothing under a home or a scratch folder, in any file of the repository."""
     if not shutil.which("git"):
         pytest.skip("needs git")
-    command = [
-        "git",
-        "-C",
-        str(ROOT),
-        "ls-files",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "-z",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = "git ls-files --cached --others --exclude-standard -z".split()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         pytest.skip("not a git checkout")
     folders = "home root Users work tmp mnt data scratch".split()
@@ -282,10 +278,21 @@ def test_no_path_of_one_machine():
             assert not pattern.search(path.read_bytes()), path
 
 
+PINNED = dict(re.findall("^(.+)==(.+)$", (ROOT / "requirements.txt").read_text(), re.M))
+
+
 def test_what_is_pinned_is_what_is_installed():
     """Else something else that is installed, vLLM say, does not go with requirements.txt."""
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        name, _, version = line.partition("==")
-        if version:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # vllm, on a CPU
-                assert importlib.metadata.version(name).partition("+")[0] == version, line
+    for name, version in PINNED.items():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # vllm, on a CPU
+            assert importlib.metadata.version(name).partition("+")[0] == version, name
+
+
+def test_what_is_pinned_is_what_is_imported():
+    """But for wandb, which --track names, and for what docs/ let the user install."""
+    files = (*SCRIPTS, "utils.py", *PLUMBING, *COMMANDS)
+    modules = {module.partition(".")[0] for name in files for module in imported(name)}
+    modules -= LOCAL | sys.stdlib_module_names
+    others = {"reasoning_gym", "if_verifiable", "langdetect"}
+    renamed = {"yaml": "pyyaml", "math_verify": "math-verify"}
+    assert {renamed.get(name, name) for name in modules - others} == PINNED.keys() - {"wandb"}

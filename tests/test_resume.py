@@ -176,19 +176,8 @@ def test_all_ranks_end_where_the_first_does(monkeypatch):
 
 # ---- flags that a resume changes -----------------------------------------------------------------
 
-CHANGED = dict(
-    learning_rate=1e-2,
-    lr_schedule="cosine",
-    warmup_ratio=0.9,
-    weight_decay=0.5,
-    critic_learning_rate=1e-2,
-    critic_lr_schedule="cosine",
-    critic_warmup_ratio=0.9,
-    critic_weight_decay=0.5,
-    min_learning_rate=1e-4,
-    adam_betas=(0.5, 0.9),
-    max_grad_norm=1e-3,
-)
+CASES = json.loads(Path(utils.ROOT, "tests/data/command_lines.json").read_text())
+CHANGED = CASES["changed flags of an optimizer"]
 
 
 @pytest.mark.parametrize("prefix", ["", "critic_"])
