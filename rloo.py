@@ -421,7 +421,7 @@ class Policy(nn.Module):
 # --------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate(
     model,
     queries: list[list[int]],
@@ -453,15 +453,13 @@ def generate(
     device = model_device(model)
     width = max(map(len, queries))
     lengths = lengths or [args.max_response_length] * len(queries)
-    # (N,), where each response ends at the latest
-    length, ends = max(lengths), torch.tensor(lengths, device=device)
+    length = max(lengths)
+    ends = torch.tensor(lengths, device=device)  # (N,), where each response ends at the latest
     # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
-    mask = torch.tensor(
-        [[0] * (width - len(query)) + [1] * len(query) for query in queries], device=device
-    )
-    # (N, T) each
+    mask = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
+    mask = torch.tensor(mask, device=device)  # (n, tokens so far)
     values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops = torch.tensor(stop_ids, device=device)
@@ -481,7 +479,8 @@ def generate(
             use_cache=True,
             logits_to_keep=1,
         )
-        cache, scores = outputs.past_key_values, outputs.logits[:, -1].float()  # (n, V)
+        cache = outputs.past_key_values
+        scores = outputs.logits[:, -1].float()  # (n, V)
         for process in processors:
             scores = process(sequences[running, : width + t], scores)
         token_logprobs = scores.log_softmax(-1)
