@@ -50,7 +50,7 @@ from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveSha
 from plumbing.data.mixture import count_steps, load_train_and_eval, take_prompts
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, gradient_sync, model_device
-from plumbing.rewards.sources import Rewards, check_reference
+from plumbing.rewards.sources import RewardSources, check_reference
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_tokens, only_logged
 from plumbing.run import evaluation
@@ -332,7 +332,7 @@ def collect(
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
-    rewards = sampler.rewards
+    reward_sources = sampler.reward_sources
     samples = []
     rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed)
     shares = utils.generator("on policy", args.seed, step).random(len(rows))
@@ -347,12 +347,14 @@ def collect(
     for row in copied:
         logprobs = {"rollout_logprobs": [math.nan] * len(row["response"])}  # nobody sampled them
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
-        scores = dict.fromkeys(rewards.sources, 0.0)
+        scores = dict.fromkeys(reward_sources.sources, 0.0)
         samples.append(
             Sample(row, row["response"], logprobs, stopped=True, text=text, scores=scores)
         )
     batch = Batch.from_samples(samples, model_device(sampler.model))
-    metrics = evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards)
+    metrics = evaluation.batch_metrics(
+        batch, evaluation.correct_responses(batch, reward_sources), reward_sources
+    )
     # no source scores what is learned
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
@@ -372,7 +374,7 @@ def main(args: Args) -> None:
     prompts, eval_prompts = load_train_and_eval(
         args, tokenizer, check_reference, conversations, imitated
     )
-    rewards = Rewards(args, tokenizer, eval_prompts, conversations is not None)
+    reward_sources = RewardSources(args, tokenizer, eval_prompts, conversations is not None)
     updates_a_step = utils.count_updates(
         args.rollout_batch_size, args.mini_batch_size, args.num_epochs
     )
@@ -380,7 +382,7 @@ def main(args: Args) -> None:
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision, rewards.models)
+    sharding = Sharding(args, world, precision, reward_sources.models)
     # supervised: only evaluations sample by --temperature
     temperature = args.temperature if args.teacher else 1.0
     make_policy = functools.partial(Policy, args=args, temperature=temperature)
@@ -393,7 +395,7 @@ def main(args: Args) -> None:
         teacher = loading.load_frozen(
             "--teacher", args.teacher, make_teacher, precision.frozen_dtype, sharding
         )
-    rewards.load_models(args, precision, sharding)
+    reward_sources.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = None
@@ -407,7 +409,7 @@ def main(args: Args) -> None:
         engine=engine,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
-        rewards=rewards,
+        reward_sources=reward_sources,
         conversations=conversations,
         args=args,
         interrupt=run.interrupt,

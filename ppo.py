@@ -49,7 +49,7 @@ from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from plumbing.data.mixture import load_prompts, load_train_and_eval, mix, take_prompts
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
-from plumbing.rewards.sources import Rewards, check_reference, reward_weights
+from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
     Batch,
@@ -850,7 +850,7 @@ def collect(
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
-    rewards = sampler.rewards
+    reward_sources = sampler.reward_sources
     wanted = args.rollout_batch_size
     size = args.group_size
     samples = []
@@ -869,7 +869,7 @@ def collect(
         batch.scores = final_scores(scores, batch.response_lengths, batch.stopped, statistics, args)
         has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
         groups = int(has_signal.sum())
-        if groups >= wanted or evaluation.unscored(latest, rewards, args):
+        if groups >= wanted or evaluation.unscored(latest, reward_sources, args):
             break
         # As many prompts as are needed if the next ones are like those so far.
         count = min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
@@ -877,9 +877,11 @@ def collect(
         "objective/scores": batch.scores.nanmean().item(),
         "val/zero_std_fraction": 1 - groups / len(has_signal) if size > 1 else math.nan,
         "val/sampled_prompts": len(has_signal),
-        **evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards),
+        **evaluation.batch_metrics(
+            batch, evaluation.correct_responses(batch, reward_sources), reward_sources
+        ),
     }
-    unscored = evaluation.unscored(batch, rewards, args)
+    unscored = evaluation.unscored(batch, reward_sources, args)
     sampled_tokens = sum(batch.lengths)
     if args.filter_groups != "none":
         if not groups:  # nothing to learn from in this step
@@ -953,7 +955,9 @@ def main(args: Args) -> None:
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     if args.value_model:
         loading.check_can_read("--value_model", args.value_model, tokenizer)
-    rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
+    reward_sources = RewardSources(
+        args, tokenizer, prompts + eval_prompts, conversations is not None
+    )
     # responses a step; fewer train where some are left out
     N = args.rollout_batch_size * args.group_size
     updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
@@ -961,12 +965,12 @@ def main(args: Args) -> None:
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision, rewards.models)
+    sharding = Sharding(args, world, precision, reward_sources.models)
     policy, wrapped, reference = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )
     kl_in = "none" if reference is None else args.kl_in
-    rewards.load_models(args, precision, sharding)
+    reward_sources.load_models(args, precision, sharding)
     critic = load_critic(args, run.checkpoint, precision.base_dtype(args), sharding.load_device)
     wrapped_critic = sharding.wrap(critic)
     optimizer = utils.Optimizer(
@@ -994,7 +998,7 @@ def main(args: Args) -> None:
         engine=engine,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
-        rewards=rewards,
+        reward_sources=reward_sources,
         conversations=conversations,
         args=args,
         interrupt=run.interrupt,

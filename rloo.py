@@ -50,7 +50,7 @@ from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, Positi
 from plumbing.data.mixture import load_train_and_eval, take_prompts
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
-from plumbing.rewards.sources import Rewards, check_reference, reward_weights
+from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
     Batch,
@@ -569,7 +569,7 @@ def collect(
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
-    rewards = sampler.rewards
+    reward_sources = sampler.reward_sources
     wanted = args.rollout_batch_size
     size = args.group_size
     samples = []
@@ -587,7 +587,7 @@ def collect(
         batch.scores = final_scores(scores, batch.response_lengths, batch.stopped, args)
         has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
         groups = int(has_signal.sum())
-        if groups >= wanted or evaluation.unscored(latest, rewards, args):
+        if groups >= wanted or evaluation.unscored(latest, reward_sources, args):
             break
         # As many prompts as are needed if the next ones are like those so far.
         count = min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
@@ -595,9 +595,11 @@ def collect(
         "objective/scores": batch.scores.nanmean().item(),
         "val/zero_std_fraction": 1 - groups / len(has_signal) if size > 1 else math.nan,
         "val/sampled_prompts": len(has_signal),
-        **evaluation.batch_metrics(batch, evaluation.correct_responses(batch, rewards), rewards),
+        **evaluation.batch_metrics(
+            batch, evaluation.correct_responses(batch, reward_sources), reward_sources
+        ),
     }
-    unscored = evaluation.unscored(batch, rewards, args)
+    unscored = evaluation.unscored(batch, reward_sources, args)
     sampled_tokens = sum(batch.lengths)
     if args.filter_groups != "none":
         if not groups:  # nothing to learn from in this step
@@ -625,7 +627,7 @@ def collect(
         batch.scores = batch.scores.masked_fill(~experience.baselines.isfinite(), math.nan)
         experience.metrics["val/missing_greedy_scores"] = int((~baselines.isfinite()).sum())
         experience.sampled_tokens += sum(greedy.lengths)
-        experience.unscored = unscored or evaluation.unscored(greedy, rewards, args)
+        experience.unscored = unscored or evaluation.unscored(greedy, reward_sources, args)
     return experience
 
 
@@ -725,7 +727,9 @@ def main(args: Args) -> None:
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
-    rewards = Rewards(args, tokenizer, prompts + eval_prompts, conversations is not None)
+    reward_sources = RewardSources(
+        args, tokenizer, prompts + eval_prompts, conversations is not None
+    )
     # responses a step; fewer train where some are left out
     N = args.rollout_batch_size * args.group_size
     updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
@@ -734,12 +738,12 @@ def main(args: Args) -> None:
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision, rewards.models)
+    sharding = Sharding(args, world, precision, reward_sources.models)
     policy, wrapped, reference = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )
     kl_in = "none" if reference is None else args.kl_in
-    rewards.load_models(args, precision, sharding)
+    reward_sources.load_models(args, precision, sharding)
     optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
     rollout_world = world.rollout_world(args.vllm_tensor_parallel)
     engine = engines.rollout_engine(args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS)
@@ -760,7 +764,7 @@ def main(args: Args) -> None:
         engine=engine,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
-        rewards=rewards,
+        reward_sources=reward_sources,
         conversations=conversations,
         args=args,
         interrupt=run.interrupt,

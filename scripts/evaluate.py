@@ -57,7 +57,7 @@ from plumbing.data import mixture
 from plumbing.data.rows import split_of
 from plumbing.models import loading
 from plumbing.rewards.answers import marked_number, stated_text
-from plumbing.rewards.sources import Rewards, check_reference
+from plumbing.rewards.sources import RewardSources, check_reference
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Sampler
 from plumbing.run import evaluation, resume
@@ -151,7 +151,7 @@ def voted_answer(response: str) -> str | None:
     return " ".join(text.replace("$", " ").split()).rstrip(". ").casefold() or None
 
 
-def sample_table(batch: Batch, rewards: Rewards, n: int) -> pandas.DataFrame:
+def sample_table(batch: Batch, reward_sources: RewardSources, n: int) -> pandas.DataFrame:
     """Return a row for each of the n responses to each prompt."""
     table = pandas.DataFrame(evaluation.sample_rows(batch, len(batch.samples)))
     last_turns = [
@@ -162,7 +162,7 @@ def sample_table(batch: Batch, rewards: Rewards, n: int) -> pandas.DataFrame:
         dataset=[sample.row["dataset"] for sample in batch.samples],
         tokens=batch.response_mask.sum(1).tolist(),
         stopped=batch.stopped.tolist(),
-        correct=evaluation.correct_responses(batch, rewards).tolist(),
+        correct=evaluation.correct_responses(batch, reward_sources).tolist(),
         extracted=[
             voted_answer(text) if stopped else None
             for text, stopped in zip(last_turns, batch.stopped)
@@ -230,7 +230,7 @@ def main(args: Args) -> None:
     )
     prompts = mixture.first_prompts(parts, args.num_prompts)
     mixture.check_responses_fit(args, prompts)
-    rewards = Rewards(args, tokenizer, prompts, conversations is not None)
+    reward_sources = RewardSources(args, tokenizer, prompts, conversations is not None)
     precision = loading.precision(args.precision, world.device)
     args.backend = engines.backend_of("backend", args)
     if args.backend == "vllm":
@@ -244,14 +244,14 @@ def main(args: Args) -> None:
             "--model", args.model, precision.param_dtype, world.device
         ).requires_grad_(False)
         loading.check_decodes(f"--model {args.model}", model, precision, "--backend vllm")
-    rewards.load_models(args, precision)
+    reward_sources.load_models(args, precision)
     sampler = Sampler(
         generate=grpo.generate,
         model=model,
         engine=engine,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
-        rewards=rewards,
+        reward_sources=reward_sources,
         conversations=conversations,
         args=args,
         interrupt=Interrupt(world),
@@ -276,8 +276,8 @@ def main(args: Args) -> None:
 
     # ---- results ----
     batch = Batch.from_samples(samples, batch.stopped.device)
-    table = sample_table(batch, rewards, n)
-    if reason := evaluation.unscored(batch, rewards, args):
+    table = sample_table(batch, reward_sources, n)
+    if reason := evaluation.unscored(batch, reward_sources, args):
         utils.fail(f"--reward: no response got a score ({reason})")
     missing = {name: int(scores.isnan().sum()) for name, scores in batch.reward_components.items()}
     columns = [*missing, "stopped", "tokens"]

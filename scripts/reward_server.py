@@ -100,18 +100,18 @@ class Scorer:
             if sources.kind_of(name) == "model" and self.tokenizer is None:
                 self.tokenizer = loading.read_tokenizer("--reward", name)
                 self.stop_ids = loading.stop_token_ids(self.tokenizer, name, args.stop_token)
-        self.rewards = sources.Rewards(args, self.tokenizer)
-        self.rewards.load_models(args, loading.precision(args.precision, world.device))
+        self.reward_sources = sources.RewardSources(args, self.tokenizer)
+        self.reward_sources.load_models(args, loading.precision(args.precision, world.device))
         self.weights = sources.reward_weights(args)
         # Whether 1 or more is a right response, as by a single verifier of weight 1.
-        self.verifies = self.weights == (1,) and bool(self.rewards.verifiers)
+        self.verifies = self.weights == (1,) and bool(self.reward_sources.verifiers)
 
     def score(self, batch: Batch) -> list[float | None]:
         """Return a score for each response, None where a source has none or its reference is
         missing.
         """
         rows = [self.row(batch, i) for i in range(len(batch.src))]
-        scoring = sources.Scoring(self.rewards, sources.never)
+        scoring = sources.Scoring(self.reward_sources, sources.never)
         scores = []
         for i, (row, text) in enumerate(zip(rows, batch.response)):
             scoring.add(i, SimpleNamespace(row=row, text=text, response=row["response"]))

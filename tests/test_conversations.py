@@ -21,7 +21,7 @@ import ppo
 import rloo
 import utils
 from plumbing.models.loading import load_model
-from plumbing.rewards.sources import EnvironmentSource, Rewards
+from plumbing.rewards.sources import EnvironmentSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.run import evaluation
 from plumbing.run.ranks import Interrupt
@@ -210,7 +210,7 @@ def test_interruption():
 # ---- only sampled tokens count -------------------------------------------------------------------
 
 
-class EnvironmentRewards(Rewards):
+class EnvironmentRewards(RewardSources):
     models = {}
     verifiers = ("environment",)
     further = ()
@@ -383,9 +383,9 @@ def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
 
 
 def test_rewards_that_are_not_finite_are_no_scores():
-    rewards = Rewards(grpo.Args(reward=("environment",)), make_tokenizer())
+    reward_sources = RewardSources(grpo.Args(reward=("environment",)), make_tokenizer())
     rows = [{"environment": x} for x in (math.inf, math.nan, -1.0)]
-    scores = scores_by(rewards, rows, [""] * 3, [[]] * 3)
+    scores = scores_by(reward_sources, rows, [""] * 3, [[]] * 3)
     assert scores["environment"] == pytest.approx([math.nan, math.nan, -1.0], nan_ok=True)
 
 

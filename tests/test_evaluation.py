@@ -41,7 +41,7 @@ def evaluated(greedy: list[float], sampled: list[float], names: str = "") -> dic
         batch_of(sampled, None, names) if samples else batch_of(greedy)
     )
     args = grpo.Args(eval_samples=len(sampled) // len(greedy))
-    sampler = SimpleNamespace(rewards=REWARDS, args=args, rollout=rollout)
+    sampler = SimpleNamespace(reward_sources=REWARDS, args=args, rollout=rollout)
     REWARDS.waited = 1.0
     metrics, _ = evaluation.evaluate(sampler, [{}] * len(greedy))
     assert REWARDS.waited == 0.0  # for scores, which is counted for a step

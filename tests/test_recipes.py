@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from plumbing import cli
 from plumbing.data.rows import read_parts
-from plumbing.rewards.sources import Rewards, kind_of
+from plumbing.rewards.sources import RewardSources, kind_of
 
 RECIPES = sorted(str(path.relative_to(ROOT / "scripts")) for path in ROOT.glob("scripts/*/*.sh"))
 # by scripts/vllm_server.py
@@ -213,13 +213,13 @@ def test_rewards(name):
     rows = [
         {"prompt": "p", "query": [1], "answer": reference, "sources": None, "columns": columns}
     ] * 2
-    rewards = Rewards(
+    reward_sources = RewardSources(
         types.SimpleNamespace(reward=(name,), timeout=60.0, reward_workers=1),
         make_tokenizer(),
         rows,
     )
-    assert scores_by(rewards, rows, responses, [[1]] * 2) == {name: [1.0, 0.0]}
-    rewards.close()
+    assert scores_by(reward_sources, rows, responses, [[1]] * 2) == {name: [1.0, 0.0]}
+    reward_sources.close()
 
 
 @pytest.mark.parametrize(

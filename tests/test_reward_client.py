@@ -18,7 +18,7 @@ from helpers import ROOT, scores_by
 from tiny_models import make_tokenizer
 
 from plumbing.rewards import sources
-from plumbing.rewards.sources import Rewards
+from plumbing.rewards.sources import RewardSources
 
 
 class Told(BaseHTTPRequestHandler):
@@ -117,30 +117,30 @@ def only_at(start: int, behave):
     )
 
 
-def rewards_of(url: str, timeout: float = 5.0, *others) -> Rewards:
-    return Rewards(
+def rewards_of(url: str, timeout: float = 5.0, *others) -> RewardSources:
+    return RewardSources(
         types.SimpleNamespace(reward=(url,), timeout=timeout, reward_workers=1), *(others or [None])
     )
 
 
 def ask(
-    url: str, count: int = 1, timeout: float = 5.0, rewards=None, **changes
+    url: str, count: int = 1, timeout: float = 5.0, reward_sources=None, **changes
 ) -> tuple[list[float], str]:
     """Scores of so many rows, and what is said of those that are missing."""
-    rewards = rewards or rewards_of(url, timeout)
+    reward_sources = reward_sources or rewards_of(url, timeout)
     rows = [
         {"prompt": f"prompt {i}", "query": [i], "answer": f"answer {i}", **changes}
         for i in range(count)
     ]
     scores = scores_by(
-        rewards, rows, [f"response {i}" for i in range(count)], [[i] for i in range(count)]
+        reward_sources, rows, [f"response {i}" for i in range(count)], [[i] for i in range(count)]
     )
     assert (
         scores.keys() == {url}
         and len(scores[url]) == count
         and all(type(x) is float for x in scores[url])
     )
-    return scores[url], rewards.sources[url].failure
+    return scores[url], reward_sources.sources[url].failure
 
 
 def missing(scores: list[float]) -> list[int]:
@@ -225,11 +225,11 @@ def test_scores_that_are_missing(serve):
     """NaN for each of them alone."""
     body = b'{"error_code": 0, "score": [0, null, NaN, Infinity, -Infinity, 1e999, -1e19, "nan", "inf", true, "4"]}'
     server = serve(lambda question, count: (200, body, {}))
-    rewards = rewards_of(server.url)
-    scores, failure = ask(server.url, 11, rewards=rewards)
+    reward_sources = rewards_of(server.url)
+    scores, failure = ask(server.url, 11, reward_sources=reward_sources)
     assert scores == pytest.approx([0, *[math.nan] * 8, 1, 4], nan_ok=True) and not failure
     assert (
-        rewards.why_missing(server.url)
+        reward_sources.why_missing(server.url)
         == f"{server.url}: it returned None, NaN, infinity or over 1e+18"
     )
 
@@ -240,10 +240,10 @@ def test_a_trial_request(serve, capsys):
     """
     server = serve(lambda question, count: right(question))
     row = {"prompt": "prompt 0", "query": [0], "answer": "4", "sources": None, "columns": {}}
-    rewards = rewards_of(server.url, 5.0, make_tokenizer(), [row, row])
+    reward_sources = rewards_of(server.url, 5.0, make_tokenizer(), [row, row])
     assert [question["response"] for question in server.asked] == [
         ["4", "4"]
-    ] and rewards.verifiers == (server.url,)
+    ] and reward_sources.verifiers == (server.url,)
     assert capsys.readouterr().err.startswith(f"warning: --reward {server.url}: has no /health")
 
 
@@ -326,8 +326,10 @@ def test_the_judge_of_the_docs(serve, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     source = f"{tmp_path}/judge.py:score"
     texts = [*said, "what the server fails at"]
-    rewards = Rewards(types.SimpleNamespace(reward=(source,), timeout=30.0, reward_workers=1), None)
+    reward_sources = RewardSources(
+        types.SimpleNamespace(reward=(source,), timeout=30.0, reward_workers=1), None
+    )
     rows = [{"prompt": "1+1=", "answer": None, "columns": {}, "messages": None}] * len(texts)
-    scores = scores_by(rewards, rows, texts, [[1]] * len(texts))[source]
-    rewards.close()
+    scores = scores_by(reward_sources, rows, texts, [[1]] * len(texts))[source]
+    reward_sources.close()
     assert scores[:2] == [0.9, 0.0] and all(map(math.isnan, scores[2:]))

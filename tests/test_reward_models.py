@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from plumbing.data import prompts
 from plumbing.models import loading as models
-from plumbing.rewards.sources import ModelSource, Rewards
+from plumbing.rewards.sources import ModelSource, RewardSources
 
 POLICY_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
 GEMMA_LIKE = (  # writes a BOS, knows no system turn, and calls the assistant model
@@ -59,19 +59,19 @@ def rows_of(texts: list, tokenizer) -> list[dict]:
     return rows
 
 
-def load(name: str, policy, rows: list[dict]) -> Rewards:
+def load(name: str, policy, rows: list[dict]) -> RewardSources:
     args = types.SimpleNamespace(
         reward=(name,), timeout=5.0, micro_batch_tokens=100, reward_workers=2
     )
-    rewards = Rewards(args, policy, rows)
-    rewards.load_models(args, models.precision("float64", CPU))
-    return rewards
+    reward_sources = RewardSources(args, policy, rows)
+    reward_sources.load_models(args, models.precision("float64", CPU))
+    return reward_sources
 
 
 def score(name: str, policy, rows: list[dict], texts: list[str]) -> tuple[list[float], str]:
-    rewards = load(name, policy, rows)
+    reward_sources = load(name, policy, rows)
     ids = [[*policy.encode(text), policy.eos_token_id] for text in texts]
-    return scores_by(rewards, rows, texts, ids)[name], rewards.sources[name].failure
+    return scores_by(reward_sources, rows, texts, ids)[name], reward_sources.sources[name].failure
 
 
 @torch.no_grad()

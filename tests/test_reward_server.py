@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 import utils
 from plumbing.data import prompts
 from plumbing.models import loading
-from plumbing.rewards.sources import Rewards
+from plumbing.rewards.sources import RewardSources
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
 
@@ -117,7 +117,7 @@ def servers(folder):
     }
     yield servers
     for server in servers.values():
-        server.scorer.rewards.close()
+        server.scorer.reward_sources.close()
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -209,9 +209,9 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
     model = str(folder / name)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     args = reward_server.Args(reward=(url, model), micro_batch_tokens=1000)
-    rewards = Rewards(args, tokenizer)
-    rewards.load_models(args, loading.precision("float64", CPU))
-    assert rewards.verifiers == ()
+    reward_sources = RewardSources(args, tokenizer)
+    reward_sources.load_models(args, loading.precision("float64", CPU))
+    assert reward_sources.verifiers == ()
     rows = []
     texts = []
     ids = []
@@ -222,7 +222,7 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
         rows.append({"prompt": prompt, "query": query, "messages": messages, "answer": None})
         texts.append(text)
         ids.append(prompts.encode_response("", text, tokenizer, [tokenizer.eos_token_id]))
-    scores = scores_by(rewards, rows, texts, ids)
+    scores = scores_by(reward_sources, rows, texts, ids)
     assert scores[url] == pytest.approx(scores[model], rel=1e-10) and not set(scores[url]) & {0.0}
 
 
@@ -290,7 +290,7 @@ def test_rows_that_hang_do_not_hold_up_other_requests():
     time.sleep(0.5)
     assert server.post(body("42", "41"))[1]["score"] == [1, 0] and hanging.is_alive()
     hanging.join()
-    server.scorer.rewards.close()
+    server.scorer.reward_sources.close()
 
 
 def test_idle_connections_are_closed(servers, listen):
@@ -321,9 +321,11 @@ def test_a_server_with_a_key(monkeypatch):
         rows = [{"prompt": "q", "query": [], "answer": "4", "columns": {}}]
         for key, score in (("a key", 1.0), ("another", math.nan), ("", math.nan)):
             monkeypatch.setenv("REWARD_API_KEY", key)
-            rewards = Rewards(reward_server.Args(reward=(url,)), None)
-            assert scores_by(rewards, rows, ["4"], [[]])[url] == [pytest.approx(score, nan_ok=True)]
-            assert ("HTTP status 401" in rewards.sources[url].failure) == math.isnan(score)
+            reward_sources = RewardSources(reward_server.Args(reward=(url,)), None)
+            assert scores_by(reward_sources, rows, ["4"], [[]])[url] == [
+                pytest.approx(score, nan_ok=True)
+            ]
+            assert ("HTTP status 401" in reward_sources.sources[url].failure) == math.isnan(score)
         run.process.terminate()
         run.process.join(20)
         assert run.process.exitcode == -signal.SIGTERM and "Traceback" not in run.err

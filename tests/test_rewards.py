@@ -21,7 +21,13 @@ from test_tool_processes import is_running, wait_until
 from tiny_models import CPU, make_tokenizer
 
 from plumbing.data.prompts import named_sources
-from plumbing.rewards.sources import Rewards, Scoring, finite_or_nan, is_scored_by, needs_answer
+from plumbing.rewards.sources import (
+    RewardSources,
+    Scoring,
+    finite_or_nan,
+    is_scored_by,
+    needs_answer,
+)
 from plumbing.rewards.workers import Workers
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
@@ -64,7 +70,7 @@ def make():
 
     def make(*names, rows=(), timeout=30.0):
         made.append(
-            Rewards(
+            RewardSources(
                 types.SimpleNamespace(reward=names, timeout=timeout, reward_workers=2),
                 make_tokenizer(),
                 rows,
@@ -92,11 +98,11 @@ def test_functions_and_verifiers_together(file, make):
     One may say that it does not tell right from wrong, and return further numbers.
     """
     names = [f"{file}:{name}" for name in ("good", "none", "verl")]
-    rewards = make("exact", *names, rows=[row("1"), row(None), row("2")])
-    scores = scores_by(rewards, [row("1"), row("2")], ["1", "1"], [[5], [5]])
+    reward_sources = make("exact", *names, rows=[row("1"), row(None), row("2")])
+    scores = scores_by(reward_sources, [row("1"), row("2")], ["1", "1"], [[5], [5]])
     assert [scores[name] for name in ("exact", names[0], names[2])] == [[1, 0], [2, 2], [1, 0]]
     assert all(map(math.isnan, scores[names[1]]))
-    assert scores[f"{names[2]}/words"] == [2, 2] and rewards.verifiers == (
+    assert scores[f"{names[2]}/words"] == [2, 2] and reward_sources.verifiers == (
         "exact",
         names[0],
         names[2],
@@ -108,8 +114,8 @@ def test_responses_are_scored_while_others_are_sampled(file, make):
     """Each by all its sources at once; a function gets what has ended by then, and what is scored
     is in order.
     """
-    rewards = make("exact", f"{file}:good")
-    scoring = Scoring(rewards, lambda: False)
+    reward_sources = make("exact", f"{file}:good")
+    scoring = Scoring(reward_sources, lambda: False)
     others = [types.SimpleNamespace(row=row("1"), text="1", response=[5])] * 2
     first = types.SimpleNamespace(row=row("1", ["exact"]), text="2", response=[5])
     scoring.add(2, first)
@@ -122,14 +128,14 @@ def test_responses_are_scored_while_others_are_sampled(file, make):
         and others[0].scores["exact"] == 1
         and others[0].scores[f"{file}:good"]
     )
-    assert rewards.waited > 0
+    assert reward_sources.waited > 0
 
 
 def test_a_source_without_some_scores_says_so_once(file, make, capfd):
     """With the reason, in one line a source and without a traceback for each response."""
-    rewards = make("gsm8k", f"{file}:none")
+    reward_sources = make("gsm8k", f"{file}:none")
     for _ in range(2):
-        scores_by(rewards, [row("1"), row("x")], ["#### 1"] * 2, [[]] * 2)
+        scores_by(reward_sources, [row("1"), row("x")], ["#### 1"] * 2, [[]] * 2)
     said = capfd.readouterr().err.splitlines()
     assert (
         len(said) == 2
@@ -140,9 +146,13 @@ def test_a_source_without_some_scores_says_so_once(file, make, capfd):
 
 
 def test_workers_import_no_torch(make):
-    rewards = make("math", "gsm8k", "code")
-    assert scores_by(rewards, [row("1")], ["1"], [[]]) == {"math": [1], "gsm8k": [0], "code": [1]}
-    assert rewards.workers["verifier"].run(
+    reward_sources = make("math", "gsm8k", "code")
+    assert scores_by(reward_sources, [row("1")], ["1"], [[]]) == {
+        "math": [1],
+        "gsm8k": [0],
+        "code": [1],
+    }
+    assert reward_sources.workers["verifier"].run(
         eval, [("'torch' in __import__('sys').modules",)], 10.0
     ) == [(False, "")]
 
@@ -154,12 +164,12 @@ def test_a_response_that_hangs_math_is_wrong(make):
     references = ["42", "42", "42", "{" * 240 + "1" + "}" * 240, "42"]
     texts = ["42", r"\boxed{9^{9^{9^9}}}", "42", "42", "41"]
     with ThreadPoolExecutor(1) as pool:
-        rewards = pool.submit(make, "math", timeout=2.0).result()
+        reward_sources = pool.submit(make, "math", timeout=2.0).result()
         scores = pool.submit(
-            scores_by, rewards, list(map(row, references)), texts, [[]] * 5
+            scores_by, reward_sources, list(map(row, references)), texts, [[]] * 5
         ).result()["math"]
     assert scores == pytest.approx([1, 0, 1, math.nan, 0], nan_ok=True)
-    assert "alone: TimeoutError" in rewards.sources["math"].failure
+    assert "alone: TimeoutError" in reward_sources.sources["math"].failure
 
 
 def worker_processes() -> list[int]:
@@ -175,11 +185,13 @@ def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
     """Its job is done once more; killed again, it has no score, and the reason is said. No
     descriptor stays open.
     """
-    rewards = make("math")
+    reward_sources = make("math")
     rows = [row(str(i)) for i in range(100)]
     kills = []
     ended = threading.Event()
-    score = lambda: scores_by(rewards, rows, [str(i) for i in range(100)], [[]] * 100)["math"]
+    score = lambda: scores_by(reward_sources, rows, [str(i) for i in range(100)], [[]] * 100)[
+        "math"
+    ]
     assert score() == [1.0] * 100
     descriptors = len(os.listdir("/proc/self/fd"))
 
@@ -195,7 +207,7 @@ def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
     try:
         while len(kills) < 10:
             scores = score()
-            assert 0.0 not in scores and (1.0 in scores or rewards.sources["math"].failure)
+            assert 0.0 not in scores and (1.0 in scores or reward_sources.sources["math"].failure)
     finally:
         ended.set()
         killer.join()
@@ -215,9 +227,9 @@ def test_a_job_whose_process_dies_is_done_once_more(tmp_path):
 
 
 def test_a_worker_that_dies_between_calls_is_replaced(make):
-    rewards = make("exact")
+    reward_sources = make("exact")
     for _ in range(2):
-        assert scores_by(rewards, [row("1")], ["1"], [[]])["exact"] == [1]
+        assert scores_by(reward_sources, [row("1")], ["1"], [[]])["exact"] == [1]
         for process in worker_processes():
             os.kill(process, signal.SIGKILL)
 
@@ -254,12 +266,12 @@ def test_scores_are_in_the_order_of_the_responses(make, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
     rows, texts = [row(str(i % 7)) for i in range(200)], [f"#### {i**2 % 7}" for i in range(200)]
     rows[70] = row("none")
-    rewards = make("gsm8k")
+    reward_sources = make("gsm8k")
     expected = [float(i % 7 in (0, 1)) if i != 70 else math.nan for i in range(200)]
-    assert scores_by(rewards, rows, texts, [[]] * 200)["gsm8k"] == pytest.approx(
+    assert scores_by(reward_sources, rows, texts, [[]] * 200)["gsm8k"] == pytest.approx(
         expected, nan_ok=True
     )
-    assert "'none' is not a number" in rewards.sources["gsm8k"].failure
+    assert "'none' is not a number" in reward_sources.sources["gsm8k"].failure
 
 
 # ---- rows that name their sources ----------------------------------------------------------------
@@ -299,8 +311,8 @@ def test_an_answer_is_needed_where_a_source_reads_it():
 
 def test_only_the_named_sources_count(make):
     rows = [row("1", ["exact"]), row("#### 1", ["gsm8k"]), row("1"), row("1", ["exact", "format"])]
-    rewards = make("exact", "gsm8k", "format", rows=rows[:2])
-    scores = scores_by(rewards, rows[:2] + rows[3:], ["1", "#### 1", "1"], [[], [], []])
+    reward_sources = make("exact", "gsm8k", "format", rows=rows[:2])
+    scores = scores_by(reward_sources, rows[:2] + rows[3:], ["1", "#### 1", "1"], [[], [], []])
     assert scores == {"exact": [1, 0, 1], "gsm8k": [0, 1, 0], "format": [0, 0, 0]}
 
 
@@ -331,16 +343,18 @@ def test_metrics_of_rows_that_name_their_sources():
         row("1", ["model"]),
     ]
     nan = math.nan
-    rewards = types.SimpleNamespace(sources=("math", "code", "model"), verifiers=("math", "code"))
+    reward_sources = types.SimpleNamespace(
+        sources=("math", "code", "model"), verifiers=("math", "code")
+    )
     batch = batch_of(
         rows,
         math=[1.0, 0.0, 0.0, 1.0, 0.0],
         code=[0.0, 0.0, 1.0, nan, 0.0],
         model=[0.0, 0.0, 0.0, 0.0, -3.0],
     )
-    correct = evaluation.correct_responses(batch, rewards)
+    correct = evaluation.correct_responses(batch, reward_sources)
     assert correct.tolist() == pytest.approx([1, 0, 1, 1, nan], nan_ok=True)
-    metrics = evaluation.batch_metrics(batch, correct, rewards)
+    metrics = evaluation.batch_metrics(batch, correct, reward_sources)
     assert (
         metrics["objective/verifiable_correct_rate"] == 0.75 and metrics["val/missing_scores"] == 1
     )
@@ -361,9 +375,9 @@ def test_metrics_of_rows_that_name_their_sources():
 def test_a_source_that_fails_on_all_of_its_rows():
     """The zeros of the rows that it does not score do not hide it."""
     args = types.SimpleNamespace(reward=("math", "code"), reward_weights=())
-    rewards = types.SimpleNamespace(why_missing=lambda name: f"{name} failed")
+    reward_sources = types.SimpleNamespace(why_missing=lambda name: f"{name} failed")
     rows = [row("1", ["math"]), row("1", ["code"])]
     failed = batch_of(rows, math=[1.0, 0.0], code=[0.0, math.nan])
-    assert evaluation.unscored(failed, rewards, args) == "code failed"
+    assert evaluation.unscored(failed, reward_sources, args) == "code failed"
     without = batch_of(rows[:1], math=[1.0], code=[0.0])  # a step without rows for code
-    assert evaluation.unscored(without, rewards, args) == ""
+    assert evaluation.unscored(without, reward_sources, args) == ""

@@ -21,7 +21,7 @@ from transformers import DynamicCache, GenerationConfig
 import utils
 from grpo import Args, generate
 from plumbing.data import prompts
-from plumbing.rewards.sources import Rewards
+from plumbing.rewards.sources import RewardSources
 from plumbing.rollout.batch import Batch, Sampler
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
@@ -238,7 +238,7 @@ def test_an_interruption_returns_early(load, calls):
 # ---- rollout -------------------------------------------------------------------------------------
 
 
-class Scores(Rewards):
+class Scores(RewardSources):
     """Rewards with a source, itself, that knows which text belongs to which row."""
 
     models = {}
@@ -327,7 +327,7 @@ def test_rollout_lays_out_the_batch(setting):
         assert batch.stopped[i].item() == (response[-1] in sampler.stop_ids)
         assert sample.text == sampler.tokenizer.decode(response, skip_special_tokens=True)
         assert batch.reward_components["length"][i] == 100 * (i // 3) + len(sample.text)
-        assert sampler.rewards.seen[i] == (i // 3, sample.text, response)
+        assert sampler.reward_sources.seen[i] == (i // 3, sample.text, response)
         assert batch.lengths[i] == len(query) + len(response)
     assert len(batch.samples) == 15 and batch.stopped.any() and not batch.stopped.all()
     assert (
@@ -375,11 +375,13 @@ def test_rollout_on_several_ranks_is_the_same(setting, monkeypatch, size, count,
     batches = []
     seen = []
     for rank in [*range(size), *range(size)]:
-        rewards = Scores()
-        of_rank = replace(sampler, rewards=rewards, world=utils.World(rank, size, CPU))
+        reward_sources = Scores()
+        of_rank = replace(
+            sampler, reward_sources=reward_sources, world=utils.World(rank, size, CPU)
+        )
         with contextlib.suppress(KeyError):
             batches.append(of_rank.rollout(rows[:count], samples, KEY))
-            seen.append(len(rewards.seen))
+            seen.append(len(reward_sources.seen))
     assert len(batches) == size + 1 and all(same(batch, whole) for batch in batches)
     for again, mask, response in zip(
         whole.tokens["again"], whole.response_mask, responses_of(whole)
@@ -394,7 +396,7 @@ def test_a_response_is_scored_before_the_next_one_has_ended(setting):
     """
     sampler, rows = setting
     rows = [{**row, "long": "x" * 10_000} for row in rows]
-    source = sampler.rewards
+    source = sampler.reward_sources
     seen = []
     end = time.monotonic() + 30
     source.threads = ThreadPool(1)
@@ -433,7 +435,7 @@ def test_micro_batches_are_as_long_as_their_longest_response(setting):
 def test_an_interrupted_rollout_is_none(setting):
     sampler, rows = setting
     assert replace(sampler, interrupt=SimpleNamespace(requested=True)).rollout(rows, 3, KEY) is None
-    assert not sampler.rewards.seen
+    assert not sampler.reward_sources.seen
 
 
 def test_a_model_that_gives_no_numbers_is_refused(setting, capsys):

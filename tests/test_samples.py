@@ -75,7 +75,7 @@ def collected(monkeypatch):
         }
         args = grpo.Args(**{"mini_batch_size": 4 * size, **common, **flags})
         rollout = Rollout(args.reward, table, end)
-        sampler = types.SimpleNamespace(args=args, rewards=REWARDS, rollout=rollout)
+        sampler = types.SimpleNamespace(args=args, reward_sources=REWARDS, rollout=rollout)
         prompts = [{"i": i, "query": [i]} for i in range(40)]
         order = [row["i"] for row in mixture.take_prompts(prompts, 0, 80, sampler.args.seed)]
         return grpo.collect(sampler, prompts, 3, position, 2), rollout.calls, order

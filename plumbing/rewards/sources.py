@@ -134,7 +134,7 @@ def is_scored_by(row: dict, name: str) -> bool:
     )
 
 
-class Rewards:
+class RewardSources:
     """The reward sources of a run, by the names given to --reward."""
 
     waited = 0.0  # seconds for scores of a step, once all responses had ended
@@ -237,11 +237,11 @@ class Scoring:
     model, takes all of them at the end.
     """
 
-    def __init__(self, rewards: Rewards, interrupted: Callable[[], bool]):
-        self.rewards = rewards
+    def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
+        self.reward_sources = reward_sources
         self.interrupted = interrupted
         self.samples = {}  # by their places
-        self.waiting = {name: deque() for name in rewards.sources}  # places
+        self.waiting = {name: deque() for name in reward_sources.sources}  # places
         self.jobs: list[Future] = []
 
     def add(self, place: int, sample) -> None:
@@ -253,8 +253,10 @@ class Scoring:
         "SOURCE/NUMBER".
         """
         self.samples[place] = sample
-        sample.scores = dict.fromkeys([*self.rewards.sources, *self.rewards.further], math.nan)
-        for name, source in self.rewards.sources.items():
+        sample.scores = dict.fromkeys(
+            [*self.reward_sources.sources, *self.reward_sources.further], math.nan
+        )
+        for name, source in self.reward_sources.sources.items():
             if not is_scored_by(sample.row, name):
                 sample.scores[name] = 0.0
                 continue
@@ -264,7 +266,7 @@ class Scoring:
 
     def _score(self, name: str) -> None:
         """Have a source score what waits for it."""
-        source = self.rewards.sources[name]
+        source = self.reward_sources.sources[name]
         places = []
         with contextlib.suppress(IndexError):  # another thread may have taken it
             while len(places) < source.most:
@@ -284,7 +286,7 @@ class Scoring:
         missing.
         """
         begin = time.monotonic()
-        for name, source in self.rewards.sources.items():
+        for name, source in self.reward_sources.sources.items():
             if source.threads is None:
                 self._score(name)
         while wait(self.jobs, timeout=0.1).not_done and not self.interrupted():
@@ -292,15 +294,14 @@ class Scoring:
         for job in self.jobs:
             if job.done():
                 job.result()  # raises what it has raised
-        self.rewards.waited += time.monotonic() - begin
+        self.reward_sources.waited += time.monotonic() - begin
         samples = [self.samples[place] for place in sorted(self.samples)]
-        for name in self.rewards.sources:
+        for name in self.reward_sources.sources:
             missing = any(math.isnan(x.scores[name]) for x in samples)
-            if missing and name not in self.rewards.warned and not self.interrupted():
-                self.rewards.warned.add(name)
-                warn(
-                    f"--reward {self.rewards.why_missing(name)}; such responses have no score (this is said once)"
-                )
+            if missing and name not in self.reward_sources.warned and not self.interrupted():
+                self.reward_sources.warned.add(name)
+                reason = self.reward_sources.why_missing(name)
+                warn(f"--reward {reason}; such responses have no score (this is said once)")
         return samples
 
 

@@ -18,7 +18,7 @@ from transformers.generation import logits_process
 
 import utils
 from plumbing.models.sharding import model_device, unsharded
-from plumbing.rewards.sources import Scoring
+from plumbing.rewards.sources import RewardSources, Scoring
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Sampler:
     engine: object  # samples in place of the model, see plumbing/rollout/engines.py; None for none
     tokenizer: object
     stop_ids: list[int]  # token ids that end a response
-    rewards: object  # plumbing.rewards.sources.Rewards
+    reward_sources: RewardSources
     # plumbing.turns.conversations.Conversations; None for responses of a single turn
     conversations: object
     args: object
@@ -80,8 +80,8 @@ class Sampler:
         """Return what the engine logs of a step, and the seconds that it waited for scores once all
         was sampled.
         """
-        waited = self.rewards.waited
-        self.rewards.waited = 0.0
+        waited = self.reward_sources.waited
+        self.reward_sources.waited = 0.0
         return {"time/reward": waited, **(self.engine.metrics() if self.engine else {})}
 
     def rollout(self, rows: list[dict], samples: int, key: tuple) -> "Batch | None":
@@ -97,7 +97,7 @@ class Sampler:
         rows = [row for row in rows for _ in range(samples or 1)]
         local = self.world.shard(list(range(len(rows))))  # the responses of this rank
         draws, tool_seeds = self.random_numbers(len(rows), key)
-        scoring = Scoring(self.rewards, self.interrupted)
+        scoring = Scoring(self.reward_sources, self.interrupted)
         given = (
             [rows[i] for i in local],
             draws[local] if samples else None,
@@ -114,7 +114,7 @@ class Sampler:
         responses = self.world.unshard(responses, len(rows))
         for row, sample in zip(rows, responses):
             sample.row = sample.conversation.row if sample.conversation else row
-        self.rewards.score_equal_responses_alike(responses)
+        self.reward_sources.score_equal_responses_alike(responses)
         if self.conversations:
             self.conversations.leave_out_failed(responses)
         batch = Batch.from_samples(responses, model_device(self.model))

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from plumbing.rewards.sources import Rewards, is_scored_by, reward_weights
+from plumbing.rewards.sources import RewardSources, is_scored_by, reward_weights
 from plumbing.rollout.batch import Batch, Sampler
 from utils import Sums, warn
 
@@ -21,7 +21,7 @@ def counted(batch: Batch, name: str) -> torch.Tensor:
     )
 
 
-def correct_responses(batch: Batch, rewards: Rewards) -> torch.Tensor:
+def correct_responses(batch: Batch, reward_sources: RewardSources) -> torch.Tensor:
     """Return (N,) float64: 1 where the first verifier of the row gave 1 or more and the response
     stopped, else 0.
 
@@ -31,21 +31,21 @@ def correct_responses(batch: Batch, rewards: Rewards) -> torch.Tensor:
     correct = torch.full(
         batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device
     )
-    for name in reversed(rewards.verifiers):
+    for name in reversed(reward_sources.verifiers):
         scores = batch.reward_components[name]
         right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
         correct = torch.where(counted(batch, name), right, correct)
     return correct
 
 
-def unscored(batch: Batch, rewards: Rewards, args) -> str:
+def unscored(batch: Batch, reward_sources: RewardSources, args) -> str:
     """Return the first reward source that has a weight and gave no response a score, and why; "" if
     there is none.
     """
     for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
         scored = scores[counted(batch, name)]
         if weight and len(scored) and scored.isnan().all():
-            return rewards.why_missing(name)
+            return reward_sources.why_missing(name)
     return ""
 
 
@@ -58,7 +58,7 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
         Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no
         score), and samples as `sample_rows` gives them, one a prompt; None if interrupted.
     """
-    rewards = sampler.rewards
+    reward_sources = sampler.reward_sources
     args = sampler.args
     metrics = {}
     k = args.eval_samples
@@ -66,10 +66,10 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
         batch = sampler.rollout(rows, samples, ("evaluation", args.seed))
         if batch is None:
             return None
-        correct = correct_responses(batch, rewards)
-        if rewards.verifiers:
+        correct = correct_responses(batch, reward_sources)
+        if reward_sources.verifiers:
             metrics[f"eval/{name}accuracy"] = correct.nanmean().item()
-    if rewards.verifiers:
+    if reward_sources.verifiers:
         grouped = correct.view(len(rows), k)
         counts = list(zip(grouped.isfinite().sum(1).tolist(), grouped.nansum(1).int().tolist()))
         for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
@@ -79,10 +79,10 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
         for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
             of_name = torch.tensor([each == name for each in names])
             metrics[f"eval/accuracy/{name}"] = correct[of_name].nanmean().item()
-    for name, value in batch_metrics(batch, correct, rewards).items():
+    for name, value in batch_metrics(batch, correct, reward_sources).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
-    rewards.waited = 0.0  # not of a step
+    reward_sources.waited = 0.0  # not of a step
     return metrics, sample_rows(batch, max(4, args.log_samples), every=k)
 
 
@@ -97,7 +97,9 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict[str, float]:
+def batch_metrics(
+    batch: Batch, correct: torch.Tensor, reward_sources: RewardSources
+) -> dict[str, float]:
     """Return lengths, stops and correctness of a batch, mean and spread of each reward component,
     and the mean score that responses of either end train with.
 
@@ -110,7 +112,7 @@ def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict
         for name, scores in components.items()
     }
     ends = {} if batch.scores is None else {"stopped": batch.stopped, "cut_off": ~batch.stopped}
-    missing = sum(components[name].isnan() for name in rewards.sources).count_nonzero()
+    missing = sum(components[name].isnan() for name in reward_sources.sources).count_nonzero()
     return {
         "objective/verifiable_correct_rate": correct.nanmean().item(),
         "val/sequence_lengths": batch.response_mask.sum().item() / len(batch.samples),
@@ -123,7 +125,7 @@ def batch_metrics(batch: Batch, correct: torch.Tensor, rewards: Rewards) -> dict
         },
         **{
             f"reward_correct/{name}": (scored[name] >= 1).double().mean().item()
-            for name in rewards.verifiers
+            for name in reward_sources.verifiers
         },
         **{
             f"reward/{end}": batch.scores[chosen].nanmean().item()

@@ -567,7 +567,7 @@ def gradient_of_parameters(
     for owner, name, value in (
         (module, "collect", lambda *_, **options: experience),
         (module, "Run", lambda *_: run),
-        (module, "Rewards", mock.MagicMock()),
+        (module, "RewardSources", mock.MagicMock()),
         (module, "CHUNK_TOKENS", 11),
         (utils.Optimizer, "step", update),
         (loading, "load_tokenizer", mock.MagicMock()),

@@ -13,7 +13,7 @@ from helpers import refused
 from tiny_models import make_tokenizer
 
 from plumbing.rewards import sources
-from plumbing.rewards.sources import Rewards, finite_or_nan
+from plumbing.rewards.sources import RewardSources, finite_or_nan
 
 # A call with 20 responses, of which the text is the row's number.
 FUNCTIONS = """
@@ -65,15 +65,15 @@ CASES = {  # function: scores, what is said of those that are missing
 ROWS = [{"prompt": "p", "query": [1], "answer": "2", "columns": {}}] * 20
 
 
-def rewards_of(*names: str) -> Rewards:
-    return Rewards(
+def rewards_of(*names: str) -> RewardSources:
+    return RewardSources(
         types.SimpleNamespace(reward=names, timeout=1.0, reward_workers=2), make_tokenizer()
     )
 
 
-def scores_of(rewards: Rewards, name: str) -> tuple[list[float], str]:
+def scores_of(reward_sources: RewardSources, name: str) -> tuple[list[float], str]:
     """Return a function's scores of 20 responses, and why some are missing."""
-    source = rewards.sources[name]
+    source = reward_sources.sources[name]
     source.failure = ""
     results = source.score(ROWS, [str(i) for i in range(20)], [[i] for i in range(20)])
     return [finite_or_nan(result[name]) for result in results], source.failure
@@ -84,9 +84,9 @@ def worker(tmp_path_factory):
     """All functions in one worker process."""
     path = tmp_path_factory.mktemp("rewards") / "judge.py"
     path.write_text(FUNCTIONS)
-    rewards = rewards_of(*(f"{path}:{name}" for name in CASES))
-    yield rewards, path
-    rewards.close()
+    reward_sources = rewards_of(*(f"{path}:{name}" for name in CASES))
+    yield reward_sources, path
+    reward_sources.close()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,22 +94,22 @@ def test_functions(worker, name):
     """NaN, never 0, for what has no score, and the reason; the next call gets its own answer, and
     not an older one.
     """
-    rewards, path = worker
-    scores, failure = scores_of(rewards, f"{path}:{name}")
+    reward_sources, path = worker
+    scores, failure = scores_of(reward_sources, f"{path}:{name}")
     assert scores == pytest.approx(CASES[name][0], nan_ok=True)
     assert failure.startswith(CASES[name][1]) and bool(failure) == bool(CASES[name][1])
-    assert scores_of(rewards, f"{path}:good") == (ALL, "")
+    assert scores_of(reward_sources, f"{path}:good") == (ALL, "")
 
 
 def test_nobody_waits_for_an_answer_once_the_run_is_interrupted(worker):
-    rewards, path = worker
-    source = rewards.sources[f"{path}:sleeps"]
+    reward_sources, path = worker
+    source = reward_sources.sources[f"{path}:sleeps"]
     begin = time.monotonic()
     source.timeout = 60.0
     results = source.score(ROWS, [""] * 20, [[]] * 20, lambda: time.monotonic() > begin + 0.2)
     assert results == [{source.name: None}] * 20 and source.failure.startswith("CancelledError")
     assert time.monotonic() - begin < 4
-    assert scores_of(rewards, f"{path}:good") == (ALL, "")
+    assert scores_of(reward_sources, f"{path}:good") == (ALL, "")
 
 
 FILES = {  # a file: what is said of it, "" for a file that loads
@@ -128,9 +128,9 @@ def test_files(tmp_path, capfd, monkeypatch, text):
     path.write_text(text)
     name = f"{path}:score"
     if not FILES[text]:
-        rewards = rewards_of(name)
-        assert scores_of(rewards, name) == ([1.0] * 20, "")
-        rewards.close()
+        reward_sources = rewards_of(name)
+        assert scores_of(reward_sources, name) == ([1.0] * 20, "")
+        reward_sources.close()
         return
     line = refused(capfd, rewards_of, name, noisy=True)
     assert line.removeprefix(f"error: --reward {name}: ").startswith(FILES[text])

@@ -408,7 +408,7 @@ _logs = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=T
 
 
 def scores_by(
-    rewards, rows: list[dict], texts: list[str], responses: list, interrupted=lambda: False
+    reward_sources, rows: list[dict], texts: list[str], responses: list, interrupted=lambda: False
 ) -> dict:
     """Each source's scores of responses that are all there."""
     there = threading.Event()  # whether all are there: what a source takes at once does not vary
@@ -418,12 +418,15 @@ def scores_by(
             there.wait()
             super()._score(name)
 
-    scoring = Waiting(rewards, interrupted)
+    scoring = Waiting(reward_sources, interrupted)
     for i, (row, text, response) in enumerate(zip(rows, texts, responses)):
         scoring.add(i, types.SimpleNamespace(row=row, text=text, response=response))
     there.set()
     scores = [sample.scores for sample in scoring.finish()]
-    return {name: [each[name] for each in scores] for name in (*rewards.sources, *rewards.further)}
+    return {
+        name: [each[name] for each in scores]
+        for name in (*reward_sources.sources, *reward_sources.further)
+    }
 
 
 def listed(sampled) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
@@ -496,14 +499,14 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
     plot_curves = run_log.plot_curves
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     made = []
-    rewards = getattr(module, "Rewards", None) or object
+    rewards = getattr(module, "RewardSources", None) or object
 
     class Closed(rewards):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
-    if hasattr(module, "Rewards"):
+    if hasattr(module, "RewardSources"):
         module.Rewards = Closed
     run_log.plot_curves = lambda *args: None
     try:
@@ -511,7 +514,7 @@ def run_here(values: dict | list[str], script: str = "grpo") -> None:
         module.main(cli.parse(module.Args, line))
     finally:
         run_log.plot_curves = plot_curves
-        if hasattr(module, "Rewards"):
+        if hasattr(module, "RewardSources"):
             module.Rewards = rewards
         for each in made:
             each.close()
