@@ -7,7 +7,7 @@ has a table.
 The inputs and small random models are files in a folder. of_trl.py and of_verl.py, each run by the
 Python of an environment that has the package, make quantities of them by the functions installed
 there; the command stores these next to this file. `ours` makes the same quantities, by name, and
-test_agree.py compares. Of each entry of STEPS three are made:
+test_agree.py compares. Of each entry of steps.yaml three are made:
 
 - "loss" and "gradient of the log-probs": of given log-probs, with ratios far outside of all clip
   ranges,
@@ -29,6 +29,7 @@ from unittest import mock
 import torch
 import transformers
 import tyro
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -51,146 +52,9 @@ TEMPERATURE = 0.75  # a power of two times an integer: verl holds it in float32
 BETA = 0.125
 
 MEAN = "seq-mean-token-mean"  # verl's name
-# name: (script, its arguments), fields of TRL's GRPOConfig (RLOOConfig for rloo), and of verl's
-# ActorConfig with what else it takes; None where there is no such thing. Advantages are not scaled,
-# as TRL's have another eps.
-STEPS = {
-    "GRPO": (("grpo", {"loss": "grpo"}), {"loss_type": "grpo"}, {"loss_agg_mode": MEAN}),
-    "GRPO, KL k3": (
-        ("grpo", {"loss": "grpo", "kl_coef": BETA}),
-        {"loss_type": "grpo", "beta": BETA, "use_bias_correction_kl": False},
-        {
-            "loss_agg_mode": MEAN,
-            "use_kl_loss": True,
-            "kl_loss_coef": BETA,
-            "kl_loss_type": "low_var_kl",
-        },
-    ),
-    "GRPO, KL k2": (
-        ("grpo", {"loss": "grpo", "kl_coef": BETA, "kl_estimator": "k2"}),
-        None,
-        {"loss_agg_mode": MEAN, "use_kl_loss": True, "kl_loss_coef": BETA, "kl_loss_type": "mse"},
-    ),
-    "Dr. GRPO": (
-        ("grpo", {"loss": "dr_grpo"}),
-        {"loss_type": "dr_grpo"},
-        {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": "tokens"},
-    ),
-    "BNPO": (("grpo", {"loss": "bnpo"}), {"loss_type": "bnpo"}, {"loss_agg_mode": "token-mean"}),
-    "BNPO, entropy": (
-        ("grpo", {"loss": "bnpo", "entropy_coef": 0.25}),
-        {"loss_type": "bnpo", "entropy_coef": 0.25},
-        {"loss_agg_mode": "token-mean", "entropy_coeff": 0.25},
-    ),
-    "DAPO, clip-higher": (
-        ("grpo", {"loss": "dapo"}),
-        {"loss_type": "dapo", "epsilon_high": 0.28},
-        {"loss_agg_mode": "token-mean", "clip_ratio_high": 0.28},
-    ),
-    "sums of responses": (
-        ("grpo", {"loss": "grpo", "loss_aggregation": "sequence_sum"}),
-        {"loss_type": "luspo"},
-        {"loss_agg_mode": "seq-mean-token-sum"},
-    ),
-    "dual clip": (
-        ("grpo", {"loss": "bnpo", "dual_clip": 1.5}),
-        {"loss_type": "bnpo", "delta": 1.5},
-        {"loss_agg_mode": "token-mean", "clip_ratio_c": 1.5},
-    ),
-    "GSPO": (
-        ("grpo", {"loss": "gspo", "clip_low": 0.02, "clip_high": 0.03}),
-        {
-            "loss_type": "grpo",
-            "importance_sampling_level": "sequence",
-            "epsilon": 0.02,
-            "epsilon_high": 0.03,
-        },
-        {
-            "loss_mode": "gspo",
-            "loss_agg_mode": MEAN,
-            "clip_ratio_low": 0.02,
-            "clip_ratio_high": 0.03,
-        },
-    ),
-    "CISPO": (
-        ("grpo", {"loss": "cispo", "clip_high": 0.5}),
-        {"loss_type": "cispo", "epsilon_high": 1.5},
-        {
-            "loss_mode": "cispo",
-            "loss_agg_mode": "token-mean",
-            "clip_ratio_low": 1.0,
-            "clip_ratio_high": 0.5,
-        },
-    ),
-    "SAPO": (
-        ("grpo", {"loss": "sapo"}),
-        {"loss_type": "sapo"},
-        {"loss_mode": "sapo", "loss_agg_mode": MEAN},
-    ),
-    "REINFORCE": (
-        ("grpo", {"loss": "reinforce"}),
-        None,
-        {"loss_mode": "gpg", "loss_agg_mode": "token-mean"},
-    ),
-    "correction: truncate": (
-        (
-            "grpo",
-            {"loss": "bnpo", "rollout_correction": "truncate", "rollout_correction_cap": 1.25},
-        ),
-        {
-            "loss_type": "bnpo",
-            "vllm_importance_sampling_mode": "token_truncate",
-            "vllm_importance_sampling_clip_max": 1.25,
-        },
-        {"loss_agg_mode": "token-mean", "rollout_is": "token", "rollout_is_threshold": 1.25},
-    ),
-    "correction: mask": (
-        ("grpo", {"loss": "bnpo", "rollout_correction": "mask", "rollout_correction_cap": 1.25}),
-        {
-            "loss_type": "bnpo",
-            "vllm_importance_sampling_mode": "token_mask",
-            "vllm_importance_sampling_clip_max": 1.25,
-            "vllm_importance_sampling_clip_min": 0.8,
-        },
-        {"loss_agg_mode": "token-mean", "rollout_is": "token", "rollout_is_threshold": "0.8_1.25"},
-    ),
-    "correction: sequence_mask": (
-        (
-            "grpo",
-            {"loss": "bnpo", "rollout_correction": "sequence_mask", "rollout_correction_cap": 1.25},
-        ),
-        {
-            "loss_type": "bnpo",
-            "vllm_importance_sampling_mode": "sequence_mask",
-            "vllm_importance_sampling_clip_max": 1.25,
-        },
-        {
-            "loss_agg_mode": "token-mean",
-            "rollout_is": "sequence",
-            "rollout_is_threshold": "1e-9_1.25",
-        },
-    ),
-    "RLOO, ratio of tokens": (
-        ("rloo", {"kl_coef": 0.0}),
-        None,
-        {"adv": "rloo", "loss_agg_mode": "token-mean"},
-    ),
-    "RLOO, ratio of responses": (
-        ("rloo", {"kl_coef": 0.0, "ratio": "sequence", "loss_aggregation": "sequence"}),
-        {"beta": 0.0},
-        None,
-    ),
-    "RLOO, KL in the reward": (
-        ("rloo", {"kl_coef": BETA, "ratio": "sequence", "loss_aggregation": "sequence"}),
-        {"beta": BETA},
-        None,
-    ),
-    "PPO, KL in the reward": (
-        ("ppo", {"kl_coef": BETA}),
-        None,
-        {"adv": "gae", "loss_agg_mode": "token-mean"},
-    ),
-}
+# Advantages are not scaled, as TRL's have another eps.
+with open(os.path.join(FOLDER, "steps.yaml")) as file:
+    STEPS = yaml.safe_load(file)
 
 # What is meant to be another number: {who: {quantity: why}}. Where `ours` has a "QUANTITY, as WHO
 # has it", with the other choice made, that is compared, too.
@@ -217,7 +81,10 @@ COUNTS |= {f"advantages: REINFORCE++{kind}, conversations" for kind in ("", "-ba
 COUNTS |= {"advantages: GAE, whitened", "gradient of the parameters: PPO, KL in the reward"}
 WAYS = ("loss", "gradient of the log-probs", "gradient of the parameters")
 COUNTS |= {
-    f"{way}: {step}" for way in WAYS for step in STEPS if MEAN in (STEPS[step][2] or {}).values()
+    f"{way}: {step}"
+    for way in WAYS
+    for step in STEPS
+    if MEAN in STEPS[step].get("verl", {}).values()
 }
 
 
@@ -320,9 +187,9 @@ def write_inputs(folder: str) -> None:
         os.path.join(folder, "inputs.safetensors"),
     )
     settings = {"group_size": G, "temperature": TEMPERATURE, "beta": BETA}
-    settings |= {"trl": {name: x for name, (_, x, _) in STEPS.items() if x is not None}}
-    settings |= {"verl": {name: x for name, (_, _, x) in STEPS.items() if x is not None}}
-    settings["scripts"] = {name: script for name, ((script, _), _, _) in STEPS.items()}
+    for who in ("trl", "verl"):
+        settings[who] = {name: step[who] for name, step in STEPS.items() if who in step}
+    settings["scripts"] = {name: step["ours"][0] for name, step in STEPS.items()}
     with open(os.path.join(folder, "settings.json"), "w") as file:
         json.dump(settings, file)
 
@@ -436,7 +303,7 @@ def arguments(step: str, folder: str, x: dict[str, Tensor], G: int):
     """Return the module of a step's script and its arguments: two updates on a rollout, each in
     several passes.
     """
-    (script, flags), *_ = STEPS[step]
+    script, flags = STEPS[step]["ours"]
     N, T = x["mask"].shape
     module = importlib.import_module(script)
     own = {
