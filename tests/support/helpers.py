@@ -173,7 +173,7 @@ def words(values: dict) -> list[str]:
         if isinstance(value, bool):
             line.append(f"--{name}" if value else f"--no-{name.replace('_', '-')}")
         else:
-            line += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+            line += [f"--{name}", *map(str, value if isinstance(value, (tuple, list)) else [value])]
     return line
 
 
