@@ -17,6 +17,7 @@ from typing import get_args
 import conftest  # noqa: F401
 import helpers
 import pytest
+import yaml
 from helpers import folder_of, metrics_of, read_lines, run_ranks
 from test_shard import exact_runs
 
@@ -24,80 +25,10 @@ import grpo
 import rloo
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
-ONE, SOME, ALL = 1, 40, 10_000  # tokens of a micro-batch: one sequence, some, all that a rank has
-CUTS = {  # ranks, --shard, --micro_batch_tokens, --gradient_checkpointing
-    "a": (1, "none", ONE, False),
-    "b": (1, "none", SOME, True),
-    "c": (1, "none", ALL, True),
-    "d": (2, "none", ONE, True),
-    "e": (2, "none", SOME, False),
-    "f": (2, "none", ALL, False),
-    "g": (4, "none", ONE, False),
-    "h": (4, "none", SOME, True),
-    "i": (4, "none", ALL, False),
-    "j": (1, "fsdp", ONE, False),
-    "k": (1, "fsdp", SOME, True),
-    "l": (1, "fsdp", ALL, False),
-    "m": (2, "fsdp", ONE, True),
-    "n": (2, "fsdp", SOME, False),
-    "o": (2, "fsdp", ALL, True),
-    "p": (4, "fsdp", ONE, False),
-    "q": (4, "fsdp", SOME, True),
-    "r": (4, "fsdp", ALL, False),
-    "s": (2, "fsdp_offload", SOME, False),
-}
-WHOLE = (1, "none", SOME, False)  # what they are compared with
-
-# one update a step, in which the old policy is the current one
-ONCE = dict(num_epochs=1, mini_batch_size=8)
-LORA = dict(lora_rank=3, learning_rate=1e-2)
-STAYS = dict(ref_refresh_every=0)  # the reference of LoRA
-SELECTIVE = dict(filter_groups="refill", mask_truncated=True, overlong_buffer=4)
-# Script, flags on top of those of `exact_runs`, cuts in float64 and in float32; those after a space
-# with --long only.
-TRAINED = {
-    "grpo": ("grpo", dict(loss="grpo", kl_estimator="k3"), "g ejo", "m q"),
-    "dr_grpo": (
-        "grpo",
-        dict(loss="dr_grpo", kl_estimator="k1", kl_weighting="ratio"),
-        "n dgr",
-        " d",
-    ),
-    "dapo": ("grpo", dict(loss="dapo", kl_estimator="k2"), "d lnr", " eh"),
-    "bnpo": (
-        "grpo",
-        dict(loss="bnpo", kl_estimator="abs", kl_in="reward", **SELECTIVE),
-        "n fi",
-        " m",
-    ),
-    "gspo": ("grpo", dict(loss="gspo", kl_estimator="k2"), "m fhjr", " oi"),
-    "cispo": (
-        "grpo",
-        dict(loss="cispo", loss_aggregation="sequence_sum", advantage_scale="gdpo"),
-        "o ceg",
-        " fg",
-    ),
-    "sapo": ("grpo", dict(loss="sapo", advantage_scale="batch"), "e knq", " dr"),
-    "reinforce": ("grpo", dict(loss="reinforce", **ONCE), "n aeilq", " em"),
-    "rloo": ("rloo", dict(advantage="rloo", ratio="sequence"), "d mq", " j"),
-    "opo": ("rloo", dict(advantage="opo", kl_estimator="k3"), "n fhl", " dh"),
-    "remax": ("rloo", dict(advantage="remax", kl_estimator="k2"), "f m", " o"),
-    "reinforce++": ("rloo", dict(advantage="reinforce++", gamma=0.95), "d gjno", " f"),
-    "baseline": ("rloo", dict(advantage="reinforce++-baseline", kl_in="loss"), "o fr", " mq"),
-    "ppo": (
-        "ppo",
-        dict(pf_ppo="pow", critic_num_epochs=3, critic_mini_batch_size=2),
-        "rs bdiln",
-        "n g",
-    ),
-    "reward_model": ("reward_model", dict(centre_coef=0.05), "em cgjr", " fr"),
-    "distill": ("distill", dict(divergence="jsd", on_policy_share=0.5), "m dglnr", " f"),
-    "sampled": ("distill", dict(estimator="sampled", **LORA), "o bf", " m"),
-    "supervised": ("distill", dict(teacher="", on_policy_share=0.0, **ONCE), "e adq", " n"),
-    "grpo lora": ("grpo", dict(kl_estimator="k3", **LORA, **STAYS), "f nhjr", " nf"),
-    "ppo lora": ("ppo", dict(**LORA, **STAYS, **SELECTIVE), "o dgkq", " dr"),
-    "reward_model lora": ("reward_model", LORA, "m eilp", " mg"),
-}
+TABLES = yaml.safe_load((helpers.ROOT / "tests/data/invariance.yaml").read_text())
+CUTS = TABLES["cuts"]
+TRAINED = TABLES["trained"]
+WHOLE = (1, "none", 40, False)  # what they are compared with
 
 
 def cases(long: bool) -> list[tuple[str, str, str]]:
