@@ -97,7 +97,7 @@ def refused(folder, monkeypatch, capsys):
 
 
 # How the line begins.
-CASES = json.loads((helpers.ROOT / "tests/data/command_lines.json").read_text())
+CASES = helpers.table("command_lines.json")
 COMMANDS = CASES["files"] | {f"grpo --model '{name}'": f"--model {name}: " for name in BROKEN}
 
 

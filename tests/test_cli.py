@@ -12,7 +12,7 @@ import evaluate
 import pytest
 import reward_server
 import vllm_server
-from helpers import ROOT
+from helpers import table
 from pydantic import ValidationError
 
 import distill
@@ -34,7 +34,7 @@ SCRIPTS |= {"distill": distill, "reward_server": reward_server, "vllm_server": v
 # {line: what is printed}: words that are refused, rules, warnings ("" for none); {content of a
 # .yaml file: its error}; {flag: values outside of its range}, those of NaN and infinity aside;
 # {reward: a part of its system prompt}
-CASES = json.loads((ROOT / "tests" / "data" / "command_lines.json").read_text())
+CASES = table("command_lines.json")
 
 
 def parse(line: str):

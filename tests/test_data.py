@@ -78,63 +78,8 @@ def load(rows, tmp_path, tokenizer, **changes) -> list[dict]:
 
 # ---- rows that people have -----------------------------------------------------------------------
 
-TEXT = "6*7?"
-TURN = {"role": "user", "content": TEXT}
-PARTS = [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]
-RECOGNISED = {  # name: row, its answer, --reward
-    "GSM8K": ({"question": TEXT, "answer": "6*7=42\n#### 42"}, "6*7=42\n#### 42", "gsm8k"),
-    "MATH": (
-        {"problem": TEXT, "level": "Level 1", "solution": "It is $\\boxed{42}$."},
-        "It is $\\boxed{42}$.",
-        "math",
-    ),
-    "DeepScaleR": ({"problem": TEXT, "answer": "42", "solution": "See above."}, "42", "math"),
-    "BigMath": ({"prompt": TEXT, "ground_truth": 42}, 42, "math"),
-    "Knights and Knaves": (
-        {
-            "quiz": TEXT,
-            "solution": [True],
-            "solution_text": "Zoey is a knight.",
-            "solution_text_format": "(1) Zoey",
-        },
-        "Zoey is a knight.",
-        "exact",
-    ),
-    "src and tgt": ({"src": [TEXT], "tgt": ["42"]}, "42", "math"),
-    "src and tgt as text": ({"src": TEXT, "tgt": "42"}, "42", "math"),
-    "src and its reference in another column": (
-        {"src": [TEXT], "tgt": [], "answer": "42"},
-        "42",
-        "math",
-    ),
-    "open-instruct": ({"messages": [TURN], "ground_truth": "42", "dataset": "gsm8k"}, "42", "math"),
-    "TRL": ({"prompt": TEXT, "completion": "42"}, "42", "exact"),
-    "TRL, as messages": (
-        {"prompt": [TURN], "completion": [{"role": "assistant", "content": "42"}]},
-        "42",
-        "exact",
-    ),
-    "Alpaca": ({"instruction": TEXT, "input": "", "output": "42"}, "42", "math"),
-    "ShareGPT": (
-        {"conversations": [{"from": "human", "value": TEXT}, {"from": "gpt", "value": "42"}]},
-        "42",
-        "math",
-    ),
-    "parts of text": (
-        {"prompt": [{"role": "user", "content": PARTS}], "answer": "42"},
-        "42",
-        "exact",
-    ),
-    "verl": (
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [TURN],
-            "reward_model": {"style": "rule", "ground_truth": "42"},
-        },
-        "42",
-        "gsm8k",
-    ),
-}
+TABLES = helpers.table("rows.yaml")
+RECOGNISED = TABLES["recognised"]
 
 
 @pytest.mark.parametrize("name", RECOGNISED)
@@ -145,7 +90,7 @@ def test_known_rows_need_no_flags(name, tokenizers, tmp_path):
         [row], tmp_path, tokenizers[False, WITHOUT_BOS if messages else None], reward=(reward,)
     )
     assert (
-        got["prompt"] == (f"<user>{TEXT}</><assistant>" if messages else TEXT)
+        got["prompt"] == ("<user>6*7?</><assistant>" if messages else "6*7?")
         and got["answer"] == answer
     )
     assert got["columns"] == row  # whole: reward functions get them
@@ -204,25 +149,8 @@ def test_both_readings_of_src_and_tgt(src, tgt):
 
 # ---- the chat template, exactly once -------------------------------------------------------------
 
-DIALOGUE = [
-    {"role": "user", "content": "1+1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "+3?"},
-]
-SYSTEM = [{"role": "system", "content": "Be brief."}]
-ROWS = {
-    "text": ({"prompt": "1+1?", "answer": "2"}, DIALOGUE[:1]),
-    "src and tgt": ({"src": ["1+1?", "+3?"], "tgt": ["2", "5"]}, DIALOGUE),
-    "src and tgt without a reference": (
-        {"src": ["1+1?", "+3?"], "tgt": ["2"], "answer": "5"},
-        DIALOGUE,
-    ),
-    "messages": ({"messages": DIALOGUE, "answer": "5"}, DIALOGUE),
-    "messages with a system turn": (
-        {"messages": SYSTEM + DIALOGUE, "answer": "5"},
-        SYSTEM + DIALOGUE,
-    ),
-}
+DIALOGUE = TABLES["dialogue"]
+ROWS = TABLES["prompts"]
 
 
 @pytest.mark.parametrize("system", ["", "Think."])

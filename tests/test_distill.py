@@ -4,7 +4,6 @@ tests/agreement/ compares the divergences and their gradients with TRL's GKD,
 tests/test_invariance.py the cuts of a batch.
 """
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -104,42 +103,8 @@ def test_chunks_give_what_whole_logits_give(tmp_path, monkeypatch):
 
 # ---- rows ----------------------------------------------------------------------------------------
 
-TURNS = [("user", "1+1="), ("assistant", "2"), ("user", "and 3?"), ("assistant", "5")]
-MESSAGES = [{"role": role, "content": text} for role, text in TURNS]
-SHARED = [
-    {"from": "gpt", "value": "Hi"},
-    {"from": "human", "value": "1+1="},
-    {"from": "gpt", "value": "2"},
-]
-LEARNED = {  # a row, and the prompts and responses that are made of it
-    "conversation": (
-        {"messages": MESSAGES},
-        [("[user]1+1=>", "2"), ("[user]1+1=[assistant]2[user]and 3?>", "5")],
-    ),
-    "reference": ({"messages": MESSAGES, "answer": "7"}, [(None, "2"), (None, "5")]),
-    "PaddleNLP's": (
-        {"src": ["1+1=", "and 3?"], "tgt": ["2", "5"]},
-        [("[user]1+1=>", "2"), (None, "5")],
-    ),
-    "ShareGPT": ({"conversations": SHARED}, [("[assistant]Hi[user]1+1=>", "2")]),
-    "Alpaca": (
-        {"instruction": "Add.", "input": "1+1", "output": "2"},
-        [("[user]Add.\n\n1+1>", "2")],
-    ),
-    "a named column": (
-        {"messages": MESSAGES, "thought": "so 5"},
-        [("[user]1+1=[assistant]2[user]and 3?>", "so 5")],
-    ),
-    "completion": ({"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}, [(None, "5")]),
-    "solution": (
-        {"problem": "1+1=", "answer": "2", "solution": "it is 2"},
-        [("[user]1+1=>", "it is 2")],
-    ),
-    "response": (
-        {"question": "1+1=", "response": "so 2", "answer": "2"},
-        [("[user]1+1=>", "so 2")],
-    ),
-}
+MESSAGES = helpers.table("rows.yaml")["messages"]
+LEARNED = helpers.table("rows.yaml")["learned"]
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -297,7 +262,7 @@ def test_conversations_that_fail_do_not_train(tmp_path, capfd):
 # ---- bad input -----------------------------------------------------------------------------------
 
 # Flags, and what the line names.
-REFUSED = json.loads((helpers.ROOT / "tests/data/command_lines.json").read_text())["distill"]
+REFUSED = helpers.table("command_lines.json")["distill"]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from plumbing.data.rows import arithmetic_rows
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
 
-CASES = json.loads((helpers.ROOT / "tests/data/evaluate.json").read_text())
+CASES = helpers.table("evaluate.json")
 
 # ---- measures ------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import helpers
 import pytest
 import torch
 import transformers
-import yaml
 from tiny_models import CPU, make_tokenizer
 
 import grpo
@@ -21,9 +20,7 @@ from plumbing.models import loading
 
 FLOAT32 = loading.precision("float32", CPU)
 
-PARTS, FAMILIES, REFUSED = yaml.safe_load(
-    (helpers.ROOT / "tests/data/families.yaml").read_text()
-).values()
+PARTS, FAMILIES, REFUSED = helpers.table("families.yaml").values()
 FEW = "cohere2 deepseek_v3 falcon_h1 gemma3 llama4_text phimoe qwen2_moe qwen3_5".split()
 
 

@@ -17,7 +17,6 @@ from typing import get_args
 import conftest  # noqa: F401
 import helpers
 import pytest
-import yaml
 from helpers import folder_of, metrics_of, read_lines, run_ranks
 from test_shard import exact_runs
 
@@ -25,7 +24,7 @@ import grpo
 import rloo
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
-TABLES = yaml.safe_load((helpers.ROOT / "tests/data/invariance.yaml").read_text())
+TABLES = helpers.table("invariance.yaml")
 CUTS = TABLES["cuts"]
 TRAINED = TABLES["trained"]
 WHOLE = (1, "none", 40, False)  # what they are compared with

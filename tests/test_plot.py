@@ -1,15 +1,13 @@
 """scripts/plot.py."""
 
-import json
-
 import plot
 import pytest
 import tyro
-from helpers import ROOT, refused, write_rows
+from helpers import refused, table, write_rows
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-WRONG = json.loads((ROOT / "tests/data/command_lines.json").read_text())["pictures"]
+WRONG = table("command_lines.json")["pictures"]
 
 
 @pytest.fixture

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import helpers
 import pytest
-import yaml
 from test_shard import exact_runs
 
 import grpo
 import utils
 
-RUNS = yaml.safe_load((helpers.ROOT / "tests/data/pretend_runs.yaml").read_text())
+RUNS = helpers.table("pretend_runs.yaml")
 SMALL = dict(
     total_episodes=16,
     max_response_length=6,

@@ -176,7 +176,7 @@ def test_all_ranks_end_where_the_first_does(monkeypatch):
 
 # ---- flags that a resume changes -----------------------------------------------------------------
 
-CASES = json.loads(Path(utils.ROOT, "tests/data/command_lines.json").read_text())
+CASES = helpers.table("command_lines.json")
 CHANGED = CASES["changed flags of an optimizer"]
 
 

@@ -157,48 +157,10 @@ def test_a_new_head_has_the_papers_standard_deviation(model_folder, tokenizer):
 
 # ---- formats of pairs ----------------------------------------------------------------------------
 
-turn = lambda role, content: {"role": role, "content": content}
-ASK = turn("user", "2+2=")
-SYSTEM = turn("system", "Add.")
-HISTORY = [turn("user", "hi"), turn("assistant", "hello"), ASK]
-FOUR = turn("assistant", "4")
-FIVE = turn("assistant", "5")
-TEXTS = {"chosen": "4", "rejected": "5"}
-SRC = {"response": ["4", "5"], "sort": [1, 0]}
-FORMATS = {  # row: the prompt, or one for each side
-    "text": ({"prompt": "2+2=", **TEXTS}, "2+2="),
-    "question": ({"question": "2+2=", **TEXTS}, "2+2="),
-    "text alone": (TEXTS, None),
-    "text after messages": ({"prompt": HISTORY, **TEXTS}, HISTORY),
-    "messages after text": ({"prompt": "2+2=", "chosen": [FOUR], "rejected": [FIVE]}, "2+2="),
-    "messages after messages": ({"prompt": HISTORY, "chosen": [FOUR], "rejected": [FIVE]}, HISTORY),
-    "messages alone": ({"chosen": [ASK, FOUR], "rejected": [ASK, FIVE]}, [ASK]),
-    "messages with a system turn": (
-        {"chosen": [SYSTEM, ASK, FOUR], "rejected": [SYSTEM, ASK, FIVE]},
-        [SYSTEM, ASK],
-    ),
-    "messages that hold the prompt": (
-        {"prompt": "2+2=", "chosen": [*HISTORY, FOUR], "rejected": [*HISTORY, FIVE]},
-        HISTORY,
-    ),
-    "messages that go on after the prompt": (
-        {"prompt": "hi", "chosen": [*HISTORY[1:], FOUR], "rejected": [*HISTORY[1:], FIVE]},
-        HISTORY,
-    ),
-    "messages of two prompts": (
-        {"chosen": [ASK, FOUR], "rejected": [*HISTORY, FIVE]},
-        ([ASK], HISTORY),
-    ),
-    "instruction and input": ({"instruction": "Add.", "input": "2+2=", **TEXTS}, "Add.\n\n2+2="),
-    "one message and text": ({"prompt": "2+2=", "chosen": [FOUR], "rejected": "5"}, "2+2="),
-    "src": ({"src": ["2+2="], "tgt": [], **SRC}, "2+2="),
-    "src, text, the other order": ({"src": "2+2=", "response": ["5", "4"], "sort": [0, 1]}, "2+2="),
-    "src, turns": ({"src": ["hi", "2+2="], "tgt": ["hello"], **SRC}, HISTORY),
-    "src, turns, tgt as text": (
-        {"src": ["hi", "2+2="], "tgt": "hello", "response": ["5", "4"], "sort": [-3, 0.5]},
-        HISTORY,
-    ),
-}
+ROWS = helpers.table("rows.yaml")
+TEXTS = ROWS["turns"]["texts"]
+BAD = ROWS["no_pairs"]
+BAD["margin over all floats"] = {"prompt": "2+2=", **TEXTS, "margin": 10**400}
 PLAIN = bos_tokenizer(False)
 ADDS_BOS = bos_tokenizer(True)
 CHAT = bos_tokenizer(True, TEMPLATE)
@@ -225,13 +187,12 @@ def load(tmp_path):
 
 @pytest.mark.parametrize("system_prompt", ["", "Be brief."])
 @pytest.mark.parametrize("tokenizer", [PLAIN, ADDS_BOS, CHAT], ids=["plain", "bos", "chat"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ROWS["pairs"])
 def test_formats(load, tmp_path, tokenizer, name, system_prompt):
     """Each side: the prompt as a rollout of the policy has it, the response, the end; the beginning
     not doubled.
     """
-    row, prompts = FORMATS[name]
-    prompts = prompts if isinstance(prompts, tuple) else (prompts, prompts)
+    row, *prompts = ROWS["pairs"][name]
     if tokenizer.chat_template is None and any(
         isinstance(prompt, list) and prompt[1:] for prompt in prompts
     ):
@@ -303,42 +264,10 @@ def test_pairs_that_are_too_long_are_left_out_and_counted(load, tmp_path, capsys
     assert end.value.code == 2 and "left out 4 of 4 rows" in capsys.readouterr().err
 
 
-ROW = {"prompt": "2+2=", **TEXTS}
-TALK = {"src": "2+2=", **SRC}
-BAD = {
-    "equal": ROW | {"rejected": "4"},
-    "equal messages": {"chosen": [ASK, FOUR], "rejected": [ASK, FOUR]},
-    "absent": {"prompt": "2+2=", "chosen": "4"},
-    "no columns": {},
-    "blank": ROW | {"rejected": " \n"},
-    "number": ROW | {"chosen": 4},
-    "no turns": ROW | {"chosen": []},
-    "turns of text": ROW | {"chosen": ["4"]},
-    "ends with the user": {"chosen": [ASK, FOUR, ASK], "rejected": [ASK, FIVE]},
-    "no content": {"chosen": [ASK, {"role": "assistant"}], "rejected": [ASK, FIVE]},
-    "a turn without a role": {"chosen": [{"content": "2+2="}, FOUR], "rejected": [ASK, FIVE]},
-    "prompt a number": ROW | {"prompt": 4},
-    "blank prompt": ROW | {"prompt": " "},
-    "sort equal": TALK | {"sort": [1, 1]},
-    "sort NaN": TALK | {"sort": [NAN, 1]},
-    "sort one": TALK | {"sort": 1},
-    "three responses": TALK | {"response": ["4", "5", "6"]},
-    "response None": TALK | {"response": ["4", None]},
-    "no src": SRC,
-    "src None": TALK | {"src": [None]},
-    "src as long as tgt": TALK | {"tgt": ["4"]},
-    "margin text": ROW | {"margin": "x"},
-    "margin NaN": ROW | {"margin": NAN},
-    "margin infinite": ROW | {"margin": math.inf},
-    "margin over all floats": ROW | {"margin": 10**400},
-    "half a character": ROW | {"chosen": "\ud800"},
-}
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_row_ends_the_run_with_one_line(load, tmp_path, capsys, name):
     with pytest.raises(SystemExit) as end:
-        load([{"prompt": HISTORY, **TEXTS}, BAD[name]], CHAT)
+        load([ROWS["pairs"]["text after messages"][0], BAD[name]], CHAT)
     line = capsys.readouterr().err
     assert end.value.code == 2
     assert (

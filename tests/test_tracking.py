@@ -1,13 +1,12 @@
 """What a run prints, and what wandb and libraries like it get by --track."""
 
-import json
 import math
 import re
 import sys
 import types
 
 import pytest
-from helpers import ROOT, refused, write_rows
+from helpers import refused, table, write_rows
 
 import grpo
 import utils
@@ -137,7 +136,7 @@ def test_no_control_code_reaches_the_terminal(tmp_path, capsys):
 
 def test_names_in_logs_have_no_folders_and_no_secrets():
     """Unless two would be the same."""
-    names = json.loads((ROOT / "tests/data/command_lines.json").read_text())["names in logs"]
+    names = table("command_lines.json")["names in logs"]
     assert log.as_logged(dict.fromkeys(names, math.nan)) == dict.fromkeys(names.values())
 
 

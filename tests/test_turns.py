@@ -10,7 +10,7 @@ import types
 
 import pytest
 import test_data
-from helpers import ROOT, refused
+from helpers import refused, table
 from tiny_models import make_tokenizer
 
 from plumbing.data import mixture as data
@@ -128,7 +128,7 @@ def result(content: str, name: str = "search") -> dict:
 
 # ---- calls in a turn -----------------------------------------------------------------------------
 
-CALLS = json.loads((ROOT / "tests" / "data" / "tool_calls.json").read_text())
+CALLS = table("tool_calls.json")
 
 
 def check_calls(calls: list, expected) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import helpers
 import pytest
-import yaml
 from helpers import folder_of, metrics_of, read_lines
 
 import distill
@@ -93,7 +92,7 @@ LEFT_OUT = set(
     "prompt_column answer_column response_column chat_template_kwargs compile".split()
 )
 
-TABLES = yaml.safe_load((helpers.ROOT / "tests/data/random_runs.yaml").read_text())
+TABLES = helpers.table("random_runs.yaml")
 FLAGS = {
     script: {field.name for field in dataclasses.fields(args)} for script, args in SCRIPTS.items()
 }

@@ -34,6 +34,7 @@ import rich.table  # noqa: F401
 import torch
 import transformers
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+import yaml
 from conftest import PATHS, ROOT
 from safetensors.torch import load_file
 from tiny_models import make_tokenizer
@@ -124,6 +125,11 @@ def scalar_folder(
     tokenizer.add_tokens(list(tokens))
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def table(name: str) -> dict:
+    """Return what a file of tests/data holds."""
+    return yaml.safe_load((ROOT / "tests/data" / name).read_text())
 
 
 def write_rows(path, rows: list) -> str:
