@@ -45,7 +45,7 @@ def fail(message: str, local: bool = False) -> NoReturn:
     All ranks of a node are assumed to fail alike, and one prints for them, unless the reason is
     `local` to this rank.
     """
-    if local or int(os.environ.get("LOCAL_RANK", "0")) == 0:
+    if local or os.environ.get("LOCAL_RANK", "0") == "0":
         for bar in progress_bars:
             bar.close()  # ends its line
         message = one_line(message)
@@ -57,13 +57,13 @@ def fail(message: str, local: bool = False) -> NoReturn:
 
 def say(message: str) -> None:
     """Print one line on stdout, above the progress bars, from rank 0 only."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if os.environ.get("RANK", "0") == "0":
         tqdm.write(one_line(message))
 
 
 def warn(message: str) -> None:
     """Print one line on stderr, from rank 0 only."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if os.environ.get("RANK", "0") == "0":
         print(f"warning: {one_line(message)}", file=sys.stderr, flush=True)
 
 
@@ -77,7 +77,7 @@ class World:
     rank: int
     size: int
     device: torch.device
-    group: object = None  # of torch.distributed; None: the default one
+    group: dist.ProcessGroup | None = None  # None: torch.distributed's default one
     # neighbouring ranks that share one rollout engine, and so compute the same rollout
     ranks_per_engine: int = 1
 
@@ -197,9 +197,8 @@ def generator(*key) -> np.random.Generator:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, for a one-line report."""
-    return next(
-        (line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__
-    )
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0]
 
 
 @contextlib.contextmanager
@@ -253,18 +252,14 @@ class Optimizer:
         ]
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=args.adam_betas, fused=True)
         self.total_updates = total_updates
+        self.lr = 0.0  # of the last update
         self.updates = self.skipped_in_a_row = self.since_rescaled = 0
         self.rescales = args.precision == "fp16"
         self.loss_scale = 2.0**16 if self.rescales else 1.0
-        self.counters = ["updates", "skipped_in_a_row"]  # what a resume goes on with
+        self.counters = ["updates", "skipped_in_a_row", "lr"]  # what a resume goes on with
         if self.rescales:
             self.counters += ["loss_scale", "since_rescaled"]
         self.norms: list[float] = []  # of the gradients since the last `metrics`, before clipping
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the last update."""
-        return self.adam.param_groups[0]["lr"]
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of a loss times `loss_scale`.
@@ -283,16 +278,18 @@ class Optimizer:
         norm = full_tensor(
             torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         ).item()
+        finite = math.isfinite(norm)  # the same on all ranks, so all of them skip or none does
         factor = lr_factor(self.updates, self.total_updates, self.warmup_ratio, self.schedule)
+        self.lr = self.floor + factor * (self.peak - self.floor)
         for group in self.adam.param_groups:
-            group["lr"] = self.floor + factor * (self.peak - self.floor)
-        if math.isfinite(norm):  # the same on all ranks, so all of them skip or none does
+            group["lr"] = self.lr
+        if finite:
             self.adam.step()
         self.adam.zero_grad()
         self.updates += 1
         self.norms.append(norm)
-        if not self.rescale(math.isfinite(norm)):  # else it was the scale's fault
-            self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+        if not self.rescale(finite):  # else it was the scale's fault
+            self.skipped_in_a_row = 0 if finite else self.skipped_in_a_row + 1
             if self.skipped_in_a_row:
                 name = f"{self.prefix}update".replace("_", " ")
                 warn(
@@ -312,12 +309,12 @@ class Optimizer:
 
     def rescale(self, finite: bool) -> bool:
         """Adapt the scale of the loss to an update; return whether it was lowered."""
-        self.since_rescaled += 1
-        lower = self.rescales and not finite and self.loss_scale > 1
-        if lower or self.rescales and finite and self.since_rescaled == 2000:
-            self.loss_scale = self.loss_scale * (0.5 if lower else 2.0)
-            self.since_rescaled = 0
-        elif not finite:
+        self.since_rescaled = self.since_rescaled + 1 if finite else 0
+        lower = not finite and self.loss_scale > 1
+        if lower:
+            self.loss_scale /= 2
+        elif self.rescales and self.since_rescaled == 2000:
+            self.loss_scale *= 2
             self.since_rescaled = 0
         return lower
 
@@ -487,7 +484,7 @@ class Clock:
         self.parameters = parameters
         self.start_time = time.perf_counter() - seconds_before
         self.phase = ""
-        self.seconds = {}
+        self.seconds = defaultdict(float)
         self.start()
 
     def start(self) -> None:
@@ -501,7 +498,7 @@ class Clock:
         self.peak_memory_gb = max(self.peak_memory_gb, memory_gb(self.device))
         now = time.perf_counter()
         if self.phase:
-            self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self.last
+            self.seconds[self.phase] += now - self.last
         self.phase = phase
         self.last = now
 
@@ -513,7 +510,7 @@ class Clock:
         """Return the seconds of the phases since the last call, and end the phase that lasts."""
         self.begin("")
         times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
-        self.seconds = {}
+        self.seconds.clear()
         return times
 
     def metrics(self, tokens: int) -> dict[str, float]:
@@ -544,12 +541,12 @@ class Sums:
 
     def __init__(self, world: World):
         self.world = world
-        self.sums = {}
+        self.sums = defaultdict(float)
         self.largest = {}
 
     def add(self, **tensors: torch.Tensor) -> None:
         for name, x in tensors.items():
-            self.sums[name] = self.sums.get(name, 0) + x.detach().double()
+            self.sums[name] += x.detach().double()
 
     def max(self, **tensors: torch.Tensor) -> None:
         # 0 is below every value that is asked for, and stands for an empty tensor

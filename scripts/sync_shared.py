@@ -1,20 +1,18 @@
-"""Keeps equal what the algorithm scripts share by design: each holds its own copy, so that it can
-be read alone.
+"""Keep equal what the algorithm scripts share: each holds its own copy, so that it can be read
+alone.
 
     python scripts/sync_shared.py grpo.py                   copy from grpo.py into the other scripts
-    python scripts/sync_shared.py grpo.py --check           change nothing; a line for each difference, and exit code 1
+    python scripts/sync_shared.py grpo.py my_fork.py        print what differs in a fork, which stays as it is
     python scripts/sync_shared.py grpo.py my_fork.py --only generate collect     copy these parts into a fork
 
 Shared are top-level functions and classes of the same name, and fields of `Args` of the same name
-(type and docstring; the default is the script's own). Into a fork, which differs on purpose, goes
-only what --only names: without it, what differs is printed, as by --check. Names that a file lacks
-after that are found by `ruff check --select F821`.
+(type and docstring; the default is the script's own). Names that a file lacks after that are found
+by `ruff check --select F821`; tests/test_drift.py fails where two scripts differ.
 """
 
 import ast
 import itertools
 import re
-import sys
 from pathlib import Path
 
 import tyro
@@ -66,36 +64,29 @@ def with_default(ours: str, theirs: str) -> str:
     return ours.replace(re.search(default, ours)[0], re.search(default, theirs)[0], 1)
 
 
-def main(
-    source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] = (), check: bool = False
-) -> int:
+def main(source: Path, targets: tuple[Path, ...] = (), /, only: tuple[str, ...] = ()) -> None:
     """Copy what is shared from a script into others, and print what was copied, or differs.
 
     Args:
         source: script to copy from.
         targets: files to copy into; default: the other scripts.
-        only: copy these parts and no others.
-        check: change nothing.
-    Returns:
-        the exit code, 1 if something differs that was not copied.
+        only: copy these parts and no others. Without it, other files than the scripts stay as they
+            are.
     """
-    code = 0
     shared = parts(source.read_text())
     for path in targets or [source.parent / name for name in SCRIPTS if name != source.name]:
         text = path.read_text()
-        copies = not check and (only or path.name in SCRIPTS)
+        copies = only or path.name in SCRIPTS
         for name, (equal, theirs) in parts(text).items():
             if name in shared and name in (only or shared) and shared[name][0] != equal:
                 print(f"{path.name}: {name} {'copied' if copies else 'differs'} from {source.name}")
                 ours = shared[name][1]
-                text = text.replace(
-                    theirs, with_default(ours, theirs) if name.startswith("Args.") else ours
-                )
-                code |= not copies
+                if name.startswith("Args."):
+                    ours = with_default(ours, theirs)
+                text = text.replace(theirs, ours)
         if copies:
             path.write_text(text)
-    return code
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main, description=__doc__))
+    tyro.cli(main, description=__doc__)

@@ -55,7 +55,7 @@ def test_a_run_pushes_its_final_model(base, tmp_path, monkeypatch, capsys):
         capsys.readouterr().out.rstrip().endswith("published: https://huggingface.co/me/my-model")
     )
     card = (folder_of(values) / "final" / "README.md").read_text()
-    assert "# my-model" in card and "python grpo.py --reward" in card and "--kl_coef 0.1" in card
+    assert "# my-model" in card and "flags of `grpo.py`" in card and '"kl_coef": 0.1' in card
     # of a folder on this machine
     assert "| held-out accuracy, sampled" in card and "base_model" not in card
     # A finished run is published by --resume; the model stays where the push fails, and the line
@@ -111,6 +111,10 @@ def test_the_card(tmp_path, monkeypatch):
         "`Qwen/Qwen2.5-0.5B` after 7 steps on `https://host/a.jsonl`. [The run](https://wandb.ai/me/run)."
         in text
     )
-    command = "python grpo.py --model Qwen/Qwen2.5-0.5B --dataset https://host/a.jsonl"
-    assert f"{command} --reward math http://judge:9/x --no-non_stop_penalty\n" in text
+    assert json.loads(text.partition("```json")[2].partition("```")[0]) == {
+        "model": "Qwen/Qwen2.5-0.5B",
+        "dataset": "https://host/a.jsonl",
+        "reward": ["math", "http://judge:9/x"],
+        "non_stop_penalty": False,
+    }
     assert "| held-out accuracy, sampled (what is trained) | 0.5123 |" in text and "KL" not in text

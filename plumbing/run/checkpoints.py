@@ -187,11 +187,8 @@ def load_optimizer(path: str, model, optimizer: Optimizer) -> None:
     if not os.path.isdir(path):  # saved before the first update
         return
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    flags = [
-        {name: group[name] for name in ("betas", "weight_decay")}
-        for group in optimizer.adam.param_groups
-    ]
     state = trained_state(model, optimizer)
+    flags = state["adam"].pop("param_groups")
     adam = state["adam"]["state"]
     # A parameter without a gradient so far has no state in the checkpoint. The names of the entries
     # are dcp's.
@@ -200,9 +197,8 @@ def load_optimizer(path: str, model, optimizer: Optimizer) -> None:
         dcp.load(state, checkpoint_id=path, no_dist=True)
     except dcp.api.CheckpointException as failed:  # a BaseException
         raise RuntimeError(first_line(next(iter(failed.failures.values()))[0])) from failed
+    state["adam"]["param_groups"] = flags
     set_optimizer_state_dict(model, optimizer.adam, state["adam"], options=ALLOW_MISSING)
-    for group, values in zip(optimizer.adam.param_groups, flags):
-        group |= values
 
 
 def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None:

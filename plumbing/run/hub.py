@@ -1,5 +1,6 @@
 """A run's final model on the Hugging Face hub, with a model card: --push_to_hub."""
 
+import json
 import os
 import shlex
 
@@ -14,7 +15,7 @@ CARD = """---
 
 # {{ title }}
 
-`{{ base }}` after {{ step }} steps on `{{ dataset }}`.{% if tracked %} [The run]({{ tracked }}).{% endif %}
+`{{ args.model }}` after {{ step }} steps on `{{ args.dataset }}`.{% if tracked %} [The run]({{ tracked }}).{% endif %}
 
 | after the last step | |
 |---|---|
@@ -22,10 +23,14 @@ CARD = """---
 | {{ name }} | {{ "%.4g" % value }} |
 {%- endfor %}
 
-```bash
-{{ command }}
+The flags of `{{ script }}` that are not at their defaults, as a file for its `--config`:
+
+```json
+{{ flags }}
 ```
 """
+# what says nothing to others
+LOCAL_FLAGS = ("run_name", "output_dir", "resume", "push_to_hub")
 
 
 def open_repository(name: str) -> str:
@@ -40,16 +45,21 @@ def push(folder: str, repository: str, tracked: str | None) -> str:
     *_, last = read_log(folder)
     final = os.path.join(folder, "final")
     args = facts["args"]
+    changed = {
+        name: value
+        for name, value in args.items()
+        if value != facts["defaults"][name] and name not in LOCAL_FLAGS
+    }
     card = ModelCard.from_template(
         ModelCardData(base_model=None if os.path.exists(args["model"]) else args["model"]),
         template_str=CARD,
         title=repository.rpartition("/")[2],
-        base=args["model"],
-        dataset=args["dataset"],
+        args=args,
         step=last["step"],
         numbers={title: last[key] for key, title in CURVES.items() if last.get(key) is not None},
         tracked=tracked,
-        command=command(facts),
+        script=facts["script"],
+        flags=json.dumps(changed, indent=2),
     )
     card.save(os.path.join(final, "README.md"))
     again = f"hf upload {repository} {shlex.quote(final)} . --delete '*.safetensors*'"
@@ -62,22 +72,3 @@ def push(folder: str, repository: str, tracked: str | None) -> str:
             repo_id=repository, folder_path=final, delete_patterns="*.safetensors*"
         )
     return f"{constants.ENDPOINT}/{repository}"
-
-
-def command(facts: dict) -> str:
-    """Return the command line of a run, without the flags at their defaults."""
-    words = ["python", facts["script"]]
-    for name, value in facts["args"].items():
-        if value != facts["defaults"][name] and name not in (
-            "run_name",
-            "output_dir",
-            "resume",
-            "push_to_hub",
-        ):
-            values = (
-                []
-                if isinstance(value, bool)
-                else map(str, value if isinstance(value, list) else [value])
-            )
-            words += [f"--no-{name}" if value is False else f"--{name}", *values]
-    return shlex.join(words)
