@@ -75,27 +75,21 @@ def make_batch(demonstrations: list[list[str]], tokenizer) -> tuple[torch.Tensor
 def pretrain(demonstrations: list[list[str]]) -> Qwen2ForCausalLM:
     """Return a model that was trained from scratch on demonstrations, each used once."""
     tokenizer = Qwen2Tokenizer.from_pretrained(ASSETS / "tiny")
-    config = Qwen2Config.from_pretrained(ASSETS / "tiny")
-    model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+    model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(ASSETS / "tiny"))
+    model.generation_config = GenerationConfig.from_pretrained(ASSETS / "tiny")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     warmup = STEPS // 10
-    progress = tqdm(range(STEPS), desc="pretraining")
-    for step in progress:
+    for step in tqdm(range(STEPS), "pretraining"):
         input_ids, labels = make_batch(demonstrations[step * BATCH_SIZE :][:BATCH_SIZE], tokenizer)
         # no attention mask: the padding is on the right, where causal attention does not look
-        loss = model(input_ids, labels=labels).loss
-        loss.backward()
+        model(input_ids, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = 3e-3 * min(
             (step + 1) / warmup, (STEPS - step) / (STEPS - warmup)
         )
         optimizer.step()
         optimizer.zero_grad()
-        progress.set_postfix(loss=f"{loss.item():.3f}")
-    return model.eval()
+    return model
 
 
 # ---- the game ------------------------------------------------------------------------------------
