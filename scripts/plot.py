@@ -8,7 +8,7 @@ import repository  # noqa: F401
 import tyro
 
 import utils
-from plumbing.run.log import CURVES, plot_curves, read_log
+from plumbing.run.log import plot_curves, read_metrics
 
 
 def run_names(folders: list[str]) -> list[str]:
@@ -33,17 +33,9 @@ def main(
         metrics: Names from metrics.jsonl to draw, accuracies in one panel; default: the main ones
             that the runs have.
     """
-    shown = {"step", *(metrics or CURVES)}
-    known = set()
-    rows = {}
     with utils.exit_on_error("RUNS"):
-        for name, run in zip(run_names(runs), runs):
-            rows[name] = []
-            for row in read_log(run):
-                known |= row.keys()
-                rows[name].append({key: row[key] for key in row.keys() & shown})
-            if not rows[name]:
-                raise ValueError(f"{run} has no metrics.jsonl with a whole line")
+        rows = {name: read_metrics(run) for name, run in zip(run_names(runs), runs)}
+    known = {key for table in rows.values() for row in table for key in row}
     if unknown := {*metrics} - known:
         utils.fail(f"--metrics {' '.join(unknown)}: the runs have {', '.join(sorted(known))}")
     with utils.exit_on_error(f"--output {output}"):

@@ -18,7 +18,14 @@ import tyro
 from plot import run_names
 
 import utils
-from plumbing.run.log import CURVES, read_args, read_log, replace_file, without_secrets
+from plumbing.run.log import (
+    CURVES,
+    read_args,
+    read_log,
+    read_metrics,
+    replace_file,
+    without_secrets,
+)
 
 SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
 # flags that runs of a group differ by
@@ -64,7 +71,8 @@ def read_run(folder: str, name: str, runs: int) -> dict:
     alone will do.
     """
     facts = without_secrets(read_args(folder))
-    (steps, metrics) = read_metrics(folder)
+    rows = read_metrics(folder)
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("step", "episode"))
     samples, held_out = (
         read_samples(folder, part, SAMPLE_BYTES // 2 // runs)
         for part in ("samples.jsonl", "held_out.jsonl")
@@ -73,8 +81,8 @@ def read_run(folder: str, name: str, runs: int) -> dict:
         "args": {},
         **facts,
         "name": name,
-        "steps": steps,
-        "metrics": metrics,
+        "steps": [row["step"] for row in rows],
+        "metrics": {name: [five_digits(row.get(name)) for row in rows] for name in names},
         "samples": samples + [{**row, "held_out": True} for row in held_out],
         "finished": os.path.isdir(os.path.join(folder, "final")),
     }
@@ -88,23 +96,9 @@ def without_seed(run: dict) -> str:
     return json.dumps([run.get("script"), flags], sort_keys=True) if flags else run["name"]
 
 
-def read_metrics(folder: str) -> tuple[list[int], dict[str, list]]:
-    """Return the steps of a run and the values of its metrics in them, {name: [number rounded to
-    five digits]}.
-
-    A metric is None in a step without it, and its list ends with the last step that has it.
-    """
-    steps = []
-    metrics = {}
-    for row in read_log(folder):
-        for name, x in row.items():
-            if isinstance(x, (int, float)) and name not in ("step", "episode"):
-                values = metrics.setdefault(name, [])
-                values += [None] * (len(steps) - len(values)) + [float(f"{x:.5g}")]
-        steps.append(row["step"])
-    if not steps:
-        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
-    return steps, metrics
+def five_digits(x: float | None) -> float | None:
+    """Return a number as the page needs it; None stands for one that is not there."""
+    return None if x is None else float(f"{x:.5g}")
 
 
 def read_samples(folder: str, name: str, size: int) -> list[dict]:

@@ -293,6 +293,14 @@ def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
                     yield parse(line, f"{path} line {number}")
 
 
+def read_metrics(folder: str) -> list[dict]:
+    """Return the rows of metrics.jsonl; raise ValueError if there is none, or one cannot be read."""
+    rows = list(read_log(folder))
+    if not rows:
+        raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
+    return rows
+
+
 def read_args(folder: str) -> dict:
     """Return a run's args.json, {"args": {flag: value}, "defaults": ..., "script": ..., ...}; {} if
     there is none.
