@@ -26,7 +26,6 @@ from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, model_validator
 from pydantic.dataclasses import dataclass
 from server_key import CheckKey, require_key
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import utils
 from plumbing import cli
@@ -110,61 +109,44 @@ class Scorer:
         """Return a score for each response, None where a source has none or its reference is
         missing.
         """
-        rows = [self.row(batch, i) for i in range(len(batch.src))]
-        scoring = sources.Scoring(self.reward_sources, sources.never)
+        scoring = sources.Scoring(self.reward_sources)
+        for i in range(len(batch.src)):
+            scoring.add(i, self.sample(batch, i))
         scores = []
-        for i, (row, text) in enumerate(zip(rows, batch.response)):
-            scoring.add(i, SimpleNamespace(row=row, text=text, response=row["response"]))
-        for row, sample in zip(rows, scoring.finish()):
-            total = sum(
-                weight * number for weight, number in zip(self.weights, sample.scores.values())
-            )
+        for sample in scoring.finish():
+            numbers = sample.scores.values()  # in the order of --reward
+            total = sum(weight * number for weight, number in zip(self.weights, numbers))
             # A response could equal a reference that is missing: "" or None.
-            is_missing = not prompts.is_filled(row["answer"]) and sources.needs_answer(
-                self.args, row["sources"]
-            )
-            scores.append(total if math.isfinite(total) and not is_missing else None)
+            is_scored = math.isfinite(total) and not sources.lacks_answer(sample.row, self.args)
+            scores.append(total if is_scored else None)
         return scores
 
-    def row(self, batch: Batch, i: int) -> dict:
-        """Return a sample as a row of a data set with its response; for a reward model, both as
-        token ids, too.
+    def sample(self, batch: Batch, i: int) -> SimpleNamespace:
+        """Return an entry of a request as a row of a data set and a response to it; for a reward
+        model, both as token ids, too.
         """
-        at = f"entry {i} of"
-        query = []
-        response = []
-        messages = batch.messages and batch.messages[i]
+        where = f"entry {i} of"
         columns = {name: column[i] for name, column in batch.columns.items()}
-        if self.tokenizer is not None:
-            if messages and self.tokenizer.chat_template:
-                _, query = prompts.encode_prompt(f"{at} messages", messages, self.tokenizer, "")
-            else:  # a template has written the special tokens
-                special = not self.tokenizer.chat_template
-                query = prompts.encode_text(f"{at} src", batch.src[i], self.tokenizer, special)
-            response = prompts.encode_response(
-                f"{at} response", batch.response[i], self.tokenizer, self.stop_ids
-            )
-        return {
+        row = {
             "prompt": batch.src[i],
-            "query": query,
-            "response": response,
-            "messages": messages,
+            "messages": batch.messages and batch.messages[i],
             "answer": batch.tgt[i],
-            "sources": prompts.named_sources(f"{at} columns", columns, self.args),
+            "sources": prompts.named_sources(f"{where} columns", columns, self.args),
             "columns": columns,
         }
-
-
-class Protocol(H11Protocol):
-    """A connection. One that has sent nothing is closed after uvicorn's timeout_keep_alive, as one
-    between requests.
-    """
-
-    def connection_made(self, transport) -> None:
-        super().connection_made(transport)
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
+        ids = []
+        if self.tokenizer is not None:
+            has_template = bool(self.tokenizer.chat_template)
+            if row["messages"] and has_template:
+                given = f"{where} messages", row["messages"], self.tokenizer, ""
+                _, row["query"] = prompts.encode_prompt(*given)
+            else:  # a template has written the special tokens
+                given = f"{where} src", batch.src[i], self.tokenizer, not has_template
+                row["query"] = prompts.encode_text(*given)
+            ids = prompts.encode_response(
+                f"{where} response", batch.response[i], self.tokenizer, self.stop_ids
+            )
+        return SimpleNamespace(row=row, text=batch.response[i], response=ids)
 
 
 def make_app(args: Args, scorer: Scorer) -> FastAPI:
@@ -198,7 +180,7 @@ def main(args: Args) -> None:
         listener = socket.create_server((args.host, args.port), family=family)
     scorer = Scorer(args, utils.setup_processes())
     app = make_app(args, scorer)
-    config = uvicorn.Config(app, http=Protocol, log_level="warning", timeout_graceful_shutdown=3)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
     print(f"{' '.join(args.reward)} at http://{host}:{listener.getsockname()[1]}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])

@@ -15,13 +15,11 @@ import time
 from pathlib import Path
 
 import pytest
-import urllib3
 from conftest import ROOT
-from test_reward_client import Server
 from test_tool_processes import wait_until
 
 from plumbing.rewards import code_tests, sandbox
-from plumbing.rewards.verifiers import VERIFIERS, verifier_of
+from plumbing.rewards.verifiers import VERIFIERS
 
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 HUMANEVAL = "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)"
@@ -535,42 +533,3 @@ def test_namespaces_that_end_halfway(tmp_path):
     assert "no namespaces" in caller.missing
     assert caller.run(READ, "1 2", "3 4") == (0, "7\n")
     caller.end()
-
-
-# ---- SandboxFusion -------------------------------------------------------------------------------
-
-
-def test_programs_on_a_server(monkeypatch):
-    """As https://github.com/bytedance/SandboxFusion answers POST /run_code."""
-    monkeypatch.setattr(urllib3.Retry, "sleep", lambda *_: None)
-    answers = []  # HTTP status, status of the request, that of the program, its exit code
-
-    def behave(question, _):
-        assert question["language"] == "python" and question["run_timeout"] > 0
-        status, outcome, ended, code = (
-            answers.pop(0) if answers else (200, "Success", "Finished", 0)
-        )
-        printed = str(sum(map(int, question["stdin"].split())))
-        result = {"status": ended, "return_code": code, "stdout": printed, "stderr": ""}
-        return (
-            status,
-            {"status": outcome, "message": "", "compile_result": None, "run_result": result},
-            {},
-        )
-
-    with Server(behave) as server:
-        for url in (server.url, f"{server.url}/run_code"):
-            assert verifier_of(f"code:{url}").check(READ, STDIN, 10.0) == 1
-            assert sandbox.run(READ, ["1 2", "3 4"], 10.0, url) == [(0, "3"), (0, "7")]
-            answers += [(503, "Success", "Finished", 0), (200, "Failed", "Finished", 1)]
-            # asked again, and ends at the failure
-            assert sandbox.run(READ, ["1 2", "3 4"], 10.0, url) == [(1, "3")]
-            answers += [(200, "Failed", "TimeLimitExceeded", None)]
-            assert verifier_of(f"code:{url}").check(READ, STDIN, 10.0) == 0
-            for answer in ((400, "Failed", "Finished", 0), (200, "SandboxError", "Finished", 0)):
-                answers.append(answer)
-                with pytest.raises(RuntimeError, match=f"{server.url}/run_code: "):
-                    sandbox.run(READ, ["1 2"], 10.0, url)
-        server.shutdown()
-    with pytest.raises(Exception, match="Max retries"):
-        sandbox.run(READ, ["1 2"], 1.0, server.url)

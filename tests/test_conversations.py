@@ -213,11 +213,9 @@ def test_interruption():
 class EnvironmentRewards(RewardSources):
     models = {}
     verifiers = ("environment",)
-    further = ()
 
     def __init__(self):
-        self.sources = {"environment": EnvironmentSource("environment", 1.0, None, None)}
-        self.warned = set()
+        self.sources = {"environment": EnvironmentSource("environment", 1.0, None)}
 
 
 def sampler_of(model, rewards, conversations, args) -> Sampler:

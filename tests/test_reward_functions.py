@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plumbing.rewards.functions import load_scorer, score_by
+from plumbing.rewards.functions import load_reward_function, score_by
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
 COLUMNS = {
@@ -34,7 +34,7 @@ def lengths(responses: list, as_expected: bool = True) -> list[int]:
 def test_forms(expected, function):
     """A function that would get no responses is refused."""
     if expected == "refused":
-        with pytest.raises(TypeError, match="gets the responses"):
+        with pytest.raises(TypeError, match="gets the responses|missing"):
             score_by(eval(function), *CALL)
     else:
         results = [x if isinstance(x, dict) else {"score": x} for x in json.loads(expected)]
@@ -68,7 +68,7 @@ def test_a_class_or_method_keeps_its_state(tmp_path, name):
         "        return [self.calls] * len(responses)\n"
         "counter = Counter()\n"
     )
-    calls = [score_by(load_scorer(f"{path}:{name}"), *CALL) for _ in range(2)]
+    calls = [score_by(load_reward_function(f"{path}:{name}"), *CALL) for _ in range(2)]
     assert calls == [[{"score": 1}] * 2, [{"score": 2}] * 2]
 
 
@@ -77,9 +77,7 @@ def test_a_class_or_method_keeps_its_state(tmp_path, name):
 )
 def test_numbers(scores):
     results = score_by(lambda prompts, responses: scores, *CALL)
-    assert len(results) == 2 and all(
-        x is None or type(x) is float for result in results for x in result.values()
-    )
+    assert len(results) == 2 and all(type(result["score"]) is float for result in results)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ def test_a_file_with_postponed_annotations_and_a_dataclass(tmp_path):
         "def score(prompts, responses):\n    limits.seen += 1\n    return [limits.most] * len(responses)\n"
         "def calls(prompts, responses):\n    return [limits.seen] * len(responses)\n"
     )
-    assert score_by(load_scorer(f"{path}:score"), *CALL) == [{"score": 3}] * 2
-    assert score_by(load_scorer(f"{path}:calls"), *CALL) == [{"score": 1}] * 2
+    assert score_by(load_reward_function(f"{path}:score"), *CALL) == [{"score": 3}] * 2
+    assert score_by(load_reward_function(f"{path}:calls"), *CALL) == [{"score": 1}] * 2
     with pytest.raises(AttributeError, match="has no attribute 'grade'"):
-        load_scorer(f"{path}:grade")
+        load_reward_function(f"{path}:grade")

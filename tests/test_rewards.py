@@ -26,7 +26,7 @@ from plumbing.rewards.sources import (
     Scoring,
     finite_or_nan,
     is_scored_by,
-    needs_answer,
+    lacks_answer,
 )
 from plumbing.rewards.workers import Workers
 from plumbing.rollout.batch import Batch, Sample
@@ -120,11 +120,12 @@ def test_responses_are_scored_while_others_are_sampled(file, make):
     first = types.SimpleNamespace(row=row("1", ["exact"]), text="2", response=[5])
     scoring.add(2, first)
     scoring.jobs[0].result(timeout=60)
-    assert first.scores == {"exact": 0.0, f"{file}:good": 0.0} and scoring.jobs[1:] == []
+    assert first.scores == {"exact": 0.0} and scoring.jobs[1:] == []
     for place in (1, 0):
         scoring.add(place, others[place])
     assert (
         scoring.finish() == [*others, first]
+        and first.scores[f"{file}:good"] == 0.0
         and others[0].scores["exact"] == 1
         and others[0].scores[f"{file}:good"]
     )
@@ -305,8 +306,10 @@ def test_named_sources(columns, expected, reward):
 
 def test_an_answer_is_needed_where_a_source_reads_it():
     args = types.SimpleNamespace(reward=("format", "exact", "gsm8k"))
-    assert needs_answer(args) == needs_answer(args, ["exact"]) == "--reward exact"
-    assert needs_answer(args, ["format"]) == ""
+    assert (
+        lacks_answer(row(None), args) == lacks_answer(row(" ", ["exact"]), args) == "--reward exact"
+    )
+    assert lacks_answer(row(None, ["format"]), args) == lacks_answer(row("1"), args) == ""
 
 
 def test_only_the_named_sources_count(make):

@@ -243,20 +243,17 @@ class Scores(RewardSources):
 
     models = {}
     verifiers = ("length",)
-    further = ()
     most = math.inf
     threads = None
+    warned = True
 
     def __init__(self):
         self.seen = []
         self.sources = {"length": self}
 
-    def score(self, rows, texts, responses, interrupted):
-        assert len(rows) == len(texts)
-        self.seen += [
-            (row["answer"], text, ids.tolist()) for row, text, ids in zip(rows, texts, responses)
-        ]
-        return [100.0 * row["answer"] + len(text) for row, text in zip(rows, texts)]
+    def score(self, samples, interrupted):
+        self.seen += [(x.row["answer"], x.text, x.response.tolist()) for x in samples]
+        return [100.0 * x.row["answer"] + len(x.text) for x in samples]
 
 
 @pytest.fixture

@@ -174,9 +174,7 @@ def named_sources(where: str, row: dict, args) -> list[str] | None:
     value = row.get(column)
     if not is_filled(value):
         return None
-    known = {
-        alias.lower(): name for name in args.reward for alias in (name, name.partition(":http")[0])
-    }
+    known = {name.lower(): name for name in args.reward}
     if "math" in known:
         known.setdefault("gsm8k", "math")
     names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]

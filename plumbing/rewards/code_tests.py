@@ -161,7 +161,7 @@ def read_tests(answer) -> Outputs | Calls:
     return tests
 
 
-def code(response: str, answer, seconds: float = 24.0, server: str = "") -> float:
+def code(response: str, answer, seconds: float = 24.0) -> float:
     """Return 1 if the program of a response passes all tests of its row, else 0; see `sandbox.run`.
 
     Raise an exception for tests of another form, and if no program can be run.
@@ -173,7 +173,7 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
     tests = read_tests(answer)
     program = code_of(response)
     if isinstance(tests, Outputs):
-        results = sandbox.run(program, tests.inputs, seconds, server)
+        results = sandbox.run(program, tests.inputs, seconds)
         return float(
             len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs))
         )
@@ -187,7 +187,7 @@ def code(response: str, answer, seconds: float = 24.0, server: str = "") -> floa
         "calls": calls,
         "word": word,
     }
-    results = sandbox.run(HARNESS.format(program=program, **names), [""], seconds, server)
+    results = sandbox.run(HARNESS.format(program=program, **names), [""], seconds)
     _, *report = results[0][1].split(word) if results else [""]
     if len(report) != 2:
         return 0.0

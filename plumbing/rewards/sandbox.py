@@ -1,5 +1,4 @@
-"""Runs programs of a model: in processes under limits on this machine, or on a SandboxFusion
-server.
+"""Runs programs of a model in processes under limits.
 
 caller -> this file as a program of its own (namespaces) -> a process for each input (limits,
 Landlock, seccomp)
@@ -125,7 +124,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 LANDLOCK = libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)
 
 
-def run(code: str, inputs: list[str], seconds: float, server: str = "") -> list[tuple[int, str]]:
+def run(code: str, inputs: list[str], seconds: float) -> list[tuple[int, str]]:
     """Run a program once for each input, which it reads from stdin, until it fails on one of them.
 
     Return (status, stdout) of each: the exit code, or 128 + its number if a signal, as of the time
@@ -133,16 +132,15 @@ def run(code: str, inputs: list[str], seconds: float, server: str = "") -> list[
 
     Args:
         seconds: of wall clock, for all inputs together.
-        server: the address of a SandboxFusion server; "" for this machine.
 
-    Raise RuntimeError, OSError or an exception of urllib3 if programs cannot be run.
+    Raise RuntimeError or OSError if programs cannot be run.
     """
-    return (
-        run_there(server, code, inputs, seconds) if server else run_here(code, inputs, seconds)[1]
-    )
+    return run_and_report(code, inputs, seconds)[1]
 
 
-def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[tuple[int, str]]]:
+def run_and_report(
+    code: str, inputs: list[str], seconds: float
+) -> tuple[str, list[tuple[int, str]]]:
     """Return what does not hold programs on this machine ("" for nothing), and the results."""
     # not in the process of a program, which imports this file as well and starts faster without
     import subprocess
@@ -195,38 +193,12 @@ def run_here(code: str, inputs: list[str], seconds: float) -> tuple[str, list[tu
     return missing, [(status, stdout) for status, stdout in results]
 
 
-def run_there(server: str, code: str, inputs: list[str], seconds: float) -> list[tuple[int, str]]:
-    """Run a program on a SandboxFusion server, by POST /run_code."""
-    import urllib3
-
-    retries = urllib3.Retry(
-        3, backoff_factor=1, status_forcelist=(429, 502, 503, 504), allowed_methods=None
-    )
-    address = f"{server.rstrip('/').removesuffix('/run_code')}/run_code"
-    end = time.monotonic() + seconds
-    results = []
-    for text in inputs:
-        left = max(1.0, end - time.monotonic())
-        body = {"code": code, "language": "python", "stdin": text, "run_timeout": left}
-        response = urllib3.request("POST", address, json=body, retries=retries, timeout=left + 5)
-        answer = response.json()
-        if response.status != 200 or answer["status"] == "SandboxError":
-            raise RuntimeError(f"{address}: status {response.status}, {str(answer)[:200]}")
-        program = answer["run_result"]
-        results.append(
-            (program["return_code"] if program["status"] == "Finished" else 1, program["stdout"])
-        )
-        if results[-1][0]:
-            break
-    return results
-
-
 @functools.cache
 def open_limits() -> str:
     """Return what does not hold programs on this machine, "" for nothing. Raise RuntimeError if
     none runs.
     """
-    missing, results = run_here("print(input())", ["1"], 60.0)
+    missing, results = run_and_report("print(input())", ["1"], 60.0)
     if results != [(0, "1\n")]:
         raise RuntimeError("a program that prints what it reads does not run within the limits")
     return missing

@@ -16,18 +16,15 @@ import time
 from collections import deque
 from concurrent.futures import Future, wait
 from multiprocessing.util import Finalize
+from types import SimpleNamespace
 from typing import Callable
 
-import numpy as np
-import torch
-from pebble import ThreadPool
-from torch.nn.utils.rnn import pad_sequence
-
-from plumbing.data.prompts import encode_text, guarded, is_filled
-from plumbing.models import loading as models
-from plumbing.rewards.verifiers import VERIFIERS, verifier_of
-from plumbing.rewards.workers import SECONDS_TO_LOAD, Workers, call_function, never
-from utils import World, exit_on_error, fail, first_line, micro_batches, warn
+from plumbing.data.prompts import is_filled
+from plumbing.rewards.reward_models import ModelSource
+from plumbing.rewards.verifiers import VERIFIERS
+from plumbing.rewards.workers import Workers, call_function, never
+from plumbing.user_code import SECONDS_TO_LOAD
+from utils import exit_on_error, fail, first_line, warn
 
 # score; the square of a larger one would not fit into float32, and its advantage become 0
 LARGEST = 1e18
@@ -39,53 +36,27 @@ def finite_or_nan(score) -> float:
     return score if abs(score) <= LARGEST else math.nan
 
 
-def columns_of(rows: list[dict]) -> dict[str, list]:
-    """Return the columns that prompts had in their files and "answer", a value a prompt; None where
-    a row lacks one.
+def values_of(row: dict) -> dict:
+    """Return the columns that a prompt had in its file and "answer"; the "turns" of a conversation,
+    too.
     """
-    tables = [{**row.get("columns", {}), "answer": row.get("answer")} for row in rows]
+    own = {name: row[name] for name in ("answer", "turns") if name in row}
+    return {**row.get("columns", {}), **own}
+
+
+def columns_of(rows: list[dict]) -> dict[str, list]:
+    """Return the `values_of` some rows by column, None where a row lacks one."""
+    tables = list(map(values_of, rows))
     names = sorted({name for table in tables for name in table})
     return {name: [table.get(name) for table in tables] for name in names}
+
+
+# ---- what --reward names -------------------------------------------------------------------------
 
 
 def reward_weights(args) -> tuple[float, ...]:
     """Return the weight of each reward source."""
     return args.reward_weights or (1.0,) * len(args.reward)
-
-
-def check_reference(where: str, row: dict, args) -> str:
-    """Return why a source of --reward that trains cannot score a row, whatever the response; "" if
-    all of them can.
-
-    Exit with code 2 if the row has no answer, and a source needs one.
-    """
-    if not is_filled(row["answer"]) and (source := needs_answer(args, row["sources"])):
-        fail(
-            f"{where}: has no answer, which {source} needs; --answer_column names one of {', '.join(row['columns'])}"
-        )
-    for name, weight in zip(args.reward, reward_weights(args)):
-        if weight and is_scored_by(row, name) and (verifier := verifier_of(name)):
-            check_name(name)
-            try:
-                verifier.read(*columns_of([row]).get(verifier.column, [None]))
-            except Exception as error:  # references of any form
-                return f"--reward {name}: {first_line(error)}"
-    return ""
-
-
-def needs_answer(args, sources: list[str] | None = None) -> str:
-    """Return "--reward NAME" of the first of some sources (None: all) that reads the row's answer;
-    "" if none does.
-    """
-    names = args.reward if sources is None else sources
-    return next(
-        (
-            f"--reward {name}"
-            for name in names
-            if getattr(verifier_of(name), "column", "") == "answer"
-        ),
-        "",
-    )
 
 
 def kind_of(name: str) -> str:
@@ -94,7 +65,7 @@ def kind_of(name: str) -> str:
     """
     if name == "environment":
         return name
-    if verifier_of(name):
+    if name in VERIFIERS:
         return "verifier"
     if name.startswith(("http://", "https://")):
         return "server"
@@ -109,10 +80,7 @@ def check_name(name: str) -> None:
     if kind_of(name) == "model" and not os.path.isdir(name) and name.count("/") != 1:
         others = "path/to/file.py:function, a reward model's folder or hub name, or a server's http:// address"
         fail(f"--reward {name}: there is no such reward; use {', '.join(VERIFIERS)}, {others}")
-    if (
-        kind_of(name) == "verifier"
-        and importlib.util.find_spec(package := verifier_of(name).package) is None
-    ):
+    if name in VERIFIERS and importlib.util.find_spec(package := VERIFIERS[name].package) is None:
         fail(f"--reward {name}: requires the package {package} (pip install {package})")
     if name == "code":
         from plumbing.rewards import sandbox
@@ -129,9 +97,45 @@ def is_scored_by(row: dict, name: str) -> bool:
 
     `name` may also be that of a further number, "SOURCE/NUMBER".
     """
-    return row.get("sources") is None or not {name, name.rpartition("/")[0]}.isdisjoint(
-        row["sources"]
-    )
+    named = row.get("sources")
+    return named is None or name in named or name.rpartition("/")[0] in named
+
+
+def lacks_answer(row: dict, args) -> str:
+    """Return "--reward NAME" of the first source that needs the answer which a row has not, or
+    "".
+    """
+    for name in args.reward:
+        needs_it = getattr(VERIFIERS.get(name), "column", "") == "answer" and is_scored_by(
+            row, name
+        )
+        if needs_it and not is_filled(row["answer"]):
+            return f"--reward {name}"
+    return ""
+
+
+def check_reference(where: str, row: dict, args) -> str:
+    """Return why a source of --reward that trains cannot score a row, whatever the response; "" if
+    all of them can.
+
+    Exit with code 2 if the row has no answer, and a source needs one.
+    """
+    if source := lacks_answer(row, args):
+        fail(
+            f"{where}: has no answer, which {source} needs; --answer_column names one of {', '.join(row['columns'])}"
+        )
+    for name, weight in zip(args.reward, reward_weights(args)):
+        verifier = VERIFIERS.get(name)
+        if weight and verifier and is_scored_by(row, name):
+            check_name(name)
+            try:
+                verifier.read(values_of(row).get(verifier.column))
+            except Exception as error:  # references of any form
+                return f"--reward {name}: {first_line(error)}"
+    return ""
+
+
+# ---- the sources of a run ------------------------------------------------------------------------
 
 
 class RewardSources:
@@ -150,30 +154,27 @@ class RewardSources:
             environment: whether responses are conversations.
         """
         # Verifiers share the responses of a rank out among processes; functions share one process
-        # and what it holds.
-        count = args.reward_workers or (os.cpu_count() or 1) // int(
-            os.environ.get("LOCAL_WORLD_SIZE", "1")
-        )
-        packages = [verifier.package for verifier in map(verifier_of, args.reward) if verifier]
-        self.workers = {"verifier": Workers(max(1, count), packages), "function": Workers(1)}
-        self.sources = {}
-        self.further = []
-        self.warned = set()
+        # and what it holds; a request to a server needs a thread only.
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        count = args.reward_workers or max(1, (os.cpu_count() or 1) // ranks)
+        packages = [verifier.package for verifier in map(VERIFIERS.get, args.reward) if verifier]
+        self.workers = {
+            "verifier": Workers(count, packages),
+            "function": Workers(1),
+            "server": Workers(ServerSource.CONNECTIONS),
+        }
         # at the end of this process, a child of multiprocessing, too
         Finalize(None, self.close, exitpriority=1)
+        self.sources: dict[str, Source | ModelSource] = {}
+        self.models: dict[str, ModelSource] = {}
         for name in args.reward:
             check_name(name)
             kind = kind_of(name)
-            self.sources[name] = SOURCES[kind](
-                name, args.timeout, self.workers.get(kind), tokenizer
-            )
-            if kind == "function" and (failure := self.sources[name].load()):
-                fail(f"--reward {name}: {failure}", local=True)
-        self.models = {
-            name: source for name, source in self.sources.items() if isinstance(source, ModelSource)
-        }
-        if rows:
-            self._try_out(rows, tokenizer, environment)
+            if kind == "model":
+                self.models[name] = self.sources[name] = ModelSource(name, tokenizer)
+            else:
+                self.sources[name] = SOURCES[kind](name, args.timeout, self.workers.get(kind))
+        self._try_out(rows, tokenizer, environment)
         # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
         self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
 
@@ -182,21 +183,12 @@ class RewardSources:
         references or "42".
         """
         for name, source in self.sources.items():
-            scored = [row for row in rows if is_scored_by(row, name)]
-            two = scored[:1] + scored[-1:]
-            texts = ["42" if row["answer"] is None else str(row["answer"]) for row in two]
-            responses = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-            if environment:
-                two = [
-                    {**row, "turns": [{"role": "assistant", "content": x}]}
-                    for row, x in zip(two, texts)
-                ]
+            chosen = [row for row in rows if is_scored_by(row, name)]
+            samples = [_answered(row, tokenizer, environment) for row in chosen[:1] + chosen[-1:]]
             if name in self.models:
-                source.read(two, texts, responses)  # its weights are not loaded yet
-            elif kind_of(name) in ("function", "server"):
-                results = source.score(two, texts, responses)
-                if results and isinstance(results[0], dict):
-                    self.further += [key for key in results[0] if key != name]
+                source.read(samples)  # its weights are not loaded yet
+            elif samples and kind_of(name) in ("function", "server"):
+                source.score(samples)
             if source.failure:
                 fail(f"--reward {name}: a trial call with two responses failed: {source.failure}")
 
@@ -228,6 +220,15 @@ class RewardSources:
             workers.close()
 
 
+def _answered(row: dict, tokenizer, environment: bool) -> SimpleNamespace:
+    """Return a prompt with its reference, or "42", as a response to score."""
+    text = "42" if row["answer"] is None else str(row["answer"])
+    if environment:
+        row = {**row, "turns": [{"role": "assistant", "content": text}]}
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return SimpleNamespace(row=row, text=text, response=ids)
+
+
 class Scoring:
     """Scores of a rank's responses: each response goes to its sources when it has ended, while
     others are sampled.
@@ -237,7 +238,7 @@ class Scoring:
     model, takes all of them at the end.
     """
 
-    def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
+    def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool] = never):
         self.reward_sources = reward_sources
         self.interrupted = interrupted
         self.samples = {}  # by their places
@@ -245,24 +246,16 @@ class Scoring:
         self.jobs: list[Future] = []
 
     def add(self, place: int, sample) -> None:
-        """Have a response scored: a plumbing.rollout.batch.Sample, whose `scores` this sets,
-        {source: score}.
-
-        NaN stands for no score, and 0, which adds nothing to the weighted sum, where a source does
-        not count for a row. Behind the sources come the further numbers of functions, named
-        "SOURCE/NUMBER".
+        """Have a response scored: a plumbing.rollout.batch.Sample, or what has its `row`, `text`
+        and `response`.
         """
         self.samples[place] = sample
-        sample.scores = dict.fromkeys(
-            [*self.reward_sources.sources, *self.reward_sources.further], math.nan
-        )
+        sample.scores = {}
         for name, source in self.reward_sources.sources.items():
-            if not is_scored_by(sample.row, name):
-                sample.scores[name] = 0.0
-                continue
-            self.waiting[name].append(place)
-            if source.threads:
-                self.jobs.append(source.threads.schedule(self._score, [name]))
+            if is_scored_by(sample.row, name):
+                self.waiting[name].append(place)
+                if source.threads:
+                    self.jobs.append(source.threads.schedule(self._score, [name]))
 
     def _score(self, name: str) -> None:
         """Have a source score what waits for it."""
@@ -274,19 +267,21 @@ class Scoring:
         if not places and source.threads:
             return
         samples = [self.samples[place] for place in sorted(places)]
-        given = [x.row for x in samples], [x.text for x in samples], [x.response for x in samples]
-        for sample, result in zip(samples, source.score(*given, self.interrupted)):
+        for sample, result in zip(samples, source.score(samples, self.interrupted)):
             numbers = result if isinstance(result, dict) else {name: result}
-            sample.scores.update(
-                {key: finite_or_nan(x) for key, x in numbers.items() if key in sample.scores}
-            )
+            sample.scores |= {key: finite_or_nan(number) for key, number in numbers.items()}
 
     def finish(self) -> list:
         """Wait for all scores, and return the samples in order; if interrupted, scores may be
         missing.
+
+        Each sample has got its `scores`, {source: score}: NaN for no score, and 0, which adds
+        nothing to the weighted sum, where a source does not count for a row. Behind the sources
+        come the further numbers of functions, named "SOURCE/NUMBER".
         """
         begin = time.monotonic()
-        for name, source in self.reward_sources.sources.items():
+        sources = self.reward_sources.sources
+        for name, source in sources.items():
             if source.threads is None:
                 self._score(name)
         while wait(self.jobs, timeout=0.1).not_done and not self.interrupted():
@@ -296,13 +291,19 @@ class Scoring:
                 job.result()  # raises what it has raised
         self.reward_sources.waited += time.monotonic() - begin
         samples = [self.samples[place] for place in sorted(self.samples)]
-        for name in self.reward_sources.sources:
-            missing = any(math.isnan(x.scores[name]) for x in samples)
-            if missing and name not in self.reward_sources.warned and not self.interrupted():
-                self.reward_sources.warned.add(name)
+        for sample in samples:
+            none = {name: math.nan if is_scored_by(sample.row, name) else 0.0 for name in sources}
+            sample.scores = none | sample.scores
+        for name, source in sources.items():
+            missing = any(math.isnan(sample.scores[name]) for sample in samples)
+            if missing and not source.warned and not self.interrupted():
+                source.warned = True
                 reason = self.reward_sources.why_missing(name)
                 warn(f"--reward {reason}; such responses have no score (this is said once)")
         return samples
+
+
+# ---- each kind of source, but for reward models --------------------------------------------------
 
 
 class Source:
@@ -310,26 +311,25 @@ class Source:
 
     verifies = True  # whether a score of 1 or more is that of a right response
     most = math.inf  # responses in a call of `score`
-    # that call `score` while responses are sampled; None: once all are there
-    threads: ThreadPool | None = None
     failure = ""  # the last reason for a score that is missing
+    warned = False  # whether a missing score was reported
 
-    def __init__(self, name: str, timeout: float, workers: Workers | None, tokenizer):
-        """`workers`: of sources of this kind. `tokenizer`: of the policy."""
+    def __init__(self, name: str, timeout: float, workers: Workers | None):
+        """`workers`: of sources of this kind. Their threads call `score` while responses are
+        sampled; without any, it is called once all are there.
+        """
         self.name = name
         self.timeout = timeout
         self.workers = workers
         self.threads = workers and workers.threads
 
-    def score(
-        self, rows: list[dict], texts: list[str], responses: list[list[int]], interrupted=never
-    ) -> list:
+    def score(self, samples: list, interrupted=never) -> list:
         """Return a number for each response, None or NaN for no score. Several threads may call
         this.
 
         Args:
-            rows: as `plumbing.data.mixture.load_prompts` makes them. responses: token ids of
-                `texts`.
+            samples: see `Scoring.add`; their rows are as `plumbing.data.mixture.load_prompts` makes
+                them.
             interrupted: returns whether the run ends, which uses no scores.
         """
         raise NotImplementedError
@@ -346,203 +346,78 @@ class Source:
 class VerifierSource(Source):
     """A built-in verifier, which scores response by response."""
 
-    def __init__(self, name: str, timeout: float, workers: Workers, tokenizer):
-        super().__init__(name, timeout, workers, tokenizer)
-        self.verifier = verifier_of(name)
+    def __init__(self, name: str, timeout: float, workers: Workers):
+        super().__init__(name, timeout, workers)
+        self.verifier = VERIFIERS[name]
         self.check = self.verifier.check
         self.most = self.verifier.calls_a_job
         self.limit = min(timeout, self.verifier.limit)
-        if name.startswith("code"):
+        if name == "code":
             # Less than the call may last: a program that is stuck scores 0, a call that is stuck
             # has no score.
             self.check = functools.partial(self.check, seconds=0.8 * timeout)
 
-    def score(self, rows, texts, responses, interrupted=never):
-        references = columns_of(rows).get(self.verifier.column, [None] * len(rows))
-        # The answer of a conversation is the model's last turn, not that of a tool.
-        texts = [
-            row["turns"][-1]["content"] if row.get("turns") else text
-            for row, text in zip(rows, texts)
-        ]
-        check = lambda *calls: self.workers.run(self.check, list(calls), self.limit, interrupted)
-        results = check(*zip(texts, references))
+    def score(self, samples, interrupted=never):
+        calls = []
+        for sample in samples:
+            # The answer of a conversation is the model's last turn, not that of a tool.
+            turns = sample.row.get("turns")
+            text = turns[-1]["content"] if turns else sample.text
+            calls.append((text, values_of(sample.row).get(self.verifier.column)))
+        run = lambda calls: self.workers.run(self.check, calls, self.limit, interrupted)
+        results = run(calls)
         for i, (_, failure) in enumerate(results):
             if failure.startswith("TimeoutError") and self.verifier.limit < math.inf:
                 # Comparing a formula can last forever. Then the response is wrong, unless the
                 # reference is to blame.
-                ((score, failure),) = check(("", references[i]))
+                reference = calls[i][1]
+                ((score, failure),) = run([("", reference)])
                 results[i] = (
                     score,
-                    failure and f"the reference {references[i]!r:.60} alone: {failure}",
+                    failure and f"the reference {reference!r:.60} alone: {failure}",
                 )
-        self.note(next((failure for _, failure in results if failure), ""), len(rows))
+        self.note(next((failure for _, failure in results if failure), ""), len(calls))
         return [score for score, _ in results]
 
 
 class FunctionSource(Source):
     """A function from a user's file, called with lists of responses, always in the same process."""
 
-    def load(self) -> str:
-        """Import the file in the worker process, once. Return why that failed, "" if it did not."""
-        ((self.verifies, failure),) = self.workers.run(
-            call_function, [(self.name,)], SECONDS_TO_LOAD
-        )
-        return failure
+    def __init__(self, name: str, timeout: float, workers: Workers):
+        super().__init__(name, timeout, workers)
+        ((self.verifies, failure),) = self.load()
+        if failure:
+            fail(f"--reward {name}: {failure}", local=True)
 
-    def score(self, rows, texts, responses, interrupted=never):
+    def load(self) -> list[tuple]:
+        """Import the file in the worker process, unless it is there."""
+        return self.workers.run(call_function, [(self.name,)], SECONDS_TO_LOAD)
+
+    def score(self, samples, interrupted=never):
         """Return {NAME OF THE SOURCE: score, "NAME OF THE SOURCE/KEY": a further number} for each
         response.
         """
-        prompts = [row["prompt"] for row in rows]
-        columns = columns_of(rows)
-        if "turns" in rows[0]:
-            columns["turns"] = [row["turns"] for row in rows]
-        call = (self.name, prompts, texts, [np.array(ids).tolist() for ids in responses], columns)
+        call = (
+            self.name,
+            [sample.row["prompt"] for sample in samples],
+            [sample.text for sample in samples],
+            [list(map(int, sample.response)) for sample in samples],
+            columns_of([sample.row for sample in samples]),
+        )
         self.load()  # the process may be a new one, and the time of a call is not for imports
         ((results, failure),) = self.workers.run(call_function, [call], self.timeout, interrupted)
-        self.note(failure, len(rows))
+        self.note(failure, len(samples))
         return [
             {f"{self.name}/{key}".removesuffix("/score"): number for key, number in result.items()}
-            for result in results or [{"score": None}] * len(rows)
+            for result in results or [{"score": None}] * len(samples)
         ]
 
 
 class EnvironmentSource(Source):
     """The sum of --environment's rewards, which the conversations bring along."""
 
-    def score(self, rows, texts, responses, interrupted=never):
-        return [row["environment"] for row in rows]
-
-
-class ModelSource(Source):
-    """A reward model, from a folder or the hub, that scores responses in this process.
-
-    One of the policy's vocabulary reads the sampled token ids themselves. Another one reads prompt
-    and response as text, through its tokenizer and chat template, as verl's reward workers do.
-    """
-
-    verifies = False
-
-    def __init__(self, name: str, timeout: float, workers: None, tokenizer):
-        """Exit with code 2 if `name` is not a reward model, or cannot read what the policy of
-        `tokenizer` writes.
-        """
-        self.name = name
-        self.tokenizer = models.read_tokenizer("--reward", name)
-        config, trained = models.scalar_config("--reward", name)
-        if not trained:
-            fail(
-                f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)"
-            )
-        self.positions = (
-            getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-        )
-        self.difference = models.vocabulary_difference(tokenizer, self.tokenizer)
-        # Of the same vocabulary, the policy's pad token, if it alone has one.
-        self.unknown = set(tokenizer.get_vocab().values()) - set(
-            self.tokenizer.get_vocab().values()
-        )
-        if self.difference:
-            self.unknown = set()
-            self.stop_id = models.stop_token_ids(self.tokenizer, name, "eos")[0]
-            # A model of reward_model.py is read at its end token, another one behind all that its
-            # template writes.
-            is_ours = hasattr(config, "score_token")
-            self.ending = (
-                (models.end_of_turn(self.tokenizer), [self.stop_id]) if is_ours else ("", [])
-            )
-            if tokenizer.chat_template and not self.tokenizer.chat_template:
-                fail(
-                    f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by"
-                )
-            warn(f"--reward {name}: reads text, as its vocabulary {self.difference}")
-
-    def load(self, args, precision, sharding=None) -> None:
-        """Load the model, in one piece on this process's device without a
-        plumbing.models.sharding.Sharding.
-        """
-        self.autocast = precision.autocast
-        self.token_budget = args.micro_batch_tokens
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.world = World(0, 1, self.device)  # the ranks that make forward passes together
-        load_device = self.device
-        if sharding is not None and sharding.shards_reward_models:
-            self.world = sharding.world
-            load_device = sharding.load_device
-        self.model, _ = models.load_scalar_model(
-            "--reward", self.name, precision.frozen_dtype, load_device
-        )
-        self.model.requires_grad_(False)
-        if sharding is not None:
-            sharding.shard(self.model, reward_model=True)
-
-    @torch.no_grad()
-    def score(self, rows, texts, responses, interrupted=never):
-        self.failure = ""
-        scores = [math.nan] * len(rows)
-        sequences = self.read(rows, texts, responses)
-        readable = [i for i, sequence in enumerate(sequences) if sequence]
-        batches = micro_batches(
-            [len(sequences[i]) for i in readable], self.token_budget, World(0, 1, self.device)
-        )
-        # Each rank has cut its sequences; a rank with fewer batches joins the passes of the others.
-        most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
-        for batch in batches + [[]] * (most - len(batches)):
-            chosen = [readable[place] for place in batch]
-            ids = [sequences[i] for i in chosen] or [[0, 0]]
-            # (n, L)
-            input_ids = pad_sequence(
-                [torch.tensor(x, device=self.device) for x in ids], batch_first=True
-            )
-            last = torch.tensor([len(x) - 1 for x in ids], device=self.device)
-            with self.autocast():
-                outputs = self.model(
-                    input_ids, torch.arange(input_ids.shape[1], device=self.device) == last[:, None]
-                )
-            for i, score in zip(chosen, outputs.tolist()):
-                scores[i] = score
-        return scores
-
-    def read(
-        self, rows: list[dict], texts: list[str], responses: list[list[int]]
-    ) -> list[list[int]]:
-        """Return prompts and responses as token ids of the reward model, [] and `failure` where it
-        cannot read them.
-        """
-        sequences = []
-        for row, text, response in zip(rows, texts, responses):
-            try:
-                ids = self._read_text(row, text) if self.difference else [*row["query"], *response]
-                ids = [token for token in ids if token not in self.unknown]
-                if len(ids) > self.positions:
-                    raise ValueError(
-                        f"it has {len(ids)} tokens, and the model {self.positions} positions"
-                    )
-            except Exception as error:  # templates raise exceptions of any type
-                self.failure = f"cannot read a response with its prompt: {first_line(error)}"
-                ids = []
-            sequences.append(ids)
-        return sequences
-
-    def _read_text(self, row: dict, text: str) -> list[int]:
-        """Return prompt and response as token ids by the reward model's template, or as they are
-        without one.
-        """
-        if self.tokenizer.chat_template is None:
-            text = row["prompt"] + guarded(text, self.tokenizer, own=True)
-            return [*encode_text("the prompt", text, self.tokenizer), self.stop_id]
-        if row["messages"] is None:
-            raise ValueError(
-                "its text may hold a chat template already, as with --chat_template none"
-            )
-        messages = guarded(
-            [*row["messages"], {"role": "assistant", "content": text}], self.tokenizer
-        )
-        written, end = self.ending
-        conversation = self.tokenizer.apply_chat_template(messages, tokenize=False).removesuffix(
-            written
-        )
-        return encode_text("the prompt", conversation, self.tokenizer, special=False) + end
+    def score(self, samples, interrupted=never):
+        return [sample.row["environment"] for sample in samples]
 
 
 class ServerSource(Source):
@@ -555,12 +430,9 @@ class ServerSource(Source):
     along.
     """
 
-    most, CONNECTIONS = 32, 8  # responses in a request, requests at the same time
+    most = 32  # responses in a request
+    CONNECTIONS = 8  # requests at the same time
     PAUSES = (0, 2, 4, 8, 16, 0)  # seconds after each try that fails
-
-    def __init__(self, name: str, timeout: float, workers: None, tokenizer):
-        super().__init__(name, timeout, workers, tokenizer)
-        self.threads = ThreadPool(self.CONNECTIONS)
 
     @property
     def verifies(self) -> bool:
@@ -568,24 +440,22 @@ class ServerSource(Source):
         page.
         """
         try:
-            return bool(
-                asyncio.run(self._request("GET", f"{self.name.rstrip('/')}/health"))["verifies"]
-            )
+            answer = asyncio.run(self._request("GET", f"{self.name.rstrip('/')}/health"))
+            return bool(answer["verifies"])
         except Exception:  # an address may answer anything
             warn(
                 f"--reward {self.name}: has no /health, so a score of 1 or more counts as a correct response"
             )
             return True
 
-    def score(self, rows, texts, responses, interrupted=never):
+    def score(self, samples, interrupted=never):
+        count = len(samples)
+        rows = [sample.row for sample in samples]
         columns = columns_of(rows)
-        count = len(rows)
         body = {
             "src": [row["prompt"] for row in rows],
-            "tgt": list(map(as_text, columns.pop("answer"))),
-        }
-        body |= {
-            "response": texts,
+            "tgt": list(map(reference_text, columns.pop("answer"))),
+            "response": [sample.text for sample in samples],
             "messages": [row.get("messages") for row in rows],
             "columns": columns,
         }
@@ -593,14 +463,11 @@ class ServerSource(Source):
         for pause in self.PAUSES:
             try:
                 answer = asyncio.run(self._request("POST", self.name, content))
-                if (
-                    answer["error_code"]
-                    or not isinstance(answer["score"], list)
-                    or len(answer["score"]) != count
-                ):
+                scores = answer["score"]
+                if answer["error_code"] or not isinstance(scores, list) or len(scores) != count:
                     raise ValueError(f"not {count} scores: {answer}")
                 # null, NaN and infinity are scores that are missing
-                return list(map(finite_or_nan, answer["score"]))
+                return list(map(finite_or_nan, scores))
             except Exception as error:  # an address may answer anything
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 if isinstance(error, (ValueError, TypeError, LookupError)):
@@ -615,23 +482,20 @@ class ServerSource(Source):
         """
         import aiohttp  # slow, and for runs with a server only
 
-        key = os.environ.get("REWARD_API_KEY")
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("REWARD_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
         limit = aiohttp.ClientTimeout(self.timeout)
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {key}"} if key else {}
-        )
         given = {"data": content, "headers": headers, "timeout": limit}
         async with aiohttp.request(method, url, allow_redirects=False, **given) as answer:
-            status = answer.status
             text = await answer.text(errors="replace")
-        if 200 <= status < 300:
+        if answer.status == 200:
             return json.loads(text)
-        raise (OSError if status in (408, 429) or status >= 500 else ValueError)(
-            f"HTTP status {status}: {text}"
-        )
+        may_help = answer.status in (408, 429) or answer.status >= 500
+        raise (OSError if may_help else ValueError)(f"HTTP status {answer.status}: {text}")
 
 
-def as_text(answer) -> str:
+def reference_text(answer) -> str:
     """Return a reference answer as PaddleNLP's protocol has it."""
     if isinstance(answer, (list, dict)):
         return json.dumps(answer, default=str)
@@ -643,5 +507,4 @@ SOURCES = {
     "verifier": VerifierSource,
     "server": ServerSource,
     "function": FunctionSource,
-    "model": ModelSource,
 }

@@ -183,13 +183,3 @@ VERIFIERS = {
     "ifeval": Verifier(ifeval, "answer", "if_verifiable", read=checkers),
     "reasoning_gym": Verifier(reasoning_gym, "reasoning_gym", "reasoning_gym", read=tuple),
 }
-
-
-def verifier_of(name: str) -> Verifier | None:
-    """Return the built-in reward of a name of --reward; code:http://HOST:PORT is `code` on a
-    SandboxFusion server.
-    """
-    kind, _, server = name.partition(":")
-    if kind == "code" and server.startswith(("http://", "https://")):
-        return VERIFIERS[kind]._replace(check=functools.partial(code, server=server))
-    return VERIFIERS.get(name)

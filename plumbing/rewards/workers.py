@@ -8,19 +8,16 @@ import importlib
 import logging
 import os
 import signal
-import sys
 import threading
 import traceback
-import types
 from concurrent.futures import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Callable
 
 from pebble import ProcessExpired, ProcessPool, ThreadPool
 
-from plumbing.rewards.functions import load_scorer, score_by
-
-SECONDS_TO_LOAD = 300.0  # for imports of users' files, which may be slow on a busy file system
+from plumbing.rewards.functions import load_reward_function, score_by
+from plumbing.user_code import without_main
 
 
 def never() -> bool:
@@ -68,32 +65,15 @@ def attempt(limit: float, call: Callable, arguments: list[tuple]) -> list[tuple]
     return results
 
 
-def call_function(name: str, *arguments) -> list[dict] | bool:
+def call_function(name: str, *arguments) -> list[dict[str, float]] | bool:
     """Return what `score_by` does for a user's function; without arguments, whether it tells right
     from wrong.
     """
-    function = load_scorer(name)
+    function = load_reward_function(name)
     return score_by(function, *arguments) if arguments else getattr(function, "verifies", True)
 
 
 # ---- in the trainer ------------------------------------------------------------------------------
-
-
-starting = threading.Lock()
-
-
-@contextlib.contextmanager
-def without_main():
-    """Hide the script that runs here from a process that starts within, which would import it, and
-    torch with it.
-    """
-    with starting:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
 
 
 class Context(SpawnContext):

@@ -7,6 +7,7 @@ add an entry.
 """
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import Callable, Iterator
 
@@ -242,7 +243,7 @@ class Batch:
 
     samples: list[Sample]
     stopped: Tensor  # (N,) bool
-    # reward source: (N,) float64 scores, NaN where it gave none
+    # of each reward source, then of each further number: (N,) float64, NaN where it gave none
     reward_components: dict[str, Tensor]
     # (N, T) each, 0 after a response's end; "response_mask" (bool): what was sampled
     tokens: dict[str, Tensor]
@@ -264,9 +265,9 @@ class Batch:
         tokens["response_mask"] = tokens["response_mask"].bool()
         components = {
             name: torch.tensor(
-                [x.scores[name] for x in samples], dtype=torch.float64, device=device
+                [x.scores.get(name, math.nan) for x in samples], dtype=torch.float64, device=device
             )
-            for name in samples[0].scores
+            for name in {name: None for x in samples for name in x.scores}
         }
         stopped = torch.tensor([x.stopped for x in samples], device=device)
         return Batch(samples, stopped, components, tokens, scores)

@@ -29,10 +29,10 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import encode_prompt, guarded
 from plumbing.rewards.sources import reward_weights
-from plumbing.rewards.workers import SECONDS_TO_LOAD, without_main
 from plumbing.turns import worker
 from plumbing.turns.templates import Call, Turns
 from plumbing.turns.worker import EnvironmentFailure, ToolError
+from plumbing.user_code import SECONDS_TO_LOAD, without_main
 from utils import ROOT, fail, warn
 
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call

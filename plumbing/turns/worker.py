@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 
-from plumbing.rewards.functions import accepted, load_function
+from plumbing.user_code import accepted, load_function
 
 # environment variable of the fork server: JSON list of the functions in users' files
 FILES = "RLHF_TOOL_FILES"

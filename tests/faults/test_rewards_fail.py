@@ -62,7 +62,8 @@ CASES = {  # function: scores, what is said of those that are missing
     "child_stays": (ALL, ""),
     "child_comes_back": (ALL, ""),
 }
-ROWS = [{"prompt": "p", "query": [1], "answer": "2", "columns": {}}] * 20
+ROW = {"prompt": "p", "query": [1], "answer": "2", "columns": {}}
+SAMPLES = [types.SimpleNamespace(row=ROW, text=str(i), response=[i]) for i in range(20)]
 
 
 def rewards_of(*names: str) -> RewardSources:
@@ -75,7 +76,7 @@ def scores_of(reward_sources: RewardSources, name: str) -> tuple[list[float], st
     """Return a function's scores of 20 responses, and why some are missing."""
     source = reward_sources.sources[name]
     source.failure = ""
-    results = source.score(ROWS, [str(i) for i in range(20)], [[i] for i in range(20)])
+    results = source.score(SAMPLES)
     return [finite_or_nan(result[name]) for result in results], source.failure
 
 
@@ -106,7 +107,7 @@ def test_nobody_waits_for_an_answer_once_the_run_is_interrupted(worker):
     source = reward_sources.sources[f"{path}:sleeps"]
     begin = time.monotonic()
     source.timeout = 60.0
-    results = source.score(ROWS, [""] * 20, [[]] * 20, lambda: time.monotonic() > begin + 0.2)
+    results = source.score(SAMPLES, lambda: time.monotonic() > begin + 0.2)
     assert results == [{source.name: None}] * 20 and source.failure.startswith("CancelledError")
     assert time.monotonic() - begin < 4
     assert scores_of(reward_sources, f"{path}:good") == (ALL, "")

@@ -429,10 +429,8 @@ def scores_by(
         scoring.add(i, types.SimpleNamespace(row=row, text=text, response=response))
     there.set()
     scores = [sample.scores for sample in scoring.finish()]
-    return {
-        name: [each[name] for each in scores]
-        for name in (*reward_sources.sources, *reward_sources.further)
-    }
+    names = {name: None for each in (reward_sources.sources, *scores) for name in each}
+    return {name: [each[name] for each in scores] for name in names}
 
 
 def listed(sampled) -> tuple[list[list[int]], list[dict[str, list[float]]]]:

@@ -1,0 +1,138 @@
+"""Reward models as sources of --reward."""
+
+import math
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from plumbing.data.prompts import encode_text, guarded
+from plumbing.models import loading
+from utils import World, fail, first_line, micro_batches, warn
+
+
+class ModelSource:
+    """A reward model, from a folder or the hub, that scores responses in this process: a
+    plumbing.rewards.sources.Source.
+
+    One of the policy's vocabulary reads the sampled token ids themselves. Another one reads prompt
+    and response as text, through its tokenizer and chat template, as verl's reward workers do.
+    """
+
+    verifies = False
+    threads = None  # it scores once all responses are there
+    most = math.inf
+    failure = ""
+    warned = False
+
+    def __init__(self, name: str, tokenizer):
+        """Exit with code 2 if `name` is not a reward model, or cannot read what the policy of
+        `tokenizer` writes.
+        """
+        self.name = name
+        self.tokenizer = loading.read_tokenizer("--reward", name)
+        config, trained = loading.scalar_config("--reward", name)
+        if not trained:
+            fail(
+                f"--reward {name}: is not a reward model, as it has no head for a score (see reward_model.py)"
+            )
+        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.positions = limit or math.inf
+        self.difference = loading.vocabulary_difference(tokenizer, self.tokenizer)
+        self.unknown = set()
+        if not self.difference:
+            # the policy's pad token, if it alone has one
+            ours, theirs = (set(x.get_vocab().values()) for x in (tokenizer, self.tokenizer))
+            self.unknown = ours - theirs
+            return
+        if tokenizer.chat_template and not self.tokenizer.chat_template:
+            fail(
+                f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by"
+            )
+        self.stop_id = loading.stop_token_ids(self.tokenizer, name, "eos")[0]
+        # A model of reward_model.py is read at its end token, another one behind all that its
+        # template writes.
+        self.ends_with_stop = hasattr(config, "score_token")
+        warn(f"--reward {name}: reads text, as its vocabulary {self.difference}")
+
+    def load(self, args, precision, sharding=None) -> None:
+        """Load the model, in one piece on this process's device without a
+        plumbing.models.sharding.Sharding.
+        """
+        self.autocast = precision.autocast
+        self.token_budget = args.micro_batch_tokens
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.world = World(0, 1, self.device)  # the ranks that make forward passes together
+        load_device = self.device
+        if sharding is not None and sharding.shards_reward_models:
+            self.world = sharding.world
+            load_device = sharding.load_device
+        self.model, _ = loading.load_scalar_model(
+            "--reward", self.name, precision.frozen_dtype, load_device
+        )
+        self.model.requires_grad_(False)
+        if sharding is not None:
+            sharding.shard(self.model, reward_model=True)
+
+    @torch.no_grad()
+    def score(self, samples: list, interrupted=None) -> list[float]:
+        """Return the score of each response, NaN for one that the model cannot read."""
+        self.failure = ""
+        sequences = self.read(samples)
+        readable = [i for i, ids in enumerate(sequences) if ids]
+        lengths = [len(sequences[i]) for i in readable]
+        batches = micro_batches(lengths, self.token_budget, World(0, 1, self.device))
+        # Each rank has cut its sequences; a rank with fewer batches joins the passes of the others.
+        most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
+        scores = [math.nan] * len(samples)
+        for batch in batches + [[]] * (most - len(batches)):
+            chosen = [readable[place] for place in batch]
+            rows = [torch.tensor(sequences[i]) for i in chosen] or [torch.zeros(2, dtype=int)]
+            input_ids = pad_sequence(rows, batch_first=True).to(self.device)  # (n, L)
+            last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
+            is_last = torch.arange(input_ids.shape[1], device=self.device) == last[:, None]
+            with self.autocast():
+                outputs = self.model(input_ids, is_last).tolist()
+            for i, score in zip(chosen, outputs):
+                scores[i] = score
+        return scores
+
+    def read(self, samples: list) -> list[list[int]]:
+        """Return prompts and responses as token ids of the reward model, [] and `failure` where it
+        cannot read them.
+        """
+        sequences = []
+        for sample in samples:
+            try:
+                if self.difference:
+                    ids = self._read_text(sample.row, sample.text)
+                else:
+                    ids = [*sample.row["query"], *sample.response]
+                ids = [token for token in ids if token not in self.unknown]
+                if len(ids) > self.positions:
+                    raise ValueError(
+                        f"it has {len(ids)} tokens, and the model {self.positions} positions"
+                    )
+            except Exception as error:  # templates raise exceptions of any type
+                self.failure = f"cannot read a response with its prompt: {first_line(error)}"
+                ids = []
+            sequences.append(ids)
+        return sequences
+
+    def _read_text(self, row: dict, text: str) -> list[int]:
+        """Return prompt and response as token ids by the reward model's template, or as they are
+        without one.
+        """
+        if self.tokenizer.chat_template is None:
+            text = row["prompt"] + guarded(text, self.tokenizer, own=True)
+            return [*encode_text("the prompt", text, self.tokenizer), self.stop_id]
+        if row["messages"] is None:
+            raise ValueError(
+                "its text may hold a chat template already, as with --chat_template none"
+            )
+        response = {"role": "assistant", "content": text}
+        messages = guarded([*row["messages"], response], self.tokenizer)
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        if not self.ends_with_stop:
+            return encode_text("the prompt", text, self.tokenizer, special=False)
+        text = text.removesuffix(loading.end_of_turn(self.tokenizer))
+        return [*encode_text("the prompt", text, self.tokenizer, special=False), self.stop_id]

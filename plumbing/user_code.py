@@ -1,0 +1,55 @@
+"""Functions from users' files (--reward, --tools, --environment), and the start of the processes
+that call them.
+
+Imports nothing of this project, and no torch: the processes start in a fraction of a second.
+"""
+
+import contextlib
+import importlib.util
+import inspect
+import operator
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable
+
+SECONDS_TO_LOAD = 300.0  # for imports of users' files, which may be slow on a busy file system
+starting = threading.Lock()
+
+
+def load_function(name: str) -> Callable:
+    """Return the function or class of "path/to/file.py:function", or the method of
+    ":judge.score".
+    """
+    path, _, function = name.rpartition(":")
+    file = os.path.abspath(path)
+    if file not in sys.modules:
+        sys.path.insert(0, os.path.dirname(file))  # for what it imports
+        spec = importlib.util.spec_from_file_location(file, file)
+        # where dataclasses look for its names
+        sys.modules[file] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[file])
+    return operator.attrgetter(function)(sys.modules[file])
+
+
+def accepted(function: Callable, named: dict) -> dict:
+    """Return those of the named arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return named
+    return {name: value for name, value in named.items() if name in parameters}
+
+
+@contextlib.contextmanager
+def without_main():
+    """Hide the script that runs here from a process that starts within, which would import it, and
+    torch with it.
+    """
+    with starting:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
