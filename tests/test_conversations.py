@@ -12,7 +12,6 @@ import helpers
 import pytest
 import torch
 from helpers import folder_of, metrics_of, read_lines, run, run_here, run_ranks, scores_by
-from test_rloo import to_go_by_hand, whiten_by_hand
 from tiny_models import CPU, make_tokenizer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -301,36 +300,6 @@ def test_logprobs_and_loss_by_hand(batch):
     assert metrics["conversation/turns"] == 3 and metrics["stop_reason/done"] == 1
 
 
-def test_advantages_pass_over_observations(batch):
-    """GAE and reward-to-go over a conversation are those over the model's tokens alone, as is the
-    place of rewards.
-    """
-    batch, _, _ = batch
-    generator = torch.Generator().manual_seed(0)
-    mask = batch.response_mask
-    values, kl = (
-        torch.randn(mask.shape, generator=generator, dtype=torch.float64) for _ in range(2)
-    )
-    scores = batch.reward_components["environment"].double() + 1
-    turn_rewards = torch.randn(mask.shape, generator=generator, dtype=torch.float64) * mask
-    rewards = ppo.token_rewards(scores, kl, mask, 0.1, turn_rewards)
-    to_go = []
-    advantages, returns = ppo.gae(rewards, values, mask, 0.9, 0.8)
-    for i, row in enumerate(mask):
-        sampled = row.nonzero()[:, 0]
-        expected = turn_rewards[i, sampled] - 0.1 * kl[i, sampled]
-        expected[-1] += scores[i] - turn_rewards[i].sum()
-        to_go += to_go_by_hand(expected.tolist(), 0.9)
-        torch.testing.assert_close(rewards[i, sampled], expected)
-        dense = torch.ones(1, len(sampled), dtype=torch.bool)
-        alone = ppo.gae(expected[None], values[i, sampled][None], dense, 0.9, 0.8)
-        torch.testing.assert_close(advantages[i, sampled], alone[0][0])
-        torch.testing.assert_close(returns[i, sampled], alone[1][0])
-    assert not rewards[~mask].any() and not advantages[~mask].any() and not returns[~mask].any()
-    whitened = rloo.token_advantages("reinforce++", scores, None, rewards, mask, 1, 0.9)
-    assert whitened[mask].tolist() == pytest.approx(whiten_by_hand(to_go), abs=1e-11)
-
-
 @pytest.mark.parametrize("script", [grpo, rloo, ppo])
 def test_failed_environments_are_left_out(batch, script, monkeypatch):
     """Their score is NaN; a limit of turns is no cut, and a limit of tokens has the penalty."""
@@ -407,7 +376,7 @@ def test_a_string_ends_a_turn(load, tokenizer):
 
 @pytest.mark.parametrize("script", [ppo, rloo])
 def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
-    """In a run; they add up to today's score where nothing else is set."""
+    """In a run; they add up to the score."""
     values = helpers.workspace(tmp_path) | {
         "turn_rewards": True,
         "turn_stop": SHORT,
@@ -426,9 +395,12 @@ def test_rewards_of_turns_reach_the_advantages(script, tmp_path, monkeypatch):
         script, "token_rewards", lambda *args: calls.append(args) or original(*args)
     )
     run_here(values, script.__name__)
-    for scores, _, _, _, turn_rewards in calls:
+    for scores, _, mask, _, turn_rewards in calls:
         torch.testing.assert_close(turn_rewards.sum(1), scores.float())
         assert (turn_rewards != 0).sum(1).max() == 3
+        # a score that is more than the turns earned
+        rewards = original(scores + 1, None, mask, 0.0, turn_rewards)
+        torch.testing.assert_close(rewards.sum(1).float(), scores.float() + 1)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

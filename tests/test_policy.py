@@ -2,7 +2,6 @@
 cut of the batch.
 """
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from tiny_models import CPU
 import grpo
 import utils
 from grpo import Policy
-from plumbing.rollout.batch import Batch, Sample, forward_batch, forward_tokens, pad_rows
+from plumbing.rollout.batch import Batch, Sample, forward_tokens, pad_rows
 
 FAMILIES = ["qwen2", "llama", "gemma", "gemma2", "gpt_neox", "gpt2"]
 F64 = torch.float64
@@ -143,27 +142,6 @@ def test_collate_and_pad_rows():
     assert rows.tolist() == [[1, 2, 0], [3, 0, 4], [5, 0, 0]]
     (gradient,) = torch.autograd.grad((rows * torch.arange(9.0).view(3, 3)).sum(), flat)
     assert gradient.tolist() == [0, 1, 3, 5, 6]
-
-
-@pytest.mark.parametrize(
-    "entropy, names", [(True, ["logprobs", "entropies"]), (False, ["logprobs"])]
-)
-@pytest.mark.parametrize("budget", [1, 30, 10_000])
-def test_forward_batch_in_any_cut(load, budget, entropy, names):
-    """Over ranks: test_invariance.py."""
-    policy = policy_of(load("gpt_neox", F64), 0.6)
-    batch = random_batch()
-    mask = batch.response_mask
-    args = SimpleNamespace(micro_batch_tokens=budget)
-    with torch.no_grad():
-        expected = forward_tokens(policy, batch.collate(ALL), mask)
-    result = forward_batch(
-        policy, batch, args, utils.World(0, 1, CPU), contextlib.nullcontext, entropy=entropy
-    )
-    assert list(result) == names
-    for name, x in result.items():
-        assert not x.requires_grad and x[~mask].eq(0).all()
-        torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

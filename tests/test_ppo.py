@@ -25,8 +25,6 @@ from ppo import (
     Critic,
     explained_variance,
     filter_weights,
-    resample,
-    token_rewards,
     update_statistics,
 )
 
@@ -45,21 +43,6 @@ def gae_by_hand(rewards: list, values: list, gamma: float, lam: float) -> list[f
     return [
         sum((gamma * lam) ** k * d for k, d in enumerate(deltas[t:])) for t in range(len(deltas))
     ]
-
-
-def test_token_rewards():
-    """The score at the last set entry of the mask, behind a hole, too."""
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 0, 1]]).bool()
-    scores = double(5, -2, NAN, 3)
-    kl = double([1, 2, 3], [4, NAN, NAN], [1, 1, INF], [2, NAN, 4])
-    close(
-        token_rewards(scores, None, mask, 0.5),
-        double([0, 0, 5], [-2, 0, 0], [0, NAN, 0], [0, 0, 3]),
-    )
-    close(
-        token_rewards(scores, kl, mask, 0.5),
-        double([-0.5, -1, 3.5], [-4, 0, 0], [-0.5, NAN, 0], [-1, 0, 1]),
-    )
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2, 0.5])
@@ -143,21 +126,6 @@ def test_filter_weights_by_loops(kind):
     close(filter_weights(double(*GROUPS), kind), [odds_by_hand(group, kind) for group in GROUPS])
     # numpy wants sums of 1 within 1e-8
     assert filter_weights(torch.tensor(GROUPS), kind).dtype == F64
-
-
-def test_resample():
-    """Each row gives as many as it has, its own ones, as often as its weights say, and not the same
-    every step.
-    """
-    weights = double([0, 0.25, 0.75, 0], [1, 0, 0, 0], [0.1, 0.2, 0.3, 0.4])
-    draws = [resample(weights, utils.generator("filter", 1, step)) for step in range(1500)]
-    for row, expected in enumerate(weights.tolist()):
-        of_row = [i for draw in draws for i in draw[4 * row : 4 * row + 4]]
-        assert {i // 4 for i in of_row} == {row}
-        assert [of_row.count(4 * row + i) / 6000 for i in range(4)] == pytest.approx(
-            expected, abs=0.03
-        )
-    assert all(len(draw) == 12 for draw in draws) and draws[0] != draws[1]
 
 
 # ---- the critic, and PTX -------------------------------------------------------------------------

@@ -92,23 +92,6 @@ def by_table(table, order) -> list[bool]:
     return [len({s for s in table[i % len(table)] if not math.isnan(s)}) > 1 for i in order]
 
 
-def test_without_a_filter_every_group_trains(collected):
-    table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0]]
-    got, calls, order = collected(table, position=5)
-    assert (
-        calls == [(order[5:9], 2, ("rollout", 1, 3))]
-        and groups_of(got) == order[5:9]
-        and got.position == 9
-    )
-    expected = [s for i in order[5:9] for s in table[i % 3]]
-    torch.testing.assert_close(got.batch.scores.tolist(), expected, equal_nan=True)
-    assert [len(sample.response) for sample in got.batch.samples] == [
-        1,
-        2,
-    ] * 4 and got.unscored == ""
-    assert got.metrics["val/zero_std_fraction"] == 1 - sum(by_table(table, order[5:9])) / 4
-
-
 def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     table = [[0.0, 1.0], [1.0, 1.0], [NAN, 1.0], [3.0, 2.0]]
     got, calls, order = collected(table, filter_groups="drop")

@@ -1,5 +1,5 @@
 """What test_run.py holds of grpo.py, held of rloo.py, ppo.py and reward_model.py: signals,
-resuming, failing rewards, gradients that are not finite, and what a run leaves.
+resuming, failing rewards, and gradients that are not finite.
 """
 
 import math
@@ -218,25 +218,3 @@ def test_gradient_checkpointing(base, tmp_path, monkeypatch, script):
         run_here({**values, "gradient_checkpointing": recompute}, script)
     tried = 4 * (script == "ppo")
     assert len(trained[True]) - tried == 2 * (len(trained[False]) - tried) > 0
-
-
-# ---- what a run leaves ---------------------------------------------------------------------------
-
-MODELS = [
-    ("rloo", "final", transformers.AutoModelForCausalLM),
-    ("ppo", "final", transformers.AutoModelForCausalLM),
-    ("ppo", "checkpoints/step_4/critic", transformers.AutoModelForSequenceClassification),
-]
-
-
-@pytest.mark.parametrize("script, name, auto", MODELS)
-def test_models_that_a_run_leaves(straight, script, name, auto):
-    """Each loads whole. (Metrics and samples: test_golden.py; reward_model.py's model:
-    test_reward_model.py.)
-    """
-    folder = folder_of(straight[script])
-    _, report = auto.from_pretrained(folder / name, output_loading_info=True)
-    assert (
-        not report["missing_keys"] and not report["unexpected_keys"] and all_finite(folder / name)
-    )
-    assert steps_of(straight[script]) == ["step_2", "step_4"]
