@@ -4,7 +4,6 @@ namespaces.
 
 import ctypes
 import json
-import math
 import os
 import resource
 import socket
@@ -16,17 +15,14 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from helpers import table
 from test_tool_processes import wait_until
 
 from plumbing.rewards import code_tests, sandbox
 from plumbing.rewards.verifiers import VERIFIERS
 
-ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
-HUMANEVAL = "def check(candidate):\n    assert candidate(1, 2) == 3\n\ncheck(add)"
-STDIN = {"inputs": ["1 2\n", "3 4"], "outputs": ["3\n", "7"]}
-CALLS = {"inputs": [[1, 2], ["a", "b"]], "outputs": [3, ["ab"]], "fn_name": "add"}
-ADD = "def add(a, b):\n    return a + b\n"
-READ = "a, b = map(int, input().split())\nprint(a + b)\n"
+PROGRAMS = table("programs.yaml")
+READ = PROGRAMS["shared"]["read"]
 
 
 def score(response: str, tests, seconds: float = 10.0) -> float:
@@ -36,22 +32,7 @@ def score(response: str, tests, seconds: float = 10.0) -> float:
 # ---- right and wrong -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "right, tests",
-    [
-        (ADD, ASSERTS),
-        (ADD, json.dumps(ASSERTS.split("\n"))),
-        (ADD, HUMANEVAL),
-        (READ, STDIN),
-        (READ, json.dumps(STDIN | {"fn_name": None})),
-        (READ, {"inputs": [["1 2", ""]], "outputs": [["3"]]}),
-        (ADD, CALLS),
-        (
-            "class Solution:\n    def add(self, a: List[int], b: Optional[str]):\n        return a + b",
-            CALLS,
-        ),
-    ],
-)
+@pytest.mark.parametrize("right, tests", PROGRAMS["right"])
 def test_right_and_wrong(right, tests):
     assert score(right, tests) == 1
     for wrong in ("a - b", "a + c", "a + "):
@@ -59,76 +40,23 @@ def test_right_and_wrong(right, tests):
     assert score("", tests) == 0
 
 
-@pytest.mark.parametrize(
-    "code, tests",
-    [
-        (READ + "exit()", STDIN),
-        (ADD + "exit()", CALLS),
-        (ADD + "exit()", ASSERTS),
-        ("a, b = map(int, open('/dev/stdin').read().split())\nprint(a + b)", STDIN),
-        (
-            "import os, tempfile\nprint('log', file=open(os.devnull, 'w'))\n"
-            "with tempfile.TemporaryDirectory() as f: open(f + '/x', 'w')\n" + READ,
-            STDIN,
-        ),
-        (
-            "import numpy, time, zoneinfo\ntime.localtime(), zoneinfo.available_timezones()\n"
-            + READ,
-            STDIN,
-        ),
-        (
-            "def add(a, b): return [a + b, {'x': (a, 1)}]",
-            CALLS | {"inputs": [[0.1, 0.2]] * 2, "outputs": [[0.3, {"x": [0.1, 1]}]] * 2},
-        ),
-        (
-            "import atexit, sys\natexit.register(lambda: print(3))\nsys.exit()",
-            {"inputs": [""], "outputs": ["3"]},
-        ),
-        (
-            "import sys, threading\nsys.setrecursionlimit(10**6)\nthreading.stack_size(2**28)\n"
-            "def f(n): return n and 1 + f(n - 1)\nthreading.Thread(target=lambda: print(f(10**5))).start()",
-            {"inputs": [""], "outputs": ["100000"]},
-        ),
-        (
-            "from concurrent.futures import ThreadPoolExecutor as Pool\nimport time\n"
-            "print(sum(Pool(64).map(lambda x: time.sleep(0.1) or x, range(64))))",
-            {"inputs": [""], "outputs": ["2016"]},
-        ),
-        (
-            "def sqrt(x): return math.sqrt(x) + pow(2, -1, 3) - len(deque([x, x]))",
-            {"fn_name": "sqrt", "inputs": [[4]], "outputs": [2]},
-        ),
-        ("print(input())", {"inputs": ["ü" * 10**6], "outputs": ["ü" * 10**6]}),
-    ],
-)
+LONG = {"inputs": ["ü" * 10**6], "outputs": ["ü" * 10**6]}
+
+
+@pytest.mark.parametrize("code, tests", [*PROGRAMS["passing"], ("print(input())", LONG)])
 def test_right_programs_pass(code, tests):
     assert score(code, tests) == 1
 
 
-@pytest.mark.parametrize(
-    "code, tests",
-    [
-        ("def add(a, b): return 3", ASSERTS),
-        ("def add(a, b): return 3", CALLS | {"outputs": [3, 4]}),
-        ("print(3)", STDIN),
-        ("def add(a, b): return {1}", CALLS),  # not JSON
-        ("def add(a, b):\n x = []\n for _ in range(10**5): x = [x]\n return x", CALLS),
-        ("print(0)\nraise SystemExit(1)", {"inputs": [""], "outputs": ["0"]}),
-        *[
-            (code, tests)
-            for tests in (ASSERTS, STDIN, CALLS)
-            for code in (
-                "import os; os._exit(0)",
-                "print([1])",
-                "raise SystemExit",
-                "import os; os.write(3, b'[]'); os._exit(0)",
-                "import os, threading; threading.Timer(0.2, os._exit, [0]).start(); import time; time.sleep(9)",
-            )
-        ],
-    ],
-)
+@pytest.mark.parametrize("code, tests", PROGRAMS["wrong"])
 def test_wrong_programs_fail(code, tests):
     assert score(code, tests) == 0
+
+
+@pytest.mark.parametrize("tests", ["asserts", "stdin", "calls"])
+@pytest.mark.parametrize("code", PROGRAMS["always_wrong"])
+def test_programs_that_pass_no_test(code, tests):
+    assert score(code, PROGRAMS["shared"][tests]) == 0
 
 
 def rows_of(name: str) -> list:
@@ -146,92 +74,23 @@ def test_attacks_on_asserts(program, asserts):
     assert score(program, asserts) == 0
 
 
-@pytest.mark.parametrize(
-    "printed, expected, same",
-    [
-        ("1 2 \n3\n\n", "1 2\n3", 1),
-        ("1\n2 3", "1 2\n3", 0),
-        ("1 2\n3 4", "1 2\n3", 0),
-        ("1\n\n2", "1\n2", 0),
-        ("0.3333333", "0.33333333", 1),
-        ("0.334", "0.333", 0),
-        ("1000000001", "1000000002", 0),
-        ("x", "0.5", 0),
-        ("3", "3.0", 1),
-        ("nan", "0.5", 0),
-        ("1 \r\n2\r\n", "1\n2", 1),
-        ("", "", 1),
-        ("a", "", 0),
-        ("", "a", 0),
-    ],
-)
+@pytest.mark.parametrize("printed, expected, same", PROGRAMS["outputs"])
 def test_outputs_are_compared(printed, expected, same):
     assert code_tests.same_output((0, printed), expected) == same
     assert not code_tests.same_output((1, printed), expected)
 
 
-@pytest.mark.parametrize(
-    "value, expected, same",
-    [
-        (0.1 + 0.2, 0.3, 1),
-        (3, 3.0, 1),
-        (0.31, 0.3, 0),
-        (3.0000000001, 3, 0),
-        (math.inf, math.inf, 1),
-        ([1, [0.1 + 0.2]], [1, [0.3]], 1),
-        ([1], [1, 2], 0),
-        ({"a": 0.1 + 0.2}, {"a": 0.3}, 1),
-        ({"b": 1}, {"a": 1}, 0),
-        (None, 0.3, 0),
-        ("3", 3, 0),
-        ([], {}, 0),
-    ],
-)
+@pytest.mark.parametrize("value, expected, same", PROGRAMS["values"])
 def test_values_are_compared(value, expected, same):
     assert code_tests.same_value(value, expected) == same
 
 
-@pytest.mark.parametrize(
-    "response, code",
-    [
-        ("a = 1", "a = 1"),
-        ("<think>\n```python\na = 1\n```\n</think>\nI do not know.", "I do not know."),
-        ("<think>hm</think> <answer>```python\na = 1\n```</answer> as\n```\na = 2\n```", "a = 1\n"),
-        ("```python\na = 1\n```\n```python\na = 2", "a = 2"),
-        ("```py\na = 1\n```\nOutput:\n```\n1\n```", "a = 1\n"),
-        ("```\na = 1\n```\nor\n~~~\na = 2\n~~~", "a = 2\n"),
-        ("````python\na = 1\n```\nb = 2\n````\n", "a = 1\n```\nb = 2\n"),
-        ("```python\na = 1\n``` as asked", "a = 1\n"),
-        ("```python\na = 1\n```\nprints\n```text\n1\n```", "a = 1\n"),
-        ("```bash\nls\n```\nthen", "```bash\nls\n```\nthen"),
-        ("1. So:\n   ```Python\n   if a:\n       b = '```'\n   ```\n", "if a:\n    b = '```'\n"),
-    ],
-)
+@pytest.mark.parametrize("response, code", PROGRAMS["responses"])
 def test_code_of_a_response(response, code):
     assert code_tests.code_of(response) == code
 
 
-@pytest.mark.parametrize(
-    "tests",
-    [
-        None,
-        "",
-        "what is it?",
-        "[1, 2",
-        [1],
-        "x = 1",
-        {"inputs": []},
-        [{"input": 1, "output": 2}],
-        "def check(candidate):\n    assert candidate(1) == 2",
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        assert f(1) == 2",
-        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        pass\nunittest.main()",
-        {"inputs": [], "outputs": []},
-        {"inputs": ["1"], "outputs": ["1", "2"]},
-        {"inputs": ["1"], "outputs": [None]},
-        {"inputs": [1], "outputs": [2], "fn_name": "f"},
-        {"inputs": [], "outputs": [], "fn_name": "f"},
-    ],
-)
+@pytest.mark.parametrize("tests", PROGRAMS["not_tests"])
 def test_tests_that_cannot_be_understood(tests):
     with pytest.raises((ValueError, TypeError, SyntaxError)):
         score("def check(x): pass", tests)
