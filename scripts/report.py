@@ -84,7 +84,7 @@ def read_run(folder: str, name: str, runs: int) -> dict:
         "steps": [row["step"] for row in rows],
         "metrics": {name: [five_digits(row.get(name)) for row in rows] for name in names},
         "samples": samples + [{**row, "held_out": True} for row in held_out],
-        "finished": os.path.isdir(os.path.join(folder, "final")),
+        "finished": os.path.isdir(f"{folder}/final"),
     }
 
 

@@ -60,19 +60,20 @@ def save_checkpoint(
     def write(path: str) -> None:
         for name, model in models.items():
             if optimizers or name == "":
-                save_model(model, os.path.join(path, name), world)
+                save_model(model, f"{path}/{name}", world)
         for name, optimizer in optimizers.items():
             if optimizer.adam.state:  # else torch would make an update to get one
                 tensors = trained_state(models[name], optimizer)
                 dcp.save(
                     tensors,
-                    checkpoint_id=os.path.join(path, name, "optimizer"),
+                    checkpoint_id=f"{path}/{name}/optimizer",
                     no_dist=world.size == 1,
                 )
         world.on_main(lambda: tokenizer.save_pretrained(path))
-        world.on_main(lambda: torch.save(state, os.path.join(path, "trainer_state.pt")))
+        world.on_main(lambda: torch.save(state, f"{path}/trainer_state.pt"))
 
-    path = os.path.join(folder, "checkpoints", f"step_{state['step']}" if optimizers else "best")
+    name = f"step_{state['step']}" if optimizers else "best"
+    path = f"{folder}/checkpoints/{name}"
     # There is one already where a run is interrupted again after the same step.
     if not optimizers or not world.any(world.main and os.path.exists(path)):
         save_folder(path, world, write)
@@ -105,13 +106,13 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
 
     def write(path: str) -> None:
         if getattr(model, "peft_config", None):
-            save_model(model, os.path.join(path, "adapter"), world)
+            save_model(model, f"{path}/adapter", world)
             save_merged(model, path, world)
         else:
             save_model(model, path, world)
         world.on_main(lambda: tokenizer.save_pretrained(path))
 
-    save_folder(os.path.join(folder, "final"), world, write)
+    save_folder(f"{folder}/final", world, write)
 
 
 def save_model(model, path: str, world: World) -> None:
@@ -171,12 +172,10 @@ def load_checkpoint(
             f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}"
         )
     with exit_on_error(f"--resume {folder}"):
-        state = torch.load(
-            os.path.join(folder, "trainer_state.pt"), map_location="cpu", weights_only=True
-        )
+        state = torch.load(f"{folder}/trainer_state.pt", map_location="cpu", weights_only=True)
         for name, optimizer in optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
-            load_optimizer(os.path.join(folder, name, "optimizer"), models[name], optimizer)
+            load_optimizer(f"{folder}/{name}/optimizer", models[name], optimizer)
     return state
 
 
@@ -209,7 +208,7 @@ def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None
         write: called on all ranks with the path to write to.
     """
     parent, name = os.path.split(folder)
-    temporary = os.path.join(parent, f".{name}.tmp")
+    temporary = f"{parent}/.{name}.tmp"
 
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -229,7 +228,7 @@ def save_folder(folder: str, world: World, write: Callable[[str], None]) -> None
 def remove_folder(folder: str) -> None:
     """Remove a folder that is gone for its readers before any file in it is."""
     parent, name = os.path.split(folder)
-    removed = os.path.join(parent, f".{name}.old")
+    removed = f"{parent}/.{name}.old"
     shutil.rmtree(removed, ignore_errors=True)  # left by a kill
     os.rename(folder, removed)
     shutil.rmtree(removed, ignore_errors=True)

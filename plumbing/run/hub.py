@@ -43,7 +43,7 @@ def push(folder: str, repository: str, tracked: str | None) -> str:
     """Push a run's final model with its card, and return the address of both. For rank 0 alone."""
     facts = without_secrets(read_args(folder))
     *_, last = read_log(folder)
-    final = os.path.join(folder, "final")
+    final = f"{folder}/final"
     args = facts["args"]
     changed = {
         name: value
@@ -61,7 +61,7 @@ def push(folder: str, repository: str, tracked: str | None) -> str:
         script=facts["script"],
         flags=json.dumps(changed, indent=2),
     )
-    card.save(os.path.join(final, "README.md"))
+    card.save(f"{final}/README.md")
     again = f"hf upload {repository} {shlex.quote(final)} . --delete '*.safetensors*'"
     with exit_on_error(
         f"--push_to_hub {repository}: {final} is saved, but not pushed ({again} pushes it)"

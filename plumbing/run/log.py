@@ -5,11 +5,12 @@ Who reads a run's folder afterwards finds the readers of its logs and of args.js
 """
 
 import importlib
+import itertools
 import json
 import math
 import os
 import re
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Iterator
@@ -18,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.ranks import begin_phase
-from utils import World, exit_on_error, first_line, progress_bars, say, warn
+from utils import World, exit_on_error, first_line, one_line, progress_bars, say, warn
 
 PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
     "objective/scores": "score",
@@ -44,7 +45,6 @@ CURVES = {
     "val/sequence_lengths": "response length (tokens)",
     "loss/grad_norm": "gradient norm",
 }
-CONTROL = r"[\0-\x08\x0b-\x1f\x7f-\x9f]"  # codes that a terminal obeys, but for tabs and line ends
 # The name of a metric or score of a file's function or a server; its groups are what stays.
 SOURCE = r"^((?:eval/)?reward(?:_\w+)?/|)(?:(?:.*/)?(?=[^/]+\.py:[\w.]+(?:/\w+)?$)|https?://(?:[^/?#]*@)?([^?#]*).*)"
 
@@ -60,8 +60,8 @@ class RunLog:
         self.folder = folder
         self.world = world
         self.values: dict[str, str] = {}  # in the progress bar
-        # the metrics of the last ten steps; what was warned of
-        self.latest, self.warned = deque(maxlen=10), set()
+        self.latest: deque[dict] = deque(maxlen=10)  # metrics of the last steps
+        self.warned: set[str] = set()
         self.library = self.url = None  # that of --track, and the address of the run there
         if args.track:
             world.on_main(lambda: self._track(run_id, args))
@@ -96,10 +96,8 @@ class RunLog:
             if lengths:
                 span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
                 say(f"{name}: {len(lengths):,} of {span}")
-                if self.library:
-                    self.library.log(
-                        {f"lengths/{name}": self.library.Histogram(lengths)}, step=step
-                    )
+            if lengths and self.library:
+                self.library.log({f"lengths/{name}": self.library.Histogram(lengths)}, step=step)
 
     def phase(self, name: str) -> None:
         """Begin a phase, which the progress bar shows."""
@@ -113,13 +111,13 @@ class RunLog:
         if not self.world.main:
             return
         row = as_logged(metrics)
-        append(os.path.join(self.folder, "metrics.jsonl"), [row])
+        append(f"{self.folder}/metrics.jsonl", [row])
         if self.library:
             self.library.log(
                 {name: x for name, x in row.items() if x is not None}, step=row["step"]
             )
         values = {
-            PROGRESS[key]: f"{x:.3g}" for key, x in row.items() if key in PROGRESS and x is not None
+            name: f"{row[key]:.3g}" for key, name in PROGRESS.items() if row.get(key) is not None
         }
         self.values |= values
         self.progress.set_postfix(self.values)
@@ -137,40 +135,30 @@ class RunLog:
 
     def _warn_of_troubles(self) -> None:
         """Warn, once a run, of what is amiss in ten steps in a row."""
-        # NaN for None
+        if len(self.latest) < self.latest.maxlen:
+            return
+        # (steps,), NaN for None
         column = lambda name: np.array([row.get(name) for row in self.latest], dtype=float)
         scores = column("objective/scores")
+        alike = column("val/zero_std_fraction")
+        stops = column("val/num_stop_token_ids")
+        cut_off = column("reward/cut_off")
         stopped = column("reward/stopped")
         troubles = {
-            "all responses to a prompt score alike: try another --temperature": column(
-                "val/zero_std_fraction"
-            )
-            == 1,
-            "no response stops: try a higher --max_response_length": column(
-                "val/num_stop_token_ids"
-            )
-            == 0,
+            "all responses to a prompt score alike: try another --temperature": alike == 1,
+            "no response stops: try a higher --max_response_length": stops == 0,
             "the score falls at every step: try a lower --learning_rate": np.diff(scores) < 0,
-            "cut-off responses score best: try a lower --penalty_reward_value": column(
-                "reward/cut_off"
-            )
-            > stopped,
+            "cut-off responses score best: try a lower --penalty_reward_value": cut_off > stopped,
         }
         for trouble, found in troubles.items():
-            if (
-                len(self.latest) == self.latest.maxlen
-                and found.all()
-                and trouble not in self.warned
-            ):
+            if found.all() and trouble not in self.warned:
                 self.warned.add(trouble)
                 warn(f"steps {self.latest[0]['step']} to {self.latest[-1]['step']}: {trouble}")
 
     def samples(self, step: int, rows: list[dict], name: str = "samples.jsonl") -> None:
         """Append rows to samples.jsonl, or to held_out.jsonl, which has those of evaluations."""
         if self.world.main:
-            append(
-                os.path.join(self.folder, name), [{"step": step, **as_logged(row)} for row in rows]
-            )
+            append(f"{self.folder}/{name}", [{"step": step, **as_logged(row)} for row in rows])
 
     def table(self, step: int, rows: list[dict]) -> None:
         """Print the first held-out samples, which have the same columns, as a table; track all of
@@ -190,17 +178,7 @@ class RunLog:
         title = f"held-out samples after step {step}"
         table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
         for row in rows[:4]:
-            cells = [
-                f"{x:g}" if isinstance(x, float) else re.sub(CONTROL, "\ufffd", str(x))
-                for x in row.values()
-            ]
-            # Both ends of a long text: the question ends a prompt, the answer a response.
-            table.add_row(
-                *(
-                    rich.text.Text(c if len(c) <= 400 else f"{c[:200]} ... {c[-200:]}")
-                    for c in cells
-                )
-            )
+            table.add_row(*(rich.text.Text(cell(x)) for x in row.values()))
         with tqdm.external_write_mode():
             rich.console.Console().print(table)
         if self.library:
@@ -214,7 +192,7 @@ class RunLog:
         if not self.world.main:
             return
         try:
-            plot_curves({"": read_log(self.folder)}, os.path.join(self.folder, "curves.png"))
+            plot_curves({"": read_log(self.folder)}, f"{self.folder}/curves.png")
         except Exception as error:
             warn(f"{self.folder}/curves.png: {first_line(error)}")
 
@@ -236,10 +214,18 @@ class RunLog:
             if values and key.startswith("eval/"):
                 # one if there is only one
                 print(f"{name}: {', '.join(dict.fromkeys((values[0], values[-1])))}")
-        if os.path.exists(path := os.path.join(self.folder, "curves.png")):
+        if os.path.exists(path := f"{self.folder}/curves.png"):
             print(f"curves: {path}", flush=True)
         if self.library:
             self.library.finish()
+
+
+def cell(x) -> str:
+    """Return a value for a table, of a long text both ends: the question ends a prompt, the answer
+    a response.
+    """
+    text = f"{x:g}" if isinstance(x, float) else one_line(str(x))
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 
 def check_track(name: str) -> None:
@@ -341,13 +327,12 @@ def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...]
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-    tables = [DataFrame(rows).set_index("step").dropna(axis=1, how="all") for rows in runs.values()]
-    panels = {}  # {title: metrics}
-    for key in metrics or CURVES:
-        if any(key in table for table in tables):
-            panels.setdefault("accuracy" if "accuracy" in key else CURVES.get(key, key), []).append(
-                key
-            )
+    shown = metrics or CURVES
+    tables = [DataFrame(rows, columns=["step", *shown]).set_index("step") for rows in runs.values()]
+    panels = defaultdict(list)  # {title: metrics}
+    for key in shown:
+        if any(table[key].notna().any() for table in tables):
+            panels["accuracy" if "accuracy" in key else CURVES.get(key, key)].append(key)
     if not panels:
         raise ValueError("there is nothing to draw")
     width = min(3, len(panels))
@@ -355,9 +340,9 @@ def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...]
     figure = Figure((4.4 * width, 2.9 * height), layout="constrained")  # requires no display
     for place, (title, keys) in enumerate(panels.items(), 1):
         axis = figure.add_subplot(height, width, place)
-        for key, style in zip(keys, ["-", "--", ":", "-."] * len(keys)):
+        for key, style in zip(keys, itertools.cycle(["-", "--", ":", "-."])):
             for number, table in enumerate(tables):
-                curve = table[key].dropna() if key in table else []
+                curve = table[key].dropna()
                 marker = "o" if len(curve) < 20 else None
                 axis.plot(curve, f"C{number % 10}{style}", marker=marker, markersize=3)
         if title == "accuracy":

@@ -4,7 +4,6 @@ changed since.
 
 import contextlib
 import fcntl
-import glob
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ import tempfile
 import uuid
 from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -62,9 +62,7 @@ def find_origin(args, script: str) -> Origin:
         rows = list(read_log(folder))
         saved = checkpoint_folders(folder)
     steps = rows[-1]["step"] if rows else 0
-    if not saved and (
-        0 < args.save_every <= steps or os.path.exists(os.path.join(folder, "final"))
-    ):
+    if not saved and (0 < args.save_every <= steps or os.path.exists(f"{folder}/final")):
         fail(
             f"--resume {folder}: has {steps} steps and no checkpoint to go on from; choose another --run_name"
         )
@@ -84,7 +82,7 @@ def lock(folder: str) -> None:
 
     Exits with code 2 if another process has the lock. A file system without locks is not an error.
     """
-    locks.append(open(os.path.join(folder, ".lock"), "w"))
+    locks.append(open(f"{folder}/.lock", "w"))
     try:
         fcntl.lockf(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -109,7 +107,7 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
     if not os.path.exists(folder):
         os.makedirs(folder)
         lock(folder)
-    for unfinished in glob.glob(os.path.join(glob.escape(folder), "checkpoints", ".*")):
+    for unfinished in Path(folder).glob("checkpoints/.*"):
         shutil.rmtree(unfinished)
     # Later steps are run again. The checkpoint holds the row of its step, and the samples of its
     # evaluation: see plumbing.run.run.Run.
@@ -119,7 +117,7 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
         ("samples.jsonl", step),
     ):
         kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]
-        replace_file(os.path.join(folder, name), "".join(kept))
+        replace_file(f"{folder}/{name}", "".join(kept))
     facts = {
         "script": os.path.relpath(script, ROOT),
         "args": as_json(args),
@@ -130,8 +128,8 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
         "threads": torch.get_num_threads(),
         "run_id": origin.run_id,
     }
-    replace_file(os.path.join(folder, "args.json"), json.dumps(facts, indent=2))
-    replace_file(os.path.join(folder, "git.diff"), git("diff", "HEAD"))
+    replace_file(f"{folder}/args.json", json.dumps(facts, indent=2))
+    replace_file(f"{folder}/git.diff", git("diff", "HEAD"))
     shutil.copy(script, folder)
     print(
         f"run: {folder}" + (f" (goes on after step {step})" if origin.checkpoint else ""),

@@ -4,7 +4,6 @@ training loop.
 
 import hashlib
 import math
-import os
 import sys
 from typing import Callable, Iterator, NoReturn
 
@@ -36,9 +35,8 @@ class Run:
         self.origin = world.on_main(lambda: resume.find_origin(args, script))
         self.folder = self.origin.folder
         self.checkpoint = self.origin.checkpoint
-        self.episodes_a_step = getattr(args, "rollout_batch_size", 0) * getattr(
-            args, "group_size", 1
-        )
+        # None where a step reads pairs, which are no episodes
+        self.prompts_per_step = getattr(args, "rollout_batch_size", None)
         if args.track:
             world.on_main(lambda: check_track(args.track))
         if args.push_to_hub:
@@ -109,7 +107,7 @@ class Run:
             self.state["step"],
             {name: list(map(count_tokens, part)) for name, part in named.items()},
         )
-        size = getattr(self.args, "rollout_batch_size", 0) or self.args.batch_size
+        size = self.prompts_per_step or self.args.batch_size
         passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
         utils.say(f"{self.total_steps:,} steps of {size:,} rows: {passes}")
         if self.state["step"] > self.total_steps:
@@ -164,7 +162,7 @@ class Run:
         checkpoints.save_final(
             self.folder, self.world, self.models[""], self.tokenizer, self.args.model
         )
-        self.log.close(f"model: {os.path.join(self.folder, 'final')}")
+        self.log.close(f"model: {self.folder}/final")
         if self.args.push_to_hub and self.world.main:
             from plumbing.run import hub
 
@@ -184,8 +182,8 @@ class Run:
             evaluation = evaluate()
             if evaluation is None:
                 self.leave()
-            results = as_logged(evaluation[0])
-            held_out = evaluation[1]
+            metrics, held_out = evaluation
+            results = as_logged(metrics)
             self.log.table(step, held_out)
         self.state.update(
             results=results, held_out=held_out[: self.args.log_samples], evaluated=True
@@ -201,12 +199,13 @@ class Run:
                 self.save(best=True)
 
     def _log_row(self, step: int) -> None:
-        metrics = {**self.state["metrics"], **self.state["results"], **self.clock.times()}
+        metrics = self.state["metrics"] | self.state["results"] | self.clock.times()
         if metrics:
-            counts = {"step": step} | (
-                {"episode": step * self.episodes_a_step} if self.episodes_a_step else {}
-            )
-            self.log.log({**counts, **metrics})
+            counts = {"step": step}
+            if self.prompts_per_step:
+                responses = self.prompts_per_step * getattr(self.args, "group_size", 1)
+                counts["episode"] = step * responses
+            self.log.log(counts | metrics)
         self.log.samples(step, self.state["held_out"], "held_out.jsonl")
         if self.state["results"] and step < self.total_steps:  # `RunLog.close` draws the end
             self.log.draw()
@@ -225,7 +224,7 @@ class Run:
             tokens: of the step's sequences, over all ranks. state: entries of `self.state` for the
                 next step.
         """
-        metrics = {**metrics, **self.clock.metrics(tokens)}
+        metrics = metrics | self.clock.metrics(tokens)
         self.state.update(
             step=self.state["step"] + 1, metrics=metrics, results={}, evaluated=False, **state
         )
@@ -263,9 +262,8 @@ class Run:
         """Save a checkpoint and exit: with code 75 if the run was interrupted, 2 if the rollout
         engine has failed.
         """
-        failures = list(
-            filter(None, self.world.all_gather([self.engine.failure] if self.engine else []))
-        )
+        failure = getattr(self.engine, "failure", "")
+        failures = self.world.all_gather([failure] if failure else [])
         if failures:
             self.fail(f"--rollout_backend {self.args.rollout_backend}: {failures[0]}")
         self.save()
