@@ -1,6 +1,7 @@
 """Accuracy on held-out prompts, and the metrics of a batch."""
 
 import math
+from statistics import fmean
 
 import torch
 
@@ -71,10 +72,11 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
             metrics[f"eval/{name}accuracy"] = correct.nanmean().item()
     if reward_sources.verifiers:
         grouped = correct.view(len(rows), k)
-        counts = list(zip(grouped.isfinite().sum(1).tolist(), grouped.nansum(1).int().tolist()))
+        scored = grouped.isfinite().sum(1).tolist()
+        right = grouped.nansum(1).int().tolist()
         for n in (2**i for i in range(1, k.bit_length())):  # 2, 4, ... up to the number of samples
-            passed = [pass_at_k(scored, right, n) for scored, right in counts if scored >= n]
-            metrics[f"eval/pass@{n}"] = sum(passed) / len(passed) if passed else math.nan
+            passed = [pass_at_k(*counts, n) for counts in zip(scored, right)]
+            metrics[f"eval/pass@{n}"] = correct.new_tensor(passed).nanmean().item()
         names = [sample.row.get("dataset") for sample in batch.samples]
         for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
             of_name = torch.tensor([each == name for each in names])
@@ -107,33 +109,23 @@ def batch_metrics(
     statistics of its scores.
     """
     components = batch.reward_components
-    scored = {
-        name: scores[scores.isfinite() & counted(batch, name)]
-        for name, scores in components.items()
-    }
-    ends = {} if batch.scores is None else {"stopped": batch.stopped, "cut_off": ~batch.stopped}
     missing = sum(components[name].isnan() for name in reward_sources.sources).count_nonzero()
-    return {
+    metrics = {
         "objective/verifiable_correct_rate": correct.nanmean().item(),
         "val/sequence_lengths": batch.response_mask.sum().item() / len(batch.samples),
         "val/num_stop_token_ids": int(batch.stopped.sum()),
         "val/missing_scores": int(missing),
-        **{f"reward/{name}": scores.mean().item() for name, scores in scored.items()},
-        **{
-            f"reward_std/{name}": x.std().item() if len(x) > 1 else math.nan
-            for name, x in scored.items()
-        },
-        **{
-            f"reward_correct/{name}": (scored[name] >= 1).double().mean().item()
-            for name in reward_sources.verifiers
-        },
-        **{
-            f"reward/{end}": batch.scores[chosen].nanmean().item()
-            for end, chosen in ends.items()
-            if chosen.any()
-        },
-        **conversation_metrics(batch),
     }
+    for name, scores in components.items():
+        scored = scores[scores.isfinite() & counted(batch, name)]
+        metrics[f"reward/{name}"] = scored.mean().item()
+        metrics[f"reward_std/{name}"] = scored.std().item() if len(scored) > 1 else math.nan
+        if name in reward_sources.verifiers:
+            metrics[f"reward_correct/{name}"] = (scored >= 1).double().mean().item()
+    for end, chosen in (("stopped", batch.stopped), ("cut_off", ~batch.stopped)):
+        if batch.scores is not None and chosen.any():
+            metrics[f"reward/{end}"] = batch.scores[chosen].nanmean().item()
+    return metrics | conversation_metrics(batch)
 
 
 def conversation_metrics(batch: Batch) -> dict[str, float]:
@@ -145,14 +137,11 @@ def conversation_metrics(batch: Batch) -> dict[str, float]:
     from plumbing.turns.conversations import STOP_REASONS
 
     conversations = [sample.conversation for sample in batch.samples]
-    mean = lambda values: sum(values) / len(conversations)
     counts = [conversation.metrics() for conversation in conversations]
+    reasons = [conversation.stop_reason for conversation in conversations]
     return {
-        **{f"conversation/{name}": mean([count[name] for count in counts]) for name in counts[0]},
-        **{
-            f"stop_reason/{name}": mean([x.stop_reason == name for x in conversations])
-            for name in STOP_REASONS
-        },
+        **{f"conversation/{name}": fmean(count[name] for count in counts) for name in counts[0]},
+        **{f"stop_reason/{name}": reasons.count(name) / len(reasons) for name in STOP_REASONS},
     }
 
 
@@ -164,23 +153,20 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
     rows = []
     for i in range(0, len(batch.samples), every)[:count]:
         sample = batch.samples[i]
-        components = batch.reward_components.items()
         scores = {
             name: x[i].item() if is_scored_by(sample.row, name) else math.nan
-            for name, x in components
+            for name, x in batch.reward_components.items()
         }
         if advantages is not None:
             scores["advantage"] = advantages[i][batch.response_mask[i]].mean().item()
         # the tests of a program may be long
         answer = sample.row.get("answer") and str(sample.row["answer"])[:1000]
-        row = {"prompt": sample.row["prompt"], "response": sample.text, "answer": answer, **scores}
-        row["stop_reason"] = "stop" if sample.stopped else "length"
-        if sample.conversation is not None:
-            row |= {
-                "stop_reason": sample.conversation.stop_reason,
-                "turns": sample.conversation.turns,
-            }
-        rows.append({**row, "length": len(sample.response)})
+        conversation = sample.conversation
+        ending = {"stop_reason": "stop" if sample.stopped else "length"}
+        if conversation is not None:
+            ending = {"stop_reason": conversation.stop_reason, "turns": conversation.turns}
+        row = {"prompt": sample.row["prompt"], "response": sample.text, "answer": answer}
+        rows.append({**row, **scores, **ending, "length": len(sample.response)})
     return rows
 
 
