@@ -34,6 +34,7 @@ Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Port = Annotated[int, Field(ge=0, lt=2**16)]
 Text = Annotated[str, Field(min_length=1)]
 Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
+FileMember = Annotated[str, Field(pattern=r"^(.+:\w+)?$")]
 
 SYSTEM_PROMPTS = {  # by the first source of --reward: they read an answer in this form
     "math": "Please reason step by step, and put your final answer within \\boxed{}.",
@@ -69,9 +70,9 @@ def parse(cls: type, line: list[str] | None = None):
         contextlib.redirect_stderr(nowhere if silent else sys.stderr),
     ):
         args = read()
-        values = {}
-        if config := getattr(args, "config", ""):
-            values = from_file(cls, config)
+        config = getattr(args, "config", "")
+        values = from_file(cls, config) if config else {}
+        if values:
             args = read(default=cls(**values))
         if hasattr(cls, "from_model"):
             args = read(default=cls(**(cls.from_model(args.model) | values)))
@@ -92,18 +93,13 @@ def from_file(cls: type, path: str) -> dict:
     """Return the flags of a .json or .yaml file, {"learning_rate": 1e-6, ...}, or of the args.json
     of a run.
     """
-    fields = cls.__dataclass_fields__
     with exit_on_error(f"--config {path}"), open(path) as file:
         values = json.load(file) if path.endswith(".json") else yaml.safe_load(file)
-        if isinstance(values, dict):
-            if "args" in values:
-                values = getattr(cls, "from_run", dict)(values["args"])
-            for name in values.keys() & fields:  # a word is a list of one
-                if isinstance(fields[name].default, tuple) and not isinstance(values[name], list):
-                    values[name] = [values[name]]
+        if isinstance(values, dict) and "args" in values:
+            values = getattr(cls, "from_run", dict)(values["args"])
     rows.check(f"--config {path}", values, TypeAdapter(cls))
     refuse_other_names(cls, values, f"--config {path}: ")
-    for name in values.keys() - fields.keys():
+    for name in values.keys() - cls.__dataclass_fields__:
         fail(f"--config {path}: there is no flag {name!r}")
     return values
 
@@ -137,12 +133,12 @@ def check(args) -> None:
         for cls in reversed(type(args).__mro__):
             for message, holds in vars(cls).get(table, {}).items():
                 if not holds(args):
-                    names = [
-                        name for name in re.findall(r"--(\w+)", message) if hasattr(args, name)
+                    values = [
+                        f"{name} {getattr(args, name)!r}"
+                        for name in re.findall(r"--(\w+)", message)
+                        if hasattr(args, name)
                     ]
-                    say(
-                        f"{message} ({', '.join(f'{name} {getattr(args, name)!r}' for name in names)})"
-                    )
+                    say(f"{message} ({', '.join(values)})")
 
 
 @dataclass
@@ -386,10 +382,10 @@ class RolloutArgs(SamplingArgs):
 
 @dataclass
 class ConversationArgs:
-    tools: tuple[str, ...] = ()
+    tools: tuple[FileMember, ...] = ()
     """Functions that the model may call, each as path/to/tools.py:function, with type hints and a
     docstring."""
-    environment: str = ""
+    environment: FileMember = ""
     """Class that answers the model's turns, as path/to/environment.py:Class, with an instance for
     each response; the sum of its rewards is the source environment of --reward."""
     max_turns: PositiveInt = 10
@@ -402,9 +398,6 @@ class ConversationArgs:
     after a call."""
 
     RULES = {
-        "--tools and --environment must have the form path/to/file.py:name": lambda a: all(
-            re.fullmatch(r".+:\w+", name) for name in (*a.tools, a.environment) if name
-        ),
         "--reward environment requires an --environment": lambda a: (
             a.environment or "environment" not in a.reward
         ),

@@ -109,8 +109,9 @@ class Args(
         no such run.
         """
         # of RUN/final, and of RUN/checkpoints/step_N
-        folders = Path(os.path.abspath(model)).parents[:2]
-        for folder in folders if os.path.isdir(model) else ():
+        if not os.path.isdir(model):
+            return {}
+        for folder in Path(os.path.abspath(model)).parents[:2]:
             with utils.exit_on_error(f"--model {model}"):
                 flags = read_args(folder).get("args", {})
             taken = {name: flags[name] for name in cls.FROM_RUN if name in flags}
@@ -126,11 +127,8 @@ class Args(
         """Return the flags that measure as a run with some flags does. The name of its folder is
         taken.
         """
-        own = {
-            name: flags[name]
-            for name in cls.__dataclass_fields__
-            if name in flags and name != "run_name"
-        }
+        own = {name: flags[name] for name in cls.__dataclass_fields__ if name in flags}
+        own["run_name"] = ""
         if "eval_samples" in flags:  # not in this command's own results.json
             own |= {"num_prompts": flags["eval_prompts"], "samples": flags["eval_samples"]}
             if not flags.get("eval_share"):
@@ -267,9 +265,8 @@ def main(args: Args) -> None:
     ):
         # as in a run's evaluation
         key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)
-        batch = sampler.rollout(
-            prompts[first : first + PROMPTS_AT_ONCE], n if args.temperature else 0, key
-        )
+        part = prompts[first : first + PROMPTS_AT_ONCE]
+        batch = sampler.rollout(part, n if args.temperature else 0, key)
         if batch is None:
             utils.fail(f"--backend {args.backend}: {engine.failure}")
         samples += batch.samples

@@ -152,7 +152,6 @@ def test_flags_of_the_command_line_override_the_file(tmp_path):
     changed |= dict(non_stop_penalty=False, system_prompt="")
     assert args == dataclasses.replace(grpo.Args(), **changed)
     assert with_file(tmp_path, content).reward == ("math", "format")
-    assert with_file(tmp_path, "reward: exact\nreward_weights: 2\n").reward_weights == (2.0,)
     texts = {
         "system_prompt": "- think\n--seed 3 = 'x'",
         "reward_weights": [-0.5],
