@@ -390,6 +390,9 @@ class ConversationArgs:
     each response; the sum of its rewards is the source environment of --reward."""
     max_turns: PositiveInt = 10
     """Maximum number of turns of the model in a response."""
+    conversations_at_once: NonNegativeInt = 0
+    """Conversations of a rank at the same time, each with a process; others begin as these end. 0:
+    what memory and the limits on processes and open files allow."""
     tool_call_pattern: str = ""
     """Regular expression of a tool call, with groups name and arguments (without name: the only
     tool), in place of the form of the chat template."""

@@ -24,7 +24,12 @@ from plumbing.rewards.sources import EnvironmentSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.run import evaluation
 from plumbing.run.ranks import Interrupt
-from plumbing.turns.conversations import STOP_REASONS, Conversation, Conversations
+from plumbing.turns.conversations import (
+    STOP_REASONS,
+    Conversation,
+    Conversations,
+    most_at_once,
+)
 
 WORLD = utils.World(0, 1, CPU)
 never = lambda: False
@@ -134,6 +139,34 @@ def test_how_it_goes(name):
         assert one.row["prompt"] == row["prompt"] + added and one.row["query"] == tokenizer.encode(
             one.row["prompt"]
         )
+
+
+def test_so_many_at_once(monkeypatch):
+    """Others begin as these end."""
+    tokenizer = make_tokenizer()
+    sizes = []
+
+    def generate(queries, *_):
+        sizes.append(len(queries))
+        return [(place, [5, 6], {"rollout_logprobs": [-1.0] * 2}) for place in range(len(queries))]
+
+    ended = []
+    conversations_of(conversations_at_once=2, turn_stop=SHORT).sample(
+        [row_of(tokenizer)] * 5, range(5), None, never, lambda *x: ended.append(x), None, generate
+    )
+    assert sizes == [2] * 6 + [1] * 3  # of three turns each
+    assert sorted(place for place, _ in ended) == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("found", "at_once"), [({}, 1 << 15), ({"MemAvailable:": 1 << 20}, 16), ({"": 40}, 5)]
+)
+def test_how_many_at_once_by_default(found, at_once, monkeypatch):
+    """Half of what the machine allows: for two ranks, memory of 1 GiB, or a cgroup of 40 tasks."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    number = lambda path, before="": found.get(before, math.inf)
+    monkeypatch.setattr("plumbing.turns.conversations.number_in", number)
+    assert most_at_once() == at_once
 
 
 def test_a_slow_pattern_holds_up_no_other():

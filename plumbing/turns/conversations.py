@@ -17,12 +17,14 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import socket
 from dataclasses import dataclass, field
 from typing import Callable
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
@@ -35,6 +37,8 @@ from plumbing.turns.worker import EnvironmentFailure, ToolError
 from plumbing.user_code import SECONDS_TO_LOAD, without_main
 from utils import ROOT, fail, warn
 
+# A conversation's process has 3 MiB of its own, measured; the rest is for what its environment holds.
+PROCESS_BYTES = 16 << 20
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
 MOST_CALLS = 32  # of a turn
 STOP_REASONS = ("done", "max_turns", "length", "error")
@@ -55,7 +59,7 @@ class ToolProcesses:
         self.tools = list(map(os.path.abspath, tools))
         self.environment = environment and os.path.abspath(environment)
         # The fork server, if it starts here, imports the worker, and with it the users' files.
-        forked.set_forkserver_preload([worker.__name__])
+        forked.set_forkserver_preload([worker.__name__, "multiprocessing.popen_forkserver"])
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         files = self.tools + [self.environment] * bool(environment)
         os.environ |= {"PYTHONPATH": path, worker.FILES: json.dumps(files)}
@@ -151,6 +155,28 @@ class ToolProcess:
             self.process = None
 
 
+def number_in(path: str, before: str = "") -> float:
+    """Return the number behind a text in a file of the kernel; infinity where there is none."""
+    with contextlib.suppress(OSError), open(path) as file:
+        if found := re.search(rf"{before}\s*(\d+)", file.read()):
+            return float(found[1])
+    return math.inf
+
+
+def most_at_once() -> int:
+    """Return how many conversations this rank may have at once: half of what the machine allows.
+
+    A process has two tasks and three open files; the ranks of a machine share memory and tasks.
+    """
+    memory = number_in("/proc/meminfo", "MemAvailable:") * 1024
+    tasks = number_in("/proc/self/limits", "Max processes")
+    tasks = min(tasks, number_in("/sys/fs/cgroup/pids.max"))
+    files = number_in("/proc/self/limits", "Max open files")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    of_machine = min(memory / PROCESS_BYTES, tasks / 2) / ranks
+    return max(1, int(min(of_machine, files / 3, 1 << 16) / 2))
+
+
 def ask_once(flag: str, process: ToolProcess, method: str, *arguments):
     """Return what a process answers to one request; exit with code 2 if that fails."""
     try:
@@ -180,7 +206,6 @@ class Conversation:
     tool_errors: int = 0
     error: str = ""  # why the environment failed
     process: ToolProcess | None = None  # of its tools and its environment, until it ends
-    end: Callable | None = None  # called with it then
 
     def add(self, tokens: list[int], values: dict[str, list] | None = None) -> None:
         """Add the tokens of a turn and what was stored of them, by name; or of an observation, with
@@ -206,6 +231,55 @@ class Conversation:
         }
 
 
+class DecodeLoop:
+    """Samples turns by the scripts' decode loop: those of all conversations under way together.
+
+    So what is sampled together does not depend on how long tools run.
+
+    Args:
+        generate: the decode loop. at_once: most conversations under way. left: those that have not
+            ended.
+    """
+
+    def __init__(self, generate: Callable, stop_strings: Callable | None, at_once: int, left: int):
+        self.generate = generate
+        self.stop_strings = stop_strings
+        self.at_once = at_once
+        self.left = left
+        self.asked: dict[int, tuple] = {}  # by the place of a conversation: what `generate` needs
+
+    async def sample(
+        self, place: int, query: list[int], numbers: np.ndarray | None, length: int
+    ) -> tuple | None:
+        """Return a turn, once all conversations under way wait for theirs; None if interrupted.
+
+        Args:
+            numbers: of the response's tokens, of which the last ones are left; None if greedy.
+        """
+        if not self.asked:
+            self.turns = asyncio.Future()  # {place: turn}
+        turns = self.turns
+        uniforms = None if numbers is None else torch.from_numpy(numbers[-length:])
+        self.asked[place] = query, uniforms, length
+        self._sample_if_all_wait()
+        return (await turns).get(place)
+
+    def end_one(self) -> None:
+        """Wait for one conversation less."""
+        self.left -= 1
+        self._sample_if_all_wait()
+
+    def _sample_if_all_wait(self) -> None:
+        if not self.asked or len(self.asked) < min(self.at_once, self.left):
+            return
+        places = sorted(self.asked)
+        queries, uniforms, lengths = zip(*[self.asked[place] for place in places])
+        uniforms = None if uniforms[0] is None else pad_sequence(uniforms, batch_first=True)
+        sampled = self.generate(queries, uniforms, lengths, self.stop_strings)
+        self.asked = {}
+        self.turns.set_result({places[i]: turn for i, *turn in sampled})
+
+
 class Conversations:
     """Makes conversations with a run's tools and environment. `schemas`: of all tools, for the
     template, or None.
@@ -219,6 +293,7 @@ class Conversations:
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.processes = ToolProcesses(args.tools, args.environment, args.timeout)
+        self.at_once = args.conversations_at_once or most_at_once()
         self.schemas = self.processes.schemas or None
         self.turns = Turns(
             tokenizer, stop_ids, self.processes.schemas, args, self.processes.has_step
@@ -237,13 +312,13 @@ class Conversations:
         self,
         rows: list[dict],
         seeds: list[int],
-        draws,
+        draws: np.ndarray | None,
         interrupted: Callable,
         end: Callable,
         engine=None,
         generate: Callable | None = None,
     ) -> None:
-        """Have a conversation for each row.
+        """Have a conversation for each row, `at_once` of them at the same time.
 
         Args:
             seeds: of the random numbers of tools and environments, one a row.
@@ -253,53 +328,58 @@ class Conversations:
             engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode
                 loop, samples turns.
         """
-        processes = [ToolProcess(self.processes, seed) for seed in seeds]
-        ends = [functools.partial(end, place) for place in range(len(rows))]
-        conversations = [
-            Conversation(row, process=x, end=y) for row, x, y in zip(rows, processes, ends)
-        ]
-        sample = self._sample_by_engine if engine else self._sample_by_decode_loop
+        free = asyncio.Semaphore(self.at_once)
+        decode_loop = DecodeLoop(generate, self.stop_strings, self.at_once, len(rows))
 
-        async def sample_unless_interrupted() -> None:
-            task = asyncio.create_task(
-                sample(conversations, draws, interrupted, engine or generate)
-            )
+        async def sample_turn(place: int, conversation: Conversation) -> tuple | None:
+            query = conversation.row["query"] + conversation.response
+            length = self.args.max_response_length - len(conversation.response)
+            numbers = None if draws is None else draws[place]
+            if engine is None:
+                return await decode_loop.sample(place, query, numbers, length)
+            seed = None if numbers is None else int(numbers[conversation.metrics()["turns"]])
+            return await engine.sample(query, seed, length, self.stop_ids, self.args, interrupted)
+
+        async def converse(place: int) -> None:
+            async with free:
+                process = ToolProcess(self.processes, seeds[place])
+                conversation = Conversation(rows[place], process=process)
+                try:
+                    await self._converse(conversation, functools.partial(sample_turn, place))
+                finally:
+                    process.kill()
+            if conversation.stop_reason:
+                conversation.process = None
+                end(place, conversation)
+                decode_loop.end_one()
+
+        async def converse_unless_interrupted() -> None:
+            task = asyncio.gather(*map(converse, range(len(rows))))
             while not task.done() and not interrupted():
                 await asyncio.wait([task], timeout=0.1)
             if task.done():
                 task.result()  # raises what ended it
 
-        try:
-            asyncio.run(sample_unless_interrupted())  # cancels the tasks that are left
-        finally:
-            for process in processes:
-                process.kill()
+        asyncio.run(converse_unless_interrupted())  # cancels the tasks that are left
 
-    @contextlib.contextmanager
-    def _end_of(self, conversation: Conversation):
-        """End a conversation that has a reason to, or whose environment fails within."""
+    async def _converse(self, conversation: Conversation, sample_turn: Callable) -> None:
+        """Have a conversation, until it ends or `sample_turn` returns None, as it was
+        interrupted.
+        """
         try:
-            yield
+            await self._reset(conversation)
+            while not conversation.stop_reason and (turn := await sample_turn(conversation)):
+                await self._add_turn(conversation, *turn)
         except EnvironmentFailure as error:
             conversation.stop_reason = "error"
             conversation.error = str(error)
-        if not conversation.stop_reason:
-            return
-        conversation.process.kill()
         if getattr(self.args, "turn_rewards", False):  # parts of the score
             weight = dict(zip(self.args.reward, reward_weights(self.args)))["environment"]
             earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
             conversation.values["turn_rewards"] = [weight * reward for reward in earned]
         # What reward sources read of a conversation.
-        conversation.row = {
-            **conversation.row,
-            "turns": conversation.turns,
-            "environment": conversation.reward,
-        }
-        end = conversation.end
-        conversation.end = None
-        conversation.process = None
-        end(conversation)
+        read = {"turns": conversation.turns, "environment": conversation.reward}
+        conversation.row = {**conversation.row, **read}
 
     def leave_out_failed(self, samples: list) -> None:
         """Set the scores of responses whose environment has failed to NaN; warn of them."""
@@ -312,68 +392,11 @@ class Conversations:
                 f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}"
             )
 
-    async def _sample_by_engine(
-        self, conversations: list[Conversation], draws, interrupted, engine
-    ) -> None:
-        """Have the conversations by themselves: each turn is sampled as soon as the one before it
-        is answered.
-        """
-
-        async def converse(conversation: Conversation, seeds) -> None:
-            await self._reset(conversation)
-            while not conversation.stop_reason:
-                seed = None if seeds is None else int(seeds[conversation.metrics()["turns"]])
-                length = self.args.max_response_length - len(conversation.response)
-                tokens = conversation.row["query"] + conversation.response
-                sampled = await engine.sample(
-                    tokens, seed, length, self.stop_ids, self.args, interrupted
-                )
-                if sampled is None:
-                    return
-                await self._add_turn(conversation, *sampled)
-
-        await asyncio.gather(
-            *map(converse, conversations, [None] * len(conversations) if draws is None else draws)
-        )
-
-    async def _sample_by_decode_loop(
-        self, conversations: list[Conversation], draws, interrupted, generate
-    ) -> None:
-        """Sample a turn of all conversations together, once all turns before it are answered.
-
-        So what is sampled together does not depend on how long tools run.
-        """
-        await asyncio.gather(*map(self._reset, conversations))
-        while not interrupted():
-            running = [
-                i for i, conversation in enumerate(conversations) if not conversation.stop_reason
-            ]
-            if not running:
-                return
-            queries = [conversations[i].row["query"] + conversations[i].response for i in running]
-            lengths = [
-                self.args.max_response_length - len(conversations[i].response) for i in running
-            ]
-            uniforms = None
-            if draws is not None:  # numbers of a response's tokens, of which the last ones are left
-                uniforms = [
-                    torch.from_numpy(draws[i][-length:]) for i, length in zip(running, lengths)
-                ]
-                uniforms = pad_sequence(uniforms, batch_first=True)
-            turns = generate(queries, uniforms, lengths, stop_strings=self.stop_strings)
-            await asyncio.gather(
-                *[self._add_turn(conversations[running[place]], *turn) for place, *turn in turns]
-            )
-
     async def _reset(self, conversation: Conversation) -> None:
         """Begin a conversation: add to its prompt what the environment adds."""
-        with self._end_of(conversation):
-            columns = conversation.row["columns"]
-            added = (
-                await conversation.process.ask("reset", columns) if self.args.environment else ""
-            )
-            if added:
-                conversation.row = self._prompt_with(conversation.row, added)
+        columns = conversation.row["columns"]
+        if self.args.environment and (added := await conversation.process.ask("reset", columns)):
+            conversation.row = self._prompt_with(conversation.row, added)
 
     async def _add_turn(
         self, conversation: Conversation, tokens: list[int], values: dict[str, list]
@@ -387,27 +410,26 @@ class Conversations:
         # special tokens may be part of calls
         text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
         stopped = stopped or any(stop in text for stop in self.args.turn_stop)
-        with self._end_of(conversation):
-            messages, reward, done = await self._answer(conversation, text)
-            observation = (
-                self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
-            )
-            if done or (stopped and not messages):
-                conversation.stop_reason = "done"
-            elif messages and conversation.metrics()["turns"] == self.args.max_turns:
-                conversation.stop_reason = "max_turns" if stopped else "length"
-            elif (
-                not messages
-                or len(conversation.response) + len(observation) >= self.args.max_response_length
-            ):
-                conversation.stop_reason = "length"
-            else:
-                conversation.turns += messages
-                conversation.add(observation)
-            if conversation.stop_reason and self.args.environment and not self.processes.has_step:
-                reward = await conversation.process.ask("reward")
-            if reward is not None:
-                conversation.rewards[last_token] = reward
+        messages, reward, done = await self._answer(conversation, text)
+        observation = (
+            self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
+        )
+        if done or (stopped and not messages):
+            conversation.stop_reason = "done"
+        elif messages and conversation.metrics()["turns"] == self.args.max_turns:
+            conversation.stop_reason = "max_turns" if stopped else "length"
+        elif (
+            not messages
+            or len(conversation.response) + len(observation) >= self.args.max_response_length
+        ):
+            conversation.stop_reason = "length"
+        else:
+            conversation.turns += messages
+            conversation.add(observation)
+        if conversation.stop_reason and self.args.environment and not self.processes.has_step:
+            reward = await conversation.process.ask("reward")
+        if reward is not None:
+            conversation.rewards[last_token] = reward
 
     async def _answer(
         self, conversation: Conversation, text: str
