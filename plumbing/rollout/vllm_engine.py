@@ -26,20 +26,25 @@ CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
 }
 
 
-def sampling_settings(seed: int | None, stop_ids: list[int], args) -> dict:
-    """Return the fields of vLLM's SamplingParams for a response; without a seed it is greedy."""
-    draw = {"temperature": 0.0}
-    if seed is not None:
-        draw = {"temperature": args.temperature, "top_p": args.top_p, "seed": seed}
+def sampling_settings(seed: int | None, length: int, stop_ids: list[int], args) -> dict:
+    """Return the fields of vLLM's SamplingParams for a response or a turn of at most `length` tokens;
+    without a seed it is greedy.
+    """
     return {
-        **draw,
+        "temperature": 0.0 if seed is None else args.temperature,
+        "top_p": args.top_p,
+        "seed": seed,
         "repetition_penalty": args.repetition_penalty,
         "min_tokens": args.min_response_length,
-        "max_tokens": args.max_response_length,
+        "max_tokens": length,
         "stop_token_ids": stop_ids,
         "ignore_eos": True,
         "logprobs": 0,
-        "detokenize": False,
+        "detokenize": bool(args.turn_stop),
+        "stop": list(args.turn_stop),
+        "include_stop_str_in_output": True,
+        # The text of a special token counts, too: a model may end its calls with one.
+        "skip_special_tokens": False,
     }
 
 
@@ -120,9 +125,8 @@ class VllmSampling:
         """
 
         async def respond(place: int, query: list[int], seed: int | None) -> None:
-            response = await self._complete(
-                query, sampling_settings(seed, stop_ids, args), interrupted
-            )
+            length = args.max_response_length
+            response = await self.sample(query, seed, length, stop_ids, args, interrupted)
             if response is not None:
                 end(place, *response)
 
@@ -142,20 +146,13 @@ class VllmSampling:
         args,
         interrupted: Callable,
     ) -> Response | None:
-        """Return one turn of a conversation, each of which is a task of one event loop.
+        """Return what is sampled after `query`: a response, or one turn of a conversation.
 
-        A turn ends with a stop token or with the token that completes one of args.turn_stop. The
-        turns before it are in the engine's cache.
-
-        Args:
-            query: all that stands before the turn. length: the maximum number of tokens of the
-                turn.
+        It ends with a stop token, with the token that completes one of args.turn_stop, or after
+        `length` tokens. All turns of a conversation are sampled in one task, for which the engine
+        has those before in its cache.
         """
-        settings = sampling_settings(seed, stop_ids, args) | {"min_tokens": 0, "max_tokens": length}
-        # the text of a special token counts, too: a model may end its calls with one
-        if args.turn_stop:
-            settings |= {"stop": list(args.turn_stop), "include_stop_str_in_output": True}
-            settings |= {"detokenize": True, "skip_special_tokens": False}
+        settings = sampling_settings(seed, length, stop_ids, args)
         return await self._complete(query, settings, interrupted)
 
     def sleep(self) -> None:
@@ -275,8 +272,8 @@ class Engine(VllmSampling):
 
         number = str(next(self.numbers))
         with self._errors_as_failure():
-            # by default, vLLM would make an object of each token's response so far
             if not self.failure:
+                # by default, vLLM would make an object of each token's response so far
                 sampling = SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
                 self.llm.llm_engine.add_request(number, {"prompt_token_ids": query}, sampling)
         if self.failure:
