@@ -382,7 +382,7 @@ def main(args: Args) -> None:
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision, reward_sources.models)
+    sharding = Sharding(args, world, precision)
     # supervised: only evaluations sample by --temperature
     temperature = args.temperature if args.teacher else 1.0
     make_policy = functools.partial(Policy, args=args, temperature=temperature)

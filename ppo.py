@@ -965,7 +965,7 @@ def main(args: Args) -> None:
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
-    sharding = Sharding(args, world, precision, reward_sources.models)
+    sharding = Sharding(args, world, precision)
     policy, wrapped, reference = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )

@@ -235,8 +235,7 @@ class ModelArgs(PretrainedArgs):
     shard: Literal["auto", "none", "fsdp", "fsdp_offload"] = "auto"
     """none holds whole models on each rank; fsdp shards weights, gradients and Adam's state over
     the ranks; fsdp_offload also keeps them on the CPU, where the update is computed: slow, but
-    small; auto is fsdp if whole models would take over 60 % of a GPU's memory, or with vLLM over 90
-    %."""
+    small; auto is fsdp on several GPUs, else none."""
 
 
 @dataclass

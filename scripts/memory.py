@@ -110,8 +110,9 @@ class Engine(vllm_engine.VllmSampling):
 
     def __init__(self, args, model, world, *_):
         precision = loading.precision(args.precision, world.device)
-        # weights, cache
-        _, *self.bytes = sharding.unsharded_bytes(args, precision, (), sharding.gpu_bytes(0))
+        weights = utils.parameter_count(model) * precision.frozen_dtype.itemsize
+        cache = args.kv_cache_gb * 1e9 or self.gpu_bytes / 4
+        self.bytes = [weights / args.vllm_tensor_parallel, cache]
         self.stays = args.async_steps
 
     def generate(self, queries, seeds, stop_ids, args, interrupted, end):
@@ -171,8 +172,8 @@ def replace_machine(gpus, gpu_bytes):
     torch.nn.Module.to = lambda module, *_, **options: module
     torch.UntypedStorage.resize_ = resize
     torch.nn.parallel.DistributedDataParallel = keep_gradients
-    sharding.gpu_bytes = lambda _: gpu_bytes
-    sharding.print = functools.partial(print, file=sys.stdout)  # what --shard auto chooses is shown
+    Engine.gpu_bytes = gpu_bytes
+    sharding.say = functools.partial(print, file=sys.stdout)  # what --shard auto chooses is shown
     torch.distributed.broadcast_object_list = sharding.Sharding._load_shards = lambda *_: None
     loading.check_head = evaluation.warn = run.Run.finish = lambda *_: None
     engines.rollout_engine = Engine
@@ -205,7 +206,8 @@ def shorten(args, gpus, folder):
         batch_size=count,
         rollout_batch_size=count,
         total_episodes=2 * count,
-        precision=args.precision.replace("auto", "bf16"),
+        precision=args.precision.replace("auto", "bf16"),  # of a GPU, as --shard
+        shard=args.shard.replace("auto", "fsdp" if gpus > 1 else "none"),
     )
 
 

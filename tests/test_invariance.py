@@ -91,8 +91,7 @@ class Runs:
         if (name, precision) not in self.whole:
             self.whole[name, precision] = helpers.Running(whole, script=script)
         first = run_ranks(values, ranks, (0,) * ranks, script=script)[0]
-        offloaded = ", offloaded to the CPU" if shard == "fsdp_offload" else ""
-        assert (f"sharding: fsdp over {ranks} ranks{offloaded}" in first.out) == (shard != "none")
+        assert (f"sharding: {shard} over {ranks} ranks" in first.out) == (shard != "none")
         reference = self.whole[name, precision].wait()
         assert reference.code == 0, reference.err
         if "filter_groups" in values:

@@ -4,7 +4,6 @@ cuts): ranks without work, runs resumed over other numbers of ranks; and the num
 """
 
 import shutil
-from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -24,12 +23,10 @@ from test_families import family_folder
 from test_scripts import MOVING, OF_PPO, SCHEDULE, write_pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import distill
 import grpo
-import ppo
 import utils
 from plumbing.models import loading
-from plumbing.models.sharding import Sharding, unsharded_bytes
+from plumbing.models.sharding import Sharding
 
 SCRIPTS = ("grpo", "rloo", "ppo", "reward_model")
 CPU = torch.device("cpu")
@@ -345,45 +342,13 @@ def test_the_scale_of_the_loss():
 
 
 @pytest.mark.parametrize(
-    "share, cache, on", [(0.59, 0.1, False), (0.61, 0.1, True), (0.5, 0.4, True), (0.5, 0.3, False)]
+    "device, ranks, on", [("cuda", 8, True), ("cuda", 1, False), ("cpu", 2, False)]
 )
-def test_auto_on_gpus(base, monkeypatch, capsys, share, cache, on):
-    """Sharded if the models take over 60 % of a GPU's memory, or over 90 % with vLLM; the GPUs are
-    made up.
-    """
-    args = grpo.Args(model=base["grpo"]["model"])
-    size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(args.model))
-    total = int(20 * size / share)
-    args.kv_cache_gb = cache * total / 1e9
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total)
-    )
-    monkeypatch.setattr(utils.World, "any", lambda world, flag: flag)
+def test_auto(monkeypatch, capsys, device, ranks, on):
+    """Sharded over several GPUs."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "init_device_mesh", lambda *args, **options: None)
-    world = utils.World(0, 8, torch.device("cuda", 0))
-    sharding = Sharding(args, world, loading.precision("bf16", world.device))
-    (line,) = capsys.readouterr().out.splitlines()
-    assert sharding.on == on and line.startswith(
-        f"sharding: {'fsdp over 8 ranks' if on else 'none'} (unsharded, "
-    )
+    world = utils.World(0, ranks, torch.device(device, 0))
+    sharding = Sharding(grpo.Args(), world, loading.precision("bf16", world.device))
+    assert capsys.readouterr().out == ("sharding: fsdp over 8 ranks\n" if on else "")
     assert sharding.load_device == (CPU if on else world.device)
-
-
-def test_unsharded_bytes(base):
-    """A parameter: 16 that trains, in PPO's critic too, 4 of the reference, 2 of an adapter's base,
-    reward model or teacher in bf16; vLLM's weights and a quarter of the GPU for its cache.
-    """
-    model = base["grpo"]["model"]
-    size = utils.parameter_count(transformers.AutoModelForCausalLM.from_pretrained(model))
-    bf16, exact = (loading.precision(name, CPU) for name in ("bf16", "float32"))
-    count = lambda args, precision=bf16, rewards=(): unsharded_bytes(args, precision, rewards, 4000)
-    assert count(grpo.Args(model=model)) == (20 * size, 2 * size, 1000)
-    assert count(grpo.Args(model=model, kl_coef=0.0, rollout_backend="hf"), exact) == (
-        16 * size,
-        0,
-        0,
-    )
-    assert count(ppo.Args(model=model), rewards=[model])[0] == (2 * 16 + 4 + 2) * size
-    assert count(grpo.Args(model=model, lora_rank=8))[0] == 2 * size
-    assert count(distill.Args(model=model, teacher=model))[0] == (16 + 2) * size

@@ -44,35 +44,27 @@ class Precision(NamedTuple):
         return self.frozen_dtype if args.lora_rank else self.param_dtype
 
 
+# --precision: the format of weights that train, and of matrix products (None: the same).
+FORMATS = {
+    "float32": (torch.float32, None),
+    "float64": (torch.float64, None),
+    "bf16": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+    "pure_bf16": (torch.bfloat16, torch.bfloat16),
+}
+
+
 def precision(name: str, device: torch.device) -> Precision:
-    """Return the number formats of --precision `name`; exit with code 2 if a GPU is there that
-    torch cannot use.
-    """
-    if device.type == "cpu" and torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        check_driver()
+    """Return the number formats of --precision `name`."""
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "float32"
     if name == "pure_bf16":
         warn(
             "--precision pure_bf16: a weight moves only by 1/256 of itself or more; bf16 keeps float32 weights"
         )
-    param = {"float64": torch.float64, "pure_bf16": torch.bfloat16}.get(name, torch.float32)
-    compute = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-    autocast = functools.partial(
-        torch.autocast, device.type, compute or torch.bfloat16, enabled=compute is not None
-    )
+    param, compute = FORMATS[name]
+    autocast = functools.partial(torch.autocast, device.type, compute, enabled=compute is not None)
     return Precision(param, torch.promote_types(param, torch.float32), compute, autocast)
-
-
-def check_driver() -> None:
-    """Exit with code 2 if there is an NVIDIA driver that torch cannot use, such as one that is too
-    old.
-    """
-    try:
-        torch.cuda.init()
-    except RuntimeError as error:  # torch's words for neither driver nor GPU, which leave the CPU
-        if not re.search("no NVIDIA driver|No CUDA GPUs", str(error)):
-            fail(f"{first_line(error)} With CUDA_VISIBLE_DEVICES='' the CPU computes")
 
 
 @functools.cache
@@ -162,25 +154,19 @@ def stop_token_ids(tokenizer, model_name: str, stop_token: str) -> list[int]:
         if "valid JSON" in str(error):
             fail(f"--model {model_name}: {first_line(error)}")
         configured = None  # a model may come without generation defaults
+    configured = configured if isinstance(configured, list) else [configured]
     trained = getattr(load_config("--model", model_name), "score_token", None)
-    ids = {
-        tokenizer.eos_token_id,
-        trained,
-        *(configured if isinstance(configured, list) else [configured]),
-    } - {None}
     ending = tokenizer.encode(end_of_turn(tokenizer), add_special_tokens=False)
-    of_turns = [x for x in ending if x in ids] or [
-        x for x in ending if x in tokenizer.added_tokens_decoder
-    ]
-    ids |= set(of_turns[:1])
+    known = {tokenizer.eos_token_id, trained, *configured}
+    ends = [x for x in ending if x in known]
+    ends += [x for x in ending if x in tokenizer.added_tokens_decoder]
+    ids = dict.fromkeys([trained, *ends[:1], tokenizer.eos_token_id, *configured])
+    ids.pop(None, None)
     if not ids:
         fail(
             "--stop_token eos: neither the tokenizer nor the model names an end token; give the token's text"
         )
-    first = next(
-        (token for token in [trained, *of_turns] if token is not None), tokenizer.eos_token_id
-    )
-    return sorted(ids, key=lambda token: (token != first, token))
+    return list(ids)
 
 
 def load_tokenizer_and_stop_ids(args) -> tuple:
@@ -479,23 +465,21 @@ def check_decodes(flag: str, model: torch.nn.Module, precision: Precision, inste
     mask = torch.ones_like(ids)
     mask[1, :3] = 0  # two prompts of 5 and 2 tokens; then the first one ends
     positions = (mask.cumsum(1) - 1).clamp(0)
-    reason = f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
-    with exit_on_error(reason), precision.autocast():
-        cache = model(
-            input_ids=ids[:, :5],
-            attention_mask=mask[:, :5],
-            position_ids=positions[:, :5],
-            use_cache=True,
-        ).past_key_values
-        cache.reorder_cache(torch.tensor([1], device=device))
-        outputs = model(
-            input_ids=ids[1:, 5:],
-            attention_mask=mask[1:],
-            position_ids=positions[1:, 5:],
+
+    def forward(row: int, start: int, end: int, cache=None):
+        return model(
+            input_ids=ids[row:, start:end],
+            attention_mask=mask[row:, :end],
+            position_ids=positions[row:, start:end],
             past_key_values=cache,
             use_cache=True,
         )
-        logits = outputs.logits[0, -1].float()
+
+    reason = f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
+    with exit_on_error(reason), precision.autocast():
+        cache = forward(0, 0, 5).past_key_values
+        cache.reorder_cache(torch.tensor([1], device=device))
+        logits = forward(1, 5, 6, cache).logits[0, -1].float()
         expected = model(input_ids=ids[1:, 3:], use_cache=False).logits[0, -1].float()
     finite = expected.isfinite()  # -inf masks a token
     difference = ((logits - expected)[finite].norm() / expected[finite].norm()).item()

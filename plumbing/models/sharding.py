@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from typing import Iterable
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
-from plumbing.models.loading import Precision, blocks_of, caps_scores, checkpoint_blocks, load_model
-from utils import World, exit_on_error, fail, full_tensor, parameter_count
+from plumbing.models.loading import Precision, blocks_of, caps_scores, checkpoint_blocks
+from utils import World, exit_on_error, fail, full_tensor, say
 
 
 class Sharding:
@@ -38,44 +37,25 @@ class Sharding:
             both.
     """
 
-    # --shard auto shards above these shares of a GPU's memory: the rest is for activations, and for
-    # CUDA itself.
-    MODELS_SHARE = 0.6
-    WITH_ENGINE_SHARE = 0.9
-
-    def __init__(self, args, world: World, precision: Precision, reward_models: Iterable[str] = ()):
+    def __init__(self, args, world: World, precision: Precision):
         self.args = args
         self.world = world
         self.precision = precision
         if args.compile:
             with exit_on_error("--compile"):  # a small function, which says if there is no compiler
                 torch.compile(torch.sin)(torch.zeros(2, device=world.device))
-        memory = gpu_bytes(world.device)
+        on_gpu = world.device.type == "cuda"
         offload = args.shard == "fsdp_offload"
-        self.offload = CPUOffloadPolicy(pin_memory=memory > 0) if offload else OffloadPolicy()
+        self.offload = CPUOffloadPolicy(pin_memory=on_gpu) if offload else OffloadPolicy()
         self.on = args.shard.startswith("fsdp")
-        reason = ", offloaded to the CPU" if offload else ""
-        if args.shard == "auto" and memory and world.size > 1:
-            models, weights, cache = unsharded_bytes(args, precision, reward_models, memory)
-            self.on = world.any(
-                models > self.MODELS_SHARE * memory
-                or models + weights + cache > self.WITH_ENGINE_SHARE * memory
-            )
-            reason = (
-                f" (unsharded, models take {models / 1e9:.3g} GB and vLLM {(weights + cache) / 1e9:.3g}; "
-                f"a GPU has {memory / 1e9:.3g})"
-            )
+        if args.shard == "auto":
+            self.on = on_gpu and world.size > 1
         if self.on:
             if not dist.is_initialized():  # one process, without torchrun
-                backend = "cpu:gloo,cuda:nccl" if memory else "gloo"
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+                dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
             self.mesh = dist.init_device_mesh(world.device.type, (world.size,))
+            say(f"sharding: {'fsdp_offload' if offload else 'fsdp'} over {world.size} ranks")
         self.shards_reward_models = self.on and not getattr(args, "async_steps", 0)
-        if world.main and (self.on or reason):
-            print(
-                f"sharding: {f'fsdp over {world.size} ranks' if self.on else 'none'}{reason}",
-                flush=True,
-            )
 
     @property
     def load_device(self) -> torch.device:
@@ -181,49 +161,6 @@ class Sharding:
             buffer.data = buffer.data.to(self.world.device)
             # also those that a state dict leaves out, such as rotary frequencies
             dist.broadcast(buffer, 0)
-
-
-def gpu_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU in bytes; 0 for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
-def unsharded_bytes(
-    args, precision: Precision, reward_models: Iterable[str], gpu: int
-) -> tuple[float, ...]:
-    """Return the bytes of all models between two steps on a rank that holds them whole, vLLM's
-    weights, and its cache.
-
-    A model that trains has weights, gradients (DDP's buckets stay) and Adam's state; of LoRA only
-    the base counts. Activations are not counted.
-
-    Args:
-        reward_models: names of those among --reward. gpu: bytes of a GPU, of which vLLM's cache
-            takes a quarter.
-    """
-    meta = torch.device("meta")
-    count = functools.cache(
-        lambda name: parameter_count(load_model("--model", name, torch.float32, meta))
-    )
-    trained = [args.model]
-    frozen = [*reward_models]
-    if hasattr(args, "value_model"):
-        trained.append(args.value_model or args.model)
-    if getattr(args, "teacher", ""):
-        frozen.append(args.teacher)
-    frozen_itemsize = precision.frozen_dtype.itemsize
-    models = (
-        sum(map(count, trained))
-        * precision.base_dtype(args).itemsize
-        * (1 if args.lora_rank else 4)
-    )
-    models += sum(map(count, frozen)) * frozen_itemsize
-    if getattr(args, "kl_coef", 0) and (args.ref_model or not args.lora_rank):
-        models += count(args.ref_model or args.model) * precision.param_dtype.itemsize
-    if getattr(args, "rollout_backend", "hf") not in ("auto", "vllm"):
-        return models, 0, 0
-    cache = args.kv_cache_gb * 1e9 or gpu / 4
-    return models, count(args.model) * frozen_itemsize / args.vllm_tensor_parallel, cache
 
 
 def compile_parts(module: torch.nn.Module) -> None:
