@@ -46,9 +46,10 @@ def args_of(script=grpo, **changes):
         "environment": helpers.GAME,
         "reward": ("environment",),
         "max_response_length": 200,
+        "timeout": 60.0,
         **changes,
     }
-    return dataclasses.replace(script.Args(), timeout=2.0, chat_template="", **flags)
+    return dataclasses.replace(script.Args(), chat_template="", **flags)
 
 
 @functools.cache
@@ -173,7 +174,9 @@ def test_a_slow_pattern_holds_up_no_other():
     """It runs beside the event loop, which asks for interruptions meanwhile, and has a limit."""
     tokenizer = make_tokenizer()
     asked = []
-    conversations = conversations_of(**ALONE | {"tool_call_pattern": "<(?P<arguments>(x|xx)+)>"})
+    conversations = conversations_of(
+        **ALONE | {"tool_call_pattern": "<(?P<arguments>(x|xx)+)>", "timeout": 2.0}
+    )
     said = says(tokenizer, f"<{'x' * 60}!>", "y")
     (one,) = talk(conversations, [row_of(tokenizer)], lambda: asked.append(1), said)
     assert [turn["content"] for turn in one.turns[1:]] == [

@@ -50,7 +50,7 @@ def test_a_hub_that_does_not_answer(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(SystemExit):
         loading.read_tokenizer("--model", "no/such")
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     loading.find_hub.cache_clear()
 
 

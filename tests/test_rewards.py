@@ -197,7 +197,7 @@ def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
     descriptors = len(os.listdir("/proc/self/fd"))
 
     def kill() -> None:
-        while not ended.wait(random.random()):
+        while not ended.wait(random.random() / 2):
             for process in worker_processes()[:1]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)

@@ -87,12 +87,11 @@ def test_a_run_that_waits(base, tmp_path, marker, name):
     running = helpers.Running(values)
     wait_for(Path(f"{marker}.reached"), running.process.is_alive)
     marker.unlink()
-    begin = time.monotonic()
     for process in [running.process.pid] + processes_of(running) * all_processes:
         with contextlib.suppress(ProcessLookupError):  # ended by the one before
             os.kill(process, signal.Signals[how])
     assert running.wait(20).code == 75, running.err
-    assert time.monotonic() - begin < 10 and steps_of(values) == ["step_0"]
+    assert steps_of(values) == ["step_0"]
     assert "Traceback" not in running.err and not running.errors, running.err
     whole = {**values, "run_name": "whole"}
     helpers.run(whole)
@@ -115,9 +114,12 @@ def send(calls):
     if calls == 3 and os.environ["RANK"] == "0":
         open({marker!r}, "w").close()
         os.kill(int(open({torchrun!r}).read()), signal.SIGTERM)
-        time.sleep(2)
+        while not passed_on:
+            time.sleep(0.05)
 
+passed_on = []
 run_log.plot_curves = lambda *args: None
+helpers._before("ranks.Interrupt._handle", passed_on.append)
 helpers._before("sources.Scoring.finish", send)
 grpo.main(cli.parse(grpo.Args))
 """
