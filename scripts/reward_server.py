@@ -26,6 +26,7 @@ from fastapi import FastAPI, HTTPException
 from pydantic import BaseModel, model_validator
 from pydantic.dataclasses import dataclass
 from server_key import CheckKey, require_key
+from yarl import URL
 
 import utils
 from plumbing import cli
@@ -173,15 +174,14 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
 def main(args: Args) -> None:
     with utils.exit_on_error(f"--host {args.host} --port {args.port}"):
         require_key(args.host, "REWARD_API_KEY")
-        host, family = (
-            (f"[{args.host}]", socket.AF_INET6) if ":" in args.host else (args.host, socket.AF_INET)
-        )
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
         # clients wait until models are loaded
         listener = socket.create_server((args.host, args.port), family=family)
     scorer = Scorer(args, utils.setup_processes())
     app = make_app(args, scorer)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
-    print(f"{' '.join(args.reward)} at http://{host}:{listener.getsockname()[1]}", flush=True)
+    url = URL.build(scheme="http", host=args.host, port=listener.getsockname()[1])
+    print(f"{' '.join(args.reward)} at {url}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         uvicorn.Server(config).run(sockets=[listener])
 

@@ -178,16 +178,15 @@ def code(response: str, answer, seconds: float = 24.0) -> float:
             len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs))
         )
     word = os.urandom(16).hex()
-    calls = json.dumps(tests.inputs)
-    libraries = LIBRARIES if tests.fn_name else ["typing"]
-    names = {
-        "libraries": libraries,
-        "asserts": tests.asserts,
-        "function": tests.fn_name,
-        "calls": calls,
-        "word": word,
-    }
-    results = sandbox.run(HARNESS.format(program=program, **names), [""], seconds)
+    harness = HARNESS.format(
+        program=program,
+        libraries=LIBRARIES if tests.fn_name else ["typing"],
+        asserts=tests.asserts,
+        function=tests.fn_name,
+        calls=json.dumps(tests.inputs),
+        word=word,
+    )
+    results = sandbox.run(harness, [""], seconds)
     _, *report = results[0][1].split(word) if results else [""]
     if len(report) != 2:
         return 0.0

@@ -76,51 +76,69 @@ def pairs(table: str) -> list[tuple[str, str]]:
     return [pair.partition("=")[::2] for pair in table.split()]
 
 
-NUMBERS = """
-dozen=12 hundred=10^{2} thousand=10^{3} lakh=10^{5} million=10^{6} crore=10^{7} billion|bn=10^{9} trillion=10^{12}
-"""
-SYMBOLS = r"""
-[−–]=- ·=\cdot π=\pi √=\sqrt ∞=\infty °|\\degree\b=^\circ ²=^2 ³=^3 ½=\frac12 ¼=\frac14 ¾=\frac34
-∅|\\varnothing=\emptyset …|\.\.\.=\ldots \\lbrace\b=\{ \\rbrace\b=\} \\langle\b=( \\rangle\b=)
-\{:\}=: \\leq(?!\w)|≤=\le \\geq(?!\w)|≥=\ge \\lor\b=or \\equiv\b|≡== \\checkmark=
-"""
 MONEY = r"(?:\\\$|[€£¥₹]|Rs\.?)"
-TIDY = [  # (pattern, replacement), in this order
-    # not shown
-    (r"(?<!\\)%(?=\w).*|^\s*%.*|\\(?:[hv]?phantom|label|tag|hspace|footnote)\s*\{[^{}]*\}", ""),
-    *[(symbol, latex.replace("\\", r"\\") + " ") for symbol, latex in pairs(SYMBOLS)],
-    (r"(?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*", ""),  # signs of formulas
-    (
-        r"\\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline|left|right)(?![A-Za-z])"
-        r"|\\(?:text)?color *\{\w+\}|(?<!\\)\\[,;:> ]|\\q?quad\b|~|\s",
-        " ",
-    ),
-    (
-        r"\\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it)|[mh]box)\s*\{((?:[^{}]|\{[^{}]*\})*)\}",
-        r" \1 ",
-    ),
-    (r"\\frac ?\{ ([A-Za-z]+) \}\{ ([A-Za-z]+ (?:\^\d)?) ?\}", r" \1/\2"),  # km/h, which was text
-    (r"\\mu *(?=[mgsACFLVW]\b)", "μ"),
-    (r"(?:\(?\\[bp]?|\()mod *\{? *(\d+) *\}?\)?", r" mod\1 "),
-    (r"\\?%|\bper ?cent\b", " % "),
-    (r"(?<=[\d}]) % (?=.*\d)", " "),
-    (r"  +", " "),
-    *[
-        (rf"(?<=[\d}}]) ?(?:{word})s?\b ?", rf"\\times {number} ")
-        for word, number in pairs(NUMBERS)
-    ],
-    (rf"^ ?(-?) ?({MONEY}) ?(.*?)( per .*)?$", r"\1\3 \2\4"),
-    (r"(?<![\w.])([\d.]+)[eE]([-+]?\d+)(?!\w)", r"\1\\times 10^{\2}"),  # 1.5e3
-    (r"(\.\d*)\\overline ?\{(\d+)\}", r"\1\2\2\2\2\2\2\2\2"),  # 0.\overline{3}
-    (r"(?<=\d) (?=(?:\d{3} )*\d{3}(?!\d))", ""),  # 1 234 567
-    (r"(?<![\w.}])(\d+) (\d+)/(\d+)(?!\w)", r"\1\\frac{\2}{\3}"),  # 1 1/2
-    (r"\\?sqrt ?(?:\(([^()]*)\)|(\d+))", r"\\sqrt{\1\2}"),
-    (r"(?<=\d) (?:square|sq\.?) ([a-z]+)|(?<=[a-z]{2}) squared", r" \1^2"),
-    (r"(?<=\d) cubic ([a-z]+)", r" \1^3"),
-    (r"\^(-?\d+)", r"^{\1}"),
-    (r"(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z])", r"\\\1 "),
-    (r"^\\\{ *(\(.*\)) *\\\}$", r"\1"),  # a set of points
-    (r"^ ?(?:\\approx\b|[+=]|(?:[oO]ption|[cC]hoice) (?=\(?[A-Z]\b))", ""),
+# Patterns and what replaces them, nothing if there is nothing, in this order; ␣ is a space. First
+# what is not shown, then symbols, signs of formulas and fonts, spaces, text, units, number words,
+# and forms of numbers such as 1.5e3, 0.\overline{3}, 1 234 567 and 1 1/2; last a set of points.
+SPELLINGS = r"""
+(?<!\\)%(?=\w).*|^\s*%.*|\\(?:[hv]?phantom|label|tag|hspace|footnote)\s*\{[^{}]*\}
+[−–]                                           -␣
+·                                              \\cdot␣
+π                                              \\pi␣
+√                                              \\sqrt␣
+∞                                              \\infty␣
+°|\\degree\b                                   ^\\circ␣
+²                                              ^2␣
+³                                              ^3␣
+½                                              \\frac12␣
+¼                                              \\frac14␣
+¾                                              \\frac34␣
+∅|\\varnothing                                 \\emptyset␣
+…|\.\.\.                                       \\ldots␣
+\\lbrace\b                                     \\{␣
+\\rbrace\b                                     \\}␣
+\\langle\b                                     (␣
+\\rangle\b                                     )␣
+\{:\}                                          :␣
+\\leq(?!\w)|≤                                  \\le␣
+\\geq(?!\w)|≥                                  \\ge␣
+\\lor\b                                        or␣
+\\equiv\b|≡                                    =␣
+\\checkmark                                    ␣
+(?<!\\)\$|(?<!\\)\\[()\[\]]|\\!\s*
+\\(?:displaystyle|normalsize|[lL]arge|LARGE|[hH]uge|bf|it|rm|bm|boldsymbol|underline|left|right)(?![A-Za-z]) ␣
+\\(?:text)?color␣*\{\w+\}|(?<!\\)\\[,;:>␣]|\\q?quad\b|~|\s ␣
+\\(?:text(?:normal|bf|it|rm)?|math(?:rm|bf|it)|[mh]box)\s*\{((?:[^{}]|\{[^{}]*\})*)\} ␣\1␣
+\\frac␣?\{␣([A-Za-z]+)␣\}\{␣([A-Za-z]+␣(?:\^\d)?)␣?\} ␣\1/\2
+\\mu␣*(?=[mgsACFLVW]\b)                        μ
+(?:\(?\\[bp]?|\()mod␣*\{?␣*(\d+)␣*\}?\)?       ␣mod\1␣
+\\?%|\bper␣?cent\b                             ␣%␣
+(?<=[\d}])␣%␣(?=.*\d)                          ␣
+␣␣+                                            ␣
+(?<=[\d}])␣?dozens?\b␣?                        \\times␣12␣
+(?<=[\d}])␣?hundreds?\b␣?                      \\times␣10^{2}␣
+(?<=[\d}])␣?thousands?\b␣?                     \\times␣10^{3}␣
+(?<=[\d}])␣?lakhs?\b␣?                         \\times␣10^{5}␣
+(?<=[\d}])␣?millions?\b␣?                      \\times␣10^{6}␣
+(?<=[\d}])␣?crores?\b␣?                        \\times␣10^{7}␣
+(?<=[\d}])␣?(?:billion|bn)s?\b␣?               \\times␣10^{9}␣
+(?<=[\d}])␣?trillions?\b␣?                     \\times␣10^{12}␣
+^␣?(-?)␣?(MONEY)␣?(.*?)(␣per␣.*)?$             \1\3␣\2\4
+(?<![\w.])([\d.]+)[eE]([-+]?\d+)(?!\w)         \1\\times␣10^{\2}
+(\.\d*)\\overline␣?\{(\d+)\}                   \1\2\2\2\2\2\2\2\2
+(?<=\d)␣(?=(?:\d{3}␣)*\d{3}(?!\d))
+(?<![\w.}])(\d+)␣(\d+)/(\d+)(?!\w)             \1\\frac{\2}{\3}
+\\?sqrt␣?(?:\(([^()]*)\)|(\d+))                \\sqrt{\1\2}
+(?<=\d)␣(?:square|sq\.?)␣([a-z]+)|(?<=[a-z]{2})␣squared ␣\1^2
+(?<=\d)␣cubic␣([a-z]+)                         ␣\1^3
+\^(-?\d+)                                      ^{\1}
+(?<![\\A-Za-z])(pi|sin|cos|tan|log|ln)(?![A-Za-z]) \\\1␣
+^\\\{␣*(\(.*\))␣*\\\}$                         \1
+^␣?(?:\\approx\b|[+=]|(?:[oO]ption|[cC]hoice)␣(?=\(?[A-Z]\b))
+"""
+TIDY = [
+    [part.strip().replace("␣", " ") for part in line.partition(" ")[::2]]
+    for line in SPELLINGS.replace("MONEY", MONEY).strip().splitlines()
 ]
 
 

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pad_sequence
 
 from plumbing.data.prompts import encode_text, guarded
@@ -78,22 +79,21 @@ class ModelSource:
         """Return the score of each response, NaN for one that the model cannot read."""
         self.failure = ""
         sequences = self.read(samples)
-        readable = [i for i, ids in enumerate(sequences) if ids]
-        lengths = [len(sequences[i]) for i in readable]
-        batches = micro_batches(lengths, self.token_budget, World(0, 1, self.device))
+        batches = micro_batches(
+            list(map(len, sequences)), self.token_budget, World(0, 1, self.device)
+        )
         # Each rank has cut its sequences; a rank with fewer batches joins the passes of the others.
         most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
         scores = [math.nan] * len(samples)
         for batch in batches + [[]] * (most - len(batches)):
-            chosen = [readable[place] for place in batch]
-            rows = [torch.tensor(sequences[i]) for i in chosen] or [torch.zeros(2, dtype=int)]
+            # In place of a sequence that is not there, two tokens that nobody reads.
+            rows = [torch.tensor(sequences[i] or [0, 0]) for i in batch] or [torch.tensor([0, 0])]
             input_ids = pad_sequence(rows, batch_first=True).to(self.device)  # (n, L)
             last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
-            is_last = torch.arange(input_ids.shape[1], device=self.device) == last[:, None]
             with self.autocast():
-                outputs = self.model(input_ids, is_last).tolist()
-            for i, score in zip(chosen, outputs):
-                scores[i] = score
+                outputs = self.model(input_ids, one_hot(last, input_ids.shape[1]).bool())
+            for i, score in zip(batch, outputs.tolist()):
+                scores[i] = score if sequences[i] else math.nan
         return scores
 
     def read(self, samples: list) -> list[list[int]]:
@@ -122,17 +122,20 @@ class ModelSource:
         """Return prompt and response as token ids by the reward model's template, or as they are
         without one.
         """
-        if self.tokenizer.chat_template is None:
+        end = [self.stop_id]
+        has_template = self.tokenizer.chat_template is not None
+        if not has_template:
             text = row["prompt"] + guarded(text, self.tokenizer, own=True)
-            return [*encode_text("the prompt", text, self.tokenizer), self.stop_id]
-        if row["messages"] is None:
+        elif row["messages"] is None:
             raise ValueError(
                 "its text may hold a chat template already, as with --chat_template none"
             )
-        response = {"role": "assistant", "content": text}
-        messages = guarded([*row["messages"], response], self.tokenizer)
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        if not self.ends_with_stop:
-            return encode_text("the prompt", text, self.tokenizer, special=False)
-        text = text.removesuffix(loading.end_of_turn(self.tokenizer))
-        return [*encode_text("the prompt", text, self.tokenizer, special=False), self.stop_id]
+        else:
+            response = {"role": "assistant", "content": text}
+            messages = guarded([*row["messages"], response], self.tokenizer)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            if self.ends_with_stop:
+                text = text.removesuffix(loading.end_of_turn(self.tokenizer))
+            else:
+                end = []
+        return encode_text("the prompt", text, self.tokenizer, special=not has_template) + end

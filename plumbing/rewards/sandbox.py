@@ -352,7 +352,7 @@ def confine(folder: str) -> None:
     readable = [
         *READABLE,
         os.path.dirname(os.path.dirname(os.__file__)),
-        *filter(os.path.exists, sys.path),
+        *sys.path,
     ]
     rights = {
         path: read_file | read_folder if os.path.isdir(path) else read_file for path in readable
@@ -395,13 +395,11 @@ def filter_system_calls(private: bool) -> None:
             if words[COLUMN] == "-":
                 continue
             row = [(end, 0, 0, answer)]
-            if rule := words[3:]:
-                only = rule[0] == "only"
-                argument = int(rule[1])
-                test = rule[2]
-                value = int(rule[3], 0)
-                test = (any_bit if test == "&" else equal, only, not only, value)
-                row = [(load, 0, 0, 16 + 8 * argument), test, *row, (load, 0, 0, 0)]
+            if len(words) > 3:
+                word, argument, operator, value = words[3:]
+                only = word == "only"
+                test = (any_bit if operator == "&" else equal, only, not only, int(value, 0))
+                row = [(load, 0, 0, 16 + 8 * int(argument)), test, *row, (load, 0, 0, 0)]
             steps += [(equal, 0, len(row), int(words[COLUMN])), *row]
     steps.append((end, 0, 0, allowed))
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))

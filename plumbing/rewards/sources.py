@@ -222,7 +222,7 @@ class RewardSources:
 
 def _answered(row: dict, tokenizer, environment: bool) -> SimpleNamespace:
     """Return a prompt with its reference, or "42", as a response to score."""
-    text = "42" if row["answer"] is None else str(row["answer"])
+    text = str(row["answer"] or 42)
     if environment:
         row = {**row, "turns": [{"role": "assistant", "content": text}]}
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -284,11 +284,10 @@ class Scoring:
         for name, source in sources.items():
             if source.threads is None:
                 self._score(name)
-        while wait(self.jobs, timeout=0.1).not_done and not self.interrupted():
+        while (jobs := wait(self.jobs, timeout=0.1)).not_done and not self.interrupted():
             pass
-        for job in self.jobs:
-            if job.done():
-                job.result()  # raises what it has raised
+        for job in jobs.done:
+            job.result()  # raises what it has raised
         self.reward_sources.waited += time.monotonic() - begin
         samples = [self.samples[place] for place in sorted(self.samples)]
         for sample in samples:
@@ -334,12 +333,10 @@ class Source:
         """
         raise NotImplementedError
 
-    def note(self, failure: str, responses: int) -> None:
-        """Keep why scores are missing, if they are; of a time limit its flag, and how many
-        responses it was for.
-        """
+    def note(self, failure: str) -> None:
+        """Keep why scores are missing, if they are; of a time limit its flag."""
         if failure.startswith("TimeoutError"):
-            failure = f"TimeoutError: no result for {responses} responses within --timeout {self.timeout:g} s"
+            failure = f"TimeoutError: no result within --timeout {self.timeout:g} s"
         self.failure = failure or self.failure
 
 
@@ -376,7 +373,7 @@ class VerifierSource(Source):
                     score,
                     failure and f"the reference {reference!r:.60} alone: {failure}",
                 )
-        self.note(next((failure for _, failure in results if failure), ""), len(calls))
+        self.note(next((failure for _, failure in results if failure), ""))
         return [score for score, _ in results]
 
 
@@ -406,7 +403,7 @@ class FunctionSource(Source):
         )
         self.load()  # the process may be a new one, and the time of a call is not for imports
         ((results, failure),) = self.workers.run(call_function, [call], self.timeout, interrupted)
-        self.note(failure, len(samples))
+        self.note(failure)
         return [
             {f"{self.name}/{key}".removesuffix("/score"): number for key, number in result.items()}
             for result in results or [{"score": None}] * len(samples)
@@ -469,11 +466,11 @@ class ServerSource(Source):
                 # null, NaN and infinity are scores that are missing
                 return list(map(finite_or_nan, scores))
             except Exception as error:  # an address may answer anything
-                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                reason = f"{type(error).__name__}: {error}"[:300]
                 if isinstance(error, (ValueError, TypeError, LookupError)):
                     break  # it is no answer, and there will be no other one
             time.sleep(pause)
-        self.note(reason, count)
+        self.note(reason)
         return [math.nan] * count
 
     async def _request(self, method: str, url: str, content: str = "") -> dict:
