@@ -395,7 +395,7 @@ def test_critic_warm_up(base, tmp_path, monkeypatch):
     ]
     assert [same_weights(*pair) for pair in zip(folders, folders[1:])] == [True, True, False, False]
     critics = [weights_of(folder / "critic") for folder in folders[1:]]
-    for name in ("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.bias"):
+    for name in ("gpt_neox.embed_in.weight", "gpt_neox.final_layer_norm.bias", "score.weight"):
         assert all(not torch.equal(a[name], b[name]) for a, b in zip(critics, critics[1:]))
     rows = metrics_of(values)
     assert rows[0]["val/values"] == 0 and all(row["val/values"] != 0 for row in rows[1:])

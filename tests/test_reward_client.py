@@ -275,15 +275,15 @@ def test_a_server_that_is_not_there(naps):
 
 
 @pytest.mark.parametrize(
-    "text", [b"HTTP/1.1 200 OK\r\nA:", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n{"]
+    "text", [b"", b"HTTP/1.1 200 OK\r\nA:", b"HTTP/1.1 200 OK\r\nContent-Length: 99999\r\n\r\n{"]
 )
 def test_time_outs(serve, naps, text):
     """A request has its time, however slowly its answer comes."""
     server = serve(only_at(32, lambda question, count: ("trickle", text, {})))
-    scores, failure = ask(server.url, 40, timeout=0.5)
+    scores, failure = ask(server.url, 40, timeout=0.3)
     # a busy server may let the other batch wait, too
     assert missing(scores) == list(range(32, 40)) and {*naps} == {0, 2, 4, 8, 16}
-    assert failure == "TimeoutError: no result within --timeout 0.5 s"
+    assert failure == "TimeoutError: no result within --timeout 0.3 s"
 
 
 def test_an_interrupted_run_does_not_wait(serve):

@@ -185,8 +185,10 @@ def load(tmp_path):
     return load
 
 
-@pytest.mark.parametrize("system_prompt", ["", "Be brief."])
-@pytest.mark.parametrize("tokenizer", [PLAIN, ADDS_BOS, CHAT], ids=["plain", "bos", "chat"])
+@pytest.mark.parametrize(
+    "tokenizer, system_prompt",
+    [(PLAIN, ""), (ADDS_BOS, "Be brief."), (CHAT, ""), (CHAT, "Be brief.")],
+)
 @pytest.mark.parametrize("name", ROWS["pairs"])
 def test_formats(load, tmp_path, tokenizer, name, system_prompt):
     """Each side: the prompt as a rollout of the policy has it, the response, the end; the beginning

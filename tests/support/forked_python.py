@@ -91,17 +91,9 @@ def python():
 @contextlib.contextmanager
 def torchrun(script, values: dict, log: Path, *options: str, **environment):
     """Two ranks of a script, in processes forked as above, whose output goes to a file."""
-    words = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        *options,
-        str(script),
-    ]
+    launch = "-m torch.distributed.run --standalone --nproc_per_node 2".split()
     with python() as program, open(log, "w") as file:
-        words = [program, *words, *helpers.words(values)]
+        words = [program, *launch, *options, str(script), *helpers.words(values)]
         settings = {"PYTHON_EXEC": program, **environment}
         running = subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, **settings})
         try:

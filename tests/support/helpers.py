@@ -312,13 +312,9 @@ def _server() -> multiprocessing.context.ForkServerContext:
 
 
 # What vLLM's CPU build needs; on GPUs, scripts/vllm_server.py needs nothing of this.
-SERVER_ON_CPU = [
-    "--",
-    "--enforce-eager",
-    "--no-enable-chunked-prefill",
-    "--max-num-batched-tokens",
-    "65536",
-]
+SERVER_ON_CPU = (
+    "-- --enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens 65536".split()
+)
 VLLM_ON_CPU = {
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
