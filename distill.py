@@ -73,7 +73,7 @@ class Args(
     passes: PositiveFloat = 4.0
     """Passes over the rows of --dataset; the run ends after them (rounded down to whole steps)."""
     rollout_batch_size: PositiveInt = 128
-    """Prompts a step, over all ranks."""
+    """Prompts per step, over all ranks."""
     mini_batch_size: NonNegativeInt = 0
     """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
     the whole step."""
@@ -319,21 +319,19 @@ class Teacher(Policy):
 # --------------------------------------------------------------------------------------------------
 
 
-def collect(
-    sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int
-) -> Experience | None:
+def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Experience | None:
     """Gather a response to each prompt of a step: the student's with probability --on_policy_share,
     else the row's.
 
     Args:
-        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the
-            student has trained.
+        state: of the run, or what the rollout before has left.
     Returns:
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
     reward_sources = sampler.reward_sources
     samples = []
+    position = state.get("position", 0)  # of the step's first prompt
     rows = take_prompts(prompts, position, args.rollout_batch_size, args.seed)
     shares = utils.generator("on policy", args.seed, step).random(len(rows))
     answers = shares < args.on_policy_share  # whether the student answers
@@ -352,13 +350,12 @@ def collect(
             Sample(row, row["response"], logprobs, stopped=True, text=text, scores=scores)
         )
     batch = Batch.from_samples(samples, model_device(sampler.model))
-    metrics = evaluation.batch_metrics(
-        batch, evaluation.correct_responses(batch, reward_sources), reward_sources
-    )
+    metrics = evaluation.batch_metrics(batch, reward_sources)
     # no source scores what is learned
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
-    return Experience(batch, metrics, sum(batch.lengths), position + len(rows), policy_step, "")
+    state = {"position": position + len(rows)}
+    return Experience(batch, batch, metrics, sum(batch.lengths), state, unscored="")
 
 
 @record
@@ -375,7 +372,7 @@ def main(args: Args) -> None:
         args, tokenizer, check_reference, conversations, imitated
     )
     reward_sources = RewardSources(args, tokenizer, eval_prompts, conversations is not None)
-    updates_a_step = utils.count_updates(
+    updates_per_step = utils.count_updates(
         args.rollout_batch_size, args.mini_batch_size, args.num_epochs
     )
     total_steps = count_steps(args.passes, prompts, args.rollout_batch_size)
@@ -396,43 +393,36 @@ def main(args: Args) -> None:
             "--teacher", args.teacher, make_teacher, precision.frozen_dtype, sharding
         )
     reward_sources.load_models(args, precision, sharding)
-    optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
-    rollout_world = world.rollout_world(args.vllm_tensor_parallel)
-    engine = None
-    if args.on_policy_share or eval_prompts:
-        engine = engines.rollout_engine(
-            args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS
-        )
-    sampler = Sampler(
+    optimizer = utils.Optimizer(policy, args, total_steps * updates_per_step)
+    sampler = engines.load_sampler(
+        args,
+        run,
+        precision,
+        ROLLOUT_OUTPUTS,
+        needed=bool(args.on_policy_share or eval_prompts),
         generate=generate,
         model=policy.model,
-        engine=engine,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
         reward_sources=reward_sources,
         conversations=conversations,
-        args=args,
-        interrupt=run.interrupt,
-        world=rollout_world,
-        autocast=precision.autocast,
     )
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
-    run.start(total_steps, tokenizer, {"": policy.model}, {"": optimizer}, engine)
+    run.start(
+        total_steps,
+        tokenizer=tokenizer,
+        models={"": policy.model},
+        optimizers={"": optimizer},
+        engine=sampler.engine,
+    )
     run.check_rows(prompts, eval_prompts)
-    prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
-    sampler.sync()
+    rollouts = engines.Rollouts(run, sampler, functools.partial(collect, sampler, prompts))
 
     for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
         run.phase("rollout")
-        experience = prefetch.take(step, run.state.get("position", 0), step - 1)
-        if experience is None:
-            run.leave()
-        # samples while this step trains, with the weights from before
-        if args.async_steps and step < total_steps:
-            prefetch.start(step + 1, experience.position, step - 1)
+        experience = rollouts.take(step)
         batch, mask = experience.batch, experience.batch.response_mask  # (N, T)
-        sampler.sleep()
 
         # ---- 2. update: epochs, mini-batches (an optimizer step each), micro-batches ----
         run.phase("training")
@@ -443,11 +433,14 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.skip(updates_a_step - len(updates))
+        optimizer.skip(updates_per_step - len(updates))
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
-            for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
-                m, teacher_logprobs = t["response_mask"], None  # (n, T), as all of t and out
+            for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+                m, teacher_logprobs = (
+                    micro["response_mask"],
+                    None,
+                )  # (n, T), as all of micro and out
                 with gradient_sync(wrapped, last):
                     with precision.autocast():
                         if teacher is not None:
@@ -457,29 +450,25 @@ def main(args: Args) -> None:
                             if isinstance(teacher, FSDPModule):
                                 teacher.unshard()
                         out = forward_tokens(
-                            wrapped, (*inputs, t["rollout_logprobs"][m], teacher_logprobs), m
+                            wrapped, (*inputs, micro["rollout_logprobs"][m], teacher_logprobs), m
                         )
                     loss = masked_sum(out["losses"], m) / token_count
-                    # DDP and FSDP average over ranks, and the sum was divided by the tokens of all
-                    # ranks.
-                    optimizer.backward(loss * world.size)
-                sums.add(
-                    loss=loss, tokens=m.sum(), **{name: masked_sum(x, m) for name, x in out.items()}
-                )
+                    optimizer.backward(loss)
+                sums.add(loss=loss)
+                sums.add(m, tokens=m, **out)
                 if number == 0:  # with the weights that sampled
-                    sampled = m & t["rollout_logprobs"].isfinite()
-                    evaluation.add_mismatch(sums, out["logprobs"], t["rollout_logprobs"], sampled)
+                    micro["response_mask"] = m & micro["rollout_logprobs"].isfinite()
+                    evaluation.add_rollout(sums, micro, out["logprobs"])
             optimizer.step()
 
-        # ---- 3. sync: the prefetched rollout, the engine ----
+        # ---- 3. sync: the engine ----
         run.phase("sync")
-        prefetch.wait()
-        sampler.sync()
+        rollouts.sync()
         total = sums.totals()
 
         # ---- 4. metrics ----
         metrics = {
-            "epoch": experience.position / len(prompts),
+            "epoch": experience.state["position"] / len(prompts),
             # no update where all conversations have failed
             "train/loss": total["loss"] / max(1, len(updates)),
             "policy/entropy_avg": total["entropies"] / total["tokens"],
@@ -492,9 +481,9 @@ def main(args: Args) -> None:
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]
             metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]
         if total["compared"] > 0:  # not where the first mini-batch is the data set's
-            metrics |= evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step)
+            metrics |= evaluation.mismatch_metrics(total, step, experience.staleness)
         samples = evaluation.sample_rows(batch, args.log_samples)
-        run.finish_step(metrics, samples, experience.sampled_tokens, position=experience.position)
+        run.finish_step(metrics, samples, experience.sampled_tokens, **experience.state)
     run.finish()
 
 

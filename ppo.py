@@ -60,6 +60,7 @@ from plumbing.rollout.batch import (
     forward_tokens,
     logits_processors,
     only_logged,
+    sample_groups,
 )
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
@@ -67,8 +68,6 @@ from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores of a token; vLLM returns no other
-# further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
-MAX_REFILLS = 9
 
 
 @dataclass
@@ -82,12 +81,12 @@ class Args(
     cli.PolicyArgs,
 ):
     total_episodes: PositiveInt = 180_000
-    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has
-    59,784 a pass."""
+    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 per prompt has
+    59,784 per pass."""
     rollout_batch_size: PositiveInt = 512
-    """Prompts a step, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: PositiveInt = 1
-    """Responses a prompt (G)."""
+    """Responses per prompt (G)."""
     mini_batch_size: NonNegativeInt = 128
     """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
     the whole step."""
@@ -204,7 +203,7 @@ class Args(
 
 
 # --------------------------------------------------------------------------------------------------
-# The equations: tensors in, tensors out. N sequences, T response positions, G responses a prompt, V
+# The equations: tensors in, tensors out. N sequences, T response positions, G responses per prompt, V
 # vocabulary.
 # --------------------------------------------------------------------------------------------------
 
@@ -446,20 +445,18 @@ def aggregate(
 
 
 def loss_reduction(
-    mask: Tensor, mini: list[int], drawn: list[int], passes: float, args: Args
+    how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
 ) -> Callable:
-    """Return `aggregate` for the update on the responses `mini` of those that were drawn, each in
-    `passes` updates.
+    """Return `aggregate` for the update on the responses `mini`, which is one of the `updates` of a
+    step, (epoch, responses) each.
 
-    With "step_token" the mean over updates of their losses is the mean over the step's tokens.
+    With "step_token" all of them have the same divisor: the mean of their losses is the mean over
+    the step's tokens.
     """
-    rows, passes = (drawn, passes) if args.loss_aggregation == "step_token" else (mini, 1)
+    counted = [rows for _, rows in updates] if how == "step_token" else [mini]
+    tokens = sum(mask[rows].sum().item() for rows in counted) / len(counted)
     return functools.partial(
-        aggregate,
-        how=args.loss_aggregation,
-        tokens=mask[rows].sum().item() * passes,
-        sequences=len(mini),
-        max_length=args.max_response_length,
+        aggregate, how=how, tokens=tokens, sequences=len(mini), max_length=max_length
     )
 
 
@@ -607,25 +604,26 @@ def update_critic(
     """Train the critic on the responses drawn; return the sums of the value loss and the tokens
     that were clipped.
     """
-    epochs, size, updates_a_step = critic_schedule(args)
+    epochs, size, updates_per_step = critic_schedule(args)
     sums = utils.Sums(world)
     updates = utils.mini_batches(drawn, size, epochs, (args.seed, step))
-    optimizer.skip(updates_a_step - len(updates))
+    optimizer.skip(updates_per_step - len(updates))
     for _, mini in updates:
-        reduce_loss = loss_reduction(batch.response_mask, mini, drawn, epochs / len(updates), args)
-        for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
-            m = t["response_mask"]  # (n, T), as all of t
+        reduce_loss = loss_reduction(
+            args.loss_aggregation, batch.response_mask, mini, updates, args.max_response_length
+        )
+        for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+            m = micro["response_mask"]  # (n, T), as all of micro
             with gradient_sync(wrapped, last):
                 with autocast():
                     values = forward_tokens(wrapped, inputs, m)["values"]
-                losses, raised = value_loss(values, t["old_values"], t["returns"], args.value_clip)
+                losses, raised = value_loss(
+                    values, micro["old_values"], micro["returns"], args.value_clip
+                )
                 loss = reduce_loss(losses, m)
-                optimizer.backward(loss * world.size)  # as in phase 4 of `main`
-            sums.add(
-                value_loss=loss / len(updates),
-                raised=masked_sum(raised.double(), m),
-                value_tokens=m.sum(),
-            )
+                optimizer.backward(loss)
+            sums.add(value_loss=loss / len(updates))
+            sums.add(m, raised=raised, value_tokens=m)
         optimizer.step()
     return sums
 
@@ -665,7 +663,7 @@ def ptx_loss(
                     [(rows[i]["query"], rows[i]["response"]) for i in cut], world.device
                 )
                 loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
-            optimizer.backward(args.ptx_coef * loss * world.size)
+            optimizer.backward(args.ptx_coef * loss)
         total = total + loss.detach()  # float64 in a float64 run
     return total
 
@@ -832,71 +830,29 @@ def final_scores(
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
-def collect(
-    sampler: Sampler,
-    prompts: list[dict],
-    step: int,
-    position: int,
-    policy_step: int,
-    statistics: list[float],
-) -> Experience | None:
-    """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
+def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Experience | None:
+    """Sample and score the prompts of a step, see `sample_groups`.
 
     Args:
-        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy
-            has trained.
-        statistics: of the scores of all steps before, see `update_statistics`.
+        state: of the run, or what the rollout before has left.
     Returns:
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
-    reward_sources = sampler.reward_sources
-    wanted = args.rollout_batch_size
-    size = args.group_size
-    samples = []
-    count = wanted
-    for refill in range(1 + (MAX_REFILLS if args.filter_groups == "refill" else 0)):
-        rows = take_prompts(prompts, position, count, args.seed)
-        key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
-        latest = sampler.rollout(rows, size, key)
-        if latest is None:
-            return None
-        position = position + count
-        samples = samples + latest.samples
-        statistics = update_statistics(statistics, weighted_sum(latest.reward_components, args))
-        batch = Batch.from_samples(samples, latest.stopped.device)
-        scores = weighted_sum(batch.reward_components, args)  # all of a step by the same statistics
-        batch.scores = final_scores(scores, batch.response_lengths, batch.stopped, statistics, args)
-        has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
-        groups = int(has_signal.sum())
-        if groups >= wanted or evaluation.unscored(latest, reward_sources, args):
-            break
-        # As many prompts as are needed if the next ones are like those so far.
-        count = min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
-    metrics = {
-        "objective/scores": batch.scores.nanmean().item(),
-        "val/zero_std_fraction": 1 - groups / len(has_signal) if size > 1 else math.nan,
-        "val/sampled_prompts": len(has_signal),
-        **evaluation.batch_metrics(
-            batch, evaluation.correct_responses(batch, reward_sources), reward_sources
-        ),
-    }
-    unscored = evaluation.unscored(batch, reward_sources, args)
-    sampled_tokens = sum(batch.lengths)
-    if args.filter_groups != "none":
-        if not groups:  # nothing to learn from in this step
-            batch.scores = torch.full_like(batch.scores, math.nan)
-            has_signal = torch.ones_like(has_signal)
-        chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0]
-        samples = [batch.samples[i] for i in chosen.tolist()]
-        batch = Batch.from_samples(samples, batch.scores.device, batch.scores[chosen])
-    if not batch.scores.isfinite().any():
-        utils.warn(
-            f"step {step}: no response trains: each lacks a score, or was masked or filtered out"
-        )
-    return Experience(
-        batch, metrics, sampled_tokens, position, policy_step, unscored, score_statistics=statistics
-    )
+    earlier = state.get("score_statistics", [0.0, 0.0, 0.0])  # of the steps before
+
+    def score(batch: Batch) -> Tensor:
+        """Set the scores, and return which groups have two different ones, (prompts,) bool."""
+        sums = weighted_sum(batch.reward_components, args)
+        statistics = update_statistics(earlier, sums)
+        batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, statistics, args)
+        return ~equal_scores(batch.scores.view(-1, args.group_size))
+
+    experience = sample_groups(sampler, prompts, step, state, score)
+    if experience is not None:
+        sums = weighted_sum(experience.sampled.reward_components, args)
+        experience.state["score_statistics"] = update_statistics(earlier, sums)
+    return experience
 
 
 def equal_scores(grouped: Tensor) -> Tensor:
@@ -909,38 +865,29 @@ def equal_scores(grouped: Tensor) -> Tensor:
     return highest <= lowest
 
 
-def policy_metrics(
-    total: dict[str, float],
-    updates: int,
-    responses: int,
-    args: Args,
-    mean_score: float,
-    kl_coef: float,
-) -> dict[str, float]:
-    """Return the logged objectives of a step from the totals of its sums.
+def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> dict[str, float]:
+    """Return the logged objectives of a step.
 
     Args:
-        total: sums over the tokens of all updates; those of kl, surprisal and weights over the
-            first epoch only.
-        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta
-            of the step.
+        total: of the step's sums; those of `evaluation.add_rollout` count each response once.
+        scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
-    updates = max(1, updates)
-    responses = max(1, responses)
-    kl = total["kl"] / responses if args.kl_coef else math.nan
+    mean_score = scores.nanmean().item()
+    kl = total["kl"] / total["responses"]  # NaN without a reference
     return {
+        "objective/scores": mean_score,
         "objective/kl": kl,  # mean over responses of the sum over tokens
         "objective/non_score_reward": -kl_coef * kl,
-        "objective/rlhf_reward": mean_score - (kl_coef * kl if args.kl_coef else 0.0),
-        "objective/entropy": total["surprisal"] / responses,
-        "objective/loss": (total["loss"] + args.ptx_coef * total.get("ptx", 0.0)) / updates,
-        "loss/policy_avg": total["policy_loss"] / updates,
-        **({"loss/ptx": total["ptx"] / updates} if "ptx" in total else {}),
+        "objective/rlhf_reward": mean_score - (kl_coef * kl if kl_coef else 0.0),
+        "objective/entropy": total["surprisal"] / total["responses"],
+        "objective/loss": total["loss"],
+        "loss/policy_avg": total["policy_loss"],
+        **({"loss/ptx": total["ptx"]} if "ptx" in total else {}),
         "policy/approxkl_avg": total["approxkl"] / tokens,
         "policy/clipfrac_avg": total["clipped"] / tokens,
         "policy/entropy_avg": total["entropy"] / tokens,
-        "rollout/correction_mean": total["weights"] * args.num_epochs / tokens,
+        "rollout/correction_mean": total["weights"] / tokens,
     }
 
 
@@ -958,9 +905,9 @@ def main(args: Args) -> None:
     reward_sources = RewardSources(
         args, tokenizer, prompts + eval_prompts, conversations is not None
     )
-    # responses a step; fewer train where some are left out
+    # Responses per step; fewer train where some are left out.
     N = args.rollout_batch_size * args.group_size
-    updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
+    updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
 
     # ---- setting up: models, optimizer, rollout ----
@@ -974,106 +921,81 @@ def main(args: Args) -> None:
     critic = load_critic(args, run.checkpoint, precision.base_dtype(args), sharding.load_device)
     wrapped_critic = sharding.wrap(critic)
     optimizer = utils.Optimizer(
-        policy, args, (total_steps - args.critic_warmup_steps) * updates_a_step
+        policy, args, (total_steps - args.critic_warmup_steps) * updates_per_step
     )
     critic_optimizer = utils.Optimizer(
         critic, args, total_steps * critic_schedule(args)[2], prefix="critic_"
     )
-    rollout_world = world.rollout_world(args.vllm_tensor_parallel)
-    engine = engines.rollout_engine(args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS)
-    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in
-    # bfloat16.
-    correction = args.rollout_correction or (
-        "none" if engine is None or args.async_steps else "truncate"
-    )
-    # The old log-probs are those of the policy at the start of the step: with one update, the
-    # current ones. If an asynchronous rollout is by older weights, they are the engine's, unless
-    # --rollout_correction weighs the two.
-    old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
-    if args.async_steps and correction == "none":
-        old_logprobs_from = "engine"
-    sampler = Sampler(
+    sampler = engines.load_sampler(
+        args,
+        run,
+        precision,
+        ROLLOUT_OUTPUTS,
         generate=generate,
         model=policy.model,
-        engine=engine,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
         reward_sources=reward_sources,
         conversations=conversations,
-        args=args,
-        interrupt=run.interrupt,
-        world=rollout_world,
-        autocast=precision.autocast,
     )
+    # The old log-probs are those of the trainer at the start of the step, or those of the engine if
+    # older weights have sampled and --rollout_correction does not weigh the two.
+    old_from_engine = args.async_steps > 0 and sampler.correction == "none"
+    # With one update the trainer's are the current ones, without a forward pass.
+    needs_start_logprobs = kl_in == "reward" or args.pf_ppo != "none"
+    if updates_per_step > 1 and not (old_from_engine and reference is None):
+        needs_start_logprobs = True
+    estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
     saved_models = loading.models_to_save(args, policy, reference, run.checkpoint) | {
         "critic": critic.scalar.model
     }
     run.start(
-        total_steps, tokenizer, saved_models, {"": optimizer, "critic": critic_optimizer}, engine
+        total_steps,
+        tokenizer=tokenizer,
+        models=saved_models,
+        optimizers={"": optimizer, "critic": critic_optimizer},
+        engine=sampler.engine,
     )
     run.check_rows(prompts, eval_prompts, ptx_rows)
-    prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
-    sampler.sync()
+    rollouts = engines.Rollouts(run, sampler, functools.partial(collect, sampler, prompts))
 
     for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
         run.phase("rollout")
-        statistics = run.state.get("score_statistics", [0.0, 0.0, 0.0])
-        experience = prefetch.take(step, run.state.get("position", 0), step - 1, statistics)
-        if experience is None:
-            run.leave()
-        if experience.unscored:
-            run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
-        # samples while this step trains, with the weights from before
-        if args.async_steps and step < total_steps:
-            prefetch.start(step + 1, experience.position, step - 1, experience.score_statistics)
-        # (N, T), (N,)
-        batch, mask, scores = (
-            experience.batch,
-            experience.batch.response_mask,
-            experience.batch.scores,
-        )
+        experience = rollouts.take(step)
+        batch = experience.batch
+        mask = batch.response_mask  # (N, T)
+        scores = batch.scores  # (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
-        adapted_kl_coef = run.state.get("kl_coef") if args.kl_target else None
-        kl_coef = adapted_kl_coef or args.kl_coef
-        sampler.sleep()
+        kl_coef = args.kl_coef
+        if args.kl_target:
+            kl_coef = run.state.get("kl_coef", kl_coef)
 
-        # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
+        # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
         if reference is not None:
-            with lora.without_lora(reference.model):
-                values = forward_batch(
-                    reference, batch, args, world, precision.autocast, entropy=False
-                )
-            batch.tokens["ref_logprobs"] = values["logprobs"]
-        kl_at_start = reference is not None and (kl_in == "reward" or updates_a_step > 1)
-        if old_logprobs_from == "trainer" or kl_at_start or args.pf_ppo != "none":
-            values = forward_batch(policy, batch, args, world, precision.autocast, entropy=False)
-            logprobs_at_start = values["logprobs"]
-            if reference is not None:
-                batch.tokens["kl"] = kl_estimate(
-                    logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator
-                )
-        if old_logprobs_from == "trainer":
-            batch.tokens["old_logprobs"] = logprobs_at_start
-        if old_logprobs_from == "engine":
-            batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(precision.loss_dtype)
+            batch.tokens["ref_logprobs"] = forward_batch(
+                reference, batch, "logprobs", args, world, precision.autocast, entropy=False
+            )
+        if needs_start_logprobs:
+            batch.tokens["start_logprobs"] = forward_batch(
+                policy, batch, "logprobs", args, world, precision.autocast, entropy=False
+            )
 
         # ---- 3. values, advantages, and the responses that train ----
         run.phase("values")
-        policy_trains = step > args.critic_warmup_steps
         scored = mask & scores.isfinite()[:, None]  # (N, T), the tokens that can train
-        kl = batch.tokens["kl"] if kl_in == "reward" else None
+        kl = None
+        if kl_in == "reward":
+            kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
         turn_rewards = batch.tokens.get("turn_rewards")
-        # (N, T)
-        rewards_t = token_rewards(scores.to(precision.loss_dtype), kl, mask, kl_coef, turn_rewards)
-        # (N, T)
-        old_values = forward_batch(critic, batch, args, world, precision.autocast)["values"]
-        # (N, T)
-        advantages, returns = gae(rewards_t, old_values, scored, args.gamma, args.gae_lambda)
+        # Rewards, values, advantages and returns are (N, T).
+        rewards = token_rewards(scores.to(precision.loss_dtype), kl, mask, kl_coef, turn_rewards)
+        old_values = forward_batch(critic, batch, "values", args, world, precision.autocast)
+        advantages, returns = gae(rewards, old_values, scored, args.gamma, args.gae_lambda)
         if args.critic_gae_lambda is not None:
-            _, returns = gae(rewards_t, old_values, scored, args.gamma, args.critic_gae_lambda)
+            _, returns = gae(rewards, old_values, scored, args.gamma, args.critic_gae_lambda)
         batch.tokens["advantages"] = (
             whiten(advantages, scored) if args.whiten_advantages else advantages
         )
@@ -1087,106 +1009,84 @@ def main(args: Args) -> None:
             )
             drawn = [i for i in drawn if scores[i].isfinite()]
 
-        # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each),
-        # micro-batches ----
+        # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each) ----
         run.phase("training")
         sums = update_critic(
             wrapped_critic, critic_optimizer, batch, drawn, args, step, world, precision.autocast
         )
-        updates = utils.mini_batches(
-            drawn, args.mini_batch_size, args.num_epochs, (args.seed, step)
-        )
-        if policy_trains:
-            optimizer.skip(updates_a_step - len(updates))
-        for number, (epoch, mini) in enumerate(updates):
-            reduce_loss = loss_reduction(mask, mini, drawn, args.num_epochs / len(updates), args)
-            if args.ptx_coef and policy_trains:
+        if args.pf_ppo != "none":  # what is logged of the rollout is not of the responses drawn
+            rows = world.shard(trained)
+            mine = {name: x[rows] for name, x in batch.tokens.items()}
+            evaluation.add_rollout(sums, mine, mine["start_logprobs"], estimate_kl)
+        updates = []
+        if step > args.critic_warmup_steps:
+            updates = utils.mini_batches(
+                drawn, args.mini_batch_size, args.num_epochs, (args.seed, step)
+            )
+            optimizer.skip(updates_per_step - len(updates))
+        for epoch, mini in updates:
+            reduce_loss = loss_reduction(
+                args.loss_aggregation, mask, mini, updates, args.max_response_length
+            )
+            if args.ptx_coef:
                 rows = take_prompts(
                     ptx_rows,
                     optimizer.updates * args.ptx_batch_size,
                     args.ptx_batch_size,
                     args.seed,
                 )
-                sums.add(ptx=ptx_loss(wrapped, rows, args, optimizer, world, precision.autocast))
-            for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
-                m = t["response_mask"]  # (n, T), as all of t and out
-                with gradient_sync(wrapped, last), torch.set_grad_enabled(policy_trains):
+                ptx = ptx_loss(wrapped, rows, args, optimizer, world, precision.autocast)
+                sums.add(ptx=ptx / len(updates), loss=args.ptx_coef * ptx / len(updates))
+            for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+                m = micro["response_mask"]  # (n, T), as all of micro and out
+                with gradient_sync(wrapped, last):
                     with precision.autocast():
                         out = forward_tokens(wrapped, inputs, m)
                     logprobs = out["logprobs"]
-                    old_logprobs = (
-                        logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
-                    )
+                    start_logprobs = micro.get("start_logprobs", logprobs.detach())
+                    old_logprobs = micro["rollout_logprobs"] if old_from_engine else start_logprobs
                     weights = correction_weights(
                         old_logprobs,
-                        t["rollout_logprobs"],
+                        micro["rollout_logprobs"],
                         m,
-                        correction,
+                        sampler.correction,
                         args.rollout_correction_cap,
                     )
                     token_losses, clipped = clipped_loss(
                         logprobs - old_logprobs,
-                        t["advantages"],
+                        micro["advantages"],
                         args.clip_low,
                         args.clip_high,
                         args.dual_clip,
                     )
                     loss = policy_term = reduce_loss(token_losses * weights, m)
-                    token_kl = torch.zeros_like(logprobs)
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
                     if kl_in == "loss":
-                        token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
+                        token_kl = estimate_kl(logprobs, micro["ref_logprobs"])
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
-                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts
-                    # of all ranks.
-                    if policy_trains:
-                        optimizer.backward(loss * world.size)
-                sums.add(
-                    policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m)
-                )
-                sums.add(entropy=masked_sum(out["entropies"], m), tokens=m.sum())
-                sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
-                if epoch == 0:  # each response once
-                    kl = t.get("kl", token_kl.detach())
-                    sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
-                    sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
-                    latest = logprobs.detach() if old_logprobs_from == "engine" else old_logprobs
-                    # the nearest to the weights that sampled
-                    if number == 0 or old_logprobs_from != "engine":
-                        evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
-            if policy_trains:
-                optimizer.step()
+                    optimizer.backward(loss)
+                sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
+                sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
+                sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
+                if epoch == 0 and args.pf_ppo == "none":  # each response once
+                    evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl)
+            optimizer.step()
 
-        # ---- 5. sync: the prefetched rollout, the engine, the reference ----
+        # ---- 5. sync: the engine, the reference ----
         run.phase("sync")
-        prefetch.wait()
-        sampler.sync()
+        rollouts.sync()
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             sync_reference(reference, policy)
         total = sums.totals()
-        if args.pf_ppo != "none":  # the sums were of the responses drawn, these are of the rollout
-            total["surprisal"] = -masked_sum(logprobs_at_start, scored).item()
-            if reference is not None:
-                kl = batch.tokens["kl"]
-                total.update(
-                    kl=masked_sum(kl, scored).item(),
-                    mean_kl=masked_mean(kl, scored, 1).sum().item(),
-                )
 
         # ---- 6. metrics, and the KL controller ----
         metrics = {
-            "epoch": experience.position / len(prompts),
+            "epoch": experience.state["position"] / len(prompts),
             "objective/kl_coef": kl_coef,
-            **policy_metrics(
-                total,
-                len(updates),
-                len(trained),
-                args,
-                experience.metrics["objective/scores"],
-                kl_coef,
-            ),
-            **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
+            **policy_metrics(total, experience.sampled.scores, kl_coef),
+            **evaluation.batch_metrics(experience.sampled, reward_sources),
+            **evaluation.mismatch_metrics(total, step, experience.staleness),
             "loss/value_avg": total["value_loss"],
             "val/clipfrac_avg": total["raised"] / total["value_tokens"],
             "val/explained_variance": explained_variance(old_values, returns, scored),
@@ -1197,20 +1097,13 @@ def main(args: Args) -> None:
             **critic_optimizer.metrics(),
             **sampler.metrics(),
         }
-        if reference is not None and args.kl_target and policy_trains:
-            mean_kl = total["mean_kl"] / max(1, len(trained))
-            adapted_kl_coef = adapt_kl_coef(
+        if args.kl_target:
+            mean_kl = total["mean_kl"] / total["responses"]
+            experience.state["kl_coef"] = adapt_kl_coef(
                 kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
             )
         samples = evaluation.sample_rows(batch, args.log_samples)
-        run.finish_step(
-            metrics,
-            samples,
-            experience.sampled_tokens,
-            position=experience.position,
-            kl_coef=adapted_kl_coef,
-            score_statistics=experience.score_statistics,
-        )
+        run.finish_step(metrics, samples, experience.sampled_tokens, **experience.state)
     run.finish()
 
 

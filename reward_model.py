@@ -377,7 +377,9 @@ def main(args: Args) -> None:
     config = scorer.model.config
     wrapped = sharding.wrap(scorer)
     optimizer = utils.Optimizer(scorer, args, total_steps)
-    run.start(total_steps, tokenizer, {"": scorer.model}, {"": optimizer})
+    run.start(
+        total_steps, tokenizer=tokenizer, models={"": scorer.model}, optimizers={"": optimizer}
+    )
     run.check_rows(pairs, eval_pairs)
 
     def evaluate(pairs: list[dict] = eval_pairs) -> tuple[dict, list[dict]] | None:
@@ -416,9 +418,7 @@ def main(args: Args) -> None:
                     dtype=precision.loss_dtype,
                 )
                 loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
-                # DDP and FSDP average over ranks, and the sum was divided by the pairs of all
-                # ranks.
-                optimizer.backward(loss * world.size)
+                optimizer.backward(loss)
             total += loss.detach()
             local += zip(cut, scores.detach().T.tolist())
         optimizer.step()
@@ -444,7 +444,7 @@ def main(args: Args) -> None:
         not eval_pairs
         and evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None
     ):
-        run.leave()
+        run.save_and_exit()
     run.finish()
 
 

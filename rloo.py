@@ -48,7 +48,7 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import load_train_and_eval, take_prompts
-from plumbing.models import loading, lora
+from plumbing.models import loading
 from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
 from plumbing.rollout import engines
@@ -60,6 +60,8 @@ from plumbing.rollout.batch import (
     forward_tokens,
     logits_processors,
     only_logged,
+    sample_groups,
+    unscored,
 )
 from plumbing.run import evaluation
 from plumbing.run.ranks import record
@@ -67,8 +69,6 @@ from plumbing.run.run import Run
 
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
 ROLLOUT_OUTPUTS = ("rollout_logprobs",)  # what `generate` stores of a token; vLLM returns no other
-# further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
-MAX_REFILLS = 9
 
 
 @dataclass
@@ -82,12 +82,12 @@ class Args(
     cli.PolicyArgs,
 ):
     total_episodes: PositiveInt = 180_000
-    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 a prompt has
-    59,784 a pass."""
+    """Responses after which the run ends (rounded down to whole steps); GSM8K with 8 per prompt has
+    59,784 per pass."""
     rollout_batch_size: PositiveInt = 64
-    """Prompts a step, over all ranks."""
+    """Prompts per step, over all ranks."""
     group_size: PositiveInt = 8
-    """Responses a prompt (G)."""
+    """Responses per prompt (G)."""
     mini_batch_size: NonNegativeInt = 0
     """Most responses of an optimizer update, over all ranks: a step's are cut into equal parts. 0:
     the whole step."""
@@ -157,7 +157,7 @@ class Args(
 
 
 # --------------------------------------------------------------------------------------------------
-# The equations: tensors in, tensors out. N sequences, T response positions, G responses a prompt, V
+# The equations: tensors in, tensors out. N sequences, T response positions, G responses per prompt, V
 # vocabulary.
 # --------------------------------------------------------------------------------------------------
 
@@ -337,6 +337,22 @@ def aggregate(
         return masked_mean(x, mask, 1).sum() / sequences
     divisor = {"sequence_sum": sequences, "constant": sequences * max_length}.get(how, tokens)
     return masked_sum(x, mask) / divisor
+
+
+def loss_reduction(
+    how: str, mask: Tensor, mini: list[int], updates: list[tuple[int, list[int]]], max_length: int
+) -> Callable:
+    """Return `aggregate` for the update on the responses `mini`, which is one of the `updates` of a
+    step, (epoch, responses) each.
+
+    With "step_token" all of them have the same divisor: the mean of their losses is the mean over
+    the step's tokens.
+    """
+    counted = [rows for _, rows in updates] if how == "step_token" else [mini]
+    tokens = sum(mask[rows].sum().item() for rows in counted) / len(counted)
+    return functools.partial(
+        aggregate, how=how, tokens=tokens, sequences=len(mini), max_length=max_length
+    )
 
 
 def entropy_from_logprobs(logprobs: Tensor) -> Tensor:
@@ -554,80 +570,43 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
-def collect(
-    sampler: Sampler, prompts: list[dict], step: int, position: int, policy_step: int
-) -> Experience | None:
-    """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
+def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Experience | None:
+    """Sample and score the prompts of a step, see `sample_groups`.
 
     With --advantage remax, also the greedy response to each prompt: its score is the baseline of
     the sampled ones.
 
     Args:
-        position: of the step's first prompt, see `take_prompts`. policy_step: steps that the policy
-            has trained.
+        state: of the run, or what the rollout before has left.
     Returns:
         The Experience; None if the run is interrupted.
     """
     args = sampler.args
-    reward_sources = sampler.reward_sources
-    wanted = args.rollout_batch_size
-    size = args.group_size
-    samples = []
-    count = wanted
-    for refill in range(1 + (MAX_REFILLS if args.filter_groups == "refill" else 0)):
-        rows = take_prompts(prompts, position, count, args.seed)
-        key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
-        latest = sampler.rollout(rows, size, key)
-        if latest is None:
-            return None
-        position = position + count
-        samples = samples + latest.samples
-        batch = Batch.from_samples(samples, latest.stopped.device)
-        scores = weighted_sum(batch.reward_components, args)
-        batch.scores = final_scores(scores, batch.response_lengths, batch.stopped, args)
-        has_signal = ~equal_scores(batch.scores.view(-1, size))  # (prompts,)
-        groups = int(has_signal.sum())
-        if groups >= wanted or evaluation.unscored(latest, reward_sources, args):
-            break
-        # As many prompts as are needed if the next ones are like those so far.
-        count = min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
-    metrics = {
-        "objective/scores": batch.scores.nanmean().item(),
-        "val/zero_std_fraction": 1 - groups / len(has_signal) if size > 1 else math.nan,
-        "val/sampled_prompts": len(has_signal),
-        **evaluation.batch_metrics(
-            batch, evaluation.correct_responses(batch, reward_sources), reward_sources
-        ),
-    }
-    unscored = evaluation.unscored(batch, reward_sources, args)
-    sampled_tokens = sum(batch.lengths)
-    if args.filter_groups != "none":
-        if not groups:  # nothing to learn from in this step
-            batch.scores = torch.full_like(batch.scores, math.nan)
-            has_signal = torch.ones_like(has_signal)
-        chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0]
-        samples = [batch.samples[i] for i in chosen.tolist()]
-        batch = Batch.from_samples(samples, batch.scores.device, batch.scores[chosen])
-    if not batch.scores.isfinite().any():
-        utils.warn(
-            f"step {step}: no response trains: each lacks a score, or was masked or filtered out"
-        )
-    experience = Experience(batch, metrics, sampled_tokens, position, policy_step, unscored)
-    if args.advantage == "remax":
-        greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))
-        if greedy is None:
-            return None
-        sums = weighted_sum(greedy.reward_components, args)
-        lengths = greedy.response_lengths
-        # A baseline cannot be left out: a greedy response without a stop token has its penalty.
-        baselines = final_scores(
-            sums, lengths, greedy.stopped, dataclasses.replace(args, mask_truncated=False)
-        )
-        experience.baselines = baselines.repeat_interleave(size)
-        batch.scores = batch.scores.masked_fill(~experience.baselines.isfinite(), math.nan)
-        experience.metrics["val/missing_greedy_scores"] = int((~baselines.isfinite()).sum())
-        experience.sampled_tokens += sum(greedy.lengths)
-        experience.unscored = unscored or evaluation.unscored(greedy, reward_sources, args)
+
+    def score(batch: Batch) -> Tensor:
+        """Set the scores, and return which groups have two different ones, (prompts,) bool."""
+        sums = weighted_sum(batch.reward_components, args)
+        batch.scores = final_scores(sums, batch.response_lengths, batch.stopped, args)
+        return ~equal_scores(batch.scores.view(-1, args.group_size))
+
+    experience = sample_groups(sampler, prompts, step, state, score)
+    if experience is None or args.advantage != "remax":
+        return experience
+    batch = experience.batch
+    rows = take_prompts(prompts, state.get("position", 0), args.rollout_batch_size, args.seed)
+    greedy = sampler.rollout(rows, 0, ("greedy", args.seed, step))
+    if greedy is None:
+        return None
+    sums = weighted_sum(greedy.reward_components, args)
+    # A baseline cannot be left out: a greedy response without a stop token has its penalty.
+    unmasked = dataclasses.replace(args, mask_truncated=False)
+    baselines = final_scores(sums, greedy.response_lengths, greedy.stopped, unmasked)
+    experience.baselines = baselines.repeat_interleave(args.group_size)
+    scores = batch.scores.masked_fill(~experience.baselines.isfinite(), math.nan)
+    experience.batch = dataclasses.replace(batch, scores=scores)
+    experience.metrics["val/missing_greedy_scores"] = int((~baselines.isfinite()).sum())
+    experience.sampled_tokens += sum(greedy.lengths)
+    experience.unscored = experience.unscored or unscored(greedy, sampler.reward_sources, args)
     return experience
 
 
@@ -685,37 +664,28 @@ def equal_scores(grouped: Tensor) -> Tensor:
     return highest <= lowest
 
 
-def policy_metrics(
-    total: dict[str, float],
-    updates: int,
-    responses: int,
-    args: Args,
-    mean_score: float,
-    kl_coef: float,
-) -> dict[str, float]:
-    """Return the logged objectives of a step from the totals of its sums.
+def policy_metrics(total: dict[str, float], scores: Tensor, kl_coef: float) -> dict[str, float]:
+    """Return the logged objectives of a step.
 
     Args:
-        total: sums over the tokens of all updates; those of kl, surprisal and weights over the
-            first epoch only.
-        updates: optimizer updates. responses: that trained. mean_score: of the step. kl_coef: beta
-            of the step.
+        total: of the step's sums; those of `evaluation.add_rollout` count each response once.
+        scores: (N,), of all responses that were sampled. kl_coef: beta of the step.
     """
     tokens = total["tokens"]
-    updates = max(1, updates)
-    responses = max(1, responses)
-    kl = total["kl"] / responses if args.kl_coef else math.nan
+    mean_score = scores.nanmean().item()
+    kl = total["kl"] / total["responses"]  # NaN without a reference
     return {
+        "objective/scores": mean_score,
         "objective/kl": kl,  # mean over responses of the sum over tokens
         "objective/non_score_reward": -kl_coef * kl,
-        "objective/rlhf_reward": mean_score - (kl_coef * kl if args.kl_coef else 0.0),
-        "objective/entropy": total["surprisal"] / responses,
-        "objective/loss": total["loss"] / updates,
-        "loss/policy_avg": total["policy_loss"] / updates,
+        "objective/rlhf_reward": mean_score - (kl_coef * kl if kl_coef else 0.0),
+        "objective/entropy": total["surprisal"] / total["responses"],
+        "objective/loss": total["loss"],
+        "loss/policy_avg": total["policy_loss"],
         "policy/approxkl_avg": total["approxkl"] / tokens,
         "policy/clipfrac_avg": total["clipped"] / tokens,
         "policy/entropy_avg": total["entropy"] / tokens,
-        "rollout/correction_mean": total["weights"] * args.num_epochs / tokens,
+        "rollout/correction_mean": total["weights"] / tokens,
     }
 
 
@@ -730,11 +700,11 @@ def main(args: Args) -> None:
     reward_sources = RewardSources(
         args, tokenizer, prompts + eval_prompts, conversations is not None
     )
-    # responses a step; fewer train where some are left out
+    # Responses per step; fewer train where some are left out.
     N = args.rollout_batch_size * args.group_size
-    updates_a_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
+    updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)
     total_steps = args.total_episodes // N
-    aggregation = args.loss_aggregation or args.ratio
+    loss_aggregation = args.loss_aggregation or args.ratio
 
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
@@ -744,96 +714,73 @@ def main(args: Args) -> None:
     )
     kl_in = "none" if reference is None else args.kl_in
     reward_sources.load_models(args, precision, sharding)
-    optimizer = utils.Optimizer(policy, args, total_steps * updates_a_step)
-    rollout_world = world.rollout_world(args.vllm_tensor_parallel)
-    engine = engines.rollout_engine(args, policy.model, rollout_world, precision, ROLLOUT_OUTPUTS)
-    # vLLM's log-probs differ from the trainer's by the rounding of other kernels, and by more in
-    # bfloat16.
-    correction = args.rollout_correction or (
-        "none" if engine is None or args.async_steps else "truncate"
-    )
-    # The old log-probs are those of the policy at the start of the step: with one update, the
-    # current ones. If an asynchronous rollout is by older weights, they are the engine's, unless
-    # --rollout_correction weighs the two.
-    old_logprobs_from = "trainer" if updates_a_step > 1 else "update"
-    if args.async_steps and correction == "none":
-        old_logprobs_from = "engine"
-    sampler = Sampler(
+    optimizer = utils.Optimizer(policy, args, total_steps * updates_per_step)
+    sampler = engines.load_sampler(
+        args,
+        run,
+        precision,
+        ROLLOUT_OUTPUTS,
         generate=generate,
         model=policy.model,
-        engine=engine,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
         reward_sources=reward_sources,
         conversations=conversations,
-        args=args,
-        interrupt=run.interrupt,
-        world=rollout_world,
-        autocast=precision.autocast,
     )
+    # The old log-probs are those of the trainer at the start of the step, or those of the engine if
+    # older weights have sampled and --rollout_correction does not weigh the two.
+    old_from_engine = args.async_steps > 0 and sampler.correction == "none"
+    # With one update the trainer's are the current ones, without a forward pass.
+    needs_start_logprobs = kl_in == "reward"
+    if updates_per_step > 1 and not (old_from_engine and reference is None):
+        needs_start_logprobs = True
+    estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
     saved_models = loading.models_to_save(args, policy, reference, run.checkpoint)
-    run.start(total_steps, tokenizer, saved_models, {"": optimizer}, engine)
+    run.start(
+        total_steps,
+        tokenizer=tokenizer,
+        models=saved_models,
+        optimizers={"": optimizer},
+        engine=sampler.engine,
+    )
     run.check_rows(prompts, eval_prompts)
-    prefetch = engines.Prefetch(functools.partial(collect, sampler, prompts), run.interrupt)
-    sampler.sync()
+    rollouts = engines.Rollouts(run, sampler, functools.partial(collect, sampler, prompts))
 
     for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
         run.phase("rollout")
-        experience = prefetch.take(step, run.state.get("position", 0), step - 1)
-        if experience is None:
-            run.leave()
-        if experience.unscored:
-            run.fail(f"--reward: no response of step {step} got a score from {experience.unscored}")
-        # samples while this step trains, with the weights from before
-        if args.async_steps and step < total_steps:
-            prefetch.start(step + 1, experience.position, step - 1)
-        # (N, T), (N,)
-        batch, mask, scores = (
-            experience.batch,
-            experience.batch.response_mask,
-            experience.batch.scores,
-        )
+        experience = rollouts.take(step)
+        batch = experience.batch
+        mask = batch.response_mask  # (N, T)
+        scores = batch.scores  # (N,)
         trained = scores.isfinite().nonzero()[:, 0].tolist()  # the responses that train
-        adapted_kl_coef = run.state.get("kl_coef") if args.kl_target else None
-        kl_coef = adapted_kl_coef or args.kl_coef
-        sampler.sleep()
+        kl_coef = args.kl_coef
+        if args.kl_target:
+            kl_coef = run.state.get("kl_coef", kl_coef)
 
-        # ---- 2. log-probs: of the old policy, which sampled, and of the reference ----
+        # ---- 2. log-probs: of the reference, and of the policy at the start of the step ----
         run.phase("logprobs")
         if reference is not None:
-            with lora.without_lora(reference.model):
-                values = forward_batch(
-                    reference, batch, args, world, precision.autocast, entropy=False
-                )
-            batch.tokens["ref_logprobs"] = values["logprobs"]
-        if (
-            old_logprobs_from == "trainer"
-            or kl_in == "reward"
-            or reference is not None
-            and updates_a_step > 1
-        ):
-            values = forward_batch(policy, batch, args, world, precision.autocast, entropy=False)
-            logprobs_at_start = values["logprobs"]
-            if reference is not None:
-                batch.tokens["kl"] = kl_estimate(
-                    logprobs_at_start, batch.tokens["ref_logprobs"], args.kl_estimator
-                )
-        if old_logprobs_from == "trainer":
-            batch.tokens["old_logprobs"] = logprobs_at_start
-        if old_logprobs_from == "engine":
-            batch.tokens["old_logprobs"] = batch.tokens["rollout_logprobs"].to(precision.loss_dtype)
+            batch.tokens["ref_logprobs"] = forward_batch(
+                reference, batch, "logprobs", args, world, precision.autocast, entropy=False
+            )
+        if needs_start_logprobs:
+            batch.tokens["start_logprobs"] = forward_batch(
+                policy, batch, "logprobs", args, world, precision.autocast, entropy=False
+            )
 
         # ---- 3. advantages ----
-        kl = batch.tokens["kl"] if kl_in == "reward" else None
-        # (N, T)
-        rewards_t = token_rewards(scores, kl, mask, kl_coef, batch.tokens.get("turn_rewards"))
+        kl = None
+        if kl_in == "reward":
+            kl = estimate_kl(batch.tokens["start_logprobs"], batch.tokens["ref_logprobs"])
+        # Rewards and advantages are (N, T).
+        rewards = token_rewards(scores, kl, mask, kl_coef, batch.tokens.get("turn_rewards"))
         advantages = token_advantages(
             args.advantage,
             scores,
             experience.baselines,
-            rewards_t,
+            rewards,
             mask,
             args.group_size,
             args.gamma,
@@ -846,104 +793,75 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.skip(updates_a_step - len(updates))
-        for number, (epoch, mini) in enumerate(updates):
-            token_count = mask[mini].sum().item()
-            # the mean over updates of sum / this is the token mean of the step
-            if aggregation == "step_token":
-                token_count = mask[trained].sum().item() * args.num_epochs / len(updates)
-            reduce_loss = functools.partial(
-                aggregate,
-                how=aggregation,
-                tokens=token_count,
-                sequences=len(mini),
-                max_length=args.max_response_length,
+        optimizer.skip(updates_per_step - len(updates))
+        for epoch, mini in updates:
+            reduce_loss = loss_reduction(
+                loss_aggregation, mask, mini, updates, args.max_response_length
             )
-            for inputs, t, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
-                m = t["response_mask"]  # (n, T), as all of t and out
+            for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
+                m = micro["response_mask"]  # (n, T), as all of micro and out
                 with gradient_sync(wrapped, last):
                     with precision.autocast():
                         out = forward_tokens(wrapped, inputs, m)
                     logprobs = out["logprobs"]
-                    old_logprobs = (
-                        logprobs.detach() if old_logprobs_from == "update" else t["old_logprobs"]
-                    )
+                    start_logprobs = micro.get("start_logprobs", logprobs.detach())
+                    old_logprobs = micro["rollout_logprobs"] if old_from_engine else start_logprobs
                     weights = correction_weights(
                         old_logprobs,
-                        t["rollout_logprobs"],
+                        micro["rollout_logprobs"],
                         m,
-                        correction,
+                        sampler.correction,
                         args.rollout_correction_cap,
                     )
                     log_ratio = logprobs - old_logprobs
                     if args.ratio == "sequence":
                         log_ratio = masked_sum(log_ratio, m, 1)[:, None].expand_as(log_ratio)
                     token_losses, clipped = clipped_loss(
-                        log_ratio, t["advantages"], args.clip_low, args.clip_high, args.dual_clip
+                        log_ratio,
+                        micro["advantages"],
+                        args.clip_low,
+                        args.clip_high,
+                        args.dual_clip,
                     )
                     loss = policy_term = reduce_loss(token_losses * weights, m)
-                    token_kl = torch.zeros_like(logprobs)
                     if args.entropy_coef:
                         loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
                     if kl_in == "loss":
-                        token_kl = kl_estimate(logprobs, t["ref_logprobs"], args.kl_estimator)
+                        token_kl = estimate_kl(logprobs, micro["ref_logprobs"])
                         loss = loss + kl_coef * reduce_loss(token_kl, m)
-                    # DDP and FSDP average over ranks, and `reduce_loss` has divided by the counts
-                    # of all ranks.
-                    optimizer.backward(loss * world.size)
-                sums.add(
-                    policy_loss=policy_term, loss=loss, clipped=masked_sum(clipped.double(), m)
-                )
-                sums.add(entropy=masked_sum(out["entropies"], m), tokens=m.sum())
-                sums.add(approxkl=masked_sum((logprobs - old_logprobs).square() / 2, m))
+                    optimizer.backward(loss)
+                sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
+                sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
+                sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)
                 if epoch == 0:  # each response once
-                    kl = t.get("kl", token_kl.detach())
-                    sums.add(kl=masked_sum(kl, m), mean_kl=masked_mean(kl, m, 1).sum())
-                    sums.add(surprisal=-masked_sum(old_logprobs, m), weights=masked_sum(weights, m))
-                    latest = logprobs.detach() if old_logprobs_from == "engine" else old_logprobs
-                    # the nearest to the weights that sampled
-                    if number == 0 or old_logprobs_from != "engine":
-                        evaluation.add_mismatch(sums, latest, t["rollout_logprobs"], m)
+                    evaluation.add_rollout(sums, micro, start_logprobs, estimate_kl)
             optimizer.step()
 
-        # ---- 5. sync: the prefetched rollout, the engine, the reference ----
+        # ---- 5. sync: the engine, the reference ----
         run.phase("sync")
-        prefetch.wait()
-        sampler.sync()
+        rollouts.sync()
         if args.ref_refresh_every and step % args.ref_refresh_every == 0:
             sync_reference(reference, policy)
         total = sums.totals()
 
         # ---- 6. metrics, and the KL controller ----
         metrics = {
-            "epoch": experience.position / len(prompts),
+            "epoch": experience.state["position"] / len(prompts),
             "objective/kl_coef": kl_coef,
-            **policy_metrics(
-                total,
-                len(updates),
-                len(trained),
-                args,
-                experience.metrics["objective/scores"],
-                kl_coef,
-            ),
-            **evaluation.mismatch_metrics(total, step, step - 1 - experience.policy_step),
+            **policy_metrics(total, experience.sampled.scores, kl_coef),
+            **evaluation.batch_metrics(experience.sampled, reward_sources),
+            **evaluation.mismatch_metrics(total, step, experience.staleness),
             **experience.metrics,
             **optimizer.metrics(),
             **sampler.metrics(),
         }
-        if reference is not None and args.kl_target:
-            mean_kl = total["mean_kl"] / max(1, len(trained))
-            adapted_kl_coef = adapt_kl_coef(
+        if args.kl_target:
+            mean_kl = total["mean_kl"] / total["responses"]
+            experience.state["kl_coef"] = adapt_kl_coef(
                 kl_coef, mean_kl, args.kl_target, len(trained), args.kl_horizon
             )
         samples = evaluation.sample_rows(batch, args.log_samples)
-        run.finish_step(
-            metrics,
-            samples,
-            experience.sampled_tokens,
-            position=experience.position,
-            kl_coef=adapted_kl_coef,
-        )
+        run.finish_step(metrics, samples, experience.sampled_tokens, **experience.state)
     run.finish()
 
 

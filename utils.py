@@ -262,12 +262,14 @@ class Optimizer:
         self.norms: list[float] = []  # of the gradients since the last `metrics`, before clipping
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradient of a loss times `loss_scale`.
+        """Add the gradient of this rank's share of a loss, times `loss_scale`.
 
-        That of a loss that is not finite becomes NaN, so that `step` skips it: a NaN that
-        torch.clamp has passed on has a gradient of 0.
+        The loss is the sum of the shares, and DDP and FSDP average gradients over the ranks. That
+        of a loss that is not finite becomes NaN, so that `step` skips it: a NaN that torch.clamp
+        has passed on has a gradient of 0.
         """
-        (loss * torch.where(loss.isfinite(), self.loss_scale, math.nan)).backward()
+        scale = self.loss_scale * (dist.get_world_size() if dist.is_initialized() else 1)
+        (loss * torch.where(loss.isfinite(), scale, math.nan)).backward()
 
     def step(self) -> None:
         """Clip, check, update the weights, and clear the gradient."""
@@ -544,8 +546,11 @@ class Sums:
         self.sums = defaultdict(float)
         self.largest = {}
 
-    def add(self, **tensors: torch.Tensor) -> None:
+    def add(self, mask: torch.Tensor | None = None, **tensors: torch.Tensor) -> None:
+        """Add numbers, or with a mask the entries of tensors, all of its shape, where it is set."""
         for name, x in tensors.items():
+            if mask is not None:
+                x = torch.where(mask, x, 0.0).sum()
             self.sums[name] += x.detach().double()
 
     def max(self, **tensors: torch.Tensor) -> None:
@@ -558,13 +563,15 @@ class Sums:
         """Return {name: sum over all ranks, "max_" + name: largest over all ranks}; NaN for what
         was never added.
         """
-        if not self.sums:
-            return defaultdict(lambda: math.nan)
-        sums = self.world.sum(torch.stack(list(self.sums.values()))).tolist()
-        largest = self.world.max(torch.cat(list(self.largest.values()))).tolist()
-        return dict(zip(self.sums, sums)) | {
-            f"max_{name}": value for name, value in zip(self.largest, largest)
-        }
+        totals = defaultdict(lambda: math.nan)
+        for prefix, tensors, reduce in (
+            ("", self.sums, self.world.sum),
+            ("max_", self.largest, self.world.max),
+        ):
+            if tensors:
+                values = reduce(torch.hstack([*tensors.values()])).tolist()
+                totals.update((prefix + name, x) for name, x in zip(tensors, values))
+        return totals
 
 
 def peak_flops(device: torch.device) -> float:

@@ -59,7 +59,7 @@ from plumbing.models import loading
 from plumbing.rewards.answers import marked_number, stated_text
 from plumbing.rewards.sources import RewardSources, check_reference
 from plumbing.rollout import engines
-from plumbing.rollout.batch import Batch, Sampler
+from plumbing.rollout.batch import Batch, Sampler, unscored
 from plumbing.run import evaluation, resume
 from plumbing.run.log import append, as_logged, read_args, replace_file
 from plumbing.run.ranks import Interrupt, record
@@ -274,7 +274,7 @@ def main(args: Args) -> None:
     # ---- results ----
     batch = Batch.from_samples(samples, batch.stopped.device)
     table = sample_table(batch, reward_sources, n)
-    if reason := evaluation.unscored(batch, reward_sources, args):
+    if reason := unscored(batch, reward_sources, args):
         utils.fail(f"--reward: no response got a score ({reason})")
     missing = {name: int(scores.isnan().sum()) for name, scores in batch.reward_components.items()}
     columns = [*missing, "stopped", "tokens"]

@@ -304,7 +304,7 @@ def test_logprobs_and_loss_by_hand(batch):
     it; the loss is the mean over these tokens alone.
     """
     batch, policy, args = batch
-    outputs = forward_batch(policy, batch, args, WORLD, contextlib.nullcontext)
+    logprobs = forward_batch(policy, batch, "logprobs", args, WORLD, contextlib.nullcontext)
     assert all(sample.conversation.metrics()["observation_tokens"] for sample in batch.samples)
     count = 0
     loss = 0.0
@@ -322,14 +322,14 @@ def test_logprobs_and_loss_by_hand(batch):
         assert batch.response_mask[i].nonzero()[:, 0].tolist() == positions
         for t in range(batch.response_mask.shape[1]):
             want = expected[len(query) + t - 1, response[t]].item() if t in positions else 0.0
-            assert outputs["logprobs"][i, t].item() == pytest.approx(want, abs=1e-12)
+            assert logprobs[i, t].item() == pytest.approx(want, abs=1e-12)
             assert batch.tokens["rollout_logprobs"][i, t].item() == pytest.approx(want, abs=1e-5)
             if t in positions:
                 count = count + 1
                 loss = loss - advantages[i, t].item() * want
     mask = batch.response_mask
     mine = grpo.aggregate(
-        -advantages * outputs["logprobs"], mask, "token", mask.sum().item(), len(batch.samples), 60
+        -advantages * logprobs, mask, "token", mask.sum().item(), len(batch.samples), 60
     )
     assert mine.item() == pytest.approx(loss / count, abs=1e-12)
     metrics = evaluation.conversation_metrics(batch)
@@ -358,8 +358,7 @@ def test_failed_environments_are_left_out(batch, script, monkeypatch):
         script, reward=("model",), rollout_batch_size=1, group_size=4, filter_groups="none"
     )
     sampler = sampler_of(batch[1].model, scored, conversations_of(), args)
-    statistics = [[0.0, 0.0, 0.0]] if script is ppo else []
-    found = script.collect(sampler, [row], 1, 0, 0, *statistics)
+    found = script.collect(sampler, [row], 1, {})
     assert found.batch.reward_components["model"].tolist() == pytest.approx(
         [math.nan, 3.0, 3.0, 3.0], nan_ok=True
     )
@@ -379,7 +378,7 @@ def test_remax_has_its_baseline_at_the_same_prompt(batch, monkeypatch):
     monkeypatch.setattr(
         Sampler, "rollout", lambda *args: rollouts.append(rollout(*args)) or rollouts[-1]
     )
-    rloo.collect(sampler, [row_of(make_tokenizer(), mode="adds")], 1, 0, 0)
+    rloo.collect(sampler, [row_of(make_tokenizer(), mode="adds")], 1, {})
     assert [sample.row["prompt"] for made in rollouts for sample in made.samples] == [
         "go[more]"
     ] * 3

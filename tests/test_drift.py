@@ -134,7 +134,7 @@ def names_read(*trees: ast.Module) -> set[str]:
             names |= (
                 {node.attr} if getattr(owner, "id", getattr(owner, "attr", "")) == "args" else set()
             )
-        if isinstance(node, ast.FunctionDef) and re.search(
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.search(
             r"getattr\((self\.)?args\b", ast.unparse(node)
         ):
             texts = [

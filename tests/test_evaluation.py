@@ -82,7 +82,7 @@ def test_no_score_is_there():
 
 def metrics_of(*batch) -> dict:
     batch = batch_of(*batch)
-    return evaluation.batch_metrics(batch, evaluation.correct_responses(batch, REWARDS), REWARDS)
+    return evaluation.batch_metrics(batch, REWARDS)
 
 
 def test_means_of_a_step_leave_out_what_has_no_score():
@@ -112,8 +112,9 @@ def test_disagreement_of_rollout_and_trainer(difference, staleness, warned, caps
     mask = torch.tensor([[True, True], [True, False]])
     engine = torch.tensor([[0.5, 0.25], [0.5, NAN]], dtype=torch.float64)
     trainer = engine + difference * torch.tensor([[2.0, 1.0], [0.0, 9.0]])
-    evaluation.add_mismatch(sums, trainer[:1].log(), engine[:1].log(), mask[:1])
-    evaluation.add_mismatch(sums, trainer[1:].log(), engine[1:].log(), mask[1:])
+    for rows in (slice(1), slice(1, 2)):
+        micro = {"rollout_logprobs": engine[rows].log(), "response_mask": mask[rows]}
+        evaluation.add_rollout(sums, micro, trainer[rows].log())
     metrics = evaluation.mismatch_metrics(sums.totals(), 3, staleness)
     logs = (trainer.log() - engine.log())[mask]
     assert metrics == pytest.approx(

@@ -165,7 +165,7 @@ def test_all_is_covered():
         {"loss": "grpo", **changes} for script, changes, *_ in TRAINED.values() if script == "grpo"
     ]
     aggregation = lambda values: values.get(
-        "loss_aggregation", grpo.VARIANTS[values["loss"]].aggregation
+        "loss_aggregation", grpo.VARIANTS[values["loss"]].loss_aggregation
     )
     assert {values["loss"] for values in of_grpo} == choices(grpo, "loss") == set(grpo.VARIANTS)
     assert {values.get("kl_estimator", "k3") for values in of_grpo} == choices(grpo, "kl_estimator")

@@ -181,7 +181,7 @@ def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, monkeypatch, budg
     total = 0.0
     policy.model.get_output_embeddings().weight.grad = before = torch.ones(32, 16, dtype=F64)
     rows = [{"query": q, "response": r} for q, r in pairs]
-    optimizer = SimpleNamespace(backward=torch.Tensor.backward)
+    optimizer = SimpleNamespace(backward=lambda loss: (loss * ranks).backward())
     for rank in range(ranks):
         world = utils.World(rank, ranks, CPU)
         total += ppo.ptx_loss(policy, rows, args, optimizer, world, contextlib.nullcontext).item()

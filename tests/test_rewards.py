@@ -29,7 +29,7 @@ from plumbing.rewards.sources import (
     lacks_answer,
 )
 from plumbing.rewards.workers import Workers
-from plumbing.rollout.batch import Batch, Sample
+from plumbing.rollout.batch import Batch, Sample, unscored
 from plumbing.run import evaluation
 
 FUNCTIONS = """
@@ -357,7 +357,7 @@ def test_metrics_of_rows_that_name_their_sources():
     )
     correct = evaluation.correct_responses(batch, reward_sources)
     assert correct.tolist() == pytest.approx([1, 0, 1, 1, nan], nan_ok=True)
-    metrics = evaluation.batch_metrics(batch, correct, reward_sources)
+    metrics = evaluation.batch_metrics(batch, reward_sources)
     assert (
         metrics["objective/verifiable_correct_rate"] == 0.75 and metrics["val/missing_scores"] == 1
     )
@@ -381,6 +381,6 @@ def test_a_source_that_fails_on_all_of_its_rows():
     reward_sources = types.SimpleNamespace(why_missing=lambda name: f"{name} failed")
     rows = [row("1", ["math"]), row("1", ["code"])]
     failed = batch_of(rows, math=[1.0, 0.0], code=[0.0, math.nan])
-    assert evaluation.unscored(failed, reward_sources, args) == "code failed"
+    assert unscored(failed, reward_sources, args) == "code failed"
     without = batch_of(rows[:1], math=[1.0], code=[0.0])  # a step without rows for code
-    assert evaluation.unscored(without, reward_sources, args) == ""
+    assert unscored(without, reward_sources, args) == ""

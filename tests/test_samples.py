@@ -13,6 +13,7 @@ from helpers import folder_of, metrics_of, run_here, variant, weights_of
 
 import grpo
 from plumbing.data import mixture
+from plumbing.rollout import batch
 from plumbing.rollout.batch import Batch, Sample
 from plumbing.run import evaluation
 
@@ -66,7 +67,7 @@ def collected(monkeypatch):
 
     def collect(table, position=0, end=None, max_refills=9, **flags):
         size = len(table[0])
-        monkeypatch.setattr(grpo, "MAX_REFILLS", max_refills)
+        monkeypatch.setattr(batch, "MAX_REFILLS", max_refills)
         common = {
             "reward": ("exact",),
             "rollout_batch_size": 4,
@@ -78,7 +79,7 @@ def collected(monkeypatch):
         sampler = types.SimpleNamespace(args=args, reward_sources=REWARDS, rollout=rollout)
         prompts = [{"i": i, "query": [i]} for i in range(40)]
         order = [row["i"] for row in mixture.take_prompts(prompts, 0, 80, sampler.args.seed)]
-        return grpo.collect(sampler, prompts, 3, position, 2), rollout.calls, order
+        return grpo.collect(sampler, prompts, 3, {"position": position}), rollout.calls, order
 
     return collect
 
@@ -100,7 +101,7 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
         len(calls) == 1
         and 0 < len(expected) < 4
         and groups_of(got) == expected
-        and got.position == 4
+        and got.state["position"] == 4
     )
     assert got.batch.scores.tolist() == [s for i in expected for s in table[i % 4]]
     assert got.sampled_tokens == 4 * (2 + 3) and got.metrics["val/sampled_prompts"] == 4
@@ -108,7 +109,7 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     two = dict(reward=("exact", "f.py:f"), reward_weights=(2.0, 1.0), filter_groups="drop")
     assert groups_of(collected(table, advantage_scale="gdpo", **two)[0]) == expected
     present = [s for i in order[:4] for s in table[i % 4] if not math.isnan(s)]
-    assert got.metrics["objective/scores"] == pytest.approx(sum(present) / len(present))
+    assert got.sampled.scores.nanmean().item() == pytest.approx(sum(present) / len(present))
 
 
 @pytest.mark.parametrize("differing", [(0,), (1, 2, 4)])
@@ -127,7 +128,11 @@ def test_refill_samples_other_prompts_until_the_step_is_full(collected, differin
         position += asked
         found = sum(by_table(table, order[2:position]))
         asked = min(4, math.ceil((4 - found) * (position - 2) / max(1, found)))
-    assert found >= 4 and len(calls) > (3 if differing == (0,) else 1) and got.position == position
+    assert (
+        found >= 4
+        and len(calls) > (3 if differing == (0,) else 1)
+        and got.state["position"] == position
+    )
     assert len(calls[-1][0]) == (4 if differing == (0,) else 2)
     expected = [i for i in order[2:position] if i % 5 in differing][:4]
     assert groups_of(got) == expected and got.batch.scores.tolist() == [0.0, 1.0] * 4
@@ -138,9 +143,9 @@ def test_refill_samples_other_prompts_until_the_step_is_full(collected, differin
     groups = position - 2
     groups_of_ones = position - 2 - found
     scores = [s for i in order[2:position] for s in table[i % 5]]
-    assert got.metrics == pytest.approx(
+    metrics = got.metrics | evaluation.batch_metrics(got.sampled, REWARDS)
+    assert metrics == pytest.approx(
         {
-            "objective/scores": statistics.fmean(scores),
             "val/zero_std_fraction": groups_of_ones / groups,
             "val/sampled_prompts": groups,
             "objective/verifiable_correct_rate": groups_of_ones / (2 * groups),
@@ -162,7 +167,7 @@ def test_where_no_group_is_left_nothing_trains(collected, how, capsys):
     got, calls, order = collected([[1.0, 1.0]], filter_groups=how, max_refills=2)
     scores = got.batch.scores
     assert len(calls) == (3 if how == "refill" else 1) and scores.isnan().all() and len(scores) == 8
-    assert got.metrics["objective/scores"] == 1
+    assert got.sampled.scores.nanmean().item() == 1
     assert capsys.readouterr().err.startswith("warning: step 3: no response trains: ")
 
 
@@ -171,9 +176,9 @@ def test_a_dead_source_is_not_asked_again(collected):
     assert (
         len(calls) == 1
         and got.unscored == "exact: it returned None"
-        and got.metrics["val/missing_scores"] == 8
+        and evaluation.batch_metrics(got.sampled, REWARDS)["val/missing_scores"] == 8
     )
-    unscored = lambda weight: evaluation.unscored(
+    unscored = lambda weight: batch.unscored(
         got.batch, REWARDS, grpo.Args(reward_weights=(weight,))
     )
     assert unscored(1.0) == got.unscored and unscored(0.0) == ""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from plumbing.models.lora import add_lora
+from plumbing.models.lora import add_lora, forward_without_lora
 from utils import exit_on_error, fail, first_line, say, warn
 
 
@@ -55,11 +55,7 @@ FORMATS = {
 
 
 def precision(name: str, device: torch.device) -> Precision:
-    """Return the number formats of --precision `name`; exit with code 2 if a GPU is there that
-    torch cannot use.
-    """
-    if device.type == "cpu" and torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-        check_driver()
+    """Return the number formats of --precision `name`."""
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "float32"
     if name == "pure_bf16":
@@ -69,17 +65,6 @@ def precision(name: str, device: torch.device) -> Precision:
     param, compute = FORMATS[name]
     autocast = functools.partial(torch.autocast, device.type, compute, enabled=compute is not None)
     return Precision(param, torch.promote_types(param, torch.float32), compute, autocast)
-
-
-def check_driver() -> None:
-    """Exit with code 2 if there is an NVIDIA driver that torch cannot use, such as one that is too
-    old.
-    """
-    try:
-        torch.cuda.init()
-    except RuntimeError as error:  # torch's words for neither driver nor GPU, which leave the CPU
-        if not re.search("no NVIDIA driver|No CUDA GPUs", str(error)):
-            fail(f"{first_line(error)} With CUDA_VISIBLE_DEVICES='' the CPU computes")
 
 
 @functools.cache
@@ -591,13 +576,13 @@ def load_policy_and_reference(
 
     Returns:
         The policy; what trains it; and the reference, frozen: None without --kl_coef, with LoRA the
-        policy itself, which is used without its adapter.
+        policy without its adapter.
     """
     policy, wrapped = load_policy(args, make_policy, checkpoint, precision, sharding)
     if not args.kl_coef:
         return policy, wrapped, None
     if args.lora_rank and not args.ref_model:
-        return policy, wrapped, policy
+        return policy, wrapped, functools.partial(forward_without_lora, policy)
     flag = "--ref_model" if args.ref_model else "--model"
     name = args.ref_model or args.model
     if args.ref_model:

@@ -2,7 +2,6 @@
 has none.
 """
 
-import contextlib
 import os
 
 import torch
@@ -46,19 +45,13 @@ def add_lora(model: torch.nn.Module, args) -> None:
             parameter.data.copy_(torch.from_numpy(draw))
 
 
-@contextlib.contextmanager
-def without_lora(model: torch.nn.Module):
-    """Compute without a model's adapter in this context; a model that has none computes as
-    always.
-    """
-    if not getattr(model, "peft_config", None):
-        yield
-        return
-    model.disable_adapters()
+def forward_without_lora(policy: torch.nn.Module, *inputs, **options):
+    """Return what a policy's forward gives without its adapter, as a reference."""
+    policy.model.disable_adapters()
     try:
-        yield
+        return policy(*inputs, **options)
     finally:
-        model.enable_adapters()
+        policy.model.enable_adapters()
 
 
 def base_weights(model: torch.nn.Module) -> list[tuple]:

@@ -18,8 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation import logits_process
 
 import utils
+from plumbing.data.mixture import take_prompts
 from plumbing.models.sharding import model_device, unsharded
-from plumbing.rewards.sources import RewardSources, Scoring
+from plumbing.rewards.sources import RewardSources, Scoring, is_scored_by, reward_weights
+
+# further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
+MAX_REFILLS = 9
 
 
 @dataclass
@@ -61,21 +65,17 @@ class Sampler:
     world: utils.World  # of the rollout, see `utils.World.rollout_world`
     autocast: Callable  # returns the context to compute in
 
+    @property
+    def correction(self) -> str:
+        """--rollout_correction. By default it is "truncate" for synchronous rollouts of vLLM, whose
+        log-probs differ from the trainer's by the rounding of other kernels, more so in bfloat16.
+        """
+        default = "none" if self.engine is None or self.args.async_steps else "truncate"
+        return self.args.rollout_correction or default
+
     def interrupted(self) -> bool:
         """Return whether this rank was asked to save and exit."""
         return self.interrupt.requested
-
-    def sync(self) -> None:
-        """Give the engine the weights of the trained model; all ranks call it, and nothing samples
-        meanwhile.
-        """
-        if self.engine is not None:
-            self.engine.sync(self.model)
-
-    def sleep(self) -> None:
-        """Free the engine's memory until the next `sync`, where it can."""
-        if self.engine is not None:
-            self.engine.sleep()
 
     def metrics(self) -> dict[str, float]:
         """Return what the engine logs of a step, and the seconds that it waited for scores once all
@@ -99,12 +99,8 @@ class Sampler:
         local = self.world.shard(list(range(len(rows))))  # the responses of this rank
         draws, tool_seeds = self.random_numbers(len(rows), key)
         scoring = Scoring(self.reward_sources, self.interrupted)
-        given = (
-            [rows[i] for i in local],
-            draws[local] if samples else None,
-            tool_seeds[local].tolist(),
-        )
-        self.sample(*given, scoring.add)
+        draws = draws[local] if samples else None
+        self.sample([rows[i] for i in local], draws, tool_seeds[local].tolist(), scoring.add)
         if self.world.any(self.interrupted() or len(scoring.samples) < len(local)):
             return None
         responses = scoring.finish()
@@ -154,20 +150,17 @@ class Sampler:
             end: called with the place of a row and its Sample, once the response has ended.
         """
 
-        def end_response(
-            place: int, response: list[int], values: dict[str, list], conversation=None
-        ) -> None:
-            row = rows[place]
-            if conversation:
-                row = conversation.row
-                stopped = conversation.stop_reason != "length"
-            else:
-                stopped = response[-1] in self.stop_ids
+        def end_response(place: int, response: list[int], values: dict[str, list]) -> None:
             text = self.tokenizer.decode(response, skip_special_tokens=True)
-            sample = Sample(row, response, values, stopped, conversation, text)
-            if conversation:
-                conversation.response = sample.response
-                conversation.values = sample.values
+            stopped = response[-1] in self.stop_ids
+            end(place, Sample(rows[place], response, values, stopped, text=text))
+
+        def end_conversation(place: int, x) -> None:
+            text = self.tokenizer.decode(x.response, skip_special_tokens=True)
+            stopped = x.stop_reason != "length"
+            sample = Sample(x.row, x.response, x.values, stopped, x, text)
+            x.response = sample.response
+            x.values = sample.values
             end(place, sample)
 
         with contextlib.ExitStack() as stack:
@@ -178,8 +171,7 @@ class Sampler:
                 stack.enter_context(self.autocast())
             queries = [row["query"] for row in rows]
             if self.conversations:
-                end_conversation = lambda place, x: end_response(place, x.response, x.values, x)
-                given = (
+                self.conversations.sample(
                     rows,
                     tool_seeds,
                     draws,
@@ -188,11 +180,9 @@ class Sampler:
                     self.engine,
                     self.in_batches,
                 )
-                self.conversations.sample(*given)
             elif self.engine is None:
-                for response in self.in_batches(
-                    queries, None if draws is None else torch.from_numpy(draws)
-                ):
+                uniforms = None if draws is None else torch.from_numpy(draws)
+                for response in self.in_batches(queries, uniforms):
                     end_response(*response)
             else:
                 seeds = None if draws is None else draws[:, 0].tolist()
@@ -255,13 +245,11 @@ class Batch:
         samples: list[Sample], device: torch.device, scores: Tensor | None = None
     ) -> "Batch":
         """Return a batch of some responses; their per-token values are padded to the longest."""
-        padded = lambda rows: pad_sequence(list(map(torch.as_tensor, rows)), batch_first=True).to(
-            device
-        )
         lengths = torch.tensor([len(x.response) for x in samples], device=device)
         tokens = {"response_mask": torch.arange(lengths.max(), device=device) < lengths[:, None]}
         for name in {name: None for x in samples for name in x.values}:
-            tokens[name] = padded([x.values.get(name, ()) for x in samples])
+            rows = [torch.as_tensor(x.values.get(name, ())) for x in samples]
+            tokens[name] = pad_sequence(rows, batch_first=True).to(device)
         tokens["response_mask"] = tokens["response_mask"].bool()
         components = {
             name: torch.tensor(
@@ -285,6 +273,13 @@ class Batch:
     def lengths(self) -> list[int]:
         """Tokens of query and response together."""
         return [len(x.row["query"]) + len(x.response) for x in self.samples]
+
+    def counted(self, name: str) -> Tensor:
+        """Return (N,) bool: the responses that a source scores, which are all unless rows name
+        other sources.
+        """
+        scored = [is_scored_by(x.row, name) for x in self.samples]
+        return torch.tensor(scored, device=self.stopped.device)
 
     def collate(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
         """Return some of the responses behind their queries, as `collate` lays them out;
@@ -317,15 +312,81 @@ class Experience:
     """A scored batch to train on, and where the next step continues."""
 
     batch: Batch
-    metrics: dict[str, float]  # of all responses that were sampled, the dropped ones included
-    sampled_tokens: int  # of theirs, prompts included
-    position: int  # of the next step's first prompt in the stream of prompts
-    policy_step: int  # steps that the policy which sampled had trained
-    unscored: str  # the first reward source that gave no response a score, and why; "" for none
+    sampled: Batch  # all that were sampled, those that do not train included
+    metrics: dict[str, float]
+    sampled_tokens: int  # of prompts, too
+    # what the next rollout depends on: the "position" of its first prompt, see `take_prompts`
+    state: dict
+    unscored: str  # see the function of this name
+    staleness: int = 0  # steps that the policy has trained since it sampled
     # (N,), scores of the greedy responses to the same prompts (rloo.py)
     baselines: Tensor | None = None
-    # running count, mean and sum of squared deviations of scores (ppo.py)
-    score_statistics: list[float] | None = None
+
+
+def sample_groups(
+    sampler: Sampler, prompts: list[dict], step: int, state: dict, score: Callable[[Batch], Tensor]
+) -> Experience | None:
+    """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
+
+    Args:
+        state: see `Experience`.
+        score: sets `Batch.scores`, and returns which groups can train: (prompts,) bool.
+    Returns:
+        The Experience; None if the run is interrupted.
+    """
+    args = sampler.args
+    position = state.get("position", 0)
+    wanted = args.rollout_batch_size
+    size = args.group_size
+    samples = []
+    count = wanted
+    for refill in range(1 + MAX_REFILLS):
+        rows = take_prompts(prompts, position, count, args.seed)
+        key = ("rollout", args.seed, step, refill) if refill else ("rollout", args.seed, step)
+        latest = sampler.rollout(rows, size, key)
+        if latest is None:
+            return None
+        position = position + count
+        samples = samples + latest.samples
+        sampled = Batch.from_samples(samples, latest.stopped.device)
+        has_signal = score(sampled)
+        groups = int(has_signal.sum())
+        if args.filter_groups != "refill" or groups >= wanted:
+            break
+        if unscored(latest, sampler.reward_sources, args):
+            break
+        # As many prompts as are needed if the next ones are like those so far.
+        count = min(wanted, math.ceil((wanted - groups) * len(has_signal) / max(1, groups)))
+    metrics = {
+        "val/zero_std_fraction": 1 - groups / len(has_signal) if size > 1 else math.nan,
+        "val/sampled_prompts": len(has_signal),
+    }
+    batch = sampled
+    if args.filter_groups != "none":
+        scores = sampled.scores
+        if not groups:  # nothing to learn from in this step
+            scores = torch.full_like(scores, math.nan)
+            has_signal = torch.ones_like(has_signal)
+        chosen = has_signal.repeat_interleave(size).nonzero()[: wanted * size, 0].tolist()
+        batch = Batch.from_samples([samples[i] for i in chosen], scores.device, scores[chosen])
+    if not batch.scores.isfinite().any():
+        utils.warn(
+            f"step {step}: no response trains: each lacks a score, or was masked or filtered out"
+        )
+    missing = unscored(sampled, sampler.reward_sources, args)
+    tokens = sum(sampled.lengths)
+    return Experience(batch, sampled, metrics, tokens, {"position": position}, missing)
+
+
+def unscored(batch: Batch, reward_sources: RewardSources, args) -> str:
+    """Return the first reward source that has a weight and gave no response a score, and why; "" if
+    there is none.
+    """
+    for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
+        scored = scores[batch.counted(name)]
+        if weight and len(scored) and scored.isnan().all():
+            return reward_sources.why_missing(name)
+    return ""
 
 
 def collate(rows: list[tuple], device) -> tuple[Tensor, Tensor]:
@@ -374,7 +435,7 @@ def only_logged(name: str, x: Tensor) -> Tensor:
 def forward_tokens(
     module, inputs: tuple[Tensor, Tensor], mask: Tensor, **options
 ) -> dict[str, Tensor]:
-    """Return `module(*inputs, **options)`, values (tokens,) by name, as (n, T) along the response
+    """Return `module(*inputs, **options)`, outputs (tokens,) by name, as (n, T) along the response
     mask (n, T).
     """
     return {name: pad_rows(x, mask) for name, x in module(*inputs, **options).items()}
@@ -382,26 +443,26 @@ def forward_tokens(
 
 @torch.no_grad()
 def forward_batch(
-    module, batch: Batch, args, world: utils.World, autocast: Callable, **options
-) -> dict[str, Tensor]:
+    module, batch: Batch, name: str, args, world: utils.World, autocast: Callable, **options
+) -> Tensor:
     """Return what a module gives for every response token, without gradient, the work spread over
     the ranks.
 
     Args:
-        module: called with (input_ids, response_mask, **options), returns values (tokens,) by name.
+        module: called with (input_ids, response_mask, **options), returns outputs (tokens,) by name.
+        name: of the output that is returned.
     Returns:
-        (N, T) by name, 0 after a response's end.
+        (N, T), 0 after a response's end.
     """
     mask = batch.response_mask
-    values = {}
+    result = None
     for rows in utils.micro_batches(batch.lengths, args.micro_batch_tokens, world):
         with autocast():
-            outputs = forward_tokens(module, batch.collate(rows), mask[rows], **options)
-        for name, x in outputs.items():
-            if name not in values:
-                values[name] = x.new_zeros(mask.shape)
-            values[name][rows] = x
-    return {name: world.sum(x) for name, x in values.items()}  # a row is 0 on all ranks but one
+            x = forward_tokens(module, batch.collate(rows), mask[rows], **options)[name]
+        if result is None:
+            result = x.new_zeros(mask.shape)
+        result[rows] = x
+    return world.sum(result)  # a row is 0 on all ranks but one
 
 
 def logits_processors(

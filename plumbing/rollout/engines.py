@@ -15,6 +15,7 @@ import torch
 
 from plumbing.models.loading import Precision, check_decodes
 from plumbing.models.sharding import unsharded
+from plumbing.rollout.batch import Experience, Sampler
 from utils import World, fail
 
 
@@ -51,6 +52,29 @@ def rollout_engine(
     return engine
 
 
+def load_sampler(
+    args, run, precision: Precision, outputs: tuple[str, ...], needed: bool = True, **parts
+) -> Sampler:
+    """Return a Sampler with the engine of --rollout_backend and a process group of its own.
+
+    Args:
+        run: a plumbing.run.run.Run. outputs: see `rollout_engine`.
+        needed: whether anything is sampled. parts: the other fields of `Sampler`.
+    """
+    world = run.world.rollout_world(args.vllm_tensor_parallel)
+    engine = None
+    if needed:
+        engine = rollout_engine(args, parts["model"], world, precision, outputs)
+    return Sampler(
+        args=args,
+        engine=engine,
+        world=world,
+        interrupt=run.interrupt,
+        autocast=precision.autocast,
+        **parts,
+    )
+
+
 def backend_of(flag: str, args) -> str:
     """Return what a flag says that samples, and for auto what it is here; exit with code 2 if vLLM
     cannot.
@@ -84,52 +108,69 @@ def load_conversations(args, tokenizer, stop_ids: list[int]):
     return Conversations(args, tokenizer, stop_ids)
 
 
-class Prefetch:
-    """Makes the next step's rollout in another thread while this step trains.
+class Rollouts:
+    """The scored rollouts of a run's steps. With --async_steps each is made in another thread while
+    the step before it trains.
 
     So steps 1 and 2 train on data of policy 1 and step k on data of policy k - 1, as with the two
     queues of size one of open-instruct, after Cleanba (arXiv:2310.00036).
     """
 
-    def __init__(self, make: Callable, interrupt):
-        """`make` makes a rollout and returns early, with any result, once `interrupt.requested` is
-        set.
+    def __init__(self, run, sampler: Sampler, collect: Callable[[int, dict], Experience | None]):
+        """Give the engine the weights of the model.
+
+        Args:
+            run: a plumbing.run.run.Run, which has started.
+            collect: makes the rollout of a step from what the rollout before has left (`Experience.state`), and
+                returns early, with any result, once `sampler.interrupt.requested` is set.
         """
-        self.make = make
-        self.interrupt = interrupt
-        self.future: concurrent.futures.Future | None = None
+        self.run = run
+        self.sampler = sampler
+        self.collect = collect
+        self.ahead: concurrent.futures.Future | None = None
         atexit.register(self._leave)
+        self.sync()
 
-    def start(self, *job) -> None:
-        """Begin make(*job) in a thread."""
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    def take(self, step: int) -> Experience:
+        """Return the rollout of a step. If it was interrupted, or a reward source gave no score,
+        save and exit.
+        """
+        ahead = self.ahead
+        experience = ahead.result() if ahead else self.collect(step, self.run.state)
+        self.ahead = None
+        if experience is None:
+            self.run.save_and_exit()
+        if experience.unscored:
+            self.run.fail(
+                f"--reward: no response of step {step} got a score from {experience.unscored}"
+            )
+        experience.staleness = int(ahead is not None)
+        if self.sampler.args.async_steps and step < self.run.total_steps:
+            self.ahead = self._collect_ahead(step + 1, experience.state)
+        if self.sampler.engine is not None:
+            self.sampler.engine.sleep()
+        return experience
 
-        # a daemon: at exit, it may be in a collective with a rank that has ended
-        @pebble.concurrent.thread
-        def work():
-            if device is not None:
-                torch.cuda.set_device(device)  # the current device is set per thread
-            return self.make(*job)
+    # a daemon: at exit, it may be in a collective with a rank that has ended
+    @pebble.concurrent.thread
+    def _collect_ahead(self, step: int, state: dict) -> Experience | None:
+        if self.run.world.device.type == "cuda":
+            torch.cuda.set_device(self.run.world.device)  # the current device is set per thread
+        return self.collect(step, state)
 
-        self.future = work()
-
-    def wait(self) -> None:
-        """Wait for the rollout that was started, if one was."""
-        if self.future is not None:
-            self.future.exception()
-
-    def take(self, *job):
-        """Return the rollout that was started, or else make(*job) now; raise what it raises."""
-        if self.future is None:
-            return self.make(*job)
-        result = self.future.result()
-        self.future = None
-        return result
+    def sync(self) -> None:
+        """Give the engine the weights of the model, once nothing samples any more; all ranks call
+        it.
+        """
+        if self.ahead is not None:
+            self.ahead.exception()  # waits
+        if self.sampler.engine is not None:
+            self.sampler.engine.sync(self.sampler.model)
 
     def _leave(self) -> None:
         """Let the engine return before the interpreter ends around it, which may crash; wait for 10
         seconds at most.
         """
-        if self.future is not None:
-            self.interrupt.requested = True
-            concurrent.futures.wait([self.future], timeout=10)
+        if self.ahead is not None:
+            self.sampler.interrupt.requested = True
+            concurrent.futures.wait([self.ahead], timeout=10)

@@ -88,7 +88,7 @@ class VllmSampling:
     ranks call it, and none of them samples meanwhile.
 
     Attributes:
-        failure: why the engine no longer works, in one line; "" while it works. Run.leave saves and prints it.
+        failure: why the engine no longer works, in one line; "" while it works. Run.save_and_exit saves and prints it.
         about: what the run prints at its start.
         synced: bytes of weights in the last sync.
     """

@@ -2,24 +2,16 @@
 
 import math
 from statistics import fmean
+from typing import Callable
 
 import torch
 
-from plumbing.rewards.sources import RewardSources, is_scored_by, reward_weights
+from plumbing.rewards.sources import RewardSources, is_scored_by
 from plumbing.rollout.batch import Batch, Sampler
 from utils import Sums, warn
 
 # mean difference of probabilities above which the engine does not sample from the trained policy
 MOST_MISMATCH = 0.01
-
-
-def counted(batch: Batch, name: str) -> torch.Tensor:
-    """Return (N,) bool: the responses that a source scores, which are all unless rows name other
-    sources.
-    """
-    return torch.tensor(
-        [is_scored_by(x.row, name) for x in batch.samples], device=batch.stopped.device
-    )
 
 
 def correct_responses(batch: Batch, reward_sources: RewardSources) -> torch.Tensor:
@@ -35,19 +27,8 @@ def correct_responses(batch: Batch, reward_sources: RewardSources) -> torch.Tens
     for name in reversed(reward_sources.verifiers):
         scores = batch.reward_components[name]
         right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)
-        correct = torch.where(counted(batch, name), right, correct)
+        correct = torch.where(batch.counted(name), right, correct)
     return correct
-
-
-def unscored(batch: Batch, reward_sources: RewardSources, args) -> str:
-    """Return the first reward source that has a weight and gave no response a score, and why; "" if
-    there is none.
-    """
-    for (name, scores), weight in zip(batch.reward_components.items(), reward_weights(args)):
-        scored = scores[counted(batch, name)]
-        if weight and len(scored) and scored.isnan().all():
-            return reward_sources.why_missing(name)
-    return ""
 
 
 def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | None:
@@ -81,7 +62,7 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
         for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
             of_name = torch.tensor([each == name for each in names])
             metrics[f"eval/accuracy/{name}"] = correct[of_name].nanmean().item()
-    for name, value in batch_metrics(batch, correct, reward_sources).items():
+    for name, value in batch_metrics(batch, reward_sources).items():
         if name in ("val/sequence_lengths", "val/missing_scores") or name.startswith("reward/"):
             metrics[f"eval/{name.removeprefix('val/')}"] = value
     reward_sources.waited = 0.0  # not of a step
@@ -99,9 +80,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def batch_metrics(
-    batch: Batch, correct: torch.Tensor, reward_sources: RewardSources
-) -> dict[str, float]:
+def batch_metrics(batch: Batch, reward_sources: RewardSources) -> dict[str, float]:
     """Return lengths, stops and correctness of a batch, mean and spread of each reward component,
     and the mean score that responses of either end train with.
 
@@ -109,6 +88,7 @@ def batch_metrics(
     statistics of its scores.
     """
     components = batch.reward_components
+    correct = correct_responses(batch, reward_sources)
     missing = sum(components[name].isnan() for name in reward_sources.sources).count_nonzero()
     metrics = {
         "objective/verifiable_correct_rate": correct.nanmean().item(),
@@ -117,7 +97,7 @@ def batch_metrics(
         "val/missing_scores": int(missing),
     }
     for name, scores in components.items():
-        scored = scores[scores.isfinite() & counted(batch, name)]
+        scored = scores[scores.isfinite() & batch.counted(name)]
         metrics[f"reward/{name}"] = scored.mean().item()
         metrics[f"reward_std/{name}"] = scored.std().item() if len(scored) > 1 else math.nan
         if name in reward_sources.verifiers:
@@ -170,14 +150,29 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
     return rows
 
 
-def add_mismatch(
-    sums: Sums, logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, mask: torch.Tensor
+def add_rollout(
+    sums: Sums,
+    micro: dict[str, torch.Tensor],
+    logprobs: torch.Tensor,
+    estimate_kl: Callable | None = None,
 ) -> None:
-    """Add to the sums how far the trainer's log-probabilities (n, T) are from the sampler's."""
-    difference = torch.where(mask, (logprobs - rollout_logprobs).abs(), 0.0)
-    probability = torch.where(mask, (logprobs.exp() - rollout_logprobs.exp()).abs(), 0.0)
-    sums.add(mismatch=difference.sum(), mismatch_probability=probability.sum(), compared=mask.sum())
-    sums.max(mismatch=difference)
+    """Add to the sums what is logged of a micro-batch's responses, once for each: surprisal, KL to
+    the reference, and how far the trainer's log-probabilities are from the sampler's.
+
+    Args:
+        micro: (n, T) by name. logprobs: (n, T), of the trainer at the start of the step.
+        estimate_kl: (logprobs, ref_logprobs) -> KL of each token.
+    """
+    m = micro["response_mask"]
+    difference = (logprobs - micro["rollout_logprobs"]).abs()
+    probability = (logprobs.exp() - micro["rollout_logprobs"].exp()).abs()
+    sums.add(m, mismatch=difference, mismatch_probability=probability, compared=m)
+    sums.max(mismatch=torch.where(m, difference, 0.0))
+    sums.add(m, surprisal=-logprobs)
+    sums.add(responses=m.any(1).sum())
+    if "ref_logprobs" in micro:
+        kl = torch.where(m, estimate_kl(logprobs, micro["ref_logprobs"]), 0.0).sum(1)  # (n,)
+        sums.add(kl=kl.sum(), mean_kl=(kl / m.sum(1).clamp(min=1)).sum())
 
 
 def mismatch_metrics(total: dict[str, float], step: int, staleness: int) -> dict[str, float]:
@@ -185,7 +180,7 @@ def mismatch_metrics(total: dict[str, float], step: int, staleness: int) -> dict
     weights.
 
     Args:
-        total: of the sums of `add_mismatch`. staleness: steps that the policy was trained on since
+        total: of the sums of `add_rollout`. staleness: steps that the policy was trained on since
             it sampled.
     """
     difference = total["mismatch_probability"] / total["compared"]

@@ -47,6 +47,7 @@ class Run:
     def start(
         self,
         total_steps: int,
+        *,
         tokenizer,
         models: dict,
         optimizers: dict[str, utils.Optimizer],
@@ -149,7 +150,7 @@ class Run:
                     self.save()
             self._log_row(step)
             if self.interrupt.agreed():
-                self.leave()
+                self.save_and_exit()
             if last:
                 break
             self.clock.start()
@@ -181,7 +182,7 @@ class Run:
             self.phase("evaluation")
             evaluation = evaluate()
             if evaluation is None:
-                self.leave()
+                self.save_and_exit()
             metrics, held_out = evaluation
             results = as_logged(metrics)
             self.log.table(step, held_out)
@@ -258,7 +259,7 @@ class Run:
         self.save()
         return f"; step {step} is saved, continue with --resume"
 
-    def leave(self) -> NoReturn:
+    def save_and_exit(self) -> NoReturn:
         """Save a checkpoint and exit: with code 75 if the run was interrupted, 2 if the rollout
         engine has failed.
         """

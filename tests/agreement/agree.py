@@ -41,6 +41,7 @@ import rloo
 import utils
 from plumbing.models import loading
 from plumbing.rollout.batch import Batch, Experience, Sample
+from plumbing.run import evaluation
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 PROMPTS = 3
@@ -356,7 +357,7 @@ def loss_of_logprobs(step: str, folder: str, x: dict[str, Tensor], G: int) -> di
         variant = grpo.VARIANTS[args.loss]
         low = variant.clip_low if args.clip_low is None else args.clip_low
         high = variant.clip_high if args.clip_high is None else args.clip_high
-        how = args.loss_aggregation or variant.aggregation
+        how = args.loss_aggregation or variant.loss_aggregation
         advantages = grpo.group_advantages(x["scores"], G, args.advantage_scale)[:, None].expand_as(
             leaf
         )
@@ -403,7 +404,7 @@ def gradient_of_parameters(
     ]
     tokens = {"response_mask": x["mask"], "rollout_logprobs": x["rollout_logprobs"]}
     batch = Batch(samples, torch.ones(len(samples), dtype=torch.bool), {}, tokens, x["scores"])
-    experience = Experience(batch, {"objective/scores": 0.0}, 0, 0, G, "")
+    experience = Experience(batch, batch, {}, 0, {"position": 0}, "")
     run = mock.MagicMock(checkpoint=None, state={})
     quantities = {}
     run.steps.return_value = [1]
@@ -436,6 +437,7 @@ def gradient_of_parameters(
         (module, "Run", lambda *_: run),
         (module, "RewardSources", mock.MagicMock()),
         (module, "CHUNK_TOKENS", 11),
+        (evaluation, "batch_metrics", lambda *_: {}),
         (utils.Optimizer, "step", update),
         (loading, "load_tokenizer", mock.MagicMock()),
         (loading, "stop_token_ids", lambda *_: [1]),
