@@ -41,11 +41,9 @@ def find_origin(args, script: str) -> Origin:
     code 2 if the folder exists and --resume is not given, if another process uses it, or if going
     on would erase what it has.
     """
-    parts = [
-        os.path.basename(part.rstrip("/"))
-        for part in (script.removesuffix(".py"), args.model, args.dataset)
-    ]
-    name = args.run_name or "__".join([*parts, str(args.seed)])
+    model = Path(args.model).name
+    dataset = Path(args.dataset).name
+    name = args.run_name or f"{Path(script).stem}__{model}__{dataset}__{args.seed}"
     with exit_on_error(f"--output_dir {args.output_dir}"):
         os.makedirs(args.output_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=args.output_dir).close()  # can it be written to?
@@ -62,12 +60,13 @@ def find_origin(args, script: str) -> Origin:
         rows = list(read_log(folder))
         saved = checkpoint_folders(folder)
     steps = rows[-1]["step"] if rows else 0
-    if not saved and (0 < args.save_every <= steps or os.path.exists(f"{folder}/final")):
-        fail(
-            f"--resume {folder}: has {steps} steps and no checkpoint to go on from; choose another --run_name"
-        )
-    if not saved and steps:
-        warn(f"--resume {folder}: was killed before its first checkpoint, so it begins again")
+    if not saved:
+        if 0 < args.save_every <= steps or os.path.exists(f"{folder}/final"):
+            fail(
+                f"--resume {folder}: has {steps} steps and no checkpoint to go on from; choose another --run_name"
+            )
+        if steps:
+            warn(f"--resume {folder}: was killed before its first checkpoint, so it begins again")
     before = {**facts.get("args", {}), "script": facts.get("script", script)}
     now = {**as_json(args), "script": os.path.relpath(script, ROOT)}
     for name in now:
@@ -111,11 +110,8 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
         shutil.rmtree(unfinished)
     # Later steps are run again. The checkpoint holds the row of its step, and the samples of its
     # evaluation: see plumbing.run.run.Run.
-    for name, last in (
-        ("metrics.jsonl", step - 1),
-        ("held_out.jsonl", step - 1),
-        ("samples.jsonl", step),
-    ):
+    last_steps = {"metrics.jsonl": step - 1, "held_out.jsonl": step - 1, "samples.jsonl": step}
+    for name, last in last_steps.items():
         kept = [json.dumps(row) + "\n" for row in read_log(folder, name) if row["step"] <= last]
         replace_file(f"{folder}/{name}", "".join(kept))
     facts = {
@@ -131,10 +127,8 @@ def open_folder(origin: Origin, args, script: str, ranks: int, step: int) -> Non
     replace_file(f"{folder}/args.json", json.dumps(facts, indent=2))
     replace_file(f"{folder}/git.diff", git("diff", "HEAD"))
     shutil.copy(script, folder)
-    print(
-        f"run: {folder}" + (f" (goes on after step {step})" if origin.checkpoint else ""),
-        flush=True,
-    )
+    goes_on = f" (goes on after step {step})" if origin.checkpoint else ""
+    print(f"run: {folder}{goes_on}", flush=True)
 
 
 def versions() -> dict[str, str]:
