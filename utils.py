@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-progress_bars: list[tqdm] = []  # on the terminal now
 EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
 # SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
 EXIT_INTERRUPTED = 75
@@ -46,12 +45,10 @@ def fail(message: str, local: bool = False) -> NoReturn:
     `local` to this rank.
     """
     if local or os.environ.get("LOCAL_RANK", "0") == "0":
-        for bar in progress_bars:
-            bar.close()  # ends its line
         message = one_line(message)
         if len(message) > 1000:
             message = f"{message[:500]} ... {message[-400:]}"
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        tqdm.write(f"error: {message}", sys.stderr)
     sys.exit(EXIT_BAD_INPUT)
 
 
@@ -62,9 +59,9 @@ def say(message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Print one line on stderr, from rank 0 only."""
+    """Print one line on stderr, above the progress bars, from rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"warning: {one_line(message)}", file=sys.stderr, flush=True)
+        tqdm.write(f"warning: {one_line(message)}", sys.stderr)
 
 
 @dataclass
@@ -440,10 +437,6 @@ def even_parts(items: list, most: int) -> list[list]:
     """
     count = math.ceil(len(items) / most)
     return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
-
-
-def parameter_count(module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,9 @@ reinforced, and there is much to gain. No pretraining problem is among the held-
 
        prompt "737+361="   response "7+1+0=8 3+6+0=9 7+3+0=10 #### 1098" and the end-of-sequence token
 
-2. guess plays the game of assets/guess/game.py; the rows of the game, {"prompt": "37-67:",
-   "secret": 50}, are written too. The model guesses a number, the game answers "higher " or "lower
-   ", and so on for at most five guesses. The teacher halves the range: first the middle, then 8, 4,
+2. guess plays the game of assets/guess/game.py on the rows of train.jsonl beside it, {"prompt":
+   "37-67:", "secret": 50}. The model guesses a number, the game answers "higher " or "lower ", and
+   so on for at most five guesses. The teacher halves the range: first the middle, then 8, 4,
    2 and 1 up or down from the last guess, which finds any number. But in a third of the turns the
    guess is random.
 
@@ -31,7 +31,6 @@ success: tiny 1.00 greedy and 0.41 sampled, guess 1.00 and 0.38.
 import json
 import random
 import sys
-import zlib
 from pathlib import Path
 from typing import Literal
 
@@ -95,19 +94,6 @@ def pretrain(demonstrations: list[list[str]]) -> Qwen2ForCausalLM:
 # ---- the game ------------------------------------------------------------------------------------
 
 
-def game_rows(split: str) -> list[dict]:
-    """Return all games of a split; "test" has a tenth of the ranges, chosen by a hash, and "train"
-    the others.
-    """
-    rows = []
-    for low in range(20, 61):  # so that all guesses have two digits
-        prompt = f"{low}-{low + 30}:"
-        held_out = zlib.crc32(prompt.encode()) % 10 == 0
-        if held_out == (split == "test"):
-            rows += [{"prompt": prompt, "secret": secret} for secret in range(low, low + 31)]
-    return rows
-
-
 def careless_game(row: dict, noise: float, numbers: random.Random) -> list[str]:
     """Return a game of the teacher as texts in turns: the prompt, a guess with its <eos>, its
     answer, and so on.
@@ -133,7 +119,7 @@ def careless_game(row: dict, noise: float, numbers: random.Random) -> list[str]:
 
 
 def main(name: tyro.conf.Positional[Literal["tiny", "guess"]]) -> None:
-    """Make a model, and the rows of the game; they replace those in assets/."""
+    """Make a model, which replaces that in assets/."""
     folder = ASSETS / name
     numbers = random.Random(SEED)
     count = STEPS * BATCH_SIZE
@@ -143,14 +129,9 @@ def main(name: tyro.conf.Positional[Literal["tiny", "guess"]]) -> None:
             [prompt, worked_addition(prompt, NOISE[name], numbers) + "<eos>"] for prompt in prompts
         ]
     else:
-        rows = {split: game_rows(split) for split in ("train", "test")}
-        demonstrations = [
-            careless_game(row, NOISE[name], numbers)
-            for row in numbers.choices(rows["train"], k=count)
-        ]
-        for split, games in rows.items():
-            numbers.shuffle(games)
-            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in games))
+        lines = sorted((folder / "train.jsonl").read_text().splitlines())
+        games = map(json.loads, numbers.choices(lines, k=count))
+        demonstrations = [careless_game(row, NOISE[name], numbers) for row in games]
     # another number adds floats in another order, so it may give other weights
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

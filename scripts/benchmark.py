@@ -60,7 +60,7 @@ def run_transformers(flags: dict) -> list[dict]:
     ids = torch.randint(
         2, model.config.vocab_size, (flags["mini_batch_size"], 8 + length), device=device
     )
-    clock = utils.Clock(utils.World(0, 1, device), 0.0, utils.parameter_count(model))
+    clock = utils.Clock(utils.World(0, 1, device), 0.0, model.num_parameters())
     steps = []
     for _ in range(flags["total_episodes"] // len(ids)):
         clock.start()

@@ -1,9 +1,7 @@
 """The bundled game (assets/guess), which `bash scripts/demo.sh environment` trains on."""
 
-import json
-
+from guess.game import GuessTheNumber
 from helpers import ROOT, read_lines
-from make_models import GuessTheNumber, game_rows
 
 HIGHER = ("higher ", 0.0, False)
 LOWER = ("lower ", 0.0, False)
@@ -25,10 +23,12 @@ def test_what_the_game_answers():
 
 
 def test_the_rows_of_the_bundled_files():
-    rows = {
-        split: read_lines(ROOT / "assets" / "guess" / f"{split}.jsonl")
-        for split in ("train", "test")
-    }
-    for split in rows:
-        assert sorted(map(json.dumps, rows[split])) == sorted(map(json.dumps, game_rows(split)))
-    assert not {row["prompt"] for row in rows["train"]} & {row["prompt"] for row in rows["test"]}
+    """All 31 secrets of each range of two digits; those of a tenth of the ranges are held out."""
+    train, test = (
+        read_lines(ROOT / "assets/guess" / f"{name}.jsonl") for name in ("train", "test")
+    )
+    games = {(row["prompt"], row["secret"]) for row in train + test}
+    assert len(games) == len(train + test)
+    assert games == {(f"{low}-{low + 30}:", low + i) for low in range(20, 61) for i in range(31)}
+    held_out = {row["prompt"] for row in test}
+    assert len(held_out) == 6 and not held_out & {row["prompt"] for row in train}

@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.ranks import begin_phase
-from utils import World, exit_on_error, first_line, one_line, progress_bars, say, warn
+from utils import World, exit_on_error, first_line, one_line, say, warn
 
 PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
     "objective/scores": "score",
@@ -69,7 +69,6 @@ class RunLog:
         self.progress = tqdm(
             total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=disable
         )
-        progress_bars.append(self.progress)
         self.phase("start")
 
     def _track(self, run_id: str, args) -> None:
