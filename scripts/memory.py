@@ -110,7 +110,7 @@ class Engine(vllm_engine.VllmSampling):
 
     def __init__(self, args, model, world, *_):
         precision = loading.precision(args.precision, world.device)
-        weights = utils.parameter_count(model) * precision.frozen_dtype.itemsize
+        weights = model.num_parameters() * precision.frozen_dtype.itemsize
         cache = args.kv_cache_gb * 1e9 or self.gpu_bytes / 4
         self.bytes = [weights / args.vllm_tensor_parallel, cache]
         self.stays = args.async_steps
