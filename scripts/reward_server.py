@@ -150,7 +150,7 @@ class Scorer:
         return SimpleNamespace(row=row, text=batch.response[i], response=ids)
 
 
-def make_app(args: Args, scorer: Scorer) -> FastAPI:
+def make_app(scorer: Scorer) -> FastAPI:
     app = FastAPI()
     places = threading.Semaphore(AT_ONCE if scorer.tokenizer is None else 1)
     app.add_middleware(CheckKey, variable="REWARD_API_KEY")
@@ -166,7 +166,7 @@ def make_app(args: Args, scorer: Scorer) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict:
-        return {"status": "ok", "reward": args.reward, "verifies": scorer.verifies}
+        return {"status": "ok", "reward": scorer.args.reward, "verifies": scorer.verifies}
 
     return app
 
@@ -178,7 +178,7 @@ def main(args: Args) -> None:
         # clients wait until models are loaded
         listener = socket.create_server((args.host, args.port), family=family)
     scorer = Scorer(args, utils.setup_processes())
-    app = make_app(args, scorer)
+    app = make_app(scorer)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3)
     url = URL.build(scheme="http", host=args.host, port=listener.getsockname()[1])
     print(f"{' '.join(args.reward)} at {url}", flush=True)

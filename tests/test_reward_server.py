@@ -43,7 +43,7 @@ class Server:
         values = {"precision": "float64", "micro_batch_tokens": 50, "timeout": 2.0, **values}
         self.args = reward_server.Args(**values)
         self.scorer = reward_server.Scorer(self.args, utils.World(0, 1, CPU))
-        self.app = reward_server.make_app(self.args, self.scorer)
+        self.app = reward_server.make_app(self.scorer)
         self.client = TestClient(self.app)
 
     def post(self, body, **headers) -> tuple[int, dict]:
@@ -173,6 +173,16 @@ def test_weights_and_scores_that_are_missing(servers):
         None,
         None,
     ]
+
+
+def test_programs_run_on_the_server():
+    """As a run sends the tests of a row, text or JSON."""
+    server = Server(reward=("code",), timeout=20.0)
+    tests = ["assert add(1, 2) == 3", json.dumps({"inputs": ["1"], "outputs": ["1"]})]
+    programs = ["def add(a, b): return a + b", "print(input())"]
+    assert server.scores(["q"] * 2, tests, programs) == [1, 1]
+    assert server.scores(["q"] * 2, tests, programs[::-1]) == [0, 0]
+    server.scorer.reward_sources.close()
 
 
 # ---- a reward model ------------------------------------------------------------------------------

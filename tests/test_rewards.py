@@ -375,6 +375,14 @@ def test_metrics_of_rows_that_name_their_sources():
     ]
 
 
+def test_a_further_number_that_some_responses_lack():
+    samples = [
+        Sample(row("1"), [1], {}, True, scores={"a": 1.0} | more) for more in ({}, {"a/b": 2.0})
+    ]
+    components = Batch.from_samples(samples, CPU).reward_components
+    assert components["a/b"].tolist() == pytest.approx([math.nan, 2.0], nan_ok=True)
+
+
 def test_a_source_that_fails_on_all_of_its_rows():
     """The zeros of the rows that it does not score do not hide it."""
     args = types.SimpleNamespace(reward=("math", "code"), reward_weights=())

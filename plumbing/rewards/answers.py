@@ -37,6 +37,7 @@ def after_thought(response: str) -> str:
 
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 
 
 def last_box(text: str) -> str | None:
@@ -44,18 +45,17 @@ def last_box(text: str) -> str | None:
 
     Return None without a box, or if its brace is not closed.
     """
-    start = max((match.end() for match in BOX.finditer(text)), default=None)
-    if start is None:
+    *before, rest = BOX.split(text)
+    if not before:
         return None
-    if text[start : start + 1] != "{":
-        word = re.compile(r"[^\s${}]+").match(text, start)
-        return word[0] if word else None
+    if not rest.startswith("{"):
+        word = re.match(r"[^\s${}]+", rest)
+        return word and word[0]
     depth = 0
-    # an escaped brace is text
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += (brace[0] == "{") - (brace[0] == "}")
+    for brace in BRACE.finditer(rest):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[start + 1 : brace.start()].strip()
+            return rest[1 : brace.start()].strip()
     return None
 
 

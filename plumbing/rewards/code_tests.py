@@ -214,7 +214,7 @@ def code_of(response: str) -> str:
     return textwrap.dedent(programs[-1]) if programs else text
 
 
-def same_output(result: tuple[int, str], expected: str) -> bool:
+def same_output(result: list, expected: str) -> bool:
     """Return whether a program ended well and printed what is expected."""
     status, printed = result
     return not status and same_words(

@@ -61,11 +61,10 @@ def announced(text: str) -> str:
     """
     start = max((match.end() for match in ANNOUNCED.finditer(text)), default=None)
     sentences = re.split(r"\n|\.(?=\s)", text[start:].strip())
-    if start is None:
-        return [text, *(sentence for sentence in sentences if re.search(r"[\d\\$=]", sentence))][
-            -1
-        ].strip()
-    return sentences[0]
+    if start is not None:
+        return sentences[0]
+    formulas = [sentence for sentence in sentences if re.search(r"[\d\\$=]", sentence)]
+    return (formulas or [text])[-1].strip()
 
 
 # ---- the text of an answer -----------------------------------------------------------------------

@@ -124,10 +124,10 @@ libc = ctypes.CDLL(None, use_errno=True)
 LANDLOCK = libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)
 
 
-def run(code: str, inputs: list[str], seconds: float) -> list[tuple[int, str]]:
+def run(code: str, inputs: list[str], seconds: float) -> list[list]:
     """Run a program once for each input, which it reads from stdin, until it fails on one of them.
 
-    Return (status, stdout) of each: the exit code, or 128 + its number if a signal, as of the time
+    Return [status, stdout] of each: the exit code, or 128 + its number if a signal, as of the time
     limit, ended it.
 
     Args:
@@ -138,9 +138,7 @@ def run(code: str, inputs: list[str], seconds: float) -> list[tuple[int, str]]:
     return run_and_report(code, inputs, seconds)[1]
 
 
-def run_and_report(
-    code: str, inputs: list[str], seconds: float
-) -> tuple[str, list[tuple[int, str]]]:
+def run_and_report(code: str, inputs: list[str], seconds: float) -> tuple[str, list[list]]:
     """Return what does not hold programs on this machine ("" for nothing), and the results."""
     # not in the process of a program, which imports this file as well and starts faster without
     import subprocess
@@ -189,8 +187,7 @@ def run_and_report(
                 f"the process of a program ended with exit code {process.returncode}"
             )
         output.seek(0)
-        missing, results = json.load(output)
-    return missing, [(status, stdout) for status, stdout in results]
+        return json.load(output)
 
 
 @functools.cache
@@ -199,7 +196,7 @@ def open_limits() -> str:
     none runs.
     """
     missing, results = run_and_report("print(input())", ["1"], 60.0)
-    if results != [(0, "1\n")]:
+    if results != [[0, "1\n"]]:
         raise RuntimeError("a program that prints what it reads does not run within the limits")
     return missing
 
@@ -349,11 +346,7 @@ def confine(folder: str) -> None:
     read_file = 4
     read_folder = 8
     everything = 0x1FFE | (0x2000 if LANDLOCK >= 2 else 0) | (0x4000 if LANDLOCK >= 3 else 0)
-    readable = [
-        *READABLE,
-        os.path.dirname(os.path.dirname(os.__file__)),
-        *sys.path,
-    ]
+    readable = [*READABLE, os.path.dirname(os.path.dirname(os.__file__)), *sys.path]
     rights = {
         path: read_file | read_folder if os.path.isdir(path) else read_file for path in readable
     }

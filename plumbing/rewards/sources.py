@@ -14,10 +14,10 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.util import Finalize
 from types import SimpleNamespace
-from typing import Callable
 
 from plumbing.data.prompts import is_filled
 from plumbing.rewards.reward_models import ModelSource
@@ -143,7 +143,7 @@ class RewardSources:
 
     waited = 0.0  # seconds for scores of a step, once all responses had ended
 
-    def __init__(self, args, tokenizer, rows: list[dict] = (), environment: bool = False):
+    def __init__(self, args, tokenizer, rows: Sequence[dict] = (), environment: bool = False):
         """Check all sources and start the worker processes; reward models are loaded by
         `load_models`.
 
@@ -157,7 +157,7 @@ class RewardSources:
         # and what it holds; a request to a server needs a thread only.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         count = args.reward_workers or max(1, (os.cpu_count() or 1) // ranks)
-        packages = [verifier.package for verifier in map(VERIFIERS.get, args.reward) if verifier]
+        packages = [VERIFIERS[name].package for name in args.reward if name in VERIFIERS]
         self.workers = {
             "verifier": Workers(count, packages),
             "function": Workers(1),
@@ -178,13 +178,19 @@ class RewardSources:
         # Those that tell a right response, by 1 or more, from a wrong one, as reward models do not.
         self.verifiers = tuple(name for name, source in self.sources.items() if source.verifies)
 
-    def _try_out(self, rows: list[dict], tokenizer, environment: bool) -> None:
+    def _try_out(self, rows: Sequence[dict], tokenizer, environment: bool) -> None:
         """Exit with code 2 if a source fails in a call with two prompts, answered by their
         references or "42".
         """
         for name, source in self.sources.items():
             chosen = [row for row in rows if is_scored_by(row, name)]
-            samples = [_answered(row, tokenizer, environment) for row in chosen[:1] + chosen[-1:]]
+            samples = []
+            for row in chosen[:1] + chosen[-1:]:
+                text = str(row["answer"] or 42)
+                if environment:
+                    row = {**row, "turns": [{"role": "assistant", "content": text}]}
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                samples.append(SimpleNamespace(row=row, text=text, response=ids))
             if name in self.models:
                 source.read(samples)  # its weights are not loaded yet
             elif samples and kind_of(name) in ("function", "server"):
@@ -218,15 +224,6 @@ class RewardSources:
         """Kill the worker processes."""
         for workers in self.workers.values():
             workers.close()
-
-
-def _answered(row: dict, tokenizer, environment: bool) -> SimpleNamespace:
-    """Return a prompt with its reference, or "42", as a response to score."""
-    text = str(row["answer"] or 42)
-    if environment:
-        row = {**row, "turns": [{"role": "assistant", "content": text}]}
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return SimpleNamespace(row=row, text=text, response=ids)
 
 
 class Scoring:
@@ -362,19 +359,16 @@ class VerifierSource(Source):
             text = turns[-1]["content"] if turns else sample.text
             calls.append((text, values_of(sample.row).get(self.verifier.column)))
         run = lambda calls: self.workers.run(self.check, calls, self.limit, interrupted)
-        results = run(calls)
-        for i, (_, failure) in enumerate(results):
+        scores = []
+        for (score, failure), (_, reference) in zip(run(calls), calls):
             if failure.startswith("TimeoutError") and self.verifier.limit < math.inf:
                 # Comparing a formula can last forever. Then the response is wrong, unless the
                 # reference is to blame.
-                reference = calls[i][1]
                 ((score, failure),) = run([("", reference)])
-                results[i] = (
-                    score,
-                    failure and f"the reference {reference!r:.60} alone: {failure}",
-                )
-        self.note(next((failure for _, failure in results if failure), ""))
-        return [score for score, _ in results]
+                failure = failure and f"the reference {reference!r:.60} alone: {failure}"
+            self.note(failure)
+            scores.append(score)
+        return scores
 
 
 class FunctionSource(Source):

@@ -10,9 +10,9 @@ import os
 import signal
 import threading
 import traceback
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import Callable
 
 from pebble import ProcessExpired, ProcessPool, ThreadPool
 
@@ -92,7 +92,7 @@ class Workers:
     what another one does, or the lock by which they get their jobs.
     """
 
-    def __init__(self, count: int, packages: list[str] = ()):
+    def __init__(self, count: int, packages: Sequence[str] = ()):
         """`count`: of `threads`, which callers share. `packages`: see `prepare`."""
         self.packages = packages
         self.lock = threading.Lock()
@@ -111,12 +111,10 @@ class Workers:
         """
         for is_second in (False, True):
             with self.lock:
-                is_new = is_second or not self.pools
-                pool = (
-                    ProcessPool(1, 0, prepare, [self.packages], Context())
-                    if is_new
-                    else self.pools.pop()
-                )
+                if is_second or not self.pools:
+                    pool = ProcessPool(1, 0, prepare, [self.packages], Context())
+                else:
+                    pool = self.pools.pop()
             try:
                 future = pool.schedule(attempt, (limit, call, arguments), timeout=limit)
                 while wait([future], timeout=0.1).not_done and pool.active and not interrupted():
