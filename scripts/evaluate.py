@@ -243,6 +243,7 @@ def main(args: Args) -> None:
         ).requires_grad_(False)
         loading.check_decodes(f"--model {args.model}", model, precision, "--backend vllm")
     reward_sources.load_models(args, precision)
+    interrupt = Interrupt(world)
     sampler = Sampler(
         generate=grpo.generate,
         model=model,
@@ -252,7 +253,7 @@ def main(args: Args) -> None:
         reward_sources=reward_sources,
         conversations=conversations,
         args=args,
-        interrupt=Interrupt(world),
+        interrupted=lambda: interrupt.requested,
         world=world,
         autocast=precision.autocast,
     )

@@ -23,7 +23,6 @@ from plumbing.models.loading import load_model
 from plumbing.rewards.sources import EnvironmentSource, RewardSources
 from plumbing.rollout.batch import Sampler, forward_batch
 from plumbing.run import evaluation
-from plumbing.run.ranks import Interrupt
 from plumbing.turns.conversations import (
     STOP_REASONS,
     Conversation,
@@ -263,7 +262,7 @@ def sampler_of(model, rewards, conversations, args) -> Sampler:
         rewards,
         conversations,
         args,
-        Interrupt(WORLD),
+        never,
         WORLD,
         contextlib.nullcontext,
     )

@@ -274,7 +274,7 @@ def setting(load, tokenizer) -> tuple[Sampler, list[dict]]:
         Scores(),
         None,
         Args(max_response_length=10, temperature=0.8),
-        SimpleNamespace(requested=False),
+        never,
         utils.World(0, 1, CPU),
         contextlib.nullcontext,
     )
@@ -431,7 +431,7 @@ def test_micro_batches_are_as_long_as_their_longest_response(setting):
 
 def test_an_interrupted_rollout_is_none(setting):
     sampler, rows = setting
-    assert replace(sampler, interrupt=SimpleNamespace(requested=True)).rollout(rows, 3, KEY) is None
+    assert replace(sampler, interrupted=lambda: True).rollout(rows, 3, KEY) is None
     assert not sampler.reward_sources.seen
 
 

@@ -9,18 +9,23 @@ add an entry.
 import contextlib
 import math
 from dataclasses import dataclass
-from typing import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
 from transformers.generation import logits_process
 
 import utils
 from plumbing.data.mixture import take_prompts
 from plumbing.models.sharding import model_device, unsharded
 from plumbing.rewards.sources import RewardSources, Scoring, is_scored_by, reward_weights
+
+if TYPE_CHECKING:  # imported where a flag asks for them
+    from plumbing.rollout.vllm_engine import VllmSampling
+    from plumbing.turns.conversations import Conversation, Conversations
 
 # further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
 MAX_REFILLS = 9
@@ -35,8 +40,7 @@ class Sample:
     response: np.ndarray
     values: dict[str, np.ndarray]  # (t,) float32, by name
     stopped: bool  # whether it ended before --max_response_length cut it off
-    # plumbing.turns.conversations.Conversation, with --tools or --environment
-    conversation: object = None
+    conversation: "Conversation | None" = None  # with --tools or --environment
     text: str = ""
     scores: dict[str, float] | None = None  # by reward source; NaN where it gave none
 
@@ -54,14 +58,13 @@ class Sampler:
 
     generate: Callable  # the script's decode loop
     model: torch.nn.Module  # the causal language model that trains
-    engine: object  # samples in place of the model, see plumbing/rollout/engines.py; None for none
-    tokenizer: object
+    engine: "VllmSampling | None"  # samples in place of the model
+    tokenizer: PreTrainedTokenizerBase
     stop_ids: list[int]  # token ids that end a response
     reward_sources: RewardSources
-    # plumbing.turns.conversations.Conversations; None for responses of a single turn
-    conversations: object
-    args: object
-    interrupt: object  # plumbing.run.ranks.Interrupt
+    conversations: "Conversations | None"  # None for responses of a single turn
+    args: Any  # of the script
+    interrupted: Callable[[], bool]  # whether this rank was asked to save and exit
     world: utils.World  # of the rollout, see `utils.World.rollout_world`
     autocast: Callable  # returns the context to compute in
 
@@ -72,10 +75,6 @@ class Sampler:
         """
         default = "none" if self.engine is None or self.args.async_steps else "truncate"
         return self.args.rollout_correction or default
-
-    def interrupted(self) -> bool:
-        """Return whether this rank was asked to save and exit."""
-        return self.interrupt.requested
 
     def metrics(self) -> dict[str, float]:
         """Return what the engine logs of a step, and the seconds that it waited for scores once all

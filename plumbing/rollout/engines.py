@@ -69,7 +69,7 @@ def load_sampler(
         args=args,
         engine=engine,
         world=world,
-        interrupt=run.interrupt,
+        interrupted=lambda: run.interrupt.requested,
         autocast=precision.autocast,
         **parts,
     )
@@ -122,7 +122,7 @@ class Rollouts:
         Args:
             run: a plumbing.run.run.Run, which has started.
             collect: makes the rollout of a step from what the rollout before has left (`Experience.state`), and
-                returns early, with any result, once `sampler.interrupt.requested` is set.
+                returns early, with any result, once `run.interrupt.requested` is set.
         """
         self.run = run
         self.sampler = sampler
@@ -172,5 +172,5 @@ class Rollouts:
         seconds at most.
         """
         if self.ahead is not None:
-            self.sampler.interrupt.requested = True
+            self.run.interrupt.requested = True
             concurrent.futures.wait([self.ahead], timeout=10)
