@@ -158,7 +158,7 @@ def divergence(logprobs: Tensor, teacher_logprobs: Tensor, kind: str, beta: floa
             beta) * KL(p || m) with m = beta * q + (1 - beta) * p (arXiv:2306.13649, eq. 1), for 0 <
             beta < 1.
     """
-    # a masked token: 0 * -inf would be NaN
+    # A masked token: 0 * -inf would be NaN.
     p, q = (x.clamp(min=-1e30) for x in (logprobs, teacher_logprobs))
     kl = lambda a, b: (a.exp() * (a - b)).sum(-1)
     if kind == "reverse_kl":
@@ -218,7 +218,7 @@ class Policy(nn.Module):
             rollout_logprobs: (tokens,), which --estimator sampled reads.
             teacher: what the Teacher's forward returned; None for no teacher.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better, as
+            Outputs (tokens,), the set entries of the mask row by row, float32 or better, as
             `statistics` has them. "losses" has a gradient, which is right if all tokens have the
             same weight; the others raise in a loss.
         """
@@ -239,27 +239,27 @@ class Policy(nn.Module):
             theirs = None if teacher is None else teacher(part)
             with torch.enable_grad():  # FSDP's first pass has none
                 inputs = hidden[part].detach().requires_grad_()
-                values = self.statistics(inputs, labels[part], theirs, rollout_logprobs[part])
+                outputs = self.statistics(inputs, labels[part], theirs, rollout_logprobs[part])
                 of_inputs, *of_head = torch.autograd.grad(
-                    values["losses"].sum(), [inputs, *weights]
+                    outputs["losses"].sum(), [inputs, *weights]
                 )
             hidden_gradients.append(of_inputs)
             head_gradients = [total.add_(x) for total, x in zip(head_gradients, of_head)]
-            chunks.append({name: x.detach() for name, x in values.items()})
-        values = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
-        losses = values.pop("losses")
+            chunks.append({name: x.detach() for name, x in outputs.items()})
+        outputs = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+        losses = outputs.pop("losses")
         # The gradients are known: a function that is linear in hidden states and weights has the
         # same ones.
         linear = (hidden * torch.cat(hidden_gradients)).sum(-1)  # (tokens,)
         for weight, gradient in zip(weights, head_gradients):
             linear = linear + (weight * gradient).sum() / max(1, len(labels))
-        logged = {name: only_logged(name, x) for name, x in values.items()}
+        logged = {name: only_logged(name, x) for name, x in outputs.items()}
         return {"losses": losses + (linear - linear.detach()), **logged}
 
     def statistics(
         self, hidden: Tensor, labels: Tensor, theirs: Tensor | None, rollout_logprobs: Tensor
     ) -> dict[str, Tensor]:
-        """Return values (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and
+        """Return outputs (chunk,) of a chunk of tokens: "losses", and for the log "logprobs" and
         "entropies"; with a teacher also "teacher_entropies", and "same_top", 1 where both have the
         same most likely token.
 
@@ -269,22 +269,22 @@ class Policy(nn.Module):
         """
         ours, at = self.logprobs(hidden), labels[:, None]  # (chunk, V), (chunk, 1)
         logprobs = ours.gather(-1, at)[:, 0]
-        values = {
+        outputs = {
             "logprobs": logprobs,
             "losses": -logprobs,
             "entropies": entr(ours.detach().exp()).sum(-1),
         }
         if theirs is None:
-            return values
+            return outputs
         if self.args.estimator == "exact":
             known = theirs[:, : ours.shape[-1]]  # the teacher may be padded to more tokens
-            values["losses"] = divergence(ours, known, self.args.divergence, self.args.jsd_beta)
+            outputs["losses"] = divergence(ours, known, self.args.divergence, self.args.jsd_beta)
         else:
-            values["losses"] = sampled_reverse_kl(
+            outputs["losses"] = sampled_reverse_kl(
                 logprobs, theirs.gather(-1, at)[:, 0], rollout_logprobs
             )
-        values["same_top"] = (ours.argmax(-1) == theirs.argmax(-1)).to(ours.dtype)
-        return values | {"teacher_entropies": entr(theirs.exp()).sum(-1)}
+        outputs["same_top"] = (ours.argmax(-1) == theirs.argmax(-1)).to(ours.dtype)
+        return outputs | {"teacher_entropies": entr(theirs.exp()).sum(-1)}
 
     def hidden_states(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
         """Return the hidden states (tokens, H) that predict the response tokens: those of the
@@ -351,7 +351,7 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Ex
         )
     batch = Batch.from_samples(samples, model_device(sampler.model))
     metrics = evaluation.batch_metrics(batch, reward_sources)
-    # no source scores what is learned
+    # No source scores what is learned.
     metrics = {name: x for name, x in metrics.items() if not math.isnan(x)}
     metrics["val/on_policy_share"] = len(asked) / len(rows)
     state = {"position": position + len(rows)}
@@ -380,7 +380,7 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    # supervised: only evaluations sample by --temperature
+    # Supervised: only evaluations sample by --temperature.
     temperature = args.temperature if args.teacher else 1.0
     make_policy = functools.partial(Policy, args=args, temperature=temperature)
     policy, wrapped = loading.load_policy(args, make_policy, run.checkpoint, precision, sharding)
@@ -446,7 +446,7 @@ def main(args: Args) -> None:
                         if teacher is not None:
                             with torch.no_grad():
                                 teacher_logprobs = teacher(*inputs)
-                            # the student's forward uses its head, chunk by chunk
+                            # The student's forward uses its head, chunk by chunk.
                             if isinstance(teacher, FSDPModule):
                                 teacher.unshard()
                         out = forward_tokens(
@@ -469,7 +469,7 @@ def main(args: Args) -> None:
         # ---- 4. metrics ----
         metrics = {
             "epoch": experience.state["position"] / len(prompts),
-            # no update where all conversations have failed
+            # No update where all conversations have failed.
             "train/loss": total["loss"] / max(1, len(updates)),
             "policy/entropy_avg": total["entropies"] / total["tokens"],
             **experience.metrics,

@@ -220,7 +220,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    # not in the exponent alone: the gradient of the other d would then push d further down
+    # Not in the exponent alone: the gradient of the other d would then push d further down.
     d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
@@ -271,7 +271,7 @@ def policy_loss(
     if kind == "reinforce":
         return -advantages * logprobs, torch.zeros_like(mask)
     log_ratio = logprobs - old_logprobs
-    # one ratio a sequence; logprobs - logprobs.detach() is 0 and carries the token's gradient
+    # One ratio a sequence; logprobs - logprobs.detach() is 0 and carries the token's gradient.
     if kind == "gspo":
         sequence = masked_mean(log_ratio, mask, 1)[:, None]
         log_ratio = sequence.detach() + (logprobs - logprobs.detach())
@@ -280,7 +280,7 @@ def policy_loss(
         weight = ratio.clamp(1 - clip_low, 1 + clip_high).detach()
         return -weight * advantages * logprobs, weight != ratio
     if kind == "sapo":
-        # the temperatures of the paper
+        # The temperatures of the paper.
         tau = torch.full_like(advantages, 1.05).masked_fill(advantages > 0, 1.0)
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages, torch.zeros_like(mask)
     outside = (ratio < 1 - clip_low) & (advantages < 0) | (ratio > 1 + clip_high) & (advantages > 0)
@@ -391,7 +391,7 @@ class Policy(nn.Module):
             response_mask: (N, L) bool, set on response tokens.
             entropy: whether to compute the entropies.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
+            Outputs (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
             "entropies", which have no gradient, and raise where a loss uses them, unless
             `trains_entropy` is set.
         """
@@ -416,7 +416,7 @@ class Policy(nn.Module):
         """
         logprobs = (self.logits(hidden) / self.temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        # with a gradient, several tensors of the size of the logits would be kept for it
+        # With a gradient, several tensors of the size of the logits would be kept for it.
         if entropy:
             outputs["entropies"] = entropy_from_logprobs(
                 logprobs if self.trains_entropy else logprobs.detach()

@@ -236,7 +236,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    # not in the exponent alone: the gradient of the other d would then push d further down
+    # Not in the exponent alone: the gradient of the other d would then push d further down.
     d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
@@ -359,7 +359,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     """
     error = (returns - values)[mask].double()
     target = returns[mask].double()
-    # by more than float32 rounds
+    # By more than float32 rounds.
     differ = len(target) > 1 and target.var() > 1e-10 * target.square().mean()
     return (1 - error.var() / target.var()).item() if differ else math.nan
 
@@ -503,7 +503,7 @@ class Policy(nn.Module):
             entropy: whether to compute the entropies. temperature: divides the logits; None for
                 --temperature.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
+            Outputs (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
             "entropies", which have no gradient, and raise where a loss uses them, unless
             `trains_entropy` is set.
         """
@@ -530,7 +530,7 @@ class Policy(nn.Module):
         """
         logprobs = (self.logits(hidden) / temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        # with a gradient, several tensors of the size of the logits would be kept for it
+        # With a gradient, several tensors of the size of the logits would be kept for it.
         if entropy:
             outputs["entropies"] = entropy_from_logprobs(
                 logprobs if self.trains_entropy else logprobs.detach()
@@ -630,7 +630,7 @@ def update_critic(
 
 def load_supervised(args: Args, tokenizer, stop_ids: list[int]) -> list[dict]:
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
-    # they are of --dataset
+    # They are of --dataset.
     args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})
     parts = load_prompts(
         "--ptx_dataset",

@@ -50,7 +50,7 @@ from plumbing.models.sharding import Sharding, gradient_sync
 from plumbing.run.ranks import record
 from plumbing.run.run import Run, count_tokens
 
-# token ids of prompt and response, in a pair as `load_pairs` makes it
+# Token ids of prompt and response, in a pair as `load_pairs` makes it.
 SIDES = ("chosen", "rejected")
 TEXTS = ("prompt", "chosen_text", "rejected_text")  # what is shown of a pair
 
@@ -178,7 +178,7 @@ def read_pair(where: str, row: dict) -> list[tuple]:
     for name in SIDES:
         before = []
         response = row.get(name)
-        # messages: the last turn is the response, the others belong to the prompt
+        # Messages: the last turn is the response, the others belong to the prompt.
         if isinstance(response, list):
             if not prompts.is_turn_of_assistant(response):
                 utils.fail(
@@ -410,8 +410,7 @@ def main(args: Args) -> None:
             micro = [batch[i] for i in cut]
             with gradient_sync(wrapped, number == len(cuts)):
                 with precision.autocast():
-                    # chosen and rejected, (2, n)
-                    scores = wrapped(*collate(micro, world.device)).view(2, -1)
+                    scores = wrapped(*collate(micro, world.device)).view(2, -1)  # (2, n)
                 margins = torch.tensor(
                     [pair["margin"] for pair in micro],
                     device=world.device,
@@ -424,10 +423,8 @@ def main(args: Args) -> None:
         optimizer.step()
 
         # ---- metrics ----
-        # (P, 2)
-        scores = torch.tensor(
-            [scores for _, scores in sorted(world.all_gather(local))], dtype=torch.float64
-        )
+        gathered = [pair for _, pair in sorted(world.all_gather(local))]
+        scores = torch.tensor(gathered, dtype=torch.float64)  # (P, 2)
         position += args.batch_size
         metrics = {
             "epoch": position / len(pairs),

@@ -190,7 +190,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         return d.abs()
     if estimator == "k2":
         return d.square() / 2
-    # not in the exponent alone: the gradient of the other d would then push d further down
+    # Not in the exponent alone: the gradient of the other d would then push d further down.
     d = d.clamp(min=-20)
     return torch.exp(-d) + d - 1
 
@@ -393,7 +393,7 @@ class Policy(nn.Module):
             response_mask: (N, L) bool, set on response tokens.
             entropy: whether to compute the entropies.
         Returns:
-            Values (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
+            Outputs (tokens,), the set entries of the mask row by row, float32 or better: "logprobs";
             "entropies", which have no gradient, and raise where a loss uses them, unless
             `trains_entropy` is set.
         """
@@ -418,7 +418,7 @@ class Policy(nn.Module):
         """
         logprobs = (self.logits(hidden) / self.temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        # with a gradient, several tensors of the size of the logits would be kept for it
+        # With a gradient, several tensors of the size of the logits would be kept for it.
         if entropy:
             outputs["entropies"] = entropy_from_logprobs(
                 logprobs if self.trains_entropy else logprobs.detach()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # imported where a flag asks for them
     from plumbing.rollout.vllm_engine import VllmSampling
     from plumbing.turns.conversations import Conversation, Conversations
 
-# further rollouts of a step with --filter_groups refill; then the step trains on the groups it has
+# Further rollouts of a step with --filter_groups refill; then it trains on the groups that it has.
 MAX_REFILLS = 9
 
 
@@ -165,7 +165,7 @@ class Sampler:
         with contextlib.ExitStack() as stack:
             if self.engine is None:
                 stack.enter_context(unsharded(self.model))
-                # shapes change at every token
+                # Shapes change at every token.
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(self.autocast())
             queries = [row["query"] for row in rows]
@@ -232,7 +232,7 @@ class Batch:
 
     samples: list[Sample]
     stopped: Tensor  # (N,) bool
-    # of each reward source, then of each further number: (N,) float64, NaN where it gave none
+    # Of each reward source, then of each further number: (N,) float64, NaN where it gave none.
     reward_components: dict[str, Tensor]
     # (N, T) each, 0 after a response's end; "response_mask" (bool): what was sampled
     tokens: dict[str, Tensor]
@@ -314,7 +314,7 @@ class Experience:
     sampled: Batch  # all that were sampled, those that do not train included
     metrics: dict[str, float]
     sampled_tokens: int  # of prompts, too
-    # what the next rollout depends on: the "position" of its first prompt, see `take_prompts`
+    # What the next rollout depends on: the "position" of its first prompt, see `take_prompts`.
     state: dict
     unscored: str  # see the function of this name
     staleness: int = 0  # steps that the policy has trained since it sampled

@@ -151,7 +151,7 @@ class Rollouts:
             self.sampler.engine.sleep()
         return experience
 
-    # a daemon: at exit, it may be in a collective with a rank that has ended
+    # A daemon: at exit, it may be in a collective with a rank that has ended.
     @pebble.concurrent.thread
     def _collect_ahead(self, step: int, state: dict) -> Experience | None:
         if self.run.world.device.type == "cuda":

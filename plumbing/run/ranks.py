@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import errors
 
 from utils import EXIT_INTERRUPTED, World, fail, first_line
 
-# seconds in one phase after which each rank of several prints its traceback, again and again
+# Seconds in one phase after which each rank of several prints its traceback, again and again.
 STUCK_AFTER = 600.0
 OUT_OF_MEMORY = (  # printed where a torch.OutOfMemoryError ends a run
     "a GPU is out of memory: lower --micro_batch_tokens or --generation_batch_size, "
@@ -89,7 +89,7 @@ class Interrupt:
     def __init__(self, world: World):
         self.world = world
         self.requested = False
-        # set once the run polls: before that, it may wait for a server or load for minutes
+        # Set once the run polls: before that, it may wait for a server or load for minutes.
         self.can_save = False
         signal.signal(signal.SIGTERM, self._handle)
         signal.signal(signal.SIGINT, self._handle)
@@ -100,10 +100,10 @@ class Interrupt:
         saves = "the run exits as soon as it has saved a checkpoint; Ctrl-C ends it at once"
         line = saves if self.can_save else "the run exits before its first step; nothing is lost"
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            # print may be what was interrupted
+            # Print may be what was interrupted.
             os.write(2, f"\n{signal.Signals(signum).name}: {line}\n".encode())
         if not self.can_save:
-            # an exception could be caught, or wait for threads, wherever it is raised
+            # An exception could be caught, or wait for threads, wherever it is raised.
             os._exit(EXIT_INTERRUPTED)
         self.requested = True
 
