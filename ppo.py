@@ -116,7 +116,7 @@ class Args(
     """Most responses of an update of the critic, over all ranks; 0: --mini_batch_size."""
     critic_warmup_steps: NonNegativeInt = 0
     """First steps, in which the critic trains and the policy does not (value pretraining,
-    arXiv:2503.01491)."""
+    arXiv:2503.01491); what the policy's updates log is null there."""
 
     gamma: Share = 1.0
     """Discount per token, where each token has a reward (GAE, reinforce++)."""
