@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
@@ -115,13 +116,13 @@ class World:
             result[number :: len(shares)] = share
         return result
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def max(self, tensor: torch.Tensor) -> torch.Tensor:
+    def max(self, tensor: Tensor) -> Tensor:
         """Take the largest of each value over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
@@ -135,12 +136,14 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def on_main(self, act: Callable):
-        """Return on all ranks what `act()` returns on rank 0; if it exits there, all ranks exit."""
+    def on_main(self, act: Callable, *args, **options):
+        """Call a function on rank 0 alone, and return on all ranks what it returns; if it exits, all
+        ranks exit.
+        """
         result = code = None
         if self.main:
             try:
-                result = act()
+                result = act(*args, **options)
             except SystemExit as end:
                 code = end.code
         result, code = self.all_gather([(result, code)])[0]
@@ -231,7 +234,7 @@ class Optimizer:
 
     MAX_SKIPPED = 5  # updates in a row without a finite gradient, before the run fails
 
-    def __init__(self, model: torch.nn.Module, args, total_updates: int, prefix: str = ""):
+    def __init__(self, model: nn.Module, args, total_updates: int, prefix: str = ""):
         setting = lambda name: getattr(args, prefix + name)
         self.peak = setting("learning_rate")
         self.floor = 0.0 if prefix else args.min_learning_rate
@@ -258,7 +261,7 @@ class Optimizer:
             self.counters += ["loss_scale", "since_rescaled"]
         self.norms: list[float] = []  # of the gradients since the last `metrics`, before clipping
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's share of a loss, times `loss_scale`.
 
         The loss is the sum of the shares, and DDP and FSDP average gradients over the ranks. That
@@ -274,9 +277,7 @@ class Optimizer:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad /= self.loss_scale
-        norm = full_tensor(
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        ).item()
+        norm = full_tensor(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)).item()
         finite = math.isfinite(norm)  # the same on all ranks, so all of them skip or none does
         factor = lr_factor(self.updates, self.total_updates, self.warmup_ratio, self.schedule)
         self.lr = self.floor + factor * (self.peak - self.floor)
@@ -439,7 +440,7 @@ def even_parts(items: list, most: int) -> list[list]:
     return [items[len(items) * i // count : len(items) * (i + 1) // count] for i in range(count)]
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor, gathered if it is sharded: a collective, on the GPU where the ranks have
     one.
     """
@@ -539,14 +540,14 @@ class Sums:
         self.sums = defaultdict(float)
         self.largest = {}
 
-    def add(self, mask: torch.Tensor | None = None, **tensors: torch.Tensor) -> None:
+    def add(self, mask: Tensor | None = None, **tensors: Tensor) -> None:
         """Add numbers, or with a mask the entries of tensors, all of its shape, where it is set."""
         for name, x in tensors.items():
             if mask is not None:
                 x = torch.where(mask, x, 0.0).sum()
             self.sums[name] += x.detach().double()
 
-    def max(self, **tensors: torch.Tensor) -> None:
+    def max(self, **tensors: Tensor) -> None:
         # 0 is below every value that is asked for, and stands for an empty tensor
         for name, x in tensors.items():
             before = self.largest.get(name, x.new_zeros(1))

@@ -170,7 +170,7 @@ def test_all_ranks_end_where_the_first_does(monkeypatch):
     gathered.clear()
     for world in (first, second):
         with pytest.raises(SystemExit) as end:
-            world.on_main(lambda: utils.fail("no"))
+            world.on_main(utils.fail, "no")
         assert end.value.code == 2
 
 

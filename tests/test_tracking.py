@@ -21,7 +21,8 @@ def log_of(folder, track: str = "", steps: int = 4, step: int = 1) -> log.RunLog
 def logged(folder, name: str) -> log.RunLog:
     """Log a step of a run, with a sample."""
     run = log_of(folder, name)
-    run.lengths(1, {"rows": [5, 5, 7], "none": []})
+    run.lengths(1, "rows", [5, 5, 7])
+    run.lengths(1, "none", [])
     run.table(2, [{"prompt": "1+1=", "/a/b.py:f": 1.0, "length": 3}])
     run.log({"step": 2, "objective/scores": 0.5, "perf/mfu": math.nan})
     run.close("the end")

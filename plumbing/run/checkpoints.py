@@ -69,8 +69,8 @@ def save_checkpoint(
                     checkpoint_id=f"{path}/{name}/optimizer",
                     no_dist=world.size == 1,
                 )
-        world.on_main(lambda: tokenizer.save_pretrained(path))
-        world.on_main(lambda: torch.save(state, f"{path}/trainer_state.pt"))
+        world.on_main(tokenizer.save_pretrained, path)
+        world.on_main(torch.save, state, f"{path}/trainer_state.pt")
 
     name = f"step_{state['step']}" if optimizers else "best"
     path = f"{folder}/checkpoints/{name}"
@@ -110,7 +110,7 @@ def save_final(folder: str, world: World, model, tokenizer, source: str) -> None
             save_merged(model, path, world)
         else:
             save_model(model, path, world)
-        world.on_main(lambda: tokenizer.save_pretrained(path))
+        world.on_main(tokenizer.save_pretrained, path)
 
     save_folder(f"{folder}/final", world, write)
 
@@ -123,7 +123,7 @@ def save_model(model, path: str, world: World) -> None:
     # gathered twice, transformers would not see that it is tied
     for name in model.all_tied_weights_keys:
         weights.pop(name, None)
-    world.on_main(lambda: model.save_pretrained(path, state_dict=weights))
+    world.on_main(model.save_pretrained, path, state_dict=weights)
 
 
 def save_merged(model, path: str, world: World) -> None:
@@ -136,7 +136,7 @@ def save_merged(model, path: str, world: World) -> None:
         plain = type(model)(model.config)
     if model.can_generate():
         plain.generation_config = model.generation_config
-    world.on_main(lambda: plain.save_pretrained(path, state_dict=weights))
+    world.on_main(plain.save_pretrained, path, state_dict=weights)
 
 
 def trained_state(model, optimizer: Optimizer) -> dict:

@@ -64,7 +64,7 @@ class RunLog:
         self.warned: set[str] = set()
         self.library = self.url = None  # that of --track, and the address of the run there
         if args.track:
-            world.on_main(lambda: self._track(run_id, args))
+            world.on_main(self._track, run_id, args)
         disable = None if world.main else True  # None: without a terminal
         self.progress = tqdm(
             total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=disable
@@ -87,15 +87,12 @@ class RunLog:
         self.library = library
         self.url = getattr(run, "url", None)
 
-    def lengths(self, step: int, data: dict[str, list[int]]) -> None:
-        """Print how many items of each name there are and how many tokens they have; track
-        histograms.
-        """
-        for name, lengths in data.items():
-            if lengths:
-                span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
-                say(f"{name}: {len(lengths):,} of {span}")
-            if lengths and self.library:
+    def lengths(self, step: int, name: str, lengths: list[int]) -> None:
+        """Print how many items there are and how many tokens they have; track a histogram."""
+        if lengths:
+            span = f"{min(lengths)} to {max(lengths)} tokens, median {np.median(lengths):g}"
+            say(f"{name}: {len(lengths):,} of {span}")
+            if self.library:
                 self.library.log({f"lengths/{name}": self.library.Histogram(lengths)}, step=step)
 
     def phase(self, name: str) -> None:
@@ -169,7 +166,7 @@ class RunLog:
         import rich.table
         import rich.text
 
-        self.lengths(step, {"held-out samples": [row["length"] for row in rows if "length" in row]})
+        self.lengths(step, "held-out samples", [row["length"] for row in rows if "length" in row])
         rows = [
             as_logged({name: x for name, x in row.items() if name not in ("length", "turns")})
             for row in rows

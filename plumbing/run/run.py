@@ -32,17 +32,17 @@ class Run:
         self.script = script
         self.world = world
         self.interrupt = ranks.Interrupt(world)
-        self.origin = world.on_main(lambda: resume.find_origin(args, script))
+        self.origin = world.on_main(resume.find_origin, args, script)
         self.folder = self.origin.folder
         self.checkpoint = self.origin.checkpoint
         # None where a step reads pairs, which are no episodes
         self.prompts_per_step = getattr(args, "rollout_batch_size", None)
         if args.track:
-            world.on_main(lambda: check_track(args.track))
+            world.on_main(check_track, args.track)
         if args.push_to_hub:
             from plumbing.run import hub
 
-            args.push_to_hub = world.on_main(lambda: hub.open_repository(args.push_to_hub))
+            args.push_to_hub = world.on_main(hub.open_repository, args.push_to_hub)
 
     def start(
         self,
@@ -81,9 +81,8 @@ class Run:
                 self.checkpoint, self.world, tokenizer, models, optimizers
             )
         step = self.state["step"]
-        size = self.world.size
         self.world.on_main(
-            lambda: resume.open_folder(self.origin, self.args, self.script, size, step)
+            resume.open_folder, self.origin, self.args, self.script, self.world.size, step
         )
         self.log = RunLog(self.folder, self.origin.run_id, self.args, self.world, total_steps, step)
         self.clock = utils.Clock(self.world, self.state["seconds"], models[""].num_parameters())
@@ -102,10 +101,8 @@ class Run:
             rows: what steps read, prompts or pairs. supervised: further ones to train on.
         """
         named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
-        self.log.lengths(
-            self.state["step"],
-            {name: list(map(count_tokens, part)) for name, part in named.items()},
-        )
+        for name, part in named.items():
+            self.log.lengths(self.state["step"], name, list(map(count_tokens, part)))
         size = self.prompts_per_step or self.args.batch_size
         passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
         utils.say(f"{self.total_steps:,} steps of {size:,} rows: {passes}")
