@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
-EXIT_BAD_INPUT = 2  # a flag or a file has to be mended first
 # SIGTERM or SIGINT: a checkpoint was saved, unless the first step had not begun
 EXIT_INTERRUPTED = 75
 
@@ -50,7 +49,7 @@ def fail(message: str, local: bool = False) -> NoReturn:
         if len(message) > 1000:
             message = f"{message[:500]} ... {message[-400:]}"
         tqdm.write(f"error: {message}", sys.stderr)
-    sys.exit(EXIT_BAD_INPUT)
+    sys.exit(2)
 
 
 def say(message: str) -> None:

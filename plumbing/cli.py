@@ -50,14 +50,12 @@ def parse(cls: type, line: list[str] | None = None):
     `from_run(flags)`, which returns its flags for a --config that is the args.json of a run.
 
     Args:
-        line: the arguments after the program's name, or FILE alone; None for those of this process.
+        line: the arguments after the program's name; None for those of this process.
     Raises:
         SystemExit: with code 2, after a message that names the flag (printed by one rank of a
             node).
     """
     line = sys.argv[1:] if line is None else line
-    if len(line) == 1 and line[0].endswith((".json", ".yaml")):
-        line = ["--config", *line]
     refuse_other_names(cls, line)
     description = sys.modules[cls.__module__].__doc__
     read = functools.partial(

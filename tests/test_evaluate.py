@@ -161,7 +161,7 @@ def test_flags_of_the_run_that_saved_a_model(run, tmp_path, capsys):
     (tmp_path / "flags.json").write_text(
         json.dumps({"model": str(model), "max_response_length": 1024})
     )
-    args = parse(tmp_path / "flags.json")
+    args = parse("--config", tmp_path / "flags.json")
     assert (args.max_prompt_length, args.max_response_length) == (16, 1024)
     args = parse("--config", folder / "args.json", "--samples", 2)
     assert (args.model, args.seed, args.run_name, args.num_prompts, args.samples) == (

@@ -119,10 +119,6 @@ def test_what_a_run_leaves(base, tmp_path):
         "step_1",
         "step_2",
     ]
-    printed = float(re.search(r"a checkpoint takes (\S+) GB", done.stdout)[1])
-    assert printed == pytest.approx(
-        3e-9 * sum(x.nbytes for x in weights_of(folder / "final").values()), rel=1e-2
-    )
     assert not (folder / "checkpoints/best/optimizer").exists()
     assert helpers.same_weights(folder / "checkpoints/best", folder / "final")
     start = weights_of(base["model"])

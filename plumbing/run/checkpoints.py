@@ -31,9 +31,8 @@ def checkpoint_folders(folder: str) -> list[str]:
     """Return the complete checkpoints of a run, oldest first. A folder has its name only once all
     of it is written.
     """
-    paths = Path(folder, "checkpoints").glob("step_*")
-    found = {int(path.name[5:]): str(path) for path in paths if path.name[5:].isdigit()}
-    return [found[step] for step in sorted(found)]
+    paths = map(str, Path(folder, "checkpoints").glob("step_[0-9]*"))
+    return sorted(paths, key=lambda path: int(path.rpartition("_")[2]))
 
 
 def save_checkpoint(
@@ -80,20 +79,6 @@ def save_checkpoint(
     if world.main and keep:
         for old in checkpoint_folders(folder)[:-keep]:
             remove_folder(old)
-
-
-def checkpoint_gb(models: dict[str, torch.nn.Module]) -> float:
-    """Return the GB of a checkpoint after an update: weights, and two moments of those that train.
-
-    A model with an adapter has only what trains, once in peft's folder and once with the moments.
-    """
-    total = 0
-    for model in models.values():
-        adapter = bool(getattr(model, "peft_config", None))
-        total += sum(
-            x.nbytes * (3 + adapter if x.requires_grad else 1 - adapter) for x in model.parameters()
-        )
-    return total / 1e9
 
 
 def save_final(folder: str, world: World, model, tokenizer, source: str) -> None:

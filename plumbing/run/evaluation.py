@@ -21,9 +21,7 @@ def correct_responses(batch: Batch, reward_sources: RewardSources) -> torch.Tens
     NaN where it gave no score, or there is no verifier: a failed reward does not mean a wrong
     response.
     """
-    correct = torch.full(
-        batch.stopped.shape, math.nan, dtype=torch.float64, device=batch.stopped.device
-    )
+    correct = torch.full_like(batch.stopped, math.nan, dtype=torch.float64)
     for name in reversed(reward_sources.verifiers):
         scores = batch.reward_components[name]
         right = ((scores >= 1) & batch.stopped).double().masked_fill(scores.isnan(), math.nan)

@@ -86,7 +86,6 @@ class Run:
         )
         self.log = RunLog(self.folder, self.origin.run_id, self.args, self.world, total_steps, step)
         self.clock = utils.Clock(self.world, self.state["seconds"], models[""].num_parameters())
-        utils.say(f"a checkpoint takes {checkpoints.checkpoint_gb(models):.3g} GB")
         for optimizer in optimizers.values():
             optimizer.adam.register_step_pre_hook(lambda *_: self.state.update(whole=False))
         ranks.on_error = self.rescue
