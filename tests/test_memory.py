@@ -94,14 +94,14 @@ from test_memory import AutoConfig, AutoModelForCausalLM, peak_bytes
 torch.set_num_threads(1)
 
 def model_and_update(checkpointing):
-    shape = dict(vocab_size=16_384, hidden_size=384, intermediate_size=1536, num_hidden_layers=4)
+    shape = dict(vocab_size=8_192, hidden_size=384, intermediate_size=1536, num_hidden_layers=2)
     shape |= dict(num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=512)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **shape))
     if checkpointing:
         loading.checkpoint_blocks(model)
     policy = grpo.Policy(model, grpo.Args(gradient_checkpointing=checkpointing))
     adam = torch.optim.AdamW(policy.parameters(), fused=True)
-    ids = torch.randint(0, 1000, (8, 256))
+    ids = torch.randint(0, 1000, (4, 256))
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
 
