@@ -445,7 +445,7 @@ class ServerSource(Source):
         columns = columns_of(rows)
         body = {
             "src": [row["prompt"] for row in rows],
-            "tgt": list(map(reference_text, columns.pop("answer"))),
+            "tgt": list(map(answer_text, columns.pop("answer"))),
             "response": [sample.text for sample in samples],
             "messages": [row.get("messages") for row in rows],
             "columns": columns,
@@ -477,8 +477,9 @@ class ServerSource(Source):
         if key := os.environ.get("REWARD_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         limit = aiohttp.ClientTimeout(self.timeout)
-        given = {"data": content, "headers": headers, "timeout": limit}
-        async with aiohttp.request(method, url, allow_redirects=False, **given) as answer:
+        async with aiohttp.request(
+            method, url, data=content, headers=headers, timeout=limit, allow_redirects=False
+        ) as answer:
             text = await answer.text(errors="replace")
         if answer.status == 200:
             return json.loads(text)
@@ -486,7 +487,7 @@ class ServerSource(Source):
         raise (OSError if may_help else ValueError)(f"HTTP status {answer.status}: {text}")
 
 
-def reference_text(answer) -> str:
+def answer_text(answer) -> str:
     """Return a reference answer as PaddleNLP's protocol has it."""
     if isinstance(answer, (list, dict)):
         return json.dumps(answer, default=str)
