@@ -55,7 +55,11 @@ FORMATS = {
 
 
 def precision(name: str, device: torch.device) -> Precision:
-    """Return the number formats of --precision `name`."""
+    """Return the number formats of --precision `name`; exit with code 2 if a GPU is there that
+    torch cannot use.
+    """
+    if device.type == "cpu" and torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        check_driver()
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "float32"
     if name == "pure_bf16":
@@ -65,6 +69,17 @@ def precision(name: str, device: torch.device) -> Precision:
     param, compute = FORMATS[name]
     autocast = functools.partial(torch.autocast, device.type, compute, enabled=compute is not None)
     return Precision(param, torch.promote_types(param, torch.float32), compute, autocast)
+
+
+def check_driver() -> None:
+    """Exit with code 2 if there is an NVIDIA driver that torch cannot use, such as one that is too
+    old.
+    """
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:  # torch's words for neither driver nor GPU, which leave the CPU
+        if not re.search("no NVIDIA driver|No CUDA GPUs", str(error)):
+            fail(f"{first_line(error)} With CUDA_VISIBLE_DEVICES='' the CPU computes")
 
 
 @functools.cache
