@@ -256,9 +256,6 @@ def test_bad_addresses(running, engine, capsys, monkeypatch):
     url = list(running[0])[0]
     nobody = f"http://127.0.0.1:{free_port()}"
     assert f"{nobody}: /health failed for" in refused(capsys, connect, url, nobody, model=model)
-    assert "its limit is 250 tokens" in refused(
-        capsys, connect, url, model=model, max_prompt_length=300
-    )
 
 
 def test_what_a_server_answers():

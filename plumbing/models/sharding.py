@@ -118,16 +118,8 @@ class Sharding:
         policy = functools.partial(
             MixedPrecisionPolicy, reduce_dtype=self.precision.loss_dtype, cast_forward_inputs=False
         )
-        # On CPUs, unlike GPUs, autocast does not cast a LayerNorm's weights to the format of its
-        # inputs, float32.
-        has_layer_norm = any(isinstance(part, torch.nn.LayerNorm) for part in model.modules())
-        block_dtype = (
-            None
-            if has_layer_norm and self.world.device.type == "cpu"
-            else self.precision.compute_dtype
-        )
         for block in blocks_of(model):
-            fully_shard(block, mp_policy=policy(block_dtype), **settings)
+            fully_shard(block, mp_policy=policy(self.precision.compute_dtype), **settings)
         # Scores and logits require more bits than half precision has; their backward pass follows
         # the forward pass.
         fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})

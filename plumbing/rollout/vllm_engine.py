@@ -83,8 +83,8 @@ class VllmSampling:
     Log-probabilities are those of the distribution that is sampled: after the temperature, top_p
     and the other limits. Seeds are below 2**63, and a response depends on its query, its seed and
     the weights only. `interrupted` is called again and again; once it is true, or after a failure,
-    the result is None. Subclasses define `_complete(query, settings, interrupted)`, which samples
-    one response, and `sync(model)`, which gives the engine the weights of the trained model: all
+    the result is None. Subclasses define `_complete(place, query, settings, interrupted)`, which
+    samples one response, and `sync(model)`, which gives the engine the weights of the trained model: all
     ranks call it, and none of them samples meanwhile.
 
     Attributes:
@@ -126,7 +126,7 @@ class VllmSampling:
 
         async def respond(place: int, query: list[int], seed: int | None) -> None:
             length = args.max_response_length
-            response = await self.sample(query, seed, length, stop_ids, args, interrupted)
+            response = await self.sample(place, query, seed, length, stop_ids, args, interrupted)
             if response is not None:
                 end(place, *response)
 
@@ -139,6 +139,7 @@ class VllmSampling:
 
     async def sample(
         self,
+        place: int,
         query: list[int],
         seed: int | None,
         length: int,
@@ -149,11 +150,11 @@ class VllmSampling:
         """Return what is sampled after `query`: a response, or one turn of a conversation.
 
         It ends with a stop token, with the token that completes one of args.turn_stop, or after
-        `length` tokens. All turns of a conversation are sampled in one task, for which the engine
-        has those before in its cache.
+        `length` tokens. All turns of a conversation have one `place`: where the engine has those
+        before in its cache.
         """
         settings = sampling_settings(seed, length, stop_ids, args)
-        return await self._complete(query, settings, interrupted)
+        return await self._complete(place, query, settings, interrupted)
 
     def sleep(self) -> None:
         """Free the engine's memory until the next `sync`, if it can."""
@@ -262,7 +263,7 @@ class Engine(VllmSampling):
         self.stream.synchronize()
 
     async def _complete(
-        self, query: list[int], settings: dict, interrupted: Callable
+        self, place: int, query: list[int], settings: dict, interrupted: Callable
     ) -> Response | None:
         """Return what vLLM samples after `query`; None if interrupted or failed.
 

@@ -18,7 +18,6 @@ import aiohttp
 import torch
 import yarl
 
-from plumbing.models import loading
 from plumbing.models.lora import base_weights, merged
 from plumbing.rollout.vllm_engine import Response, VllmSampling, check_sent
 from utils import World, fail, first_line
@@ -74,11 +73,6 @@ class Servers(VllmSampling):
         self.weights = Weights(compute_dtype or torch.float32)
         # of an event loop, the places for requests on each server
         self.slots = weakref.WeakKeyDictionary()
-        # address of the server of each task that samples
-        self.server_of = weakref.WeakKeyDictionary()
-        # a rank with few conversations would fill the first server only
-        first = world.rank % len(self.urls)
-        self.next_server = itertools.cycle(self.urls[first:] + self.urls[:first])
         key = os.environ.get("VLLM_API_KEY")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
@@ -144,14 +138,6 @@ class Servers(VllmSampling):
             self._each(
                 lambda url: self._request(url, "/health", timeout=10.0, patience=SERVER_START)
             )
-            needed = loading.longest_sequence(args)
-            for url, served in zip(
-                self.urls, self._each(lambda url: self._request(url, "/v1/models"))
-            ):
-                if (limit := served["data"][0]["max_model_len"]) < needed:
-                    raise RuntimeError(
-                        f"{url}: its limit is {limit} tokens, prompt and response have up to {needed}"
-                    )
             self._post_all("/collective_rpc", {"method": "watch_weights"})
             answers = self._each(lambda url: self._request(url, "/get_world_size"))
             first_ranks = list(
@@ -223,19 +209,13 @@ class Servers(VllmSampling):
     # ---- sampling ----
 
     async def _complete(
-        self, query: list[int], settings: dict, interrupted: Callable
+        self, place: int, query: list[int], settings: dict, interrupted: Callable
     ) -> Response | None:
-        """Return what a server samples after `query`; None if interrupted or failed.
-
-        All turns of a task are sampled by one server, which has the conversation in its cache.
-        """
-        task = asyncio.current_task()
-        if task not in self.server_of:
-            self.server_of[task] = next(self.next_server)
-        sampled = self._sample(
-            self.server_of[task], {"token_ids": query, "sampling_params": settings}
-        )
-        request = asyncio.create_task(sampled)
+        """Return what a server samples after `query`; None if interrupted or failed."""
+        # a rank with few conversations would fill the first server only
+        url = self.urls[(self.world.rank + place) % len(self.urls)]
+        body = {"token_ids": query, "sampling_params": settings}
+        request = asyncio.create_task(self._sample(url, body))
         try:
             while not (request.done() or self.failure or interrupted()):
                 await asyncio.wait([request], timeout=1.0)

@@ -61,7 +61,7 @@ class ToolProcesses:
         # The fork server, if it starts here, imports the worker, and with it the users' files.
         forked.set_forkserver_preload([worker.__name__, "multiprocessing.popen_forkserver"])
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-        files = self.tools + [self.environment] * bool(environment)
+        files = list(filter(None, [*self.tools, self.environment]))
         os.environ |= {"PYTHONPATH": path, worker.FILES: json.dumps(files)}
         self.timeout = SECONDS_TO_LOAD
         flags = [
@@ -338,7 +338,9 @@ class Conversations:
             if engine is None:
                 return await decode_loop.sample(place, query, numbers, length)
             seed = None if numbers is None else int(numbers[conversation.metrics()["turns"]])
-            return await engine.sample(query, seed, length, self.stop_ids, self.args, interrupted)
+            return await engine.sample(
+                place, query, seed, length, self.stop_ids, self.args, interrupted
+            )
 
         async def converse(place: int) -> None:
             async with free:

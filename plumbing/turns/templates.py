@@ -193,18 +193,13 @@ def hermes_calls(prompt: str, text: str) -> list[Call | str]:
     """Return the calls <tool_call>{"name": ..., "arguments": {...}}</tool_call>, the form of Hermes
     and Qwen.
 
-    Thoughts hold no calls, nor does one that begins at the end of any `prompt`.
+    The last one may lack its end. Thoughts hold no calls, nor does one that begins at the end of any `prompt`.
     """
     opened = "<think>" if prompt.rstrip().endswith("<think>") else ""
     calls = []
     for part in after_thought(opened + text).split("<tool_call>")[1:]:
-        body, closed, _ = part.partition("</tool_call>")
         try:
-            calls.append(
-                read_call(json.loads(body))
-                if closed
-                else "<tool_call> is not closed by </tool_call>"
-            )
+            calls.append(read_call(json.loads(part.partition("</tool_call>")[0])))
         except (ValueError, RecursionError) as error:
             calls.append(f"the call is not valid JSON ({first_line(error)})")
     return calls

@@ -63,12 +63,14 @@ def converse(
     `waits` are the seconds before each turn of a conversation.
     """
 
-    async def conversation(query: list[int], seed: int, wait: float) -> list[tuple | None]:
+    async def conversation(
+        place: int, query: list[int], seed: int, wait: float
+    ) -> list[tuple | None]:
         made = []
         for number in range(turns):
             await asyncio.sleep(wait)
             turn = await engine.sample(
-                query, 1000 * seed + number, length, stop_ids, args, interrupted
+                place, query, 1000 * seed + number, length, stop_ids, args, interrupted
             )
             made.append(None if turn is None else (query, turn[0], *turn[1].values()))
             query = query if turn is None else query + turn[0] + OBSERVATION
@@ -76,7 +78,7 @@ def converse(
 
     async def conversations() -> list:
         return await asyncio.gather(
-            *map(conversation, queries, seeds, waits or [0.0] * len(queries))
+            *map(conversation, range(len(queries)), queries, seeds, waits or [0.0] * len(queries))
         )
 
     return asyncio.run(conversations())
