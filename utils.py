@@ -5,6 +5,7 @@ Imports nothing of this project.
 """
 
 import contextlib
+import functools
 import hashlib
 import math
 import os
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from huggingface_hub import constants, get_session
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
@@ -213,6 +215,18 @@ def exit_on_error(flag: str):
     except Exception as error:
         # files of any content: transformers, tokenizers and datasets raise errors of any type
         fail(f"{flag}: {first_line(error)}")
+
+
+@functools.cache
+def find_hub() -> None:
+    """Let the hub's library read its cache alone if the hub does not answer: it would try for a
+    minute, and again.
+    """
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # of a network or proxy, whatever it lacks
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 class Optimizer:

@@ -10,6 +10,7 @@ from huggingface_hub import constants
 from tiny_models import CPU
 from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 
+import utils
 from plumbing.models import loading, sharding
 from plumbing.rollout.batch import collate
 
@@ -46,12 +47,12 @@ def test_a_hub_that_does_not_answer(monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    loading.find_hub.cache_clear()
+    utils.find_hub.cache_clear()
     begin = time.monotonic()
     with pytest.raises(SystemExit):
         loading.read_tokenizer("--model", "no/such")
     assert time.monotonic() - begin < 20
-    loading.find_hub.cache_clear()
+    utils.find_hub.cache_clear()
 
 
 # ---- tokens that end a response ------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from utils import exit_on_error, fail, warn
+from utils import exit_on_error, fail, find_hub, warn
 
 # ---- built-in tasks ------------------------------------------------------------------------------
 
@@ -159,8 +159,6 @@ def read_data_set(name: str, split: str) -> list[dict]:
     on_hub = not os.path.isdir(name)
     config = ""
     if on_hub:
-        from plumbing.models.loading import find_hub
-
         find_hub()  # before the import, which reads what it sets
         name, _, config = name.partition(":")
     import datasets

@@ -11,13 +11,12 @@ from typing import Callable, NamedTuple
 
 import torch
 import transformers
-from huggingface_hub import constants, get_session
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from plumbing.models.lora import add_lora, forward_without_lora
-from utils import exit_on_error, fail, first_line, say, warn
+from utils import exit_on_error, fail, find_hub, first_line, say, warn
 
 
 class Precision(NamedTuple):
@@ -80,18 +79,6 @@ def check_driver() -> None:
     except RuntimeError as error:  # torch's words for neither driver nor GPU, which leave the CPU
         if not re.search("no NVIDIA driver|No CUDA GPUs", str(error)):
             fail(f"{first_line(error)} With CUDA_VISIBLE_DEVICES='' the CPU computes")
-
-
-@functools.cache
-def find_hub() -> None:
-    """Let the hub's library read its cache alone if the hub does not answer: it would try for a
-    minute, and again.
-    """
-    try:
-        get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:  # of a network or proxy, whatever it lacks
-        constants.HF_HUB_OFFLINE = True
-        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def read_tokenizer(flag: str, name: str):

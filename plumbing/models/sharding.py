@@ -110,19 +110,14 @@ class Sharding:
         dist.broadcast_object_list(dtypes, 0)
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             tensor.data = tensor.data.to(dtype)
-        settings = {
-            "mesh": self.mesh,
-            "reshard_after_forward": True,
-            "offload_policy": self.offload,
-        }
+        shard = functools.partial(fully_shard, mesh=self.mesh, offload_policy=self.offload)
         policy = functools.partial(
             MixedPrecisionPolicy, reduce_dtype=self.precision.loss_dtype, cast_forward_inputs=False
         )
         for block in blocks_of(model):
-            fully_shard(block, mp_policy=policy(self.precision.compute_dtype), **settings)
-        # Scores and logits require more bits than half precision has; their backward pass follows
-        # the forward pass.
-        fully_shard(module, mp_policy=policy(), **settings | {"reshard_after_forward": False})
+            shard(block, mp_policy=policy(self.precision.compute_dtype))
+        # Scores and logits require more bits than half precision has.
+        shard(module, mp_policy=policy())
         self._load_shards(module, model, state)
         module.register_forward_hook(reset_after_inference)
         # the root comes first
@@ -137,9 +132,8 @@ class Sharding:
         """Load the state that rank 0 has of a module into all ranks' shards, one tensor at a
         time.
         """
-        device = (
-            torch.device("cpu") if isinstance(self.offload, CPUOffloadPolicy) else self.world.device
-        )
+        offloaded = isinstance(self.offload, CPUOffloadPolicy)
+        device = torch.device("cpu") if offloaded else self.world.device
         if not self.world.main:
             module.to_empty(device=device)
             model.tie_weights()

@@ -91,11 +91,13 @@ class VllmSampling:
         failure: why the engine no longer works, in one line; "" while it works. Run.save_and_exit saves and prints it.
         about: what the run prints at its start.
         synced: bytes of weights in the last sync.
+        most_requests: of a rollout under way at once; those of conversations are bounded by --conversations_at_once.
     """
 
     failure = ""
     about = ""
     synced = 0
+    most_requests = 1 << 20
 
     @contextlib.contextmanager
     def _errors_as_failure(self):
@@ -123,10 +125,14 @@ class VllmSampling:
             end: called with the place of a query, its response and, by name, the values of its
                 tokens: once it has ended, so for all queries unless this is interrupted or fails.
         """
+        free = asyncio.Semaphore(self.most_requests)
 
         async def respond(place: int, query: list[int], seed: int | None) -> None:
             length = args.max_response_length
-            response = await self.sample(place, query, seed, length, stop_ids, args, interrupted)
+            async with free:
+                response = await self.sample(
+                    place, query, seed, length, stop_ids, args, interrupted
+                )
             if response is not None:
                 end(place, *response)
 

@@ -9,14 +9,11 @@ import itertools
 import json
 import math
 import os
-import socket
 import time
-import weakref
 from typing import Callable, Iterator
 
 import aiohttp
 import torch
-import yarl
 
 from plumbing.models.lora import base_weights, merged
 from plumbing.rollout.vllm_engine import Response, VllmSampling, check_sent
@@ -26,7 +23,7 @@ SERVER_START = 600.0  # seconds in which a server has to answer when a run start
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
 # seconds until a response must be there: less than the half hour that other ranks wait
 SERVER_ANSWER = 1500.0
-SERVER_REQUESTS = 256  # requests under way, for each rank and server
+SERVER_REQUESTS = 256  # requests under way, for each rank and server, but for conversations
 TRANSFER = 600.0  # seconds until a step of the weight transfer must be done
 
 
@@ -71,8 +68,7 @@ class Servers(VllmSampling):
         self.about = f"vLLM at {', '.join(self.urls)}"
         self.world = world
         self.weights = Weights(compute_dtype or torch.float32)
-        # of an event loop, the places for requests on each server
-        self.slots = weakref.WeakKeyDictionary()
+        self.most_requests = SERVER_REQUESTS * len(self.urls)
         key = os.environ.get("VLLM_API_KEY")
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
@@ -130,8 +126,6 @@ class Servers(VllmSampling):
         """Open the process group for the weights: rank 0 is this run's rank 0, then come the
         workers of each server.
         """
-        host = ""
-        port = 0
         size = 0
         if self.world.main:
             print(f"waiting for {self.about}, {SERVER_START:.0f} s at most", flush=True)
@@ -145,19 +139,12 @@ class Servers(VllmSampling):
             )
             self.first_rank = dict(zip(self.urls, first_ranks))
             size = first_ranks[-1]
-            first = yarl.URL(self.urls[0])
-            with socket.create_connection((first.host, first.port), timeout=10) as connection:
-                # the address of this machine that the first server reaches
-                host = connection.getsockname()[0]
-            with socket.create_server((host, 0)) as free:
-                port = free.getsockname()[1]
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_ip, get_open_port
 
-        info = NCCLTrainerInitInfo(
-            rank=self.world.rank, master_address=host, master_port=port, world_size=size
-        )
+        info = NCCLTrainerInitInfo(get_ip(), get_open_port(), size, rank=self.world.rank)
         self.sender = WeightTransferTrainerFactory.trainer_init(
             info, client=self, source=self.weights
         )
@@ -226,11 +213,9 @@ class Servers(VllmSampling):
 
     async def _sample(self, url: str, body: dict) -> Response:
         """Return a response's token ids and their log-probabilities."""
-        slots = self.slots.setdefault(asyncio.get_running_loop(), {})
-        async with slots.setdefault(url, asyncio.Semaphore(SERVER_REQUESTS)):
-            answer = await self._request(
-                url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE
-            )
+        answer = await self._request(
+            url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE
+        )
         choice = answer["choices"][0]
         if choice["finish_reason"] == "abort":
             raise RuntimeError(f"{url}: another client aborts this run's requests")

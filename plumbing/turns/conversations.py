@@ -58,18 +58,17 @@ class ToolProcesses:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         self.tools = list(map(os.path.abspath, tools))
         self.environment = environment and os.path.abspath(environment)
-        # The fork server, if it starts here, imports the worker, and with it the users' files.
+        # The fork server, if it starts here, imports the worker, and with it the users' files; and
+        # what each process would import as it begins.
         forked.set_forkserver_preload([worker.__name__, "multiprocessing.popen_forkserver"])
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-        files = list(filter(None, [*self.tools, self.environment]))
-        os.environ |= {"PYTHONPATH": path, worker.FILES: json.dumps(files)}
+        names = list(filter(None, [*tools, environment]))
+        files = json.dumps(list(map(os.path.abspath, names)))
+        os.environ |= {"PYTHONPATH": path, worker.FILES: files}
         self.timeout = SECONDS_TO_LOAD
-        flags = [
-            f"--tools {' '.join(tools)}" if tools else "",
-            f"--environment {environment}" if environment else "",
-        ]
+        flag = "--tools" if tools else "--environment"
         self.schemas, self.has_step = ask_once(
-            " ".join(filter(None, flags)), ToolProcess(self, seed=0), "describe"
+            f"{flag} {' '.join(names)}", ToolProcess(self, seed=0), "describe"
         )
         self.timeout = timeout
         names = [schema["function"]["name"] for schema in self.schemas]

@@ -56,22 +56,31 @@ class Turns:
         with exit_on_error(f"{flag}: the chat template of --model"):
             if schemas and not args.tool_call_pattern:
                 self.calls = self._template_reader()
-            roles = [self.result_role] * bool(schemas) + ["user"] * bool(
-                args.environment and has_step
-            )
-            before = self._render([QUESTION, TURN]) if self.has_template else ""
-            self.after_last_turn = before.rpartition(MARK)[2]
-            for role in roles if self.has_template else []:
-                follower = {"role": role, "name": "x", "content": "A-RESULT"}
-                if "A-RESULT" not in self._between([follower]):
-                    raise ValueError(f"does not show messages of {role} after a turn")
-                followed = self._render([QUESTION, TURN, follower], prompt=True)
-                if not ("A-THOUGHT" in before and followed.startswith(before)):
-                    warn(
-                        f"{flag}: the chat template of --model changes earlier turns, such as by dropping thoughts, "
-                        f"once messages of {role} follow; here they stay as they were sampled"
-                    )
-            self.end = self._end_of_turn()  # the first token ids of an observation
+            if self.has_template:
+                self._check_followers(flag, schemas, args.environment and has_step)
+
+    def _check_followers(self, flag: str, results: list, messages_of_user: bool) -> None:
+        """Read how the template ends turns; raise ValueError if it hides messages that follow one.
+
+        Args:
+            results, messages_of_user: whether results of tools and messages of the environment may
+                follow.
+        """
+        before = self._render([QUESTION, TURN])
+        self.after_last_turn = before.rpartition(MARK)[2]
+        for role, may_follow in ((self.result_role, results), ("user", messages_of_user)):
+            if not may_follow:
+                continue
+            follower = {"role": role, "name": "x", "content": "A-RESULT"}
+            if "A-RESULT" not in self._between([follower]):
+                raise ValueError(f"does not show messages of {role} after a turn")
+            followed = self._render([QUESTION, TURN, follower], prompt=True)
+            if not ("A-THOUGHT" in before and followed.startswith(before)):
+                warn(
+                    f"{flag}: the chat template of --model changes earlier turns, such as by dropping thoughts, "
+                    f"once messages of {role} follow; here they stay as they were sampled"
+                )
+        self.end = self._end_of_turn()  # the first token ids of an observation
 
     def _template_reader(self) -> Callable[[str], list[Call | str]]:
         """Return the reader of the calls that the chat template writes; raise ValueError if there

@@ -183,15 +183,13 @@ def serve(connection: socket.socket, tools: list[str], environment: str, seed: i
                 raised = traceback.TracebackException.from_exception(error)
                 # load_function puts users' files into sys.modules by their paths. What a tool
                 # raises is for the model, which does not need the place.
-                frames = [
-                    frame
+                places = [
+                    f" ({frame.filename}:{frame.lineno})"
                     for frame in raised.stack
                     if frame.filename in sys.modules and method != "call"
                 ]
-                places = [f" ({frame.filename}:{frame.lineno})" for frame in frames]
-                answer = {
-                    "error": as_text(f"{type(error).__name__}{''.join(places[-1:])}: {raised}")
-                }
+                text = f"{type(error).__name__}{''.join(places[-1:])}: {raised}"
+                answer = {"error": as_text(text)}
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             if os.getpid() != process:  # a tool has forked, and both have returned
