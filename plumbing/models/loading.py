@@ -490,14 +490,9 @@ def check_decodes(flag: str, model: torch.nn.Module, precision: Precision, inste
 
 
 def body(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a language model without its head. (The prefix of Llama 4's classes names none of
-    their parts.)
-    """
-    return (
-        getattr(model, "language_model", model).model
-        if model.base_model is model
-        else model.base_model
-    )
+    """Return a language model without its head. (Llama 4's decoder has the head in it.)"""
+    decoder = model.get_decoder()
+    return getattr(decoder, "model", decoder)
 
 
 def last_hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, positions) -> torch.Tensor:

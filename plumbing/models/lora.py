@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from utils import full_tensor, generator
+from utils import full_tensor
 
 
 def add_lora(model: torch.nn.Module, args) -> None:
@@ -27,22 +27,19 @@ def add_lora(model: torch.nn.Module, args) -> None:
         for name, part in model.named_modules()
         if isinstance(part, torch.nn.Linear) and (name == "score" or not part.weight.requires_grad)
     ]
-    model.add_adapter(
-        LoraConfig(
-            r=args.lora_rank,
-            lora_alpha=2 * args.lora_rank,
-            target_modules="all-linear",
-            exclude_modules=excluded or None,
-        )
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=2 * args.lora_rank,
+        target_modules="all-linear",
+        exclude_modules=excluded or None,
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)  # the same numbers on all ranks
+        model.add_adapter(config)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name == "score.weight")
         if parameter.requires_grad:  # the base may have half precision
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-        if ".lora_A." in name:  # peft's distribution, from numbers that are the same on all ranks
-            bound = parameter.shape[1] ** -0.5
-            draw = generator("lora", args.seed, name).uniform(-bound, bound, tuple(parameter.shape))
-            parameter.data.copy_(torch.from_numpy(draw))
 
 
 def forward_without_lora(policy: torch.nn.Module, *inputs, **options):

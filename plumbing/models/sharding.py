@@ -14,11 +14,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
 from plumbing.models.loading import Precision, blocks_of, caps_scores, checkpoint_blocks
-from utils import World, exit_on_error, fail, full_tensor, say
+from utils import World, exit_on_error, fail, say
 
 
 class Sharding:
@@ -231,4 +230,4 @@ def sync_reference(reference: torch.nn.Module, policy: torch.nn.Module) -> None:
     arXiv:2404.09656.
     """
     for parameter, new in zip(reference.parameters(), policy.parameters(), strict=True):
-        parameter.copy_(new if isinstance(parameter, DTensor) else full_tensor(new))
+        parameter.copy_(new)

@@ -53,20 +53,22 @@ class WeightWatch:
 
     def watch_weights(self) -> None:
         """Begin to record the names of the weights that are loaded."""
-        self.model_weights = {name for name, _ in self.get_model().named_parameters()}
-        self.loaded, load = set(), self.get_model().load_weights
+        model = self.get_model()
+        load = model.load_weights
+        self.loaded = set()
 
         def load_and_record(weights):
-            self.loaded |= (names := load(weights))
+            names = load(weights)
+            self.loaded |= names
             return names
 
-        self.get_model().load_weights = load_and_record
+        model.load_weights = load_and_record
 
     def missing_weights(self) -> list[str]:
         """Return the model's weights that have not been loaded since the last call."""
-        loaded = self.loaded
+        missing = {name for name, _ in self.get_model().named_parameters()} - self.loaded
         self.loaded = set()
-        return sorted(self.model_weights - loaded)
+        return sorted(missing)
 
 
 def check_sent(of_workers: list[list[str]]) -> None:

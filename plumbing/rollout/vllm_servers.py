@@ -78,7 +78,7 @@ class Servers(VllmSampling):
         world.barrier()
 
     async def _request(
-        self, url: str, path: str, body: dict | None = None, timeout=60.0, patience=0.0
+        self, url: str, path: str, body: dict | None = None, timeout=TRANSFER, patience=0.0
     ) -> dict:
         """Return what the server answers to a POST of `body`, or to a GET if there is none.
 
@@ -109,16 +109,20 @@ class Servers(VllmSampling):
                 )
             await asyncio.sleep(min(2.0, patience))
 
-    def _each(self, call: Callable) -> list:
-        """Return [await call(url)] of all servers, asked at the same time."""
+    def _ask_all(self, path: str, *bodies: dict, **limits) -> list[dict]:
+        """Return what the servers answer to a request, which they get at the same time.
 
-        async def gather() -> list:
-            return await asyncio.gather(*map(call, self.urls))
+        Args:
+            bodies: one for all servers or one for each; none for a GET. limits: see `_request`.
+        """
+        each = bodies if len(bodies) > 1 else (bodies or [None]) * len(self.urls)
+
+        async def gather() -> list[dict]:
+            return await asyncio.gather(
+                *[self._request(url, path, body, **limits) for url, body in zip(self.urls, each)]
+            )
 
         return asyncio.run(gather())
-
-    def _post_all(self, path: str, body: dict) -> list[dict]:
-        return self._each(lambda url: self._request(url, path, body, TRANSFER))
 
     # ---- weights ----
 
@@ -129,16 +133,10 @@ class Servers(VllmSampling):
         size = 0
         if self.world.main:
             print(f"waiting for {self.about}, {SERVER_START:.0f} s at most", flush=True)
-            self._each(
-                lambda url: self._request(url, "/health", timeout=10.0, patience=SERVER_START)
-            )
-            self._post_all("/collective_rpc", {"method": "watch_weights"})
-            answers = self._each(lambda url: self._request(url, "/get_world_size"))
-            first_ranks = list(
-                itertools.accumulate([1, *(answer["world_size"] for answer in answers)])
-            )
-            self.first_rank = dict(zip(self.urls, first_ranks))
-            size = first_ranks[-1]
+            self._ask_all("/health", timeout=10.0, patience=SERVER_START)
+            self._ask_all("/collective_rpc", {"method": "watch_weights"})
+            served = [answer["world_size"] for answer in self._ask_all("/get_world_size")]
+            *self.first_ranks, size = itertools.accumulate([1, *served])
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -152,24 +150,20 @@ class Servers(VllmSampling):
     # The four calls that vLLM's trainer makes (its VLLMWeightSyncClient), to all servers at once.
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        body_of = lambda url: {"init_info": {**init_info, "rank_offset": self.first_rank[url]}}
-        self._each(
-            lambda url: self._request(
-                url, "/init_weight_transfer_engine", body_of(url), SERVER_START
-            )
-        )
+        bodies = [{"init_info": {**init_info, "rank_offset": rank}} for rank in self.first_ranks]
+        self._ask_all("/init_weight_transfer_engine", *bodies)
 
     def start_weight_update(self) -> None:
-        self._post_all("/start_weight_update", {})
+        self._ask_all("/start_weight_update", {})
 
     def update_weights(self, update_info: dict) -> None:
-        self._post_all("/update_weights", {"update_info": update_info})
+        self._ask_all("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._post_all("/finish_weight_update", {})
-        for answer in self._post_all("/collective_rpc", {"method": "missing_weights"}):
+        self._ask_all("/finish_weight_update", {})
+        for answer in self._ask_all("/collective_rpc", {"method": "missing_weights"}):
             check_sent(answer["results"])
-        answers = self._post_all("/reset_prefix_cache?reset_running_requests=true", {})
+        answers = self._ask_all("/reset_prefix_cache?reset_running_requests=true", {})
         if not all(answer["success"] for answer in answers):
             raise RuntimeError(
                 f"{' '.join(self.urls)}: could not drop what they cached with the old weights"

@@ -12,7 +12,6 @@ answer then is killed.
 
 import asyncio
 import contextlib
-import functools
 import json
 import math
 import multiprocessing
@@ -204,6 +203,7 @@ class Conversation:
     tool_calls: int = 0
     tool_errors: int = 0
     error: str = ""  # why the environment failed
+    place: int = 0  # among those of the rollout
     process: ToolProcess | None = None  # of its tools and its environment, until it ends
 
     def add(self, tokens: list[int], values: dict[str, list] | None = None) -> None:
@@ -330,7 +330,8 @@ class Conversations:
         free = asyncio.Semaphore(self.at_once)
         decode_loop = DecodeLoop(generate, self.stop_strings, self.at_once, len(rows))
 
-        async def sample_turn(place: int, conversation: Conversation) -> tuple | None:
+        async def sample_turn(conversation: Conversation) -> tuple | None:
+            place = conversation.place
             query = conversation.row["query"] + conversation.response
             length = self.args.max_response_length - len(conversation.response)
             numbers = None if draws is None else draws[place]
@@ -344,9 +345,9 @@ class Conversations:
         async def converse(place: int) -> None:
             async with free:
                 process = ToolProcess(self.processes, seeds[place])
-                conversation = Conversation(rows[place], process=process)
+                conversation = Conversation(rows[place], place=place, process=process)
                 try:
-                    await self._converse(conversation, functools.partial(sample_turn, place))
+                    await self._converse(conversation, sample_turn)
                 finally:
                     process.kill()
             if conversation.stop_reason:
