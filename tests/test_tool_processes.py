@@ -405,11 +405,15 @@ def test_nothing_is_left_of_a_trainer_that_was_killed(files, tmp_path):
 
 def test_a_connection_that_closes_ends_what_a_tool_has_started(processes):
     """As where the process reads that the trainer is gone before its thread does."""
-    tools = ToolProcess(processes, 1)
-    started = int(
-        asyncio.run(tools.ask("call", "run", {"code": "subprocess.Popen(['sleep', '99']).pid"}))
-    )
-    tools.connection.close()
+
+    async def close() -> str:
+        tools = ToolProcess(processes, 1)
+        code = "subprocess.Popen(['sleep', '99']).pid"
+        started = await tools.ask("call", "run", {"code": code})
+        tools.writer.close()
+        return started
+
+    started = int(asyncio.run(close()))
     wait_until(lambda: not is_running(started))
 
 

@@ -467,21 +467,23 @@ def check_decodes(flag: str, model: torch.nn.Module, precision: Precision, inste
     mask = torch.ones_like(ids)
     mask[1, :3] = 0  # two prompts of 5 and 2 tokens; then the first one ends
     positions = (mask.cumsum(1) - 1).clamp(0)
-
-    def forward(row: int, start: int, end: int, cache=None):
-        return model(
-            input_ids=ids[row:, start:end],
-            attention_mask=mask[row:, :end],
-            position_ids=positions[row:, start:end],
+    reason = f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
+    with exit_on_error(reason), precision.autocast():
+        cache = model(
+            input_ids=ids[:, :5],
+            attention_mask=mask[:, :5],
+            position_ids=positions[:, :5],
+            use_cache=True,
+        ).past_key_values
+        cache.reorder_cache(torch.tensor([1], device=device))
+        outputs = model(
+            input_ids=ids[1:, 5:],
+            attention_mask=mask[1:],
+            position_ids=positions[1:, 5:],
             past_key_values=cache,
             use_cache=True,
         )
-
-    reason = f"{flag}: {type(model).__name__} cannot sample by the decode loop; use {instead}"
-    with exit_on_error(reason), precision.autocast():
-        cache = forward(0, 0, 5).past_key_values
-        cache.reorder_cache(torch.tensor([1], device=device))
-        logits = forward(1, 5, 6, cache).logits[0, -1].float()
+        logits = outputs.logits[0, -1].float()
         expected = model(input_ids=ids[1:, 3:], use_cache=False).logits[0, -1].float()
     finite = expected.isfinite()  # -inf masks a token
     difference = ((logits - expected)[finite].norm() / expected[finite].norm()).item()

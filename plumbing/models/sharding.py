@@ -84,13 +84,12 @@ class Sharding:
         must not compile.
 
         Args:
-            module: called as module(input_ids, mask), its forward holds every use of its weights.
+            module: with a `model` of transformers; called as module(input_ids, mask), its forward holds every use of
+                its weights.
                 Each forward pass is a collective: all ranks have to make as many.
             reward_model: whether it is one, see `shards_reward_models`.
         """
-        model = next(
-            part for part in module.modules() if isinstance(part, transformers.PreTrainedModel)
-        )
+        model = module.model
         if self.args.attention != "auto":
             set_attention(model, self.args.attention)
         if self.shards_reward_models if reward_model else self.on:

@@ -202,7 +202,6 @@ class Engine(VllmSampling):
         on_gpu = torch.cuda.is_available()
         # A prefetched rollout samples while the step trains, when a synchronous engine would sleep.
         self.can_sleep = current_platform.is_sleep_mode_available() and not args.async_steps
-        self.asleep = False
         self.is_shared = args.vllm_tensor_parallel > 1
         self.numbers = itertools.count()  # of the requests
         self.waiting: dict[str, asyncio.Future] = {}  # requests under way
@@ -325,14 +324,13 @@ class Engine(VllmSampling):
         # A generator, so that of a sharded model one tensor at a time is gathered.
         full_tensors = ((name, merged(tensor, layer)) for name, tensor, layer in weights)
         with self._errors_as_failure():
-            if self.asleep:
+            if self.can_sleep:  # if it is awake, vLLM does nothing
                 self.llm.wake_up(["weights"])
             with self._on_stream():
                 self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
             check_sent(self.llm.collective_rpc("missing_weights"))
-            if self.asleep:
+            if self.can_sleep:
                 self.llm.wake_up(["kv_cache"])
-            self.asleep = False
             if not self.llm.reset_prefix_cache():
                 raise RuntimeError("it did not drop its prefix cache, which is of the old weights")
         for _ in full_tensors:  # after an error: the other ranks gather the rest
@@ -343,4 +341,3 @@ class Engine(VllmSampling):
         """Free the GPU memory of weights and cache until the next `sync`, if this platform can."""
         if self.can_sleep:
             self.llm.sleep(level=2)
-            self.asleep = True

@@ -69,8 +69,7 @@ class Servers(VllmSampling):
         self.world = world
         self.weights = Weights(compute_dtype or torch.float32)
         self.most_requests = SERVER_REQUESTS * len(self.urls)
-        key = os.environ.get("VLLM_API_KEY")
-        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
         try:
             self._connect(args)
         except (OSError, RuntimeError) as error:

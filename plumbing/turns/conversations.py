@@ -84,7 +84,7 @@ class ToolProcess:
         self.processes = processes
         self.seed = seed
         self.timeout = processes.timeout
-        self.process = self.connection = None
+        self.process = None
 
     async def ask(self, method: str, *arguments):
         """Return the result of a method of `worker.Tools`; if there is no answer, kill the process.
@@ -98,13 +98,14 @@ class ToolProcess:
         request = json.dumps([self.timeout, method, *arguments], default=str)
         try:
             if self.process is None:
-                self._start()
+                await self._start()
                 await asyncio.sleep(0)  # until others, which start at once, have started, too
             async with asyncio.timeout(self.timeout + SECONDS_TO_GIVE_UP):
-                await asyncio.get_running_loop().sock_sendall(
-                    self.connection, f"{request}\n".encode()
-                )
-                answer = await self._read_answer()
+                self.writer.write(f"{request}\n".encode())
+                await self.writer.drain()
+                answer = json.loads(await self.reader.readline())
+            if not isinstance(answer, dict):
+                raise ValueError
         except TimeoutError:
             self.kill()
             raise gone(f"{name} gave no answer within --timeout {self.timeout:g} s") from None
@@ -117,31 +118,19 @@ class ToolProcess:
             raise ToolError(answer["error"])
         raise EnvironmentFailure(" ".join(f"{method}: {answer['error'][:500]}".split()))
 
-    async def _read_answer(self) -> dict:
-        """Return what the process answers; raise ValueError if what comes is no answer of
-        `serve`.
-        """
-        line = bytearray()
-        while part := await asyncio.get_running_loop().sock_recv(self.connection, 1 << 16):
-            line += part
-            if part.endswith(b"\n") or len(line) > 10 * worker.LONGEST_TEXT:
-                break
-        answer = json.loads(line)
-        if not isinstance(answer, dict):
-            raise ValueError
-        return answer
-
-    def _start(self) -> None:
+    async def _start(self) -> None:
         connection, of_process = socket.socketpair()
-        connection.setblocking(False)
-        served = (of_process, self.processes.tools, self.processes.environment, self.seed)
-        process = forked.Process(target=worker.serve, args=served)
-        with of_process, without_main():
-            process.start()
+        with of_process:
+            self.reader, self.writer = await asyncio.open_connection(
+                sock=connection, limit=10 * worker.LONGEST_TEXT
+            )
+            served = (of_process, self.processes.tools, self.processes.environment, self.seed)
+            process = forked.Process(target=worker.serve, args=served)
+            with without_main():
+                process.start()
         # of which each start would ask whether they have ended
         multiprocessing.process._children.discard(process)
         self.process = process
-        self.connection = connection
 
     def kill(self) -> None:
         """Kill the process, if there is one, and all that it has started."""
@@ -149,7 +138,7 @@ class ToolProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.kill()  # it may not lead its group yet
-            self.connection.close()
+            self.writer.close()
             self.process = None
 
 
@@ -177,12 +166,17 @@ def most_at_once() -> int:
 
 def ask_once(flag: str, process: ToolProcess, method: str, *arguments):
     """Return what a process answers to one request; exit with code 2 if that fails."""
+
+    async def ask():
+        try:
+            return await process.ask(method, *arguments)
+        finally:
+            process.kill()
+
     try:
-        return asyncio.run(process.ask(method, *arguments))
+        return asyncio.run(ask())
     except (ToolError, EnvironmentFailure) as error:
         fail(f"{flag}: {error}", local=True)
-    finally:
-        process.kill()
 
 
 @dataclass

@@ -150,11 +150,11 @@ class Turns:
             last_token: of the turn. If it is a stop token, the one that the template writes there
                 is left out.
         """
-        joined = lambda separator: separator.join(message["content"] for message in messages)
+        contents = [message["content"] for message in messages]
         if not self.has_template:
-            return self._encode(guarded(joined(""), self.tokenizer))
+            return self._encode(guarded("".join(contents), self.tokenizer))
         if self.result_role == "user":
-            messages = [{"role": "user", "content": joined("\n")}]
+            messages = [{"role": "user", "content": "\n".join(contents)}]
         try:
             ids = self._encode(self._between(guarded(messages, self.tokenizer)))
         except Exception as error:  # templates may raise any exception
