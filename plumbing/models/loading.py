@@ -331,15 +331,12 @@ class ScalarModel(torch.nn.Module):
             mask: (N, L) bool, made from lengths and not from token ids.
         """
         hidden = last_hidden_states(self.model, input_ids, mask)
-        dtype = torch.promote_types(self.model.score.weight.dtype, torch.float32)
-        weight, bias = (
-            x if x is None else x.to(dtype)
-            for x in (self.model.score.weight, self.model.score.bias)
-        )
+        weight = self.model.score.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         # bfloat16 has 8 bits: too few for a score
         with torch.autocast(hidden.device.type, enabled=False):
             # FSDP warns of views
-            return torch.nn.functional.linear(hidden.to(dtype), weight, bias)[:, 0].clone()
+            return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))[:, 0].clone()
 
 
 def load_scalar_model(
@@ -355,7 +352,8 @@ def load_scalar_model(
     if base_of(name) != name:
         fail(f"{flag} {name}: is an adapter, whose folder lacks the head; final/ has all of it")
     model = load_model(flag, name, dtype, device, scalar=True)
-    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+    head = getattr(model, "score", None)
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
         fail(
             f"{flag} {name}: {type(model).__name__} has no linear head called score, as causal language models have"
         )
