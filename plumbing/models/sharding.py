@@ -84,12 +84,13 @@ class Sharding:
         must not compile.
 
         Args:
-            module: with a `model` of transformers; called as module(input_ids, mask), its forward holds every use of
-                its weights.
+            module: called as module(input_ids, mask), its forward holds every use of its weights.
                 Each forward pass is a collective: all ranks have to make as many.
             reward_model: whether it is one, see `shards_reward_models`.
         """
-        model = module.model
+        model = next(
+            part for part in module.modules() if isinstance(part, transformers.PreTrainedModel)
+        )
         if self.args.attention != "auto":
             set_attention(model, self.args.attention)
         if self.shards_reward_models if reward_model else self.on:
