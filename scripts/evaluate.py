@@ -194,7 +194,7 @@ def measure(table: pandas.DataFrame, n: int, columns: list[str]) -> dict[str, di
             measures[f"pass@{k}"] = prompts["correct"].agg(pass_at_k)
         if table["extracted"].notna().any():
             measures[f"maj@{n}"] = prompts[["extracted", "correct"]].apply(majority)
-    measures |= {name: prompts[name].mean() for name in columns}
+    measures |= prompts[columns].mean()
     return {
         name: as_logged({"value": by_prompt.mean(), "se": by_prompt.sem()})
         for name, by_prompt in measures.items()
@@ -212,7 +212,8 @@ def main(args: Args) -> None:
         utils.fail(f"--run_name {name}: {folder} exists; choose another name")
     with utils.exit_on_error(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
         folder.parent.mkdir(parents=True, exist_ok=True)
-    n = args.samples if args.temperature else 1
+    responses = args.samples if args.temperature else 0  # per prompt; 0: a greedy one
+    n = max(1, responses)
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     split, held_out = ("train", True) if args.eval_share else ("test", None)
@@ -266,8 +267,7 @@ def main(args: Args) -> None:
     ):
         # as in a run's evaluation
         key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)
-        part = prompts[first : first + PROMPTS_AT_ONCE]
-        batch = sampler.rollout(part, n if args.temperature else 0, key)
+        batch = sampler.rollout(prompts[first : first + PROMPTS_AT_ONCE], responses, key)
         if batch is None:
             utils.fail(f"--backend {args.backend}: {engine.failure}")
         samples += batch.samples

@@ -67,11 +67,11 @@ def find_origin(args, script: str) -> Origin:
             )
         if steps:
             warn(f"--resume {folder}: was killed before its first checkpoint, so it begins again")
-    before = {**facts.get("args", {}), "script": facts.get("script", script)}
-    now = {**as_json(args), "script": os.path.relpath(script, ROOT)}
-    for name in now:
-        if name not in ("resume", "push_to_hub") and before.get(name, now[name]) != now[name]:
-            print(f"changed since: --{name} {before[name]} -> {now[name]}", flush=True)
+    before = facts | facts.get("args", {})
+    now = as_json(args) | {"script": os.path.relpath(script, ROOT)}
+    for name, value in now.items():
+        if name not in ("resume", "push_to_hub") and before.get(name, value) != value:
+            print(f"changed since: --{name} {before[name]} -> {value}", flush=True)
     return Origin(folder, saved[-1] if saved else None, facts.get("run_id", uuid.uuid4().hex))
 
 
