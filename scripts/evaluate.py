@@ -212,8 +212,7 @@ def main(args: Args) -> None:
         utils.fail(f"--run_name {name}: {folder} exists; choose another name")
     with utils.exit_on_error(f"--output_dir {args.output_dir}"):  # now, as the samples take hours
         folder.parent.mkdir(parents=True, exist_ok=True)
-    responses = args.samples if args.temperature else 0  # per prompt; 0: a greedy one
-    n = max(1, responses)
+    n = args.samples if args.temperature else 1
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     split, held_out = ("train", True) if args.eval_share else ("test", None)
@@ -267,7 +266,9 @@ def main(args: Args) -> None:
     ):
         # as in a run's evaluation
         key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)
-        batch = sampler.rollout(prompts[first : first + PROMPTS_AT_ONCE], responses, key)
+        batch = sampler.rollout(
+            prompts[first : first + PROMPTS_AT_ONCE], n if args.temperature else 0, key
+        )
         if batch is None:
             utils.fail(f"--backend {args.backend}: {engine.failure}")
         samples += batch.samples

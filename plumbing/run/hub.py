@@ -1,6 +1,5 @@
 """A run's final model on the Hugging Face hub, with a model card: --push_to_hub."""
 
-import json
 import os
 import shlex
 
@@ -13,9 +12,10 @@ CARD = """---
 {{ card_data }}
 ---
 
-# {{ title }}
+# {{ repository.split("/")[1] }}
 
-`{{ args.model }}` after {{ step }} steps on `{{ args.dataset }}`.{% if tracked %} [The run]({{ tracked }}).{% endif %}
+`{{ facts.args.model }}` after {{ last.step }} steps on `{{ facts.args.dataset }}`.
+{%- if tracked %} [The run]({{ tracked }}).{% endif %}
 
 | after the last step | |
 |---|---|
@@ -23,10 +23,10 @@ CARD = """---
 | {{ name }} | {{ "%.4g" % value }} |
 {%- endfor %}
 
-The flags of `{{ script }}` that are not at their defaults, as a file for its `--config`:
+The flags of `{{ facts.script }}` that are not at their defaults, as a file for its `--config`:
 
 ```json
-{{ flags }}
+{{ changed | tojson(indent=2) }}
 ```
 """
 # what says nothing to others
@@ -44,22 +44,21 @@ def push(folder: str, repository: str, tracked: str | None) -> str:
     facts = without_secrets(read_args(folder))
     *_, last = read_log(folder)
     final = f"{folder}/final"
-    args = facts["args"]
+    model = facts["args"]["model"]
     changed = {
         name: value
-        for name, value in args.items()
+        for name, value in facts["args"].items()
         if value != facts["defaults"][name] and name not in LOCAL_FLAGS
     }
     card = ModelCard.from_template(
-        ModelCardData(base_model=None if os.path.exists(args["model"]) else args["model"]),
+        ModelCardData(base_model=None if os.path.exists(model) else model),
         template_str=CARD,
-        title=repository.rpartition("/")[2],
-        args=args,
-        step=last["step"],
+        repository=repository,
+        facts=facts,
+        last=last,
         numbers={title: last[key] for key, title in CURVES.items() if last.get(key) is not None},
         tracked=tracked,
-        script=facts["script"],
-        flags=json.dumps(changed, indent=2),
+        changed=changed,
     )
     card.save(f"{final}/README.md")
     again = f"hf upload {repository} {shlex.quote(final)} . --delete '*.safetensors*'"
