@@ -199,7 +199,6 @@ class Args(
             a.ptx_dataset or not a.response_column
         ),
     }
-    WARNINGS = {"--value_clip: above 10 a clip hardly ever acts": lambda a: a.value_clip <= 10}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def setup_processes() -> World:
     """Join the process group that torchrun describes in the environment; without torchrun, be the
     only process.
     """
-    # transformers would print its progress and warnings once a rank.
+    # transformers would print its progress and warnings once per rank.
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     rank = 0

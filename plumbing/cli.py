@@ -269,7 +269,7 @@ class DataArgs(PromptArgs):
     eval_prompts: NonNegativeInt = 256
     """Prompts of an evaluation, the first ones of the evaluation set; 0 for all."""
     eval_samples: PositiveInt = 4
-    """Sampled responses a prompt for accuracy and pass@k, in addition to the greedy one."""
+    """Sampled responses per prompt for accuracy and pass@k, in addition to the greedy one."""
 
     RULES = {
         "--eval_share and --eval_dataset exclude each other": lambda a: (
@@ -499,7 +499,6 @@ class PolicyArgs(OptimizerArgs):
         ),
     }
     WARNINGS = {
-        "--clip_high: above 10 a clip hardly ever acts": lambda a: (a.clip_high or 0) <= 10,
         "--kl_in loss with --kl_estimator k1: its gradient has zero mean; use k2 or k3": lambda a: (
             not a.kl_coef
             or (a.kl_in, a.kl_estimator, getattr(a, "kl_weighting", "none"))

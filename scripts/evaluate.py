@@ -29,7 +29,7 @@ prompts, and "se" its standard error, the standard deviation over prompts / sqrt
    they are correct, and a prompt whose answer has none is left out. A response that was cut off
    does not vote.
 4. The score of each source by its name, the share of responses that stopped by themselves, and
-   tokens a response.
+   tokens per response.
 
 With --tools or --environment a response is a conversation, as in training; the vote is on its last
 turn. The random numbers of a response are a function of the seed, its prompt's place in the data
@@ -80,7 +80,7 @@ class Args(
     """Number of prompts, the first ones of the data set (split test, unless @split is given); 0 for
     all."""
     samples: Annotated[int, Field(ge=1, le=512)] = 8
-    """Responses a prompt (n)."""
+    """Responses per prompt (n)."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; 0 for the greedy response, a single one (n = 1)."""
     max_response_length: PositiveInt = 1024

@@ -25,7 +25,7 @@ def main(
     output: str = "curves.png",
     metrics: tuple[str, ...] = (),
 ):
-    """Draw the curves of several runs into one picture, a color a run.
+    """Draw the curves of several runs into one picture, a color per run.
 
     Args:
         runs: Run folders, each with a metrics.jsonl.

@@ -130,7 +130,7 @@ class RunLog:
             self._warn_of_troubles()
 
     def _warn_of_troubles(self) -> None:
-        """Warn, once a run, of what is amiss in ten steps in a row."""
+        """Warn, once per run, of what is amiss in ten steps in a row."""
         if len(self.latest) < self.latest.maxlen:
             return
         # (steps,), NaN for None
@@ -311,7 +311,7 @@ def without_secrets(flags: dict) -> dict:
 
 
 def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...] = ()) -> None:
-    """Draw curves into a picture, a color a run. Accuracies share the first panel, from 0 to 1.
+    """Draw curves into a picture, a color per run. Accuracies share the first panel, from 0 to 1.
 
     Args:
         runs: rows of metrics.jsonl by the name of the run.

@@ -5,7 +5,7 @@ training loop.
 import hashlib
 import math
 import sys
-from typing import Callable, Iterator, NoReturn
+from typing import Callable, Iterator, NoReturn, Sequence
 
 from torch.distributed.tensor import DTensor
 
@@ -91,7 +91,7 @@ class Run:
         ranks.on_error = self.rescue
 
     def check_rows(
-        self, rows: list[dict], held_out: list[dict], supervised: list[dict] = ()
+        self, rows: list[dict], held_out: list[dict], supervised: Sequence[dict] = ()
     ) -> None:
         """Print how long rows are and how often they are read; warn if they are not the ones before
         --resume.
