@@ -1,5 +1,5 @@
 """Compare the equations and whole steps of grpo.py, rloo.py and ppo.py, and the divergences of
-distill.py, with TRL's and verl's own code, on the same random inputs, in float64; docs/agreement.md
+distill.py, with TRL's and verl's own code, on the same random inputs, in float64; docs/evidence.md
 has a table.
 
     python tests/agreement/agree.py --trl_python trl-venv/bin/python --verl_python verl-venv/bin/python
