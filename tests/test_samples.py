@@ -108,8 +108,6 @@ def test_drop_leaves_out_the_groups_that_teach_nothing(collected):
     # whose sum is always 0
     two = dict(reward=("exact", "f.py:f"), reward_weights=(2.0, 1.0), filter_groups="drop")
     assert groups_of(collected(table, advantage_scale="gdpo", **two)[0]) == expected
-    present = [s for i in order[:4] for s in table[i % 4] if not math.isnan(s)]
-    assert got.sampled.scores.nanmean().item() == pytest.approx(sum(present) / len(present))
 
 
 @pytest.mark.parametrize("differing", [(0,), (1, 2, 4)])
