@@ -22,8 +22,8 @@ Deliberate choices:
    their own.
 4. The gradient is that of the global batch: sums are divided by counts over all ranks and
    micro-batches.
-5. Messages that end with the assistant make a row for each of its turns; the turns before it are
-   the prompt.
+5. Messages that end with the assistant are one row, of which its turns train; a row for each of its
+   turns where the student may answer, or the chat template changes earlier turns.
 6. Nothing trains on --reward: it scores held-out responses.
 7. The student samples by the decode loop of grpo.py (`generate`).
 
@@ -343,12 +343,13 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Ex
             return None
         samples = sampled.samples
     for row in copied:
-        logprobs = {"rollout_logprobs": [math.nan] * len(row["response"])}  # nobody sampled them
+        length = len(row["response"])
+        values = {"rollout_logprobs": [math.nan] * length}  # nobody sampled them
+        if not asked:  # a row may be a conversation
+            values["response_mask"] = row["mask"]
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
         scores = dict.fromkeys(reward_sources.sources, 0.0)
-        samples.append(
-            Sample(row, row["response"], logprobs, stopped=True, text=text, scores=scores)
-        )
+        samples.append(Sample(row, row["response"], values, stopped=True, text=text, scores=scores))
     batch = Batch.from_samples(samples, model_device(sampler.model))
     metrics = evaluation.batch_metrics(batch, reward_sources)
     # No source scores what is learned.

@@ -673,9 +673,7 @@ def main(args: Args) -> None:
     tokenizer, stop_ids = loading.load_tokenizer_and_stop_ids(args)
     conversations = engines.load_conversations(args, tokenizer, stop_ids)
     prompts, eval_prompts = load_train_and_eval(args, tokenizer, check_reference, conversations)
-    reward_sources = RewardSources(
-        args, tokenizer, prompts + eval_prompts, conversations is not None
-    )
+    reward_sources = RewardSources(args, tokenizer, prompts, conversations is not None)
     # Responses per step; fewer train where some are left out.
     N = args.rollout_batch_size * args.group_size
     updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)

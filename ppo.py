@@ -627,7 +627,7 @@ def update_critic(
     return sums
 
 
-def load_supervised(args: Args, tokenizer, stop_ids: list[int]) -> list[dict]:
+def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
     # They are of --dataset.
     args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})
@@ -652,14 +652,15 @@ def ptx_loss(
     Leaves the average over ranks to the next backward pass. Returns this rank's share of the
     cross-entropy.
     """
-    tokens = sum(len(row["response"]) for row in rows)
+    tokens = sum(sum(row["mask"]) for row in rows)
     lengths = [len(row["query"]) + len(row["response"]) for row in rows]
     total = torch.zeros((), device=world.device)
     for cut in utils.micro_batches(lengths, args.micro_batch_tokens, world):
         with gradient_sync(wrapped, False):
             with autocast():  # at temperature 1, whatever that of the rollout
                 inputs = collate(
-                    [(rows[i]["query"], rows[i]["response"]) for i in cut], world.device
+                    [(rows[i]["query"], rows[i]["response"], rows[i]["mask"]) for i in cut],
+                    world.device,
                 )
                 loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
             optimizer.backward(args.ptx_coef * loss)
@@ -901,9 +902,7 @@ def main(args: Args) -> None:
     ptx_rows = load_supervised(args, tokenizer, stop_ids) if args.ptx_coef else []
     if args.value_model:
         loading.check_can_read("--value_model", args.value_model, tokenizer)
-    reward_sources = RewardSources(
-        args, tokenizer, prompts + eval_prompts, conversations is not None
-    )
+    reward_sources = RewardSources(args, tokenizer, prompts, conversations is not None)
     # Responses per step; fewer train where some are left out.
     N = args.rollout_batch_size * args.group_size
     updates_per_step = utils.count_updates(N, args.mini_batch_size, args.num_epochs)

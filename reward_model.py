@@ -30,11 +30,13 @@ Deliberate choices:
     torchrun --nproc_per_node 8 reward_model.py --model Qwen/Qwen2.5-7B-Instruct      # eight GPUs of 80 GB
 """
 
+import functools
 import math
 import os
-import random
+import re
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
@@ -43,12 +45,13 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from plumbing.data import prompts
-from plumbing.data.mixture import SHORT, count_steps, take_prompts
-from plumbing.data.rows import is_number, leave_out, read_rows, split_of, worked_addition
+from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
+from plumbing.data.mixture import SHORT, count_steps, stream, take_prompts, without
+from plumbing.data.rows import first_rows, read_rows, split_of
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, gradient_sync
 from plumbing.run.ranks import record
-from plumbing.run.run import Run, count_tokens
+from plumbing.run.run import Run
 
 # Token ids of prompt and response, in a pair as `load_pairs` makes it.
 SIDES = ("chosen", "rejected")
@@ -146,6 +149,13 @@ def pair_statistics(scores: Tensor, subsets: list) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------
 
 
+def is_number(value) -> bool:
+    """Return whether a value of a file is a number that float32 can hold; true and false are not
+    numbers.
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
+
+
 def read_pair(where: str, row: dict) -> list[tuple]:
     """Return the two sides of a row, chosen and rejected: (prompt (text, messages or None), text of
     the response) each.
@@ -198,100 +208,75 @@ def read_pair(where: str, row: dict) -> list[tuple]:
     return sides
 
 
-def arithmetic_pairs(split: str) -> list[dict]:
-    """Return preference pairs for `arithmetic_rows`: the worked answer, and the same with wrong
-    digits.
-
-    `subset` is how many of the three columns are wrong.
-    """
-    numbers = random.Random(f"pairs {split}")
-    pairs = []
-    for row in read_rows("--dataset", "arithmetic", split):
-        chosen = rejected = worked_addition(row["prompt"], 0.0, numbers)
-        while rejected == chosen:
-            rejected = worked_addition(row["prompt"], 0.3, numbers)
-        wrong = sum(a[4:] != b[4:] for a, b in zip(chosen.split()[:3], rejected.split()))
-        pairs.append(
-            {
-                "prompt": row["prompt"],
-                "chosen": chosen,
-                "rejected": rejected,
-                "subset": f"{wrong} wrong",
-            }
-        )
-    return pairs
-
-
-def load_pairs(
-    flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args: Args
+def make_pair(
+    at: str, row: dict, tokenizer, system_prompt: str, as_is: bool, stop_ids: list[int]
 ) -> list[dict]:
+    """Return a pair of a row at a place, for `encode_rows`: see `load_pairs`."""
+    margin = 0.0 if row.get("margin") is None else row["margin"]
+    if not is_number(margin):
+        utils.fail(f"{at}: margin must be a number, not {str(margin)[:60]!r}")
+    subset = None if row.get("subset") is None else str(row["subset"])
+    pair = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
+    for side, (prompt, text) in zip(SIDES, read_pair(at, row)):
+        pair[side] = []
+        if prompt is not None:
+            _, query = prompts.render_prompt(at, prompt, tokenizer, system_prompt, as_is)
+            pair["prompt"] = query.shown
+            pair[side] = [query]
+        pair[side].append(
+            prompts.render_response(at, text, tokenizer, stop_ids, special=prompt is None)
+        )
+        pair[f"{side}_text"] = text
+    pair["about"] = pair["prompt"] or str(sorted(pair[f"{side}_text"] for side in SIDES))
+    return [pair]
+
+
+def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int], args: Args):
     """Read preference pairs and encode them, once and for all; those over --max_length are left out
     and reported.
 
     Returns:
-        {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of prompt,
-        response and stop token; "margin": float, 0 if the row has none; "subset": text or None}
+        Rows {"prompt", "chosen_text", "rejected_text": text; "chosen", "rejected": token ids of
+        prompt, response and stop token; "margin": float, 0 if the row has none; "subset": text or
+        None}
     """
-    name, split = split_of(name, split)
-    rows = arithmetic_pairs(split) if name == "arithmetic" else read_rows(flag, name, split)
-    pairs = []
-    for number, row in enumerate(rows, 1):
-        where = f"{flag} {name} row {number}"
-        margin = 0.0 if row.get("margin") is None else row["margin"]
-        pair = {
-            "margin": margin,
-            "subset": None if row.get("subset") is None else str(row["subset"]),
-        }
-        if not is_number(margin):
-            utils.fail(f"{where}: margin must be a number, not {str(margin)[:60]!r}")
-        for side, (prompt, text) in zip(SIDES, read_pair(where, row)):
-            query = []
-            if prompt is not None:
-                as_is = args.chat_template == "none"
-                pair["prompt"], query = prompts.encode_prompt(
-                    where, prompt, tokenizer, args.system_prompt, as_is
-                )
-            ids = query + prompts.encode_response(
-                where, text, tokenizer, stop_ids, special=prompt is None
-            )
-            pair |= {side: ids, f"{side}_text": text}
-        pairs.append({"prompt": "", **pair})
-    for part in TEXTS:
-        utils.say(f"{flag} {name} row 1: {part}: {SHORT.repr(pairs[0][part])}")
-    fitting = [
-        pair for pair in pairs if max(len(pair["chosen"]), len(pair["rejected"])) <= args.max_length
-    ]
-    return leave_out(
-        f"{flag} {name}",
-        pairs,
-        fitting,
-        f"which have more tokens than --max_length {args.max_length}",
+    where = f"{flag} {split_of(name)[0]}"
+    raw = read_rows(flag, re.sub("^arithmetic(@|$)", r"arithmetic_pairs\1", name), split)
+    make = functools.partial(
+        make_pair,
+        tokenizer=tokenizer,
+        system_prompt=args.system_prompt,
+        as_is=args.chat_template == "none",
+        stop_ids=stop_ids,
     )
+    first_rows(where, raw)  # there are some
+    pairs = encode_rows(where, raw, make, tokenizer, stop_ids)
+    for part in TEXTS:
+        utils.say(f"{where}: {part}: {SHORT.repr(pairs[0][part])}")
+    lengths = np.maximum(*(column(pairs, side) for side in SIDES))
+    why = f"which have more tokens than --max_length {args.max_length}"
+    return leave_out(where, pairs, lengths <= args.max_length, why)
 
 
-def load_train_and_eval(
-    args: Args, tokenizer, stop_ids: list[int]
-) -> tuple[list[dict], list[dict]]:
-    """Return the pairs to train on, and those to evaluate on, which are never trained on ([] with
+def load_train_and_eval(args: Args, tokenizer, stop_ids: list[int]) -> tuple:
+    """Return the pairs to train on, and those to evaluate on, which are never trained on (none with
     --eval_every 0).
     """
     pairs = load_pairs("--dataset", args.dataset, "train", tokenizer, stop_ids, args)
-    held_out = []
-    dataset, _ = split_of(args.dataset)
+    held_out = pairs.take(0)
+    (dataset, _) = split_of(args.dataset)
     if args.eval_every and (args.eval_dataset or not os.path.isfile(dataset)):
         held_out = load_pairs(
             "--eval_dataset", args.eval_dataset or dataset, "test", tokenizer, stop_ids, args
         )
-        held_out = held_out[: args.eval_pairs or None]
+        held_out = held_out.take(min(args.eval_pairs or len(held_out), len(held_out)))
     elif args.eval_every:
         count = min(args.eval_pairs or len(pairs), max(1, len(pairs) // 10))
-        held_out = take_prompts(pairs, 0, count, args.seed)
-    about = lambda pair: pair["prompt"] or frozenset((pair["chosen_text"], pair["rejected_text"]))
-    evaluated = set(map(about, held_out))
-    kept = [pair for pair in pairs if about(pair) not in evaluated]
-    kept = leave_out(f"--dataset {args.dataset}", pairs, kept, "whose prompts are evaluated on")
-    sequences = [pair[side] for pair in kept + held_out for side in SIDES]
-    loading.check_fits(args.model, sequences, f"--dataset {args.dataset}")
+        held_out = pairs.select(stream(len(pairs), 0, count, args.seed))
+    kept = without(f"--dataset {args.dataset}", pairs, held_out)
+    for side in SIDES:
+        for part in (kept, held_out):
+            check_rows_fit(args.model, part, [side], f"--dataset {args.dataset}")
     return kept, held_out
 
 
@@ -395,7 +380,7 @@ def main(args: Args) -> None:
         config.score_mean = scores.mean().item()
         config.score_std = scores.std().item()
         statistics = pair_statistics(scores, [pair["subset"] for pair in pairs])
-        samples = sample_pairs(pairs[: max(4, args.log_samples)], scores)
+        samples = sample_pairs(list(pairs)[: max(4, args.log_samples)], scores)
         return {f"eval/{name}": x for name, x in statistics.items()}, samples
 
     for _ in run.steps(evaluate if eval_pairs else None):
@@ -436,7 +421,12 @@ def main(args: Args) -> None:
             **optimizer.metrics(),
         }
         samples = sample_pairs(batch[: args.log_samples], scores)
-        run.finish_step(metrics, samples, sum(map(count_tokens, batch)), position=position)
+        run.finish_step(
+            metrics,
+            samples,
+            sum(len(pair[side]) for pair in batch for side in SIDES),
+            position=position,
+        )
     if (
         not eval_pairs
         and evaluate(take_prompts(pairs, 0, min(1000, len(pairs)), args.seed)) is None

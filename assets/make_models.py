@@ -42,7 +42,7 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2T
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from guess.game import GuessTheNumber
 
-from plumbing.data.rows import arithmetic_rows, worked_addition
+from assets.tasks import arithmetic, worked_addition
 from plumbing.rollout.batch import collate
 
 ASSETS = Path(__file__).resolve().parent
@@ -124,7 +124,7 @@ def main(name: tyro.conf.Positional[Literal["tiny", "guess"]]) -> None:
     numbers = random.Random(SEED)
     count = STEPS * BATCH_SIZE
     if name == "tiny":
-        prompts = [row["prompt"] for row in arithmetic_rows("train", count)]
+        prompts = [row["prompt"] for row in arithmetic("", "train", count)]
         demonstrations = [
             [prompt, worked_addition(prompt, NOISE[name], numbers) + "<eos>"] for prompt in prompts
         ]

@@ -266,9 +266,8 @@ def main(args: Args) -> None:
     ):
         # as in a run's evaluation
         key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)
-        batch = sampler.rollout(
-            prompts[first : first + PROMPTS_AT_ONCE], n if args.temperature else 0, key
-        )
+        part = prompts.skip(first).take(PROMPTS_AT_ONCE)
+        batch = sampler.rollout(part, n if args.temperature else 0, key)
         if batch is None:
             utils.fail(f"--backend {args.backend}: {engine.failure}")
         samples += batch.samples

@@ -140,13 +140,12 @@ class Scorer:
             has_template = bool(self.tokenizer.chat_template)
             if row["messages"] and has_template:
                 given = f"{where} messages", row["messages"], self.tokenizer, ""
-                _, row["query"] = prompts.encode_prompt(*given)
+                _, query = prompts.render_prompt(*given)
             else:  # a template has written the special tokens
-                given = f"{where} src", batch.src[i], self.tokenizer, not has_template
-                row["query"] = prompts.encode_text(*given)
-            ids = prompts.encode_response(
-                f"{where} response", batch.response[i], self.tokenizer, self.stop_ids
-            )
+                query = prompts.Text(f"{where} src", batch.src[i], special=not has_template)
+            given = f"{where} response", batch.response[i], self.tokenizer, self.stop_ids
+            texts = [query, prompts.render_response(*given)]
+            row["query"], ids = prompts.encode_texts(texts, self.tokenizer, self.stop_ids)
         return SimpleNamespace(row=row, text=batch.response[i], response=ids)
 
 

@@ -6,6 +6,7 @@ A test that is run as a script imports this file, too, so that it finds the same
 import gc
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ sys.path[:0] = [path for path in PATHS if path not in sys.path]
 # read when transformers is imported: no test waits for a network
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+cache = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
+os.environ.setdefault("HF_DATASETS_CACHE", cache.name)  # the same for all processes of the tests
 # read as torch is imported; vLLM on a CPU requires it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -9,6 +9,8 @@ import functools
 import io
 import itertools
 import math
+import os
+import resource
 import types
 
 import helpers
@@ -20,9 +22,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import ppo
+from assets.tasks import BUILT_IN
+from plumbing.data import cache, prompts
 from plumbing.data import mixture as data
-from plumbing.data import prompts
-from plumbing.data.rows import BUILT_IN, read_rows
+from plumbing.data.rows import read_rows
 from plumbing.models import loading as models
 from plumbing.rewards.sources import check_reference
 
@@ -67,8 +70,8 @@ def tokenizers() -> dict:
 
 def prompts_of(name: str, tokenizer, split: str = "train", **changes) -> list[dict]:
     args = args_of(**changes)
-    return data.mix(
-        data.load_prompts("--dataset", name, split, tokenizer, args, check_reference), 1
+    return list(
+        data.mix(data.load_prompts("--dataset", name, split, tokenizer, args, check_reference), 1)
     )
 
 
@@ -348,7 +351,7 @@ def test_prompts_that_are_all_evaluated_on(tokenizers, tmp_path, capsys):
     )
     args = args_of(dataset=file, eval_dataset=file)
     train, held_out = data.load_train_and_eval(args, tokenizers[False, None], check_reference)
-    assert train == held_out and len(train) == 3
+    assert list(train) == list(held_out) and len(train) == 3
     assert "every row is evaluated on" in capsys.readouterr().err
 
 
@@ -369,7 +372,7 @@ def test_a_share_is_held_out_by_its_prompts(tokenizers, tmp_path, capsys):
     assert sum(map(len, parts)) == 400 and "nothing is evaluated" not in capsys.readouterr().out
     assert {row["prompt"] for row in load_both(rows[::-1], eval_share=0.2)[1]} == held_out
     assert (
-        load_both(rows)[1] == []
+        not load_both(rows)[1]
         and "so nothing is evaluated; --eval_share" in capsys.readouterr().out
     )
     with pytest.raises(SystemExit):
@@ -378,6 +381,53 @@ def test_a_share_is_held_out_by_its_prompts(tokenizers, tmp_path, capsys):
         f"--eval_share 1e-09 of {tmp_path}/rows.jsonl: holds out none of 400 rows"
         in capsys.readouterr().err
     )
+
+
+def test_rows_come_from_the_cache(tokenizers, tmp_path, capsys, monkeypatch):
+    """Until the file changes, by whatever number of processes; what is wrong is one line."""
+    file = tmp_path / "rows.jsonl"
+    read = lambda: data.load_prompts(
+        "--dataset", str(file), "train", tokenizers[False, None], args_of(), check_reference
+    )[0][0]
+    rows = [{"prompt": f"{i}+1=", "answer": i, "other": [None, {"a": 1.5}]} for i in range(3)]
+    helpers.write_rows(file, rows)
+    monkeypatch.setattr(cache, "ROWS_PER_PROCESS", 1)  # two processes
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    first = read()
+    assert [row["columns"] for row in first] == rows and len(first.cache_files) == 2
+    changed = os.stat(file)
+    file.write_text("no row")
+    os.utime(file, ns=(changed.st_atime_ns, changed.st_mtime_ns))
+    monkeypatch.setattr(cache, "ROWS_PER_PROCESS", 9)
+    again = read()
+    assert list(again) == list(first) and again._fingerprint == first._fingerprint
+    for each in again.cache_files:
+        os.truncate(each["filename"], 100)
+    assert refused(capsys, read).startswith(f"error: --dataset {file}: ")
+    os.utime(file)
+    assert "row 1: Expecting value" in refused(capsys, read)
+
+
+def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatch):
+    """A row that one of several processes cannot read, and a disk without room."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    rows = [{"prompt": f"{i}+1=", "answer": "1"} for i in range(2000)]
+    for rows_per_process, end in ((1000, [{"prompt": ""}]), (9999, [])):
+        monkeypatch.setattr(cache, "ROWS_PER_PROCESS", rows_per_process)
+        file = helpers.write_rows(tmp_path / f"{rows_per_process}.jsonl", rows + end)
+        read_rows("--dataset", file, "train")  # is in the cache
+        capfd.readouterr()
+        if not end:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        try:
+            with pytest.raises(SystemExit):
+                prompts_of(file, tokenizers[False, None])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        (line,) = capfd.readouterr().err.splitlines()
+        what = "row 2001: has nothing in column 'prompt'" if end else "File too large"
+        assert line.startswith(f"error: --dataset {file}") and what in line
 
 
 def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
@@ -396,9 +446,9 @@ def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):
     ] == ""
     prompt, answer = capsys.readouterr().out.splitlines()
     assert prompt.startswith(
-        f"--dataset {name} row 1: prompt (question): 'first\\nx, "
+        f"--dataset {name}: prompt (question): 'first\\nx, "
     ) and prompt.endswith("x, last'")
-    assert len(prompt) < 150 + 150 and answer == f"--dataset {name} row 1: answer (solution): '007'"
+    assert len(prompt) < 150 + 150 and answer == f"--dataset {name}: answer (solution): '007'"
     (tmp_path / "rows.csv").write_text("prompt,answer\na,b,c\n")
     assert refused(capsys, prompts_of, name, None).startswith(f"error: --dataset {name} row 1: ")
 
@@ -408,7 +458,7 @@ def test_a_folder_without_the_split(tokenizers, tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     helpers.write_rows(tmp_path / "folder" / "train.jsonl", helpers.ROWS)
     name = str(tmp_path / "folder")
-    assert read_rows("--dataset", name, "train") == helpers.ROWS
+    assert read_rows("--dataset", name, "train").to_list() == helpers.ROWS
     args = args_of(dataset=name), tokenizers[False, None], check_reference
     line = refused(capsys, data.load_train_and_eval, *args, noisy=True)
     assert (
@@ -509,7 +559,7 @@ def test_a_mixture_is_drawn_by_weight_and_passes_through_each_part(tmp_path, tok
     )[0]
     rows = draw(1)
     drawn = [row["prompt"] for row in rows]
-    assert len(drawn) == 600 and draw(1) == rows != draw(2)
+    assert len(drawn) == 600 and list(draw(1)) == list(rows) != list(draw(2))
     counts = collections.Counter(prompt[0] for prompt in drawn)
     for letter, size, share in (("a", 30, 2 / 8), ("b", 500, 1 / 8), ("c", 70, 5 / 8)):
         assert abs(counts[letter] - 600 * share) < 4 * math.sqrt(600 * share * (1 - share))

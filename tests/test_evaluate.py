@@ -9,8 +9,8 @@ import helpers
 import pandas
 import pytest
 
+from assets.tasks import arithmetic
 from plumbing import cli
-from plumbing.data.rows import arithmetic_rows
 
 evaluate = importlib.import_module("evaluate")  # in scripts/, which helpers has put on the path
 
@@ -84,7 +84,7 @@ def test_run_on_arithmetic(tmp_path):
     """What each response is and scored; two ranks, and other batches, make the same responses."""
     results, samples = measure(tmp_path)
     assert [s["prompt"] for s in samples] == [
-        row["prompt"] for row in arithmetic_rows("test", 12) for _ in range(6)
+        row["prompt"] for row in arithmetic("", "test", 12) for _ in range(6)
     ]
     for s in samples:
         assert s["gsm8k"] == float(s["response"].endswith(f"#### {s['answer']}"))
@@ -107,9 +107,10 @@ def run(tmp_path_factory) -> dict:
     """
     folder = tmp_path_factory.mktemp("runs")
     shared = "model system_prompt max_prompt_length max_response_length reward run_name".split()
+    rows = helpers.write_rows(folder / "rows.jsonl", arithmetic("", "test", 60))
     values = {name: TINY[name] for name in shared} | {
         "output_dir": str(folder),
-        "dataset": helpers.write_rows(folder / "rows.jsonl", arithmetic_rows("test", 60)),
+        "dataset": rows,
         "eval_share": 0.4,
         "eval_prompts": 20,
         "eval_samples": 3,
@@ -221,7 +222,7 @@ def test_rows_of_several_data_sets_that_name_their_sources(tmp_path):
     """Each prompt is judged by its own source. Rows may have columns that are named as those of the
     samples.
     """
-    rows = [{**row, "verifier": "gsm8k", "index": 7} for row in arithmetic_rows("test", 3)]
+    rows = [{**row, "verifier": "gsm8k", "index": 7} for row in arithmetic("", "test", 3)]
     helpers.write_rows(tmp_path / "rows.jsonl", rows)
     helpers.write_rows(
         tmp_path / "zero.jsonl", [{"prompt": "1+0=", "answer": "?", "verifier": ["format"]}] * 2

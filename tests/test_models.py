@@ -117,8 +117,8 @@ def test_the_embedding_of_the_pad_token_gets_a_gradient(model_folder, device):
 
 def test_the_last_token_of_a_vocabulary(model_folder, capsys):
     """SMALL has 32."""
-    loading.check_fits(model_folder(), [[31], [0, 30]], "--dataset here")
-    line = refused(capsys, loading.check_fits, model_folder(), [[1], [32, 2]], "--dataset here")
+    loading.check_fits(model_folder(), 31, 2, "--dataset here")
+    line = refused(capsys, loading.check_fits, model_folder(), 32, 2, "--dataset here")
     assert "has 32 tokens, and its tokenizer writes token 32" in line
 
 

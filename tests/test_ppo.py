@@ -180,7 +180,7 @@ def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, monkeypatch, budg
     gradient = gradient_of(policy)
     total = 0.0
     policy.model.get_output_embeddings().weight.grad = before = torch.ones(32, 16, dtype=F64)
-    rows = [{"query": q, "response": r} for q, r in pairs]
+    rows = [{"query": q, "response": r, "mask": [1] * len(r)} for q, r in pairs]
     optimizer = SimpleNamespace(backward=lambda loss: (loss * ranks).backward())
     for rank in range(ranks):
         world = utils.World(rank, ranks, CPU)

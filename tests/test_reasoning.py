@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from assets import tasks
 from plumbing.data.prompts import prompt_and_answer
-from plumbing.data.rows import reasoning_gym_rows
 from plumbing.rewards import verifiers as verifier
 
 # ---- reasoning_gym -------------------------------------------------------------------------------
@@ -24,7 +24,7 @@ def test_the_score_is_that_of_the_task():
     part.
     """
     for task in ("leg_counting", "countdown"):
-        row = reasoning_gym_rows(task, "test", 3)[1]
+        row = tasks.reasoning_gym(task, "test", 3)[1]
         source = json.loads(json.dumps(row["reasoning_gym"]))  # as it reaches the worker
         assert verifier.reasoning_gym(f"<answer>{row['answer']}</answer>", source) == 1
         assert (

@@ -20,6 +20,7 @@ import time
 import types
 from pathlib import Path
 
+import datasets
 import forked_python
 import helpers
 import pytest
@@ -227,7 +228,7 @@ def test_rewards(name):
 )
 def test_data_files(path, monkeypatch):
     """Every one that is shipped is read, those that a list names on the hub aside."""
-    row = lambda name, split: [{"quiz": name, "split": split}]
+    row = lambda name, split: datasets.Dataset.from_list([{"quiz": name, "split": split}])
     monkeypatch.setattr("plumbing.data.rows.read_data_set", row)
     splits = [rows[0].get("split") for _, rows, _ in read_parts("--dataset", str(path), "train")]
     assert splits in ([None], ["3ppl", "4ppl", "5ppl", "6ppl", "7ppl"])

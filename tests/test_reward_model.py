@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification
 import grpo
 import reward_model
 import utils
+from assets.tasks import arithmetic_pairs
 from plumbing.data import mixture as data
 from plumbing.models import loading as models
 from reward_model import Args, collate, load_pairs, pair_statistics, preference_loss, score_pairs
@@ -173,14 +174,8 @@ def load(tmp_path):
     """
 
     def load(rows, tokenizer=PLAIN, stop_ids=(1,), **flags):
-        return load_pairs(
-            "--dataset",
-            write_rows(tmp_path / "p.jsonl", rows),
-            "x",
-            tokenizer,
-            stop_ids,
-            Args(**flags),
-        )
+        path = write_rows(tmp_path / "p.jsonl", rows)
+        return list(load_pairs("--dataset", path, "x", tokenizer, stop_ids, Args(**flags)))
 
     return load
 
@@ -220,7 +215,8 @@ def test_formats(load, tmp_path, tokenizer, name, system_prompt):
             query = rollout["query"]
         expected[side] = [*query, *tokenizer.encode(text, add_special_tokens=False), 1]
         assert expected[side].count(tokenizer.bos_token_id) == int(tokenizer is not PLAIN)
-    assert load([row], tokenizer, system_prompt=system_prompt) == [expected]
+    (pair,) = load([row], tokenizer, system_prompt=system_prompt)
+    assert {name: pair[name] for name in expected} == expected
 
 
 def test_stop_token_stands_once_at_the_end(load, capsys):
@@ -228,7 +224,7 @@ def test_stop_token_stands_once_at_the_end(load, capsys):
     ids = PLAIN.encode("2+2=")
     four, five, dot = (PLAIN.encode(text)[0] for text in "45.")
     (pair,) = load([row])
-    assert "p.jsonl row 1: chosen_text: '4<eos>'\n" in capsys.readouterr().out
+    assert "p.jsonl: chosen_text: '4<eos>'\n" in capsys.readouterr().out
     assert (pair["chosen"], pair["rejected"]) == ([*ids, four, 1], [*ids, five, 1])
     (pair,) = load([row], stop_ids=[1, 0])  # the first, where there are several
     assert pair["rejected"] == [*ids, five, 1]
@@ -334,7 +330,7 @@ def test_arithmetic_pairs():
     """The chosen side is right; the other is not, in as many of the three columns as `subset`
     says.
     """
-    for row in reward_model.arithmetic_pairs("test"):
+    for row in arithmetic_pairs("", "test", 1000):
         right, wrong = (row[side].split(" ") for side in ("chosen", "rejected"))
         assert int(right[4]) == sum(map(int, row["prompt"][:-1].split("+"))) and len(wrong) == 5
         assert (

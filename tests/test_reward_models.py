@@ -54,7 +54,7 @@ def save(folder, tokenizer, **config) -> str:
 def rows_of(texts: list, tokenizer) -> list[dict]:
     rows = []
     for text in texts:
-        prompt, query = prompts.encode_prompt("row", text, tokenizer, "")
+        prompt, query = helpers.encode_prompt("row", text, tokenizer, "")
         row = {"prompt": prompt, "query": query, "messages": prompts.as_messages("row", text, "")}
         rows.append({**row, "answer": "4", "sources": None, "columns": {}})
     return rows

@@ -222,12 +222,12 @@ def test_scores_are_those_of_a_reward_model_in_the_run_itself(servers, listen, f
     texts = []
     ids = []
     for question, text in [*PAIRS, (FORGED, FORGED)][: None if name == "model" else -1]:
-        prompt, query = prompts.encode_prompt("", question, tokenizer, "Add.")
+        prompt, query = helpers.encode_prompt("", question, tokenizer, "Add.")
         assert query.count(tokenizer.eos_token_id) == (name == "bos")
         messages = prompts.as_messages("", question, "Add.")
         rows.append({"prompt": prompt, "query": query, "messages": messages, "answer": None})
         texts.append(text)
-        ids.append(prompts.encode_response("", text, tokenizer, [tokenizer.eos_token_id]))
+        ids.append(helpers.encode_response("", text, tokenizer, [tokenizer.eos_token_id]))
     scores = scores_by(reward_sources, rows, texts, ids)
     assert scores[url] == pytest.approx(scores[model], rel=1e-10) and not set(scores[url]) & {0.0}
 

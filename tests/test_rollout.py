@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import helpers
 import pytest
 import torch
 import transformers
@@ -20,7 +21,6 @@ from transformers import DynamicCache, GenerationConfig
 
 import utils
 from grpo import Args, generate
-from plumbing.data import prompts
 from plumbing.rewards.sources import RewardSources
 from plumbing.rollout.batch import Batch, Sampler
 
@@ -471,7 +471,7 @@ def test_text_gets_the_beginning_token_at_most_once(adds_bos):
     """tests/test_data.py has prompts with a chat template."""
     tokenizer = bos_tokenizer(adds_bos)
     for begin, system_prompt in (("", ""), ("", "Be brief."), ("<s>", "")):
-        _, ids = prompts.encode_prompt("here", f"{begin}two and two", tokenizer, system_prompt)
+        _, ids = helpers.encode_prompt("here", f"{begin}two and two", tokenizer, system_prompt)
         plain = (f"{system_prompt}\n" if system_prompt else "") + "two and two"
         bos = [tokenizer.bos_token_id] if adds_bos or begin else []
         assert ids == [*bos, *tokenizer.encode(plain, add_special_tokens=False)]

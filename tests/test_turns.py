@@ -8,13 +8,13 @@ import copy
 import json
 import types
 
+import helpers
 import pytest
 import test_data
 from helpers import refused, table
 from tiny_models import make_tokenizer
 
 from plumbing.data import mixture as data
-from plumbing.data import prompts
 from plumbing.models import loading
 from plumbing.turns.templates import Turns, hermes_calls, pattern_reader
 from plumbing.turns.worker import EnvironmentFailure
@@ -238,7 +238,7 @@ def test_prompt_turns_and_observations_are_the_rendering_of_the_whole(
         list(said), schemas or None, add_generation_prompt=True, return_dict=False
     )
     expected = render(question, answer, *messages, answer, *messages)
-    _, ids = prompts.encode_prompt("here", [question], tokenizer, "", tools=schemas or None)
+    _, ids = helpers.encode_prompt("here", [question], tokenizer, "", tools=schemas or None)
     assert ids == render(question)
     stop = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for _ in range(2):
@@ -290,17 +290,17 @@ WAYS_IN = {
     "a text without template": lambda t, text: turns_of(
         t, [], **ENVIRONMENT, chat_template="none"
     ).observation_ids([{**USER, "content": text}], 1),
-    "a prompt": lambda t, text: prompts.encode_prompt("here", text, t, "Be good.")[1],
-    "a turn": lambda t, text: prompts.encode_prompt(
+    "a prompt": lambda t, text: helpers.encode_prompt("here", text, t, "Be good.")[1],
+    "a turn": lambda t, text: helpers.encode_prompt(
         "here", [{"role": "system", "content": text}, USER], t, ""
     )[1],
-    "an argument": lambda t, text: prompts.encode_prompt(
+    "an argument": lambda t, text: helpers.encode_prompt(
         "here",
         [{**CALL, "tool_calls": [{"function": {"name": "f", "arguments": {text: [text]}}}]}, USER],
         t,
         "",
     )[1],
-    "a response": lambda t, text: prompts.encode_response(
+    "a response": lambda t, text: helpers.encode_response(
         "here", text + "<|im_end|>", t, [t.eos_token_id, 4]
     ),
 }
@@ -445,7 +445,7 @@ def test_an_end_of_turn_that_the_template_alone_names(
         == "stop tokens: ['<|im_end|>', '<eos>']; texts to learn end with the first\n"
     )
     assert Turns(tokenizer, stop_ids, TOOLS, args).end == stop_ids[:1]
-    assert prompts.encode_response("", "4", tokenizer, stop_ids) == [
+    assert helpers.encode_response("", "4", tokenizer, stop_ids) == [
         *tokenizer.encode("4"),
         stop_ids[0],
     ]

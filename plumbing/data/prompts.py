@@ -4,12 +4,13 @@ reference answer.
 
 import functools
 import re
-from typing import Annotated, Literal
+from itertools import chain
+from typing import Annotated, Literal, NamedTuple, Sequence
 
 from pydantic import BaseModel, Field, TypeAdapter
 
 from plumbing.data.rows import check
-from utils import exit_on_error, fail
+from utils import exit_on_error, fail, first_line
 
 # The columns that are looked for, in this order; a dot goes into an object. They are those of
 # GSM8K, MATH, open-instruct (messages, ground_truth), verl (reward_model.ground_truth), TRL
@@ -238,16 +239,32 @@ def as_messages(where: str, prompt, system_prompt: str) -> list[dict]:
     return messages
 
 
-def encode_prompt(
+class Text(NamedTuple):
+    """A text to encode, with CUT where no token may span."""
+
+    where: str
+    """Its place, for messages."""
+    text: str
+    special: bool = False
+    """Whether the tokenizer puts special tokens around it, as around what no template has written."""
+    is_learned: bool = False
+    """Whether it is a response, which ends by a stop token."""
+
+    @property
+    def shown(self) -> str:
+        return self.text.replace(CUT, "")
+
+
+def render_prompt(
     where: str,
     prompt,
     tokenizer,
     system_prompt: str,
     as_is: bool = False,
     tools: list[dict] | None = None,
-) -> tuple[str, list[int]]:
-    """Return a prompt as the text and as the token ids that the model sees; exit with code 2 if it
-    is not valid.
+) -> tuple[list[dict], Text]:
+    """Return a prompt as messages and as the text that the model sees; exit with code 2 if it is not
+    valid.
 
     Args:
         prompt: text, which is one user turn; or messages, a list of {"role", "content"}. A
@@ -258,57 +275,87 @@ def encode_prompt(
         tools: the schemas that the chat template shows to the model.
     """
     messages = as_messages(where, prompt, "" if as_is else system_prompt)
-    if as_is or tokenizer.chat_template is None:
-        if len(as_messages(where, prompt, "")) > 1:
-            lacks = (
-                "--chat_template is none"
-                if as_is
-                else "the tokenizer of --model has no chat template"
-            )
-            fail(
-                f"{where}: has several turns, and {lacks}; name a file of one with --chat_template"
-            )
-        text = "\n".join(turn["content"] for turn in messages)
-        ids = encode_text(where, text, tokenizer)
-    else:
+    if not as_is and tokenizer.chat_template is not None:
         with exit_on_error(f"{where}: the chat template of --model"):
-            messages = guarded(messages, tokenizer)
             text = tokenizer.apply_chat_template(
-                messages, tools, tokenize=False, add_generation_prompt=True
+                guarded(messages, tokenizer), tools, tokenize=False, add_generation_prompt=True
             )
         # the template has written the special tokens
-        ids = encode_text(where, text, tokenizer, special=False)
-    if not ids:
-        fail(f"{where}: the tokenizer of --model makes no tokens of the prompt")
-    return text.replace(CUT, ""), ids
+        return messages, Text(where, text)
+    if not isinstance(prompt, str) and len(prompt) > 1:
+        lacks = (
+            "--chat_template is none" if as_is else "the tokenizer of --model has no chat template"
+        )
+        fail(f"{where}: has several turns, and {lacks}; name a file of one with --chat_template")
+    return messages, Text(where, "\n".join(turn["content"] for turn in messages), special=True)
 
 
-def encode_text(where: str, text: str, tokenizer, special: bool = True) -> list[int]:
-    """Return the token ids of a text; with `special`, those that the tokenizer puts around it, but
-    no second BOS.
-
-    The parts of a text that `guarded` has cut are encoded one by one, so that no token spans a cut.
-    """
-    with exit_on_error(where):
-        first, *others = text.split(CUT)
-        ids = tokenizer.encode(first, add_special_tokens=special)
-        for part in others:
-            ids += tokenizer.encode(part, add_special_tokens=False)
-    return ids[1:] if special and ids[:2] == [tokenizer.bos_token_id] * 2 else ids
-
-
-def encode_response(
+def render_response(
     where: str, text: str, tokenizer, stop_ids: list[int], special: bool = False
-) -> list[int]:
-    """Return the token ids of a response as a policy ends it: by the first stop token, unless it
-    has one there.
+) -> Text:
+    """Return a response as a text to learn; with `special`, one that holds a whole conversation."""
+    if special:
+        return Text(where, text, special, is_learned=True)
+    ends = (end for end in map(tokenizer.decode, stop_ids) if end and text.endswith(end))
+    end = next(ends, "")
+    content = guarded(text.removesuffix(end), tokenizer, own=True)
+    return Text(where, content + end, is_learned=True)
+
+
+def join_turns(rows: list[dict], stop: str) -> list[dict]:
+    """Return the rows of the assistant's turns in a conversation as one, which learns all of them.
+
+    They stay apart if the template writes earlier turns in another way once messages follow, or does
+    not end them by the stop token.
+
+    Args:
+        rows: {"query": [Text], "response": [Text], ...} of each turn, the ones before it in its
+            query.
     """
-    ids = encode_text(where, text, tokenizer, special)
-    end = tokenizer.decode(ids[-1:]) if ids and ids[-1] in stop_ids else ""
-    if not special:  # it stands behind a prompt, rather than holds a conversation
-        content = guarded(text.removesuffix(end), tokenizer, own=True)
-        ids = encode_text(where, content + end, tokenizer, special)
-    return ids if end else [*ids, stop_ids[0]]
+    before = ""
+    texts = []
+    for row in rows:
+        (query,) = row["query"]
+        if not query.text.startswith(before) or "response" not in row:
+            return rows
+        (response,) = row["response"]
+        texts += [query._replace(text=query.text.removeprefix(before)), response]
+        before = query.text + response.text + stop
+    return [rows[0] | {"response": texts[1:]}]
+
+
+def encode_texts(texts: Sequence[Text], tokenizer, stop_ids: Sequence[int] = ()) -> list[list[int]]:
+    """Return the token ids of texts; responses end by the first stop token, unless they have one
+    there.
+
+    The parts of a text between CUTs are encoded one by one, so that no token spans a cut. Exit with
+    code 2, naming the first text that the tokenizer refuses or makes no tokens of.
+    """
+    parts = [text.text.split(CUT) for text in texts]
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    try:
+        # A call of the tokenizer takes a fifth longer: it makes masks and offsets, too.
+        encoded = iter(backend.encode_batch_fast(list(chain(*parts)), add_special_tokens=False))
+    except Exception as error:  # tokenizers raise exceptions of any type
+        if len(texts) == 1:
+            fail(f"{texts[0].where}: {first_line(error)}")
+        return [encode_texts([text], tokenizer, stop_ids)[0] for text in texts]
+    lists = []
+    for text, of_text in zip(texts, parts):
+        first, *others = [next(encoded) for _ in of_text]
+        if text.special:
+            first = backend.post_process(first)
+        ids = first.ids + list(chain.from_iterable(other.ids for other in others))
+        if text.special and ids[:2] == [tokenizer.bos_token_id] * 2:
+            ids = ids[1:]
+        if text.is_learned and ids[-1:] not in ([stop] for stop in stop_ids):
+            ids.append(stop_ids[0])
+        if not ids and text.text.strip():
+            fail(f"{text.where}: the tokenizer of --model makes no tokens of {text.text[:60]!r}")
+        lists.append(ids)
+    return lists
 
 
 # ---- contents that spell tokens of the added vocabulary ------------------------------------------
@@ -328,7 +375,8 @@ def added_texts(tokenizer, own: bool) -> re.Pattern:
         for text in tokenizer.get_added_vocab()
         if len(text.strip()) > 1 and not (own and text in OWN)
     ]
-    return re.compile(f"(?=(?:{'|'.join(map(re.escape, texts)) or '(?!)'})).", re.DOTALL)
+    patterns = [re.escape(text[0]) + f"(?={re.escape(text[1:])})" for text in texts]
+    return re.compile("|".join(patterns) or "(?!)")
 
 
 def guarded(value, tokenizer, own: bool = False):
@@ -336,7 +384,7 @@ def guarded(value, tokenizer, own: bool = False):
     objects, all texts.
 
     Only a chat template writes such tokens: a content with "<|im_end|>" would otherwise forge the
-    turns behind it. `encode_text` drops the cuts. Without them the token ids are those of the whole
+    turns behind it. `encode_texts` drops the cuts. Without them the token ids are those of the whole
     text.
 
     Args:

@@ -1,90 +1,16 @@
-"""Rows, as dicts, of built-in tasks, files, folders and hub data sets."""
+"""Rows, as dicts, of built-in tasks (assets/tasks.py), files, folders and hub data sets."""
 
 import csv
 import json
 import os
-import random
-import zlib
-from typing import Annotated, Any
+from typing import Annotated, Iterable, Iterator
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from utils import exit_on_error, fail, find_hub, warn
+from assets import tasks
+from utils import exit_on_error, fail, find_hub
 
-# ---- built-in tasks ------------------------------------------------------------------------------
-
-BUILT_IN = {  # rows of each split
-    "arithmetic": {"train": 20_000, "test": 1_000},
-    "reasoning_gym": {"train": 5_000, "test": 500},
-}
-
-
-def arithmetic_rows(split: str, size: int) -> list[dict]:
-    """Return `size` random problems of 3-digit addition, the same on every machine.
-
-    A tenth of all problems, chosen by a hash of the problem, is held out: "test" draws from that
-    tenth only and "train" never does. A row is {"prompt": "737+361=", "answer": "1098", "solution":
-    what `worked_addition` gives}.
-    """
-    numbers = random.Random(f"arithmetic {split}")
-    rows = []
-    while len(rows) < size:
-        first = numbers.randint(100, 999)
-        second = numbers.randint(100, 999)
-        prompt = f"{first}+{second}="
-        held_out = zlib.crc32(prompt.encode()) % 10 == 0
-        if held_out == (split == "test"):
-            solution = worked_addition(prompt, 0.0, random.Random(0))
-            rows.append({"prompt": prompt, "answer": str(first + second), "solution": solution})
-    return rows
-
-
-def worked_addition(prompt: str, noise: float, numbers: random.Random) -> str:
-    """Return the worked answer to a prompt of `arithmetic_rows`, column by column and with the
-    carries.
-
-    For "737+361=" it is "7+1+0=8 3+6+0=9 7+3+0=10 #### 1098".
-
-    Args:
-        noise: probability with which a column gets a wrong digit, which the final answer repeats.
-        numbers: where the mistakes come from.
-    """
-    first, second = prompt.removesuffix("=").split("+")
-    columns = []
-    answer = ""
-    carry = 0
-    for a, b in zip(reversed(first), reversed(second)):
-        next_carry, digit = divmod(int(a) + int(b) + carry, 10)
-        if numbers.random() < noise:
-            digit = (digit + numbers.randint(1, 9)) % 10
-        columns.append(f"{a}+{b}+{carry}={next_carry or ''}{digit}")
-        answer = f"{digit}{answer}"
-        carry = next_carry
-    return f"{' '.join(columns)} #### {carry or ''}{answer}"
-
-
-def reasoning_gym_rows(task: str, split: str, size: int) -> list[dict]:
-    """Return `size` generated problems of a reasoning_gym task; training and test ones come from
-    different seeds.
-
-    The column "reasoning_gym", [task, size, seed, index], is what generates the problem again: the
-    scorer needs it.
-    """
-    import reasoning_gym
-
-    seed = {"train": 1, "test": 2}[split]
-    entries = reasoning_gym.create_dataset(task, size=size, seed=seed)
-    return [
-        {
-            "prompt": entry["question"],
-            "answer": entry["answer"],
-            "reasoning_gym": [task, size, seed, index],
-        }
-        for index, entry in enumerate(entries)
-    ]
-
-
-# ---- reading rows --------------------------------------------------------------------------------
+LINE = "line of JSON"  # the column of rows whose columns have no types
 
 
 def split_of(name: str, default: str = "train") -> tuple[str, str]:
@@ -96,89 +22,112 @@ def split_of(name: str, default: str = "train") -> tuple[str, str]:
     return (path, split) if at and not os.path.exists(name) else (name, default)
 
 
-def read_rows(flag: str, name: str, split: str) -> list[dict]:
-    """Return the rows of a data set as dicts; exit with code 2 if it cannot be read or is empty.
+def read_rows(flag: str, name: str, split: str):
+    """Return a data set as a `datasets.Dataset`, see `parse`.
+
+    Exit with code 2 if the data set cannot be read, or is empty.
 
     Args:
         flag: the option that named it, for messages.
-        name: "arithmetic"; "reasoning_gym:TASK"; a .jsonl, .json, .csv or .parquet file; a folder;
-            "owner/name" or "owner/name:config" on the hub; each with or without "@split".
+        name: "arithmetic" or "reasoning_gym:TASK" (assets/tasks.py); a .jsonl, .json, .csv or
+            .parquet file; a folder; "owner/name" or "owner/name:config" on the hub; each with or
+            without "@split".
         split: the split to read where `name` has none. A single file has only one split, whatever
             it is called.
     """
     name, split = split_of(name, split)
-    kind, _, task = name.partition(":")
-    if kind in BUILT_IN and split not in BUILT_IN[kind]:
-        fail(f"{flag} {name}: has the splits {' and '.join(BUILT_IN[kind])}, not {split!r}")
-    with exit_on_error(f"{flag} {name}"):
-        if kind == "arithmetic":
-            rows = arithmetic_rows(split, BUILT_IN[kind][split])
-        elif kind == "reasoning_gym":
-            rows = reasoning_gym_rows(task, split, BUILT_IN[kind][split])
-        elif os.path.isfile(name):
-            rows = read_file(flag, name)
-        elif os.path.isdir(name) or name.count("/") == 1:
-            rows = read_data_set(name, split)
-        else:
-            raise ValueError(
-                "not a built-in task (arithmetic), a file, a folder, or an owner/name on the hub"
-            )
-    if not rows:
-        fail(f"{flag} {name}: has no rows in split {split!r}")
-    return check(f"{flag} {name}", rows, ROWS)
-
-
-def read_file(flag: str, name: str) -> list[dict]:
-    """Return the rows of a .jsonl, .json (a list of rows), .csv (all columns are text) or .parquet
-    file.
-
-    `datasets` reads these, too, but gives each column one type for all rows.
-    """
-    if name.endswith(".parquet"):
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(name).to_pylist()
-    if not name.endswith((".jsonl", ".json", ".csv")):
-        raise ValueError("a file has to end in .jsonl, .json, .csv or .parquet")
-    rows = []
-    with open(name, encoding="utf-8-sig", newline="") as file:
-        if name.endswith(".json"):
-            return json.load(file)
-        if name.endswith(".csv"):
-            return list(csv.DictReader(file, strict=True))
-        for number, line in enumerate(file, 1):
-            with exit_on_error(f"{flag} {name}: row {number}"):
-                rows += [json.loads(line)] if line.strip() else []
-    return rows
-
-
-def read_data_set(name: str, split: str) -> list[dict]:
-    """Return the rows of a split of a folder, or of "owner/name" or "owner/name:config" on the
-    hub.
-    """
-    on_hub = not os.path.isdir(name)
-    config = ""
+    built_in, _, task = name.partition(":")
+    sizes = tasks.BUILT_IN.get(built_in)
+    on_hub = not sizes and not os.path.exists(name) and name.count("/") == 1
     if on_hub:
         find_hub()  # before the import, which reads what it sets
-        name, _, config = name.partition(":")
     import datasets
 
     datasets.utils.logging.set_verbosity_error()
-    if on_hub and not config and "main" in datasets.get_dataset_config_names(name):  # GSM8K has two
-        config = "main"
-    return datasets.load_dataset(name, config or None, split=split).to_list()
+    datasets.disable_progress_bars()
+    where = f"{flag} {name}"
+    with exit_on_error(where):
+        if sizes and split not in sizes:
+            raise ValueError(f"has the splits {' and '.join(sizes)}, not {split!r}")
+        if sizes:
+            return as_lines(where, getattr(tasks, built_in)(task, split, sizes[split]))
+        if os.path.isfile(name):
+            return read_file(where, name)
+        if os.path.isdir(name) or on_hub:
+            return read_data_set(name, split)
+        raise ValueError(
+            "not a built-in task (arithmetic), a file, a folder, or an owner/name on the hub"
+        )
 
 
-def leave_out(where: str, rows: list, kept: list, why: str) -> list:
-    """Return the rows that are kept; count the others in one line, and exit with code 2 if none is
-    left.
+def as_lines(where: str, rows):
+    """Return rows as a data set of lines of JSON."""
+    import datasets
+
+    lines = list(map(json.dumps, check(where, list(rows), ROWS)))
+    return datasets.Dataset.from_dict({LINE: lines})
+
+
+def read_file(where: str, name: str):
+    """Return a .jsonl, .json (a list of rows) or .csv file (all columns are text) as lines of JSON,
+    since `datasets` gives each column one type for all rows; a .parquet file as it is.
     """
-    message = f"{where}: left out {len(rows) - len(kept)} of {len(rows)} rows, {why}"
-    if not kept:
-        fail(message)
-    if len(kept) < len(rows):
-        warn(message)
-    return kept
+    import datasets
+
+    if not os.path.getsize(name):
+        fail(f"{where}: has no rows")
+    _, ending = os.path.splitext(name)
+    if ending == ".parquet":
+        return datasets.Dataset.from_parquet(name)
+    if ending == ".jsonl":
+        lines = datasets.Features({LINE: datasets.Value("string")})
+        return datasets.Dataset.from_text(name, features=lines, encoding="utf-8-sig")
+    with open(name, encoding="utf-8-sig", newline="") as file:
+        if ending == ".json":
+            return as_lines(where, json.load(file))
+        if ending == ".csv":
+            return as_lines(where, csv.DictReader(file, strict=True))
+    raise ValueError("a file has to end in .jsonl, .json, .csv or .parquet")
+
+
+def parse(where: str, table, indices: Iterable[int]) -> Iterator[tuple[int, dict]]:
+    """Yield the number of each row of a `pyarrow.Table`, from 1, and the row.
+
+    Args:
+        where: of the data set. table: of columns, or of LINE alone. indices: of the rows.
+    """
+    is_lines = table.column_names == [LINE]
+    for i, row in zip(indices, table[LINE].to_pylist() if is_lines else table.to_pylist()):
+        at = f"{where} row {i + 1}"
+        if is_lines and not row.strip():
+            continue
+        if is_lines:
+            with exit_on_error(at):
+                row = json.loads(row)
+        yield i + 1, check(at, row, ROW)
+
+
+def first_rows(where: str, rows) -> list[dict]:
+    """Return the first 1,000 rows of a data set; exit with code 2 if there are none."""
+    table = rows.with_format("arrow")[:1000]
+    first = [row for _, row in parse(where, table, range(1000))]
+    if not first:
+        fail(f"{where}: has no rows")
+    return first
+
+
+def read_data_set(name: str, split: str):
+    """Return the rows of a split of a folder, or of "owner/name" or "owner/name:config" on the
+    hub.
+    """
+    import datasets
+
+    config = ""
+    if not os.path.isdir(name):
+        name, _, config = name.partition(":")
+        if not config and "main" in datasets.get_dataset_config_names(name):  # GSM8K has two
+            config = "main"
+    return datasets.load_dataset(name, config or None, split=split)
 
 
 # ---- checks --------------------------------------------------------------------------------------
@@ -194,7 +143,8 @@ class MixtureEntry(BaseModel):
     """Any data set, with or without @split; a file relative to the folder of the list."""
 
 
-ROWS = TypeAdapter(list[dict[str, Any]])
+ROW = TypeAdapter(dict[str, object])
+ROWS = TypeAdapter(list[dict[str, object]])
 ENTRIES = TypeAdapter(list[MixtureEntry])
 
 
@@ -215,27 +165,22 @@ def check(where: str, value, adapter: TypeAdapter, item: str = "row"):
         fail(f"{': '.join([where, *map(str, fields)])}: {first['msg']}")
 
 
-def is_number(value) -> bool:
-    """Return whether a value of a file is a number that float32 can hold; true and false are not
-    numbers.
-    """
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
-
-
-def read_parts(flag: str, name: str, split: str) -> list[tuple[str, list[dict], float]]:
-    """Return the data sets of a list, a .json file of `MixtureEntry`s, as (name, rows, weight); any
-    other one alone.
+def read_parts(flag: str, name: str, split: str) -> list[tuple]:
+    """Return the data sets of a list, a .json file of `MixtureEntry`s, as (name, what `read_rows`
+    gives, weight); any other one alone.
 
     Args:
         flag, name, split: as in `read_rows`.
     """
     path, split = split_of(name, split)
+    where = f"{flag} {path}"
     rows = read_rows(flag, path, split)
-    if not (path.endswith(".json") and any("filepath" in row for row in rows)):
+    entries = first_rows(where, rows) if path.endswith(".json") else []
+    if not any("filepath" in row for row in entries):
         return [(path, rows, 1.0)]
     parts = []
-    for entry in check(f"{flag} {path}", rows, ENTRIES, "entry"):
+    for entry in check(where, entries, ENTRIES, "entry"):
         in_folder = os.path.join(os.path.dirname(path), entry.filepath)
         source = in_folder if os.path.exists(split_of(in_folder)[0]) else entry.filepath
-        parts.append((entry.filepath, read_rows(f"{flag} {path}:", source, split), entry.prob))
+        parts.append((entry.filepath, read_rows(f"{where}:", source, split), entry.prob))
     return parts

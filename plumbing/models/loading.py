@@ -209,9 +209,8 @@ def load_config(flag: str, name: str):
     return config
 
 
-def check_fits(name: str, sequences: list[list[int]], flag: str, room: int = 0) -> None:
-    """Exit with code 2 if --model `name` cannot read sequences of token ids, the longest with
-    `room` more tokens.
+def check_fits(name: str, highest: int, length: int, flag: str) -> None:
+    """Exit with code 2 if --model `name` cannot read a token id, or sequences of a length.
 
     Args:
         flag: the option that the sequences are from, with its value.
@@ -220,8 +219,6 @@ def check_fits(name: str, sequences: list[list[int]], flag: str, room: int = 0) 
     size, positions = (
         getattr(config, key, None) for key in ("vocab_size", "max_position_embeddings")
     )
-    highest = max(map(max, sequences))
-    length = max(map(len, sequences)) + room
     if size and highest >= size:
         fail(
             f"--model {name}: has {size} tokens, and its tokenizer writes token {highest}: they do not fit together"

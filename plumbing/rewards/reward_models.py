@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pad_sequence
 
-from plumbing.data.prompts import encode_text, guarded
+from plumbing.data.prompts import Text, encode_texts, guarded
 from plumbing.models import loading
 from utils import World, fail, first_line, micro_batches, warn
 
@@ -138,4 +138,5 @@ class ModelSource:
                 text = text.removesuffix(loading.end_of_turn(self.tokenizer))
             else:
                 end = []
-        return encode_text("the prompt", text, self.tokenizer, special=not has_template) + end
+        (ids,) = encode_texts([Text("the prompt", text, special=not has_template)], self.tokenizer)
+        return ids + end

@@ -6,11 +6,11 @@ needs them: the trainer imports this module as well.
 """
 
 import ast
-import functools
 import json
 import re
 from typing import Callable, NamedTuple
 
+from assets.tasks import reasoning_gym_dataset
 from plumbing.rewards.answers import gold_answer, marked_number, plain_number, stated_text
 from plumbing.rewards.code_tests import code, read_tests
 from plumbing.rewards.math_verifier import LIMIT, math, reference_text
@@ -68,13 +68,6 @@ def reasoning_gym(response: str, source) -> float:
     except Exception:
         dataset.score_answer(entry["answer"], entry=entry)
         return 0.0
-
-
-@functools.cache
-def reasoning_gym_dataset(task: str, size: int, seed: int):
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(task, size=size, seed=seed)
 
 
 # IFEval's names for the constraints of Tulu 3's rows (`func_name`, open-instruct's

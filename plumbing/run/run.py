@@ -2,7 +2,6 @@
 training loop.
 """
 
-import hashlib
 import math
 import sys
 from typing import Callable, Iterator, NoReturn, Sequence
@@ -10,6 +9,7 @@ from typing import Callable, Iterator, NoReturn, Sequence
 from torch.distributed.tensor import DTensor
 
 import utils
+from plumbing.data.cache import LISTS, column
 from plumbing.run import checkpoints, ranks, resume
 from plumbing.run.log import RunLog, as_logged, check_track
 
@@ -101,7 +101,8 @@ class Run:
         """
         named = {"rows to train on": rows, "held-out rows": held_out, "supervised rows": supervised}
         for name, part in named.items():
-            self.log.lengths(self.state["step"], name, list(map(count_tokens, part)))
+            lengths = column(part, *LISTS).tolist() if part else []
+            self.log.lengths(self.state["step"], name, lengths)
         size = self.prompts_per_step or self.args.batch_size
         passes = f"{self.total_steps * size / len(rows):.3g} passes over {len(rows):,} rows"
         utils.say(f"{self.total_steps:,} steps of {size:,} rows: {passes}")
@@ -109,14 +110,11 @@ class Run:
             utils.warn(
                 f"--resume: nothing is left to train, as the run has {self.state['step']} steps already"
             )
-        digest = hashlib.sha256()
-        for row in [*rows, *supervised]:
-            digest.update(repr(row | {"dataset": ""}).encode())  # a file may have moved
         before = self.state.get("rows")
-        self.state["rows"] = digest.hexdigest()
+        self.state["rows"] = [part._fingerprint for part in (rows, supervised) if part]
         if before not in (None, self.state["rows"]):
             utils.warn(
-                "--resume: the rows to train on have changed, so what is left comes in another order"
+                "--resume: the rows to train on, or what encodes them, have changed: they may come in another order"
             )
 
     def steps(self, evaluate: Callable | None) -> Iterator[int]:
@@ -270,8 +268,3 @@ class Run:
         self.save()
         self.log.close(f"step {self.state['step']} is saved, continue with --resume")
         utils.fail(message)
-
-
-def count_tokens(row: dict) -> int:
-    """Return the tokens of a row: of prompt and response, or of both sides of a pair."""
-    return sum(len(row.get(part, ())) for part in ("query", "response", "chosen", "rejected"))

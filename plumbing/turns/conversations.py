@@ -28,7 +28,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from plumbing.data.prompts import encode_prompt, guarded
+from plumbing.data.prompts import encode_texts, guarded, render_prompt
 from plumbing.rewards.sources import reward_weights
 from plumbing.turns import worker
 from plumbing.turns.templates import Call, Turns
@@ -475,9 +475,15 @@ class Conversations:
             *before, last = row["messages"]
             prompt = [*before, {**last, "content": last["content"] + added}]
         where = f"--environment {self.args.environment}: reset"
-        text, query = encode_prompt(where, prompt, self.tokenizer, "", as_is, self.schemas)
+        _, text = render_prompt(where, prompt, self.tokenizer, "", as_is, self.schemas)
+        (query,) = encode_texts([text], self.tokenizer)
         if len(query) > self.args.max_prompt_length:
             raise EnvironmentFailure(
                 f"reset makes a prompt of {len(query)} tokens, over --max_prompt_length"
             )
-        return {**row, "prompt": text, "query": query, "messages": None if as_is else prompt}
+        return {
+            **row,
+            "prompt": text.shown,
+            "query": query,
+            "messages": None if as_is else prompt,
+        }

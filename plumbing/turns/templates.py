@@ -15,7 +15,7 @@ from typing import Callable
 
 import regex
 
-from plumbing.data.prompts import encode_text, guarded
+from plumbing.data.prompts import Text, encode_texts, guarded
 from plumbing.rewards.answers import after_thought
 from plumbing.turns.worker import EnvironmentFailure
 from utils import exit_on_error, first_line, warn
@@ -167,9 +167,8 @@ class Turns:
         """Return the token ids of a text; half of a surrogate pair, which models can write in JSON,
         becomes "?".
         """
-        return encode_text(
-            "--tools", text.encode(errors="replace").decode(), self.tokenizer, special=False
-        )
+        text = text.encode(errors="replace").decode()
+        return encode_texts([Text("--tools", text)], self.tokenizer)[0]
 
 
 # ---- calls in a turn -----------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from tiny_models import make_tokenizer
 import plumbing.rollout.vllm_engine  # noqa: F401
 import plumbing.turns.conversations  # noqa: F401
 from plumbing import cli
+from plumbing.data import prompts
 from plumbing.rewards.sources import Scoring
 from plumbing.run import log as run_log
 
@@ -130,6 +131,18 @@ def scalar_folder(
 def table(name: str) -> dict:
     """Return what a file of tests/data holds."""
     return yaml.safe_load((ROOT / "tests/data" / name).read_text())
+
+
+def encode_prompt(where: str, prompt, tokenizer, *given, **named) -> tuple[str, list[int]]:
+    """Return a prompt as the text and as the token ids that the model sees."""
+    _, text = prompts.render_prompt(where, prompt, tokenizer, *given, **named)
+    return text.shown, prompts.encode_texts([text], tokenizer)[0]
+
+
+def encode_response(where: str, text: str, tokenizer, stop_ids: list[int]) -> list[int]:
+    """Return the token ids of a response to learn."""
+    response = prompts.render_response(where, text, tokenizer, stop_ids)
+    return prompts.encode_texts([response], tokenizer, stop_ids)[0]
 
 
 def write_rows(path, rows: list) -> str:

@@ -1,0 +1,109 @@
+"""The built-in tasks: problems that are generated, the same on every machine.
+
+BUILT_IN has the names that --dataset knows; the function of such a name makes `size` rows of a
+split, of the task that follows the name in "reasoning_gym:TASK". reward_model.py reads
+arithmetic_pairs for arithmetic.
+"""
+
+import functools
+import random
+import zlib
+
+BUILT_IN = {  # rows of each split
+    "arithmetic": {"train": 20_000, "test": 1_000},
+    "arithmetic_pairs": {"train": 20_000, "test": 1_000},
+    "reasoning_gym": {"train": 5_000, "test": 500},
+}
+
+
+def arithmetic(_: str, split: str, size: int) -> list[dict]:
+    """Return `size` random problems of 3-digit addition, the same on every machine.
+
+    A tenth of all problems, chosen by a hash of the problem, is held out: "test" draws from that
+    tenth only and "train" never does. A row is {"prompt": "737+361=", "answer": "1098", "solution":
+    what `worked_addition` gives}.
+    """
+    numbers = random.Random(f"arithmetic {split}")
+    rows = []
+    while len(rows) < size:
+        first = numbers.randint(100, 999)
+        second = numbers.randint(100, 999)
+        prompt = f"{first}+{second}="
+        held_out = zlib.crc32(prompt.encode()) % 10 == 0
+        if held_out == (split == "test"):
+            solution = worked_addition(prompt, 0.0, random.Random(0))
+            rows.append({"prompt": prompt, "answer": str(first + second), "solution": solution})
+    return rows
+
+
+def worked_addition(prompt: str, noise: float, numbers: random.Random) -> str:
+    """Return the worked answer to a prompt of `arithmetic`, column by column and with the carries.
+
+    For "737+361=" it is "7+1+0=8 3+6+0=9 7+3+0=10 #### 1098".
+
+    Args:
+        noise: probability with which a column gets a wrong digit, which the final answer repeats.
+        numbers: where the mistakes come from.
+    """
+    first, second = prompt.removesuffix("=").split("+")
+    columns = []
+    answer = ""
+    carry = 0
+    for a, b in zip(reversed(first), reversed(second)):
+        next_carry, digit = divmod(int(a) + int(b) + carry, 10)
+        if numbers.random() < noise:
+            digit = (digit + numbers.randint(1, 9)) % 10
+        columns.append(f"{a}+{b}+{carry}={next_carry or ''}{digit}")
+        answer = f"{digit}{answer}"
+        carry = next_carry
+    return f"{' '.join(columns)} #### {carry or ''}{answer}"
+
+
+def arithmetic_pairs(task: str, split: str, size: int) -> list[dict]:
+    """Return preference pairs for `arithmetic`: the worked answer, and the same with wrong digits.
+
+    `subset` is how many of the three columns are wrong.
+    """
+    numbers = random.Random(f"pairs {split}")
+    pairs = []
+    for row in arithmetic(task, split, size):
+        chosen = rejected = worked_addition(row["prompt"], 0.0, numbers)
+        while rejected == chosen:
+            rejected = worked_addition(row["prompt"], 0.3, numbers)
+        wrong = sum(a[4:] != b[4:] for a, b in zip(chosen.split()[:3], rejected.split()))
+        pairs.append(
+            {
+                "prompt": row["prompt"],
+                "chosen": chosen,
+                "rejected": rejected,
+                "subset": f"{wrong} wrong",
+            }
+        )
+    return pairs
+
+
+def reasoning_gym(task: str, split: str, size: int) -> list[dict]:
+    """Return `size` generated problems of a reasoning_gym task; training and test ones come from
+    different seeds.
+
+    The column "reasoning_gym", [task, size, seed, index], is what generates the problem again: the
+    scorer needs it.
+    """
+    seed = {"train": 1, "test": 2}[split]
+    entries = reasoning_gym_dataset(task, size, seed)
+    return [
+        {
+            "prompt": entry["question"],
+            "answer": entry["answer"],
+            "reasoning_gym": [task, size, seed, index],
+        }
+        for index, entry in enumerate(entries)
+    ]
+
+
+@functools.cache
+def reasoning_gym_dataset(task: str, size: int, seed: int):
+    """Return the problems of a reasoning_gym task, which score answers, too."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, size=size, seed=seed)

@@ -1,0 +1,148 @@
+"""Rows as a run reads them: encoded once by `datasets`, then read by index from a memory-mapped
+file.
+
+The first process of a node encodes what is not in the cache, and the others wait. A file of the
+cache goes by all that decides what is in it: rows, tokenizer, flags and code. A row, a dict, is kept
+as JSON, since its values may be of any type; NUMBERS stand beside it.
+"""
+
+import functools
+import json
+import os
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Callable, Sequence
+
+import numpy as np
+import pyarrow
+import torch.distributed as dist
+import transformers
+from xxhash import xxh64_intdigest
+
+from plumbing.data.prompts import encode_texts
+from plumbing.data.rows import parse
+from plumbing.models.loading import check_fits
+from utils import ROOT, fail, first_line, warn
+
+LISTS = ("query", "response", "chosen", "rejected")
+ROWS_PER_PROCESS = 20_000  # fewer are encoded sooner than a process starts
+# How many token ids a row has in each of LISTS, the highest of them, whether the row has a problem,
+# and a hash of what must not be trained and evaluated on.
+NUMBERS = (*LISTS, "highest", "has_problem", "about")
+to_json = json.JSONEncoder(default=str).encode  # what JSON lacks, such as dates, becomes text
+
+
+class Reported(Exception):
+    """An error of which a process that encodes rows has told the user."""
+
+
+def encode_rows(where: str, raw, make: Callable, tokenizer, stop_ids: list[int]):
+    """Return rows from the cache, which are put there if it lacks them.
+
+    Args:
+        where: the flag and the data set, for messages. raw: as `read_rows` gives it.
+        make: makes a list of rows of a row, from its place and itself: LISTS of `Text`s
+            and what else JSON can hold, with "problem": why nothing can score it, or "". "about", by
+            default "prompt", is what must not be trained and evaluated on.
+        stop_ids: see `encode_texts`.
+    Returns:
+        A `datasets.Dataset` of all without a problem: `rows[i]` reads one, in which LISTS are token
+        ids, and "mask" is 1 for those of the response that are to be learned. Its fingerprint goes
+        by all that decides what the rows are, and by their order.
+    """
+    import datasets
+    from datasets.fingerprint import Hasher
+
+    encode = functools.partial(encode_batch, make=make, tokenizer=tokenizer, stop_ids=stop_ids)
+    folder = Path(ROOT, "plumbing")  # rewards/ says which rows have a problem
+    files = sorted([*folder.glob("data/*.py"), *folder.glob("rewards/*.py")])
+    code = [file.read_text() for file in files]
+    fingerprint = Hasher.hash([transformers.__version__, code, raw._fingerprint, encode])
+    file = os.path.join(datasets.config.HF_DATASETS_CACHE, f"{fingerprint}.arrow")
+    processes = min(os.cpu_count() or 1, len(raw) // ROWS_PER_PROCESS)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if dist.is_initialized() and not is_first:
+        dist.barrier()
+    try:
+        rows = raw.with_format("arrow").map(
+            encode,
+            batched=True,
+            with_indices=True,
+            fn_kwargs={"where": where},
+            num_proc=processes if processes > 1 else None,
+            new_fingerprint=fingerprint,
+            cache_file_name=file,
+        )
+    except Reported:
+        sys.exit(2)
+    except Exception as error:  # of a disk or a cache, whatever it lacks
+        fail(f"{where}: {first_line(error)} ({file})")
+    if dist.is_initialized() and is_first:
+        dist.barrier()
+    rows = rows.with_transform(as_row)
+    kept = column(rows, "has_problem") == 0
+    if kept.all():
+        return rows
+    first = rows[int(kept.argmin())]
+    return leave_out(where, rows, kept, f"which have no score: {first['problem']}")
+
+
+def encode_batch(table, indices: list[int], where: str, make: Callable, tokenizer, stop_ids):
+    """Return the encoded rows of a batch, a `pyarrow.Table`, as a table of NUMBERS and
+    JSON, for `Dataset.map`.
+    """
+    try:
+        rows = []
+        for number, row in parse(where, table, indices):
+            rows += make(f"{where} row {number}", row)
+        texts = [text for row in rows for name in LISTS for text in row.get(name, ())]
+        encoded = zip(texts, encode_texts(texts, tokenizer, stop_ids))
+    except SystemExit:
+        raise Reported from None
+    made = []
+    for row in rows:
+        about = xxh64_intdigest(row.pop("about", row["prompt"]).encode()) >> 1
+        numbers = {"has_problem": int(row["problem"] != ""), "about": about, "highest": 0}
+        for name in LISTS:
+            parts = [next(encoded) for _ in row.get(name, ())]
+            row[name] = list(chain.from_iterable(ids for _, ids in parts))
+            numbers[name] = len(row[name])
+            numbers["highest"] = max(numbers["highest"], *row[name], 0)
+            if name == "response":
+                row["mask"] = [int(text.is_learned) for text, ids in parts for _ in ids]
+        made.append(numbers | {"row": to_json(row)})
+    schema = dict.fromkeys(NUMBERS, pyarrow.int64()) | {"row": pyarrow.string()}
+    return pyarrow.Table.from_pylist(made, pyarrow.schema(schema))
+
+
+def as_row(batch: dict) -> dict:
+    """Return a row of the cache as it was made, for `Dataset.with_transform`."""
+    return {name: [value] for name, value in json.loads(batch["row"][0]).items()}
+
+
+def column(rows, *names: str) -> np.ndarray:
+    """Return one of NUMBERS of some rows, or the sum of several (n,)."""
+    table = rows.select_columns(list(names)).with_format("numpy")[:]
+    return sum(table[name] for name in names)
+
+
+def check_rows_fit(model: str, rows, names: Sequence[str], flag: str, room: int = 0) -> None:
+    """Exit with code 2 if --model cannot read some of LISTS of all rows, the longest with `room`
+    more tokens; see `check_fits`.
+    """
+    if len(rows):
+        check_fits(model, column(rows, "highest").max(), column(rows, *names).max() + room, flag)
+
+
+def leave_out(where: str, rows, kept: np.ndarray, why: str):
+    """Return the rows where a mask is set; count the others in one line, and exit with code 2 if
+    none is left.
+    """
+    message = f"{where}: left out {(~kept).sum()} of {len(rows)} rows, {why}"
+    if not kept.any():
+        fail(message)
+    if not kept.all():
+        warn(message)
+        rows = rows.select(np.flatnonzero(kept))
+    return rows
