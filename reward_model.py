@@ -240,7 +240,8 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         prompt, response and stop token; "margin": float, 0 if the row has none; "subset": text or
         None}
     """
-    where = f"{flag} {split_of(name)[0]}"
+    dataset = split_of(name)[0]
+    where = f"{flag} {dataset}"
     raw = read_rows(flag, re.sub("^arithmetic(@|$)", r"arithmetic_pairs\1", name), split)
     make = functools.partial(
         make_pair,
@@ -250,7 +251,7 @@ def load_pairs(flag: str, name: str, split: str, tokenizer, stop_ids: list[int],
         stop_ids=stop_ids,
     )
     first_rows(where, raw)  # there are some
-    pairs = encode_rows(where, raw, make, tokenizer, stop_ids)
+    pairs = encode_rows(flag, dataset, raw, make, tokenizer, stop_ids)
     for part in TEXTS:
         utils.say(f"{where}: {part}: {SHORT.repr(pairs[0][part])}")
     lengths = np.maximum(*(column(pairs, side) for side in SIDES))

@@ -395,16 +395,16 @@ def test_rows_come_from_the_cache(tokenizers, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     first = read()
     assert [row["columns"] for row in first] == rows and len(first.cache_files) == 2
-    changed = os.stat(file)
-    file.write_text("no row")
-    os.utime(file, ns=(changed.st_atime_ns, changed.st_mtime_ns))
+    os.utime(file)
     monkeypatch.setattr(cache, "ROWS_PER_PROCESS", 9)
     again = read()
     assert list(again) == list(first) and again._fingerprint == first._fingerprint
     for each in again.cache_files:
         os.truncate(each["filename"], 100)
     assert refused(capsys, read).startswith(f"error: --dataset {file}: ")
-    os.utime(file)
+    changed = os.stat(file)
+    file.write_text("no row")
+    os.utime(file, ns=(changed.st_atime_ns, changed.st_mtime_ns))
     assert "row 1: Expecting value" in refused(capsys, read)
 
 

@@ -37,12 +37,13 @@ class Reported(Exception):
     """An error of which a process that encodes rows has told the user."""
 
 
-def encode_rows(where: str, raw, make: Callable, tokenizer, stop_ids: list[int]):
+def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: list[int]):
     """Return rows from the cache, which are put there if it lacks them.
 
     Args:
-        where: the flag and the data set, for messages. raw: as `read_rows` gives it.
-        make: makes a list of rows of a row, from its place and itself: LISTS of `Text`s
+        flag, name: of the data set; rows say the name, and may have another one in the next run.
+        raw: as `read_rows` gives it.
+        make: a partial function, which makes a list of rows of a row, from its place and itself: LISTS of `Text`s
             and what else JSON can hold, with "problem": why nothing can score it, or "". "about", by
             default "prompt", is what must not be trained and evaluated on.
         stop_ids: see `encode_texts`.
@@ -54,12 +55,15 @@ def encode_rows(where: str, raw, make: Callable, tokenizer, stop_ids: list[int])
     import datasets
     from datasets.fingerprint import Hasher
 
+    where = f"{flag} {name}"
     encode = functools.partial(encode_batch, make=make, tokenizer=tokenizer, stop_ids=stop_ids)
     folder = Path(ROOT, "plumbing")  # rewards/ says which rows have a problem
     files = sorted([*folder.glob("data/*.py"), *folder.glob("rewards/*.py")])
-    code = [file.read_text() for file in files]
-    fingerprint = Hasher.hash([transformers.__version__, code, raw._fingerprint, encode])
-    file = os.path.join(datasets.config.HF_DATASETS_CACHE, f"{fingerprint}.arrow")
+    code = [file.read_text() for file in (*files, Path(make.func.__code__.co_filename))]
+    given = make.keywords, tokenizer, stop_ids
+    fingerprint = Hasher.hash([transformers.__version__, code, raw._fingerprint, given])
+    file = f"{fingerprint}-{Hasher.hash(name)}.arrow"
+    file = os.path.join(datasets.config.HF_DATASETS_CACHE, file)
     processes = min(os.cpu_count() or 1, len(raw) // ROWS_PER_PROCESS)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if dist.is_initialized() and not is_first:
@@ -69,7 +73,7 @@ def encode_rows(where: str, raw, make: Callable, tokenizer, stop_ids: list[int])
             encode,
             batched=True,
             with_indices=True,
-            fn_kwargs={"where": where},
+            fn_kwargs={"where": where, "dataset": name},
             num_proc=processes if processes > 1 else None,
             new_fingerprint=fingerprint,
             cache_file_name=file,
@@ -88,7 +92,9 @@ def encode_rows(where: str, raw, make: Callable, tokenizer, stop_ids: list[int])
     return leave_out(where, rows, kept, f"which have no score: {first['problem']}")
 
 
-def encode_batch(table, indices: list[int], where: str, make: Callable, tokenizer, stop_ids):
+def encode_batch(
+    table, indices: list[int], where: str, dataset: str, make: Callable, tokenizer, stop_ids
+):
     """Return the encoded rows of a batch, a `pyarrow.Table`, as a table of NUMBERS and
     JSON, for `Dataset.map`.
     """
@@ -111,7 +117,7 @@ def encode_batch(table, indices: list[int], where: str, make: Callable, tokenize
             numbers["highest"] = max(numbers["highest"], *row[name], 0)
             if name == "response":
                 row["mask"] = [int(text.is_learned) for text, ids in parts for _ in ids]
-        made.append(numbers | {"row": to_json(row)})
+        made.append(numbers | {"row": to_json(row | {"dataset": dataset})})
     schema = dict.fromkeys(NUMBERS, pyarrow.int64()) | {"row": pyarrow.string()}
     return pyarrow.Table.from_pylist(made, pyarrow.schema(schema))
 

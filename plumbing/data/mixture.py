@@ -118,7 +118,6 @@ def load_prompts(
         find = functools.partial(prompts.find_column, where, rows=first_rows(where, raw))
         given = SimpleNamespace(
             **{name: getattr(args, name, None) for name in flags.split()},
-            dataset=part,
             prompt_column=find("prompt", args.prompt_column),
             answer_column=find("answer", args.answer_column),
             text_column=stop_ids and find("response", args.response_column),
@@ -129,7 +128,7 @@ def load_prompts(
             held_out=held_out,
         )
         make = functools.partial(make_prompts, given=given)
-        rows = encode_rows(where, raw, make, tokenizer, stop_ids or ())
+        rows = encode_rows(flag, part, raw, make, tokenizer, stop_ids or ())
         if not len(rows):
             fail(
                 f"{where}: {'holds out' if held_out else '--eval_share leaves'} none of {len(raw)} rows"
@@ -165,11 +164,11 @@ def make_prompts(at: str, row: dict, given) -> list[dict]:
     Returns:
         Rows {"prompt": the text that the model sees, "query": the same to encode, "messages": the
         same as messages, None with --chat_template none, "answer": the reference or None, "target":
-        it or, with `stop_ids`, the response to learn, "target_from": its column, "dataset": the name
-        of its data set, "sources": what `named_sources` gives, "columns": the row as it was read,
-        "problem": what `check_reference` gives; with `stop_ids` "response": the text to learn, if
-        there is one}. One, or with `stop_ids` one of each turn of the assistant that `join_turns`
-        does not join; none if it is not to be read, by `held_out`.
+        it or, with `stop_ids`, the response to learn, "target_from": its column, "sources": what
+        `named_sources` gives, "columns": the row as it was read, "problem": what `check_reference`
+        gives; with `stop_ids` "response": the text to learn, if there is one}. One, or with
+        `stop_ids` one of each turn of the assistant that `join_turns` does not join; none if it is
+        not to be read, by `held_out`.
     """
     for name in {"prompts", "responses"} & row.keys():
         fail(f"{at}: has a column {name!r}, the name of another argument of reward functions")
@@ -201,7 +200,6 @@ def make_prompts(at: str, row: dict, given) -> list[dict]:
             "answer": answer,
             "target": target,
             "target_from": target_from or ("last turn" if has_turn else "no column"),
-            "dataset": given.dataset,
             "sources": [] if learns else prompts.named_sources(at, row, given),
             "columns": row,
         }

@@ -1,6 +1,7 @@
 """Rows, as dicts, of built-in tasks (assets/tasks.py), files, folders and hub data sets."""
 
 import csv
+import hashlib
 import json
 import os
 from typing import Annotated, Iterable, Iterator
@@ -52,7 +53,11 @@ def read_rows(flag: str, name: str, split: str):
         if sizes:
             return as_lines(where, getattr(tasks, built_in)(task, split, sizes[split]))
         if os.path.isfile(name):
-            return read_file(where, name)
+            with open(name, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            rows = read_file(where, name, digest)
+            rows._fingerprint = digest  # that of the library goes by path and time
+            return rows
         if os.path.isdir(name) or on_hub:
             return read_data_set(name, split)
         raise ValueError(
@@ -68,7 +73,7 @@ def as_lines(where: str, rows):
     return datasets.Dataset.from_dict({LINE: lines})
 
 
-def read_file(where: str, name: str):
+def read_file(where: str, name: str, digest: str):
     """Return a .jsonl, .json (a list of rows) or .csv file (all columns are text) as lines of JSON,
     since `datasets` gives each column one type for all rows; a .parquet file as it is.
     """
@@ -76,12 +81,15 @@ def read_file(where: str, name: str):
 
     if not os.path.getsize(name):
         fail(f"{where}: has no rows")
+    folder = os.path.join(datasets.config.HF_DATASETS_CACHE, digest)
     _, ending = os.path.splitext(name)
     if ending == ".parquet":
-        return datasets.Dataset.from_parquet(name)
+        return datasets.Dataset.from_parquet(name, cache_dir=folder)
     if ending == ".jsonl":
         lines = datasets.Features({LINE: datasets.Value("string")})
-        return datasets.Dataset.from_text(name, features=lines, encoding="utf-8-sig")
+        return datasets.Dataset.from_text(
+            name, cache_dir=folder, features=lines, encoding="utf-8-sig"
+        )
     with open(name, encoding="utf-8-sig", newline="") as file:
         if ending == ".json":
             return as_lines(where, json.load(file))
