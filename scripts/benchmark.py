@@ -1,32 +1,51 @@
-"""Measure a step of grpo.py beside transformers and AdamW alone, on random weights. The first thing
-to run on a GPU:
+"""Measure speed. The first command is the first thing to run on a GPU; with trl==1.16.0 the second:
 
-    python scripts/benchmark.py --output results/training.md
-    python scripts/benchmark.py --shape 1.5b --variants "precision pure_bf16" "compile --attention sdpa"
+    python scripts/benchmark.py step --output results/training.md
+    python scripts/benchmark.py trl --output results/trl.md
+    python scripts/benchmark.py scale --output results/scale.md
+    python scripts/benchmark.py step --shape 1.5b --variants "precision pure_bf16" "attention sdpa"
 
 Runs that are compared take turns, each in a process of its own with one thread. Numbers are medians
 over the processes of the median step, the first two left out.
 """
 
+import asyncio
+import copy
 import itertools
+import json
+import math
 import os
 import platform
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Callable
 
+import datasets
+import numpy as np
 import pandas
 import repository  # noqa: F401
 import torch
 import transformers
 import tyro
 import yaml
+from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 
+import distill
 import grpo
 import utils
+from assets import tasks
+from plumbing.data.mixture import load_train_and_eval
+from plumbing.models.loading import load_tokenizer
+from plumbing.rewards.sources import RewardSources, Scoring, check_reference
+from plumbing.rewards.verifiers import gsm8k
+from plumbing.rollout.batch import Batch, Sample
 from plumbing.run.log import read_log
+from plumbing.turns.conversations import ToolProcess, ToolProcesses
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
 GPU = torch.cuda.is_available()
@@ -36,6 +55,7 @@ LENGTH = 1024 if GPU else 128  # tokens of a response
 FLAGS = TABLE["flags"] | {"min_response_length": LENGTH, "max_response_length": LENGTH}
 METRICS = TABLE["metrics"]
 WARM_UP = 2  # first steps of a run, which do not count
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def bare_logprobs(model, ids: torch.Tensor) -> torch.Tensor:
@@ -80,22 +100,66 @@ def run_transformers(flags: dict) -> list[dict]:
     return steps
 
 
-def measure(kind: str, flags: dict) -> pandas.Series:
-    """Return the medians of METRICS over the steps that count, of "transformers" or of "grpo.py"
-    with further flags.
+def run_trl(flags: dict) -> list[dict]:
+    """Train and evaluate the same by TRL's GRPOTrainer, in the micro-batches that suit it best."""
+    import trl
 
-    Besides, the seconds of the first step, which has what --compile costs.
-    """
-    name, *further = kind.split()
-    if name == "transformers":
-        steps = run_transformers(flags)
-    else:
-        grpo.main(tyro.cli(grpo.Args, args=further, default=grpo.Args(**flags)))
-        steps = read_log(os.path.join(flags["output_dir"], flags["run_name"]))
-    frame = pandas.DataFrame(steps)[[*METRICS]].rename(columns=METRICS)
-    return pandas.concat(
-        [frame[WARM_UP:].median(), pandas.Series({"first step, s": frame["step, s"][0]})]
+    args = grpo.Args(**flags)
+    train_rows = datasets.Dataset.from_list(tasks.arithmetic("", "train", 20_000))
+    held_out = datasets.Dataset.from_list(tasks.arithmetic("", "test", args.eval_prompts))
+    clock = utils.Clock(utils.World(0, 1, torch.device("cpu")), 0.0, 0)
+    steps = []
+
+    class Trainer(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            if not self.model.training:
+                return super()._generate_and_score_completions(inputs)
+            clock.begin("rollout")
+            outputs = super()._generate_and_score_completions(inputs)
+            clock.begin("training")
+            return outputs
+
+    class Callback(transformers.TrainerCallback):
+        def on_step_end(self, *given, **named):
+            steps.append(clock.metrics(math.nan))
+
+        def on_evaluate(self, *given, metrics, **named):
+            steps[-1]["eval/accuracy"] = metrics["eval_reward"]
+
+    trainer = Trainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
+        args=trl.GRPOConfig(
+            **TABLE["trl"],
+            output_dir=args.output_dir,
+            seed=args.seed,
+            max_steps=args.total_episodes // args.mini_batch_size,
+        ),
+        reward_funcs=lambda completions, answer, **columns: list(map(gsm8k, completions, answer)),
+        train_dataset=train_rows,
+        eval_dataset=held_out,
+        processing_class=transformers.AutoTokenizer.from_pretrained(args.model),
+        callbacks=[Callback()],
     )
+    trainer.train()
+    return steps
+
+
+def measure(kind: str, flags: dict) -> pandas.DataFrame:
+    """Return the steps of "transformers", "TRL" or "grpo.py" with further flags."""
+    name, *further = kind.split()
+    if name != "grpo.py":
+        return pandas.DataFrame(run_trl(flags) if name == "TRL" else run_transformers(flags))
+    grpo.main(tyro.cli(grpo.Args, args=further, default=grpo.Args(**flags)))
+    return pandas.DataFrame(read_log(os.path.join(flags["output_dir"], flags["run_name"])))
+
+
+def medians(steps: pandas.DataFrame) -> pandas.Series:
+    """Return the medians of METRICS over the steps that count, and the seconds of the first step,
+    which has what --compile costs.
+    """
+    frame = steps.reindex(columns=[*METRICS]).rename(columns=METRICS).dropna(subset="step, s")
+    first = pandas.Series({"first step, s": frame["step, s"].iloc[0]})
+    return pandas.concat([frame[WARM_UP:].median(), first])
 
 
 def random_model(shape: str, folder: str) -> str:
@@ -107,31 +171,152 @@ def random_model(shape: str, folder: str) -> str:
     return folder
 
 
-def compare(flags: dict, kinds: list[str], rounds: int) -> pandas.DataFrame:
-    """Return what `measure` returns, a row for each (kind, round).
+def compare(flags: dict, kinds: list[str], rounds: int) -> dict[tuple, pandas.DataFrame]:
+    """Return what `measure` returns, by (kind, round).
 
     Args:
         flags: of grpo.py, for all kinds; a round is its seed.
     """
-    rows = {}
+    runs = {}
+    os.environ |= ENVIRONMENT
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as process:
-        for seed, kind in itertools.product(range(1, rounds + 1), kinds):
+        for seed, kind in tqdm([*itertools.product(range(1, rounds + 1), kinds)]):
             run = {**flags, "run_name": f"{kind} {seed}", "seed": seed}
-            rows[kind, seed] = process.submit(measure, kind, run).result()
-    return pandas.DataFrame(rows).T
+            runs[kind, seed] = process.submit(measure, kind, run).result()
+    return runs
 
 
-def table(rows: pandas.DataFrame) -> str:
-    """Return medians over the rounds, and the median, lowest and highest ratio to transformers
-    alone, in a round.
+def table(runs: dict[tuple, pandas.DataFrame]) -> str:
+    """Return medians over the rounds, and the median, lowest and highest ratio to the first kind,
+    in a round.
     """
-    medians = rows.groupby(level=0, sort=False).median().round(4)
-    ratios = rows.div(rows.loc["transformers"], level=1).groupby(level=0, sort=False)
+    rows = pandas.DataFrame({key: medians(steps) for key, steps in runs.items()}).T
+    rows = rows.dropna(axis=1)
+    base = rows.index[0][0]
+    ratios = rows.div(rows.loc[base], level=1).groupby(level=0, sort=False)
     ranges = ratios.agg(["median", "min", "max"]).round(2).T
-    return f"{medians.to_string()}\n\nratios to transformers, in a round\n{ranges.to_string()}"
+    text = rows.groupby(level=0, sort=False).median().round(4).to_string()
+    return f"{text}\n\nratios to {base}, in a round\n{ranges.to_string()}"
 
 
-def main(
+def row(count: int, folder: str) -> Callable:
+    """Read, check and encode the rows of a file, of the size of GSM8K's, at the first start."""
+    words = "and one more word " * 12
+    rows = [{"prompt": f"{i} {words}", "answer": str(i)} for i in range(count)]
+    return loader(folder, rows, grpo.Args(), None)
+
+
+def cached_row(count: int, folder: str) -> Callable:
+    """Do it at the second start."""
+    load = row(count, folder)
+    load()
+    return load
+
+
+def supervised_turn(count: int, folder: str) -> Callable:
+    """Encode 20 conversations of so many turns of the user and as many of the assistant."""
+    turns = [{"role": role, "content": "a few words"} for role in ("user", "assistant")]
+    rows = [
+        {"messages": [{"role": "system", "content": f"{i}"}] + turns * count} for i in range(20)
+    ]
+    return loader(folder, rows, distill.Args(on_policy_share=0.0), [1])
+
+
+def loader(folder: str, rows: list[dict], args, stop_ids: list[int] | None) -> Callable:
+    """Write rows to a file; return what a script does with it."""
+    args.dataset = os.path.join(folder, "rows.jsonl")
+    pandas.DataFrame(rows).to_json(args.dataset, orient="records", lines=True)
+    args.eval_every = 0
+    args.max_prompt_length = args.max_response_length = 4000
+    args.model = random_model("10m", folder)
+    tokenizer = load_tokenizer(args.model)
+    tokenizer.chat_template = TABLE["template"]
+    return lambda: load_train_and_eval(args, tokenizer, check_reference, None, stop_ids)
+
+
+def token(count: int, folder: str) -> Callable:
+    """Make a batch of the responses of an engine, 1,000 tokens each."""
+    given = list(range(1000)), {"rollout_logprobs": [-0.5] * 1000}, True
+    make = lambda: Sample({"query": [1]}, *given, scores={})
+    return lambda: Batch.from_samples([make() for _ in range(count // 1000)], torch.device("cpu"))
+
+
+def code_response(count: int, folder: str) -> Callable:
+    """Run the programs of so many responses."""
+    sources = RewardSources(grpo.Args(reward=("code",)), load_tokenizer(TINY))
+    scoring = Scoring(sources, lambda: False)
+    answer = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
+    sample = Sample({"prompt": "", "query": [1], "answer": answer}, [1], {}, True)
+    sample.text = "```python\nprint(input())\n```"
+
+    def score() -> None:
+        for place in range(count):
+            scoring.add(place, copy.copy(sample))
+        scoring.finish()
+
+    return score
+
+
+def conversation(count: int, folder: str) -> Callable:
+    """Start the processes of so many conversations at once."""
+    game = os.path.join(utils.ROOT, "assets/guess/game.py:GuessTheNumber")
+    of_run = ToolProcesses((), game, 60.0)
+    processes = [ToolProcess(of_run, seed) for seed in range(count)]
+
+    async def start() -> None:
+        await asyncio.gather(*(process.ask("reset", {"secret": 1}) for process in processes))
+        for process in processes:
+            process.kill()
+
+    return lambda: asyncio.run(start())
+
+
+def cost(unit: str, count: int, folder: str) -> dict[str, float]:
+    """Return the seconds that some of a unit take, and what they add to this process's memory."""
+    datasets.config.HF_DATASETS_CACHE = folder
+    work = globals()[unit](count, folder)
+    memory = utils.memory_gb(torch.device("cpu"))
+    begin = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - begin
+    size = 1e9 * (utils.memory_gb(torch.device("cpu")) - memory)
+    row = {"unit": unit, "count": count, "seconds": seconds, "ms per unit": 1e3 * seconds / count}
+    return row | {"bytes per unit": size / count}
+
+
+def scale(output: str = "") -> None:
+    """Print what a row, a turn, a token, a response and a conversation cost at several counts, and
+    the exponent by which the seconds grow from one count to the next.
+
+    Args:
+        output: Markdown file to write.
+    """
+    os.environ |= ENVIRONMENT
+    counts = [(unit, count) for unit, counts in TABLE["counts"].items() for count in counts]
+    rows = []
+    for unit, count in tqdm(counts):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            ProcessPoolExecutor(1, get_context("spawn")) as process,
+        ):
+            rows.append(process.submit(cost, unit, count, folder).result())
+    frame = pandas.DataFrame(rows)
+    logs = np.log(frame[["count", "seconds"]]).groupby(frame["unit"]).diff()
+    frame["exponent"] = logs["seconds"] / logs["count"]
+    report("Scale", frame.to_string(index=False, float_format="{:.4g}".format), output)
+
+
+def report(title: str, text: str, output: str) -> None:
+    """Print what was measured, and where; write it to a Markdown file if there is a name for it."""
+    cores = f"{platform.machine()}, {os.cpu_count()} cores"
+    device = torch.cuda.get_device_name() if GPU else cores
+    text = f"# {title}\n\n{device}, torch {torch.__version__}\n\n```\n{text}\n```\n"
+    print(text)
+    if output:
+        Path(output).write_text(text)
+
+
+def step(
     shape: str = "0.5b" if GPU else "39m",
     rounds: int = 3,
     variants: tuple[str, ...] = (),
@@ -147,19 +332,39 @@ def main(
             sdpa".
         output: Markdown file to write.
     """
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     kinds = ["transformers", "grpo.py", *(f"grpo.py --{flags}" for flags in variants)]
     with tempfile.TemporaryDirectory() as folder:
         flags = {**FLAGS, "model": random_model(shape, f"{folder}/model"), "output_dir": folder}
-        rows = compare(flags, kinds, rounds)
-    device = (
-        torch.cuda.get_device_name() if GPU else f"{platform.machine()}, {os.cpu_count()} cores"
-    )
-    text = f"# {shape} on {device}, torch {torch.__version__}, {rounds} rounds\n\n```\n{table(rows)}\n```\n"
-    print(text)
-    if output:
-        Path(output).write_text(text)
+        runs = compare(flags, kinds, rounds)
+    report(f"{shape}, {rounds} rounds", table(runs), output)
+
+
+def trl(rounds: int = 3, steps: int = 60, output: str = "", picture: str = "") -> None:
+    """Time the demo's task by TRL and by grpo.py on the CPU: the same model, prompts, loss,
+    optimizer, reward and float32 arithmetic, no KL.
+
+    Args:
+        rounds: processes of each, in turns. steps: of each.
+        output: Markdown file to write.
+        picture: PNG file to write: held-out accuracy over seconds of training.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        total = {"total_episodes": steps * TABLE["demo"]["mini_batch_size"]}
+        flags = {**TABLE["demo"], **total, "model": TINY, "output_dir": folder}
+        runs = compare(flags, ["TRL", "grpo.py"], rounds)
+    report(f"GRPO by TRL and by grpo.py, {rounds} rounds of {steps} steps", table(runs), output)
+    if picture:
+        figure = Figure(figsize=(7, 3), layout="constrained")
+        axes = figure.subplots()
+        for (kind, number), run in runs.items():
+            curve = run.assign(seconds=run["time/step"].cumsum()).dropna(subset="eval/accuracy")
+            color = {"TRL": "tab:orange"}.get(kind, "tab:blue")
+            label = kind if number == 1 else None
+            axes.plot(curve["seconds"], curve["eval/accuracy"], ".-", color=color, label=label)
+        axes.set(xlabel="seconds of training, one CPU thread", ylabel="held-out accuracy")
+        axes.legend()
+        figure.savefig(picture, dpi=150)
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    tyro.extras.subcommand_cli_from_dict({"step": step, "trl": trl, "scale": scale})

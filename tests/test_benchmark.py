@@ -3,6 +3,7 @@
 import benchmark
 import helpers
 import pandas
+import pytest
 import torch
 import transformers
 
@@ -22,25 +23,27 @@ def test_processes(monkeypatch, tmp_path):
     """What kinds measure, each in a process of its own."""
     # one that has its imports
     monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())
-    rows = benchmark.compare(
-        FLAGS | {"output_dir": str(tmp_path)}, ["transformers", "grpo.py --lora_rank 2"], 1
-    )
-    assert [kind for kind, _ in rows.index] == ["transformers", "grpo.py --lora_rank 2"]
-    assert (rows > 0).all(axis=None)
+    kinds = ["transformers", "grpo.py --lora_rank 2"]
+    runs = benchmark.compare(FLAGS | {"output_dir": str(tmp_path)}, kinds, 1)
+    assert [kind for kind, _ in runs] == kinds
+    for steps in runs.values():
+        assert (benchmark.medians(steps) > 0).all() and len(steps["time/step"].dropna()) == 3
 
 
 def test_a_table_pairs_the_rounds():
-    """Medians over the rounds; ratios round by round."""
-    seconds = {
-        ("transformers", 1): 2.0,
-        ("grpo.py", 1): 1.0,
-        ("transformers", 2): 4.0,
-        ("grpo.py", 2): 8.0,
-    }
-    rows = pandas.DataFrame({key: {"step, s": x} for key, x in seconds.items()}).T
-    lines = [line.split() for line in benchmark.table(rows).splitlines()]
-    assert lines[1:3] == [["transformers", "3.0"], ["grpo.py", "4.5"]]
-    assert [line[-1] for line in lines[-3:]] == ["1.25", "0.50", "2.00"]  # median, min, max
+    """Medians over the rounds, without the first steps; ratios round by round."""
+    seconds = {("TRL", 1): 2.0, ("grpo.py", 1): 1.0, ("TRL", 2): 4.0, ("grpo.py", 2): 8.0}
+    runs = {key: pandas.DataFrame({"time/step": [9.0, 9.0, x]}) for key, x in seconds.items()}
+    lines = [line.split() for line in benchmark.table(runs).splitlines()]
+    assert lines[1:3] == [["TRL", "3.0", "9.0"], ["grpo.py", "4.5", "9.0"]]
+    assert [line[-1] for line in lines[-6:-3]] == ["1.25", "0.50", "2.00"]  # median, min, max
+
+
+@pytest.mark.parametrize("unit", benchmark.TABLE["counts"])
+def test_each_unit_costs_something(unit, tmp_path):
+    """In this process; 1,000 tokens are one response."""
+    row = benchmark.cost(unit, 1000 if unit == "token" else 3, str(tmp_path))
+    assert row["seconds"] > 0 and row["unit"] == unit
 
 
 def test_transformers_alone_does_the_same_work():
