@@ -281,10 +281,10 @@ def test_what_is_pinned_is_what_is_installed():
 
 
 def test_what_is_pinned_is_what_is_imported():
-    """But for wandb, which --track names, and for what docs/ let the user install."""
+    """But for wandb, which --track names, and for what docs/ or a command let the user install."""
     files = (*SCRIPTS, "utils.py", *PLUMBING, *COMMANDS)
     modules = {module.partition(".")[0] for name in files for module in imported(name)}
     modules -= LOCAL | sys.stdlib_module_names
-    others = {"assets", "reasoning_gym", "if_verifiable", "langdetect"}
+    others = {"assets", "reasoning_gym", "if_verifiable", "langdetect", "trl"}
     renamed = {"yaml": "pyyaml", "math_verify": "math-verify"}
     assert {renamed.get(name, name) for name in modules - others} == PINNED.keys() - {"wandb"}

@@ -62,6 +62,14 @@ def is_pretend(x) -> bool:
 
 def compute(operation, args: tuple, kwargs: dict):
     """Compute an operation on the CPU tensors that pretend ones hold; raise if it mixes devices."""
+    if operation.overloadpacket is aten.to:  # inference mode leaves it whole
+        given = {type(x): x for x in (*args[1:], *kwargs.values())}
+        operation = aten._to_copy.default
+        args = args[:1]
+        kwargs = {
+            "dtype": given.get(torch.dtype, args[0].dtype),
+            "device": given.get(torch.device, args[0].device),
+        }
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     pretend = [x for x in tensors if is_pretend(x)]
     plain = [x for x in tensors if not is_pretend(x) and x.dim() > 0]
