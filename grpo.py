@@ -76,13 +76,10 @@ VARIANTS = {
     "grpo": Variant("ppo", "sequence", "group", 0.2, 0.2),  # DeepSeekMath, arXiv:2402.03300, eq. 3
     "dr_grpo": Variant("ppo", "constant", "none", 0.2, 0.2),  # Dr. GRPO, arXiv:2503.20783
     "dapo": Variant("ppo", "step_token", "group", 0.2, 0.28),  # DAPO, arXiv:2503.14476, eq. 8
-    # TRL's name for the mean over an optimizer batch
-    "bnpo": Variant("ppo", "token", "group", 0.2, 0.2),
-    # GSPO-token, arXiv:2507.18071, eq. 13
-    "gspo": Variant("gspo", "sequence", "group", 3e-4, 4e-4),
+    "bnpo": Variant("ppo", "token", "group", 0.2, 0.2),  # TRL's name: mean over an update's tokens
+    "gspo": Variant("gspo", "sequence", "group", 3e-4, 4e-4),  # arXiv:2507.18071, eq. 13, by token
     "cispo": Variant("cispo", "token", "group", 1.0, 4.0),  # MiniMax-M1, arXiv:2506.13585, eq. 4
-    # SAPO, arXiv:2511.20347, eq. 5; it does not clip
-    "sapo": Variant("sapo", "sequence", "group", 0.0, 0.0),
+    "sapo": Variant("sapo", "sequence", "group", 0.0, 0.0),  # arXiv:2511.20347, eq. 5; no clip
     "reinforce": Variant("reinforce", "token", "group", 0.0, 0.0),  # -A log pi, no ratio
 }
 CHUNK_TOKENS = 512  # response tokens whose logits are held at once
@@ -187,8 +184,8 @@ class Args(
 
 
 # --------------------------------------------------------------------------------------------------
-# The equations: tensors in, tensors out. N sequences, T response positions, G responses per prompt, V
-# vocabulary.
+# The equations: tensors in, tensors out.
+# N sequences, T response positions, G responses per prompt, V vocabulary.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -210,8 +207,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     clamped at -20, for the exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its
     gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss on policy, the
     gradient of k1 has zero mean, that of k2 is the gradient of the reverse KL, and that of k3,
-    which DeepSeekMath has, is the gradient of the forward KL. Source: J. Schulman, "Approximating
-    KL divergence", http://joschu.net/blog/kl-approx.html.
+    which DeepSeekMath has, is the gradient of the forward KL.
+    Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -230,7 +227,8 @@ def kl_ratio(logprobs: Tensor, old_logprobs: Tensor, estimator: str) -> Tensor:
     KL, any shape.
 
     With a gradient for k1 and k3, whose mean is the KL; without for k2, whose gradient is right on
-    policy. Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7.
+    policy.
+    Source: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7.
     """
     ratio = torch.exp((logprobs - old_logprobs).clamp(-20, 20))
     return ratio.detach() if estimator == "k2" else ratio
@@ -271,8 +269,8 @@ def policy_loss(
     if kind == "reinforce":
         return -advantages * logprobs, torch.zeros_like(mask)
     log_ratio = logprobs - old_logprobs
-    # One ratio a sequence; logprobs - logprobs.detach() is 0 and carries the token's gradient.
     if kind == "gspo":
+        # One ratio per sequence; logprobs - logprobs.detach() is 0 and carries the gradient.
         sequence = masked_mean(log_ratio, mask, 1)[:, None]
         log_ratio = sequence.detach() + (logprobs - logprobs.detach())
     ratio = torch.exp(log_ratio.clamp(-20, 20))
@@ -395,10 +393,9 @@ class Policy(nn.Module):
             "entropies", which have no gradient, and raise where a loss uses them, unless
             `trains_entropy` is set.
         """
-        # (tokens,), each is predicted at the position before
-        rows, positions = response_mask.nonzero(as_tuple=True)
-        # (tokens, H)
-        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
+        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
+        predicted_at = (rows, positions - 1)
+        hidden = loading.last_hidden_states(self.model, input_ids, predicted_at)  # (tokens, H)
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
@@ -416,11 +413,10 @@ class Policy(nn.Module):
         """
         logprobs = (self.logits(hidden) / self.temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        # With a gradient, several tensors of the size of the logits would be kept for it.
         if entropy:
-            outputs["entropies"] = entropy_from_logprobs(
-                logprobs if self.trains_entropy else logprobs.detach()
-            )
+            # A gradient would keep several tensors of the size of the logits.
+            kept = logprobs if self.trains_entropy else logprobs.detach()
+            outputs["entropies"] = entropy_from_logprobs(kept)
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -446,7 +442,7 @@ def generate(
     lengths: list[int] | None = None,
     stop_strings: Callable | None = None,
 ) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
-    """Sample one response a query: a pass over the left-padded prompts, then one token at a time
+    """Sample one response per query: a pass over the left-padded prompts, then one token at a time
     over the cache.
 
     A token is drawn by inverting its distribution function at a uniform number given in advance.
@@ -503,7 +499,7 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            # NaN logits: `Sampler.rollout` fails once it has all responses
+            # With NaN logits there is no such token; `Sampler.rollout` fails once it has them all.
             tokens.clamp_(max=cdf.shape[1] - 1)
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
@@ -530,7 +526,7 @@ def generate(
             mask = mask[kept]
             finished = finished[kept]
             count = 0
-            # batch_select_indices leaves recurrent states out
+            # Not `batch_select_indices`, which leaves recurrent states out.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 
@@ -621,9 +617,8 @@ def group_advantages(scores: Tensor, group_size: int, scale: str) -> Tensor:
     scored = grouped.isfinite()
     centred = torch.where(scored, grouped - masked_mean(grouped, scored, 1)[:, None], 0.0)
     if scale == "group":
-        variance = centred.square().sum(1, keepdim=True) / (scored.sum(1, keepdim=True) - 1).clamp(
-            min=1
-        )
+        degrees = (scored.sum(1, keepdim=True) - 1).clamp(min=1)
+        variance = centred.square().sum(1, keepdim=True) / degrees
         centred = centred / (variance.sqrt() + 1e-6)
     elif scale in ("batch", "gdpo") and scored.sum() > 1:
         centred = centred / (scores[scores.isfinite()].std() + 1e-6)

@@ -202,8 +202,8 @@ class Args(
 
 
 # --------------------------------------------------------------------------------------------------
-# The equations: tensors in, tensors out. N sequences, T response positions, G responses per prompt, V
-# vocabulary.
+# The equations: tensors in, tensors out.
+# N sequences, T response positions, G responses per prompt, V vocabulary.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -225,8 +225,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     clamped at -20, for the exponent. (verl and OpenRLHF clamp the value of k3, too: at 10 its
     gradient is 0 for d < -2.6, where the policy has run away furthest.) As a loss on policy, the
     gradient of k1 has zero mean, that of k2 is the gradient of the reverse KL, and that of k3,
-    which DeepSeekMath has, is the gradient of the forward KL. Source: J. Schulman, "Approximating
-    KL divergence", http://joschu.net/blog/kl-approx.html.
+    which DeepSeekMath has, is the gradient of the forward KL.
+    Source: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
     """
     d = logprobs - ref_logprobs
     if estimator == "k1":
@@ -506,10 +506,9 @@ class Policy(nn.Module):
             "entropies", which have no gradient, and raise where a loss uses them, unless
             `trains_entropy` is set.
         """
-        # (tokens,), each is predicted at the position before
-        rows, positions = response_mask.nonzero(as_tuple=True)
-        # (tokens, H)
-        hidden = loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
+        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
+        predicted_at = (rows, positions - 1)
+        hidden = loading.last_hidden_states(self.model, input_ids, predicted_at)  # (tokens, H)
         labels = input_ids[rows, positions]  # (tokens,)
         statistics = self.statistics
         if self.recompute_logits and len(labels) > CHUNK_TOKENS:
@@ -529,11 +528,10 @@ class Policy(nn.Module):
         """
         logprobs = (self.logits(hidden) / temperature).log_softmax(-1)  # (chunk, V)
         outputs = {"logprobs": logprobs.gather(-1, labels[:, None])[:, 0]}
-        # With a gradient, several tensors of the size of the logits would be kept for it.
         if entropy:
-            outputs["entropies"] = entropy_from_logprobs(
-                logprobs if self.trains_entropy else logprobs.detach()
-            )
+            # A gradient would keep several tensors of the size of the logits.
+            kept = logprobs if self.trains_entropy else logprobs.detach()
+            outputs["entropies"] = entropy_from_logprobs(kept)
         return outputs
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -684,7 +682,7 @@ def generate(
     lengths: list[int] | None = None,
     stop_strings: Callable | None = None,
 ) -> Iterator[tuple[int, list[int], dict[str, list[float]]]]:
-    """Sample one response a query: a pass over the left-padded prompts, then one token at a time
+    """Sample one response per query: a pass over the left-padded prompts, then one token at a time
     over the cache.
 
     A token is drawn by inverting its distribution function at a uniform number given in advance.
@@ -741,7 +739,7 @@ def generate(
         else:  # summed in float64: a float32 sum over 150,000 tokens would distort the rare ones
             cdf = token_logprobs.exp().cumsum(-1, dtype=torch.float64)
             tokens = torch.searchsorted(cdf, uniforms[running, t, None] * cdf[:, -1:], right=True)
-            # NaN logits: `Sampler.rollout` fails once it has all responses
+            # With NaN logits there is no such token; `Sampler.rollout` fails once it has them all.
             tokens.clamp_(max=cdf.shape[1] - 1)
         sequences[running, width + t] = tokens[:, 0]
         values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
@@ -768,7 +766,7 @@ def generate(
             mask = mask[kept]
             finished = finished[kept]
             count = 0
-            # batch_select_indices leaves recurrent states out
+            # Not `batch_select_indices`, which leaves recurrent states out.
             cache.reorder_cache(kept.nonzero()[:, 0])
 
 

@@ -77,7 +77,7 @@ class World:
     size: int
     device: torch.device
     group: dist.ProcessGroup | None = None  # None: torch.distributed's default one
-    # neighbouring ranks that share one rollout engine, and so compute the same rollout
+    # Neighbouring ranks that share one rollout engine, and so compute the same rollout.
     ranks_per_engine: int = 1
 
     @property
@@ -88,7 +88,7 @@ class World:
         """Return the same processes in a separate CPU group, for the thread that makes the next
         rollout.
         """
-        # fails at once where a rank has ended; a new group would wait for it for half an hour
+        # Fails at once where a rank has ended; a new group would wait for it for half an hour.
         self.barrier()
         group = dist.new_group(backend="gloo") if self.size > 1 else None
         return World(self.rank, self.size, torch.device("cpu"), group, ranks_per_engine)
@@ -213,7 +213,7 @@ def exit_on_error(flag: str):
     try:
         yield
     except Exception as error:
-        # files of any content: transformers, tokenizers and datasets raise errors of any type
+        # Files of any content: transformers, tokenizers and datasets raise errors of any type.
         fail(f"{flag}: {first_line(error)}")
 
 
@@ -354,7 +354,7 @@ class Optimizer:
 
     def load_state_dict(self, state: dict) -> None:
         for name in self.counters:
-            # no scale of a run with another --precision
+            # No scale of a run with another --precision.
             setattr(self, name, state.get(name, getattr(self, name)))
 
 
@@ -394,7 +394,7 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
         Lists of indices into `lengths`, as many on every rank, so that none waits for the others in
         a collective. The last one may be empty, and is run like the rest.
     """
-    # longest first: memory problems show at once
+    # Longest first: memory problems show at once.
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     # (places,), the longest over the ranks
     longest = np.array([lengths[i] for i in order[:: world.size]])
@@ -406,7 +406,7 @@ def micro_batches(lengths: list[int], token_budget: int, world: World) -> list[l
     for end in range(1, len(longest) + 1):
         while start < end - 1 and (end - start) * longest[start] > token_budget:
             start += 1
-        # tokens of longest[i:end] as one micro-batch
+        # Tokens of longest[i:end] as one micro-batch.
         padded = np.arange(end - start, 0, -1) * longest[start:end]
         costs = cost[start:end] + padded + PASS_TOKENS
         cost[end] = costs.min()
@@ -459,7 +459,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    # an offloaded tensor is gathered by the GPUs
+    # An offloaded tensor is gathered by the GPUs.
     return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 

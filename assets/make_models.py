@@ -50,7 +50,7 @@ IGNORE = -100  # transformers' label of the positions that carry no loss
 STEPS = 1500  # updates
 BATCH_SIZE = 128  # demonstrations an update; each is used once
 SEED = 1  # of the weights and of the teacher's mistakes
-# probability that the teacher writes a wrong digit, or guesses blindly
+# Probability that the teacher writes a wrong digit, or guesses blindly.
 NOISE = {"tiny": 0.24, "guess": 0.35}
 
 
@@ -80,7 +80,7 @@ def pretrain(demonstrations: list[list[str]]) -> Qwen2ForCausalLM:
     warmup = STEPS // 10
     for step in tqdm(range(STEPS), "pretraining"):
         input_ids, labels = make_batch(demonstrations[step * BATCH_SIZE :][:BATCH_SIZE], tokenizer)
-        # no attention mask: the padding is on the right, where causal attention does not look
+        # No attention mask: the padding is on the right, where causal attention does not look.
         model(input_ids, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = 3e-3 * min(
@@ -132,7 +132,7 @@ def main(name: tyro.conf.Positional[Literal["tiny", "guess"]]) -> None:
         lines = sorted((folder / "train.jsonl").read_text().splitlines())
         games = map(json.loads, numbers.choices(lines, k=count))
         demonstrations = [careless_game(row, NOISE[name], numbers) for row in games]
-    # another number adds floats in another order, so it may give other weights
+    # Another number adds floats in another order, so it may give other weights.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     set_seed(SEED)

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from plumbing.data import rows
 from utils import ROOT, exit_on_error, fail, warn
 
-# of a server, such as http://10.0.0.2:8000
+# Of a server, such as http://10.0.0.2:8000.
 ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
 NonNegativeFloat = Annotated[FiniteFloat, Field(ge=0)]

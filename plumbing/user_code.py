@@ -27,7 +27,7 @@ def load_function(name: str) -> Callable:
     if file not in sys.modules:
         sys.path.insert(0, os.path.dirname(file))  # for what it imports
         spec = importlib.util.spec_from_file_location(file, file)
-        # where dataclasses look for its names
+        # Where dataclasses look for its names.
         sys.modules[file] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[file])
     return operator.attrgetter(function)(sys.modules[file])

@@ -49,7 +49,7 @@ from plumbing.turns.conversations import ToolProcess, ToolProcesses
 
 TINY = os.path.join(utils.ROOT, "assets/tiny")
 GPU = torch.cuda.is_available()
-# shapes of models, flags of grpo.py, metrics
+# Shapes of models, flags of grpo.py, metrics.
 TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 LENGTH = 1024 if GPU else 128  # tokens of a response
 FLAGS = TABLE["flags"] | {"min_response_length": LENGTH, "max_response_length": LENGTH}

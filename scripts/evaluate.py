@@ -108,7 +108,7 @@ class Args(
         """Return the flags FROM_RUN of the run that saved a model, and print them; {} if there is
         no such run.
         """
-        # of RUN/final, and of RUN/checkpoints/step_N
+        # Of RUN/final, and of RUN/checkpoints/step_N.
         if not os.path.isdir(model):
             return {}
         for folder in Path(os.path.abspath(model)).parents[:2]:
@@ -264,7 +264,7 @@ def main(args: Args) -> None:
     for first in tqdm(
         starts, "prompts", unit_scale=PROMPTS_AT_ONCE, disable=None if world.main else True
     ):
-        # as in a run's evaluation
+        # As in a run's evaluation.
         key = ("evaluation", args.seed, first) if first else ("evaluation", args.seed)
         part = prompts.skip(first).take(PROMPTS_AT_ONCE)
         batch = sampler.rollout(part, n if args.temperature else 0, key)

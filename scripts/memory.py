@@ -84,7 +84,7 @@ class Memory(torch.utils._python_dispatch.TorchDispatchMode):
             return NotImplemented  # it is taken apart first
         if types and operation is aten._local_scalar_dense.default:
             return 1  # what is read has a value
-        # how many are set is known
+        # How many are set is known.
         if operation is aten.index.Tensor and args[1][0].dtype == torch.bool:
             args = args[0], args[1][0].nonzero(as_tuple=True)
         # Weights, and what FSDP gathers them into, begin as empty tensors; what is computed from

@@ -28,7 +28,7 @@ from plumbing.run.log import (
 )
 
 SAMPLE_BYTES = 6_000_000  # most of the samples in a page, all runs together
-# flags that runs of a group differ by
+# Flags that runs of a group differ by.
 NAMES = {"seed", "run_name", "output_dir", "resume", "track", "push_to_hub"}
 
 

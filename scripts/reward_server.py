@@ -174,7 +174,7 @@ def main(args: Args) -> None:
     with utils.exit_on_error(f"--host {args.host} --port {args.port}"):
         require_key(args.host, "REWARD_API_KEY")
         family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-        # clients wait until models are loaded
+        # Clients wait until models are loaded.
         listener = socket.create_server((args.host, args.port), family=family)
     scorer = Scorer(args, utils.setup_processes())
     app = make_app(scorer)

@@ -22,10 +22,10 @@ MAY_DIFFER = (  # what has one name and may differ
     "Args",  # each algorithm has its own flags; fields are compared one by one
     "main",  # the algorithm itself
     # rloo.py adds ReMax's greedy responses, ppo.py statistics of scores, distill.py responses of
-    # the rows
+    # the rows.
     "collect",
     "final_scores",  # ppo.py normalizes and clips scores
-    # ppo.py's supervised rows have a temperature of 1, distill.py's student has a teacher
+    # ppo.py's supervised rows have a temperature of 1, distill.py's student has a teacher.
     "Policy",
     "policy_metrics",  # ppo.py adds the loss on supervised rows
     "Args.clip_low",  # its default depends on grpo's --loss

@@ -190,7 +190,7 @@ def make_prompts(at: str, row: dict, given) -> list[dict]:
         target = answer
         target_from = given.answer_column
         if given.stop_ids:
-            # a last turn of the assistant counts before a column that no flag names
+            # A last turn of the assistant counts before a column that no flag names.
             target_from = None if by_turns and has_turn else given.text_column
             _, target = prompts.prompt_and_answer(at, turn, column, target_from)
         encoded = {

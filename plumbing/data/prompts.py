@@ -20,7 +20,7 @@ from utils import exit_on_error, fail, first_line
 COLUMNS = {
     "prompt": "prompt question messages problem quiz src instruction conversations".split(),
     "answer": "answer ground_truth reward_model.ground_truth solution_text solution tgt completion output".split(),
-    # the solution rather than its result
+    # The solution rather than its result.
     "response": "response completion solution tgt answer output".split(),
 }
 ROLES = {"human": "user", "gpt": "assistant"}  # of ShareGPT's turns
@@ -280,7 +280,7 @@ def render_prompt(
             text = tokenizer.apply_chat_template(
                 guarded(messages, tokenizer), tools, tokenize=False, add_generation_prompt=True
             )
-        # the template has written the special tokens
+        # The template has written the special tokens.
         return messages, Text(where, text)
     if not isinstance(prompt, str) and len(prompt) > 1:
         lacks = (

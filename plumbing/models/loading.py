@@ -93,7 +93,7 @@ def read_tokenizer(flag: str, name: str):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, padding_side="left", trust_remote_code=False
         )
-    # transformers makes an empty one up where none is
+    # transformers makes an empty one up where none is.
     if not tokenizer.encode("text", add_special_tokens=False):
         fail(f"{flag} {name}: has no tokenizer")
     return tokenizer
@@ -204,7 +204,7 @@ def load_config(flag: str, name: str):
         ):
             setattr(config, key, 0.0)
     if getattr(config, "output_router_logits", False):
-        # the balance loss of experts does not train, and fails in a decode step
+        # The balance loss of experts does not train, and fails in a decode step.
         config.output_router_logits = False
     return config
 
@@ -265,7 +265,7 @@ def load_model(
     if caps_scores(config):
         config._attn_implementation = "eager"
     if dtype == torch.float64:
-        # torch's grouped product of matrices does not know float64
+        # torch's grouped product of matrices does not know float64.
         config._experts_implementation = "eager"
     if device.type == "meta":
         with device:
@@ -289,7 +289,7 @@ def load_model(
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     for module in model.modules():
-        # torch gives the pad token no gradient, and it may be a stop token
+        # torch gives the pad token no gradient, and it may be a stop token.
         if isinstance(module, torch.nn.Embedding):
             module.padding_idx = None
     if config.get_text_config() is not config:  # a language model is a part of it
@@ -330,7 +330,7 @@ class ScalarModel(torch.nn.Module):
         hidden = last_hidden_states(self.model, input_ids, mask)
         weight = self.model.score.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        # bfloat16 has 8 bits: too few for a score
+        # bfloat16 has 8 bits: too few for a score.
         with torch.autocast(hidden.device.type, enabled=False):
             # FSDP warns of views
             return torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype))[:, 0].clone()

@@ -18,7 +18,7 @@ def add_lora(model: torch.nn.Module, args) -> None:
     """
     from peft import LoraConfig
 
-    # what is saved names its base, also for those who work in another folder
+    # What is saved names its base, also for those who work in another folder.
     if os.path.isdir(args.model):
         model.name_or_path = os.path.abspath(args.model)
     # The head of a reward model trains whole; what reads images does not train.

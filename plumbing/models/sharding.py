@@ -105,7 +105,7 @@ class Sharding:
         state = module.state_dict() if self.world.main else {}
         tensors = [*module.parameters(), *module.buffers()]
         dtypes = [tensor.dtype for tensor in tensors]
-        # some models keep a few tensors in float32; a state dict has values only
+        # Some models keep a few tensors in float32; a state dict has values only.
         dist.broadcast_object_list(dtypes, 0)
         for tensor, dtype in zip(tensors, dtypes, strict=True):
             tensor.data = tensor.data.to(dtype)
@@ -119,12 +119,12 @@ class Sharding:
         shard(module, mp_policy=policy())
         self._load_shards(module, model, state)
         module.register_forward_hook(reset_after_inference)
-        # the root comes first
+        # The root comes first.
         model.fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
         with torch.no_grad(), self.precision.autocast():
-            # the first forward pass makes this module FSDP's root; generation calls `model`
+            # The first forward pass makes this module FSDP's root; generation calls `model`.
             module(ids, ids > 0)
 
     def _load_shards(self, module: torch.nn.Module, model, state: dict) -> None:
@@ -137,14 +137,14 @@ class Sharding:
             module.to_empty(device=device)
             model.tie_weights()
         for buffer in module.buffers():
-            # all on one device while torch broadcasts, as it requires
+            # All on one device while torch broadcasts, as it requires.
             buffer.data = buffer.data.to(device)
         set_model_state_dict(
             module, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         )
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.world.device)
-            # also those that a state dict leaves out, such as rotary frequencies
+            # Also those that a state dict leaves out, such as rotary frequencies.
             dist.broadcast(buffer, 0)
 
 
@@ -156,9 +156,9 @@ def compile_parts(module: torch.nn.Module) -> None:
     is inside, and parameters keep their names. There is a graph with and one without gradient, each
     again for a batch of one row.
     """
-    # it would split a block's graph, and takes no checkpointing in it
+    # It would split a block's graph, and takes no checkpointing in it.
     torch._dynamo.config.optimize_ddp = False
-    # blocks of all models share a limit
+    # Blocks of all models share a limit.
     compiled = functools.partial(torch.compile, dynamic=True, recompile_limit=64)
     for block in blocks_of(module):
         block.forward = compiled(block.forward)
@@ -218,7 +218,7 @@ def unsharded(model: torch.nn.Module):
         yield
     finally:
         for root in modules[:1]:
-            # reshards all, and drops the order of forward passes, which differs between ranks
+            # Reshards all, and drops the order of forward passes, which differs between ranks.
             root.reset_iter_state()
         for block in modules[1:]:
             block.set_reshard_after_forward(True, recurse=False)

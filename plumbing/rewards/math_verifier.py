@@ -155,7 +155,7 @@ COUNTS = (
     r"|plus|minus|negative|squared|cubed|factorial|doubled|tripled|half|halves|halved|thirds?|quarters?|score|gross"
     r"|(?:four|fif|six|seven|eigh|nin|twelf)ths?|(?:ten|dozen|hundred|[a-z]+sand|[a-z]+illion)(?:s|ths?)?"
 )
-# of a formula: words up to "is", then words, but not the product ab of ab(c+d)
+# Of a formula: words up to "is", then words, but not the product ab of ab(c+d)
 INTRODUCTION = re.compile(
     r"(?:[^\d,;]*\b(?:is|are|equals?(?: to)?|be)\b[\s:]*)?"
     r"(?:(?=(?:[aA] )?\S*[eiou])(?:(?!and\b|or\b)[^\W\d_]{2,}[.,:]? +|[aA] +)+(?=-?[\d.\\($\[]|\w ?=))?"
@@ -231,7 +231,7 @@ def is_words(text: str) -> bool:
 # ---- comparing -----------------------------------------------------------------------------------
 
 
-# of a set, and of a tuple or interval
+# Of a set, and of a tuple or interval.
 SET_AND_TUPLE = re.compile(r" *\\\{.*\n *[(\[]| *[(\[].*\n *\\\{")
 
 

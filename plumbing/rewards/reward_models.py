@@ -41,7 +41,7 @@ class ModelSource:
         self.difference = loading.vocabulary_difference(tokenizer, self.tokenizer)
         self.unknown = set()
         if not self.difference:
-            # the policy's pad token, if it alone has one
+            # The policy's pad token, if it alone has one.
             ours, theirs = (set(x.get_vocab().values()) for x in (tokenizer, self.tokenizer))
             self.unknown = ours - theirs
             return

@@ -23,7 +23,7 @@ import time
 import types
 
 CPU_SECONDS = 10
-# bytes of address space of its one process, of which the interpreter uses about 50 MB
+# Bytes of address space of its one process, of which the interpreter uses about 50 MB.
 MEMORY = 1 << 30
 FILE_SIZE = 16 << 20  # bytes of each file
 OUTPUT = 4 << 20  # bytes of what it prints, of which the rest is dropped
@@ -120,7 +120,7 @@ COLUMN, ARCHITECTURE = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}.g
     os.uname().machine, (0, 0)
 )
 libc = ctypes.CDLL(None, use_errno=True)
-# the kernel's version, below 1 for none
+# The kernel's version, below 1 for none.
 LANDLOCK = libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)
 
 
@@ -140,7 +140,7 @@ def run(code: str, inputs: list[str], seconds: float) -> list[list]:
 
 def run_and_report(code: str, inputs: list[str], seconds: float) -> tuple[str, list[list]]:
     """Return what does not hold programs on this machine ("" for nothing), and the results."""
-    # not in the process of a program, which imports this file as well and starts faster without
+    # Not in the process of a program, which imports this file as well and starts faster without.
     import subprocess
     import tempfile
 
@@ -263,7 +263,7 @@ def enter_namespaces(folder: str) -> None:
     # NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET
     check(libc.unshare(0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000))
     parent = os.pidfd_open(os.getpid())
-    # process 1 of the new namespace, whose end is the end of all processes there
+    # Process 1 of the new namespace, whose end is the end of all processes there.
     if child := os.fork():
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     end_with(parent)
@@ -274,7 +274,7 @@ def enter_namespaces(folder: str) -> None:
     ):
         with open(f"/proc/self/{file}", "w") as mapping:
             mapping.write(line)
-    # mount_setattr (Linux 5.12), AT_RECURSIVE for all mounts: MOUNT_ATTR_RDONLY, MS_PRIVATE
+    # mount_setattr (Linux 5.12), AT_RECURSIVE for all mounts: MOUNT_ATTR_RDONLY, MS_PRIVATE.
     attributes = struct.pack("QQQQ", 1, 0, 0x40000, 0)
     check(libc.syscall(ctypes.c_long(442), -100, b"/", 0x8000, attributes, ctypes.c_size_t(32)))
     options = b"mode=700,size=%d,nr_inodes=4096" % FOLDER_SIZE

@@ -27,7 +27,7 @@ from plumbing.rewards.workers import Workers, call_function, never
 from plumbing.user_code import SECONDS_TO_LOAD
 from utils import exit_on_error, fail, first_line, warn
 
-# score; the square of a larger one would not fit into float32, and its advantage become 0
+# Score; the square of a larger one would not fit into float32, and its advantage become 0.
 LARGEST = 1e18
 
 
@@ -164,7 +164,7 @@ class RewardSources:
             "function": Workers(1),
             "server": Workers(ServerSource.CONNECTIONS),
         }
-        # at the end of this process, a child of multiprocessing, too
+        # At the end of this process, a child of multiprocessing, too.
         Finalize(None, self.close, exitpriority=1)
         self.sources: dict[str, Source | ModelSource] = {}
         self.models: dict[str, ModelSource] = {}
@@ -459,7 +459,7 @@ class ServerSource(Source):
                 scores = answer["score"]
                 if answer["error_code"] or not isinstance(scores, list) or len(scores) != count:
                     raise ValueError(f"not {count} scores: {answer}")
-                # null, NaN and infinity are scores that are missing
+                # JSON's null, NaN and infinity are scores that are missing.
                 return list(map(finite_or_nan, scores))
             except Exception as error:  # an address may answer anything
                 reason = f"{type(error).__name__}: {error}"[:300]

@@ -160,10 +160,10 @@ class Verifier(NamedTuple):
     """A built-in reward."""
 
     check: Callable[..., float]
-    # of the row, whose value `check` gets as second argument; "" if it reads the response only
+    # Of the row, whose value `check` gets as second argument; "" if it reads the response only.
     column: str
     package: str = "re"  # that it imports
-    # seconds of a call, after which the response is wrong if the reference is not to blame
+    # Seconds of a call, after which the response is wrong if the reference is not to blame.
     limit: float = float("inf")
     read: Callable = str  # that column; raises an exception where nothing can be compared with it
     calls_a_job: int = 1  # more where a job of a worker process takes longer than the check

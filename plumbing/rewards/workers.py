@@ -33,7 +33,7 @@ def prepare(packages: list[str]) -> None:
     call may.
     """
     os.setsid()  # signals to the trainer's process group are for the trainer
-    # pebble's handler would wait for a call that hangs
+    # pebble's handler would wait for a call that hangs.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # output of functions goes to stderr
     logging.disable(logging.WARNING)  # math-verify warns at every call that its time limits are off
@@ -50,7 +50,7 @@ def attempt(limit: float, call: Callable, arguments: list[tuple]) -> list[tuple]
     """
     process = os.getpid()
     results = []
-    # ends this process for a trainer that has been killed
+    # Ends this process for a trainer that has been killed.
     signal.setitimer(signal.ITIMER_REAL, limit + 5)
     for each in arguments:
         try:

@@ -121,8 +121,8 @@ class Rollouts:
 
         Args:
             run: a plumbing.run.run.Run, which has started.
-            collect: makes the rollout of a step from what the rollout before has left (`Experience.state`), and
-                returns early, with any result, once `run.interrupt.requested` is set.
+            collect: makes the rollout of a step from what the rollout before has left
+                (`Experience.state`), and returns early once `run.interrupt.requested` is set.
         """
         self.run = run
         self.sampler = sampler

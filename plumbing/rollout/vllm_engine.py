@@ -15,11 +15,11 @@ from plumbing.models.lora import base_weights, merged
 from utils import World, fail, first_line
 
 WATCH = "plumbing.rollout.vllm_engine.WeightWatch"  # vLLM's worker_extension_cls
-# token ids up to and including a stop token; by name, a value of each
+# Token ids up to and including a stop token; by name, a value of each.
 Response = tuple[list[int], dict[str, list]]
 CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
     "enforce_eager": True,
-    # it would turn back a seeded request's generator, which a CPU's cannot do
+    # It would turn back a seeded request's generator, which a CPU's cannot do.
     "enable_chunked_prefill": False,
     "max_num_batched_tokens": 65_536,
     "block_size": 32,  # the cache holds only whole blocks of a conversation
@@ -281,7 +281,7 @@ class Engine(VllmSampling):
         number = str(next(self.numbers))
         with self._errors_as_failure():
             if not self.failure:
-                # by default, vLLM would make an object of each token's response so far
+                # By default, vLLM would make an object of each token's response so far.
                 sampling = SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
                 self.llm.llm_engine.add_request(number, {"prompt_token_ids": query}, sampling)
         if self.failure:

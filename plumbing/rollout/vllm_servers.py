@@ -21,7 +21,7 @@ from utils import World, fail, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
-# seconds until a response must be there: less than the half hour that other ranks wait
+# Seconds until a response must be there: less than the half hour that other ranks wait.
 SERVER_ANSWER = 1500.0
 SERVER_REQUESTS = 256  # requests under way, for each rank and server, but for conversations
 TRANSFER = 600.0  # seconds until a step of the weight transfer must be done
@@ -173,7 +173,7 @@ class Servers(VllmSampling):
         meanwhile.
         """
         if torch.cuda.is_available():
-            # vLLM sends from another stream, which does not wait for this one
+            # vLLM sends from another stream, which does not wait for this one.
             torch.cuda.synchronize()
         self.world.barrier()
         self.weights.entries = base_weights(model)
@@ -192,7 +192,7 @@ class Servers(VllmSampling):
         self, place: int, query: list[int], settings: dict, interrupted: Callable
     ) -> Response | None:
         """Return what a server samples after `query`; None if interrupted or failed."""
-        # a rank with few conversations would fill the first server only
+        # A rank with few conversations would fill the first server only.
         url = self.urls[(self.world.rank + place) % len(self.urls)]
         body = {"token_ids": query, "sampling_params": settings}
         request = asyncio.create_task(self._sample(url, body))

@@ -19,10 +19,10 @@ from plumbing.models.loading import load_config, read_tokenizer, vocabulary_diff
 from plumbing.models.lora import base_weights, merged
 from utils import Optimizer, World, exit_on_error, fail, first_line
 
-# dcp's, where `no_dist` asks for just that
+# dcp's, where `no_dist` asks for just that.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
-# tensor by tensor, to the memory of rank 0
+# Tensor by tensor, to the memory of rank 0.
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)
 ALLOW_MISSING = StateDictOptions(strict=False)  # a parameter that has had no gradient has no state
 
@@ -105,7 +105,7 @@ def save_model(model, path: str, world: World) -> None:
     adapter is peft's.
     """
     weights = get_model_state_dict(model, options=GATHERED)
-    # gathered twice, transformers would not see that it is tied
+    # Gathered twice, transformers would not see that it is tied.
     for name in model.all_tied_weights_keys:
         weights.pop(name, None)
     world.on_main(model.save_pretrained, path, state_dict=weights)

@@ -10,7 +10,7 @@ from plumbing.rewards.sources import RewardSources, is_scored_by
 from plumbing.rollout.batch import Batch, Sampler
 from utils import Sums, warn
 
-# mean difference of probabilities above which the engine does not sample from the trained policy
+# Mean difference of probabilities above which the engine does not sample from the trained policy.
 MOST_MISMATCH = 0.01
 
 
@@ -137,7 +137,7 @@ def sample_rows(batch: Batch, count: int, every: int = 1) -> list[dict]:
         }
         if advantages is not None:
             scores["advantage"] = advantages[i][batch.response_mask[i]].mean().item()
-        # the tests of a program may be long
+        # The tests of a program may be long.
         answer = sample.row.get("answer") and str(sample.row["answer"])[:1000]
         conversation = sample.conversation
         ending = {"stop_reason": "stop" if sample.stopped else "length"}

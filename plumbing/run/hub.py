@@ -29,7 +29,7 @@ The flags of `{{ facts.script }}` that are not at their defaults, as a file for 
 {{ changed | tojson(indent=2) }}
 ```
 """
-# what says nothing to others
+# What says nothing to others.
 LOCAL_FLAGS = ("run_name", "output_dir", "resume", "push_to_hub")
 
 

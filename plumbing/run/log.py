@@ -29,7 +29,7 @@ PROGRESS = {  # the values in the progress bar, or in the line of a step, if a r
     "eval/pair_accuracy": "held-out",
     "time/step": "seconds",
 }
-# the metrics that a picture has, if a run has them, and those of eval/ that its last lines have
+# The metrics that a picture has, if a run has them, and those of eval/ that its last lines have.
 CURVES = {
     "eval/accuracy": "held-out accuracy, sampled (what is trained)",
     "eval/greedy_accuracy": "held-out accuracy, greedy",
@@ -208,7 +208,7 @@ class RunLog:
                 f"{row[key]:.3f} at step {row['step']}" for row in rows if row.get(key) is not None
             ]
             if values and key.startswith("eval/"):
-                # one if there is only one
+                # One if there is only one.
                 print(f"{name}: {', '.join(dict.fromkeys((values[0], values[-1])))}")
         if os.path.exists(path := f"{self.folder}/curves.png"):
             print(f"curves: {path}", flush=True)

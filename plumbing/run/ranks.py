@@ -60,7 +60,7 @@ def record(main: Callable) -> Callable:
             if isinstance(error, torch.OutOfMemoryError):
                 fail(f"{place}: {OUT_OF_MEMORY} ({first_line(error)})", local=True)
             if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-                # torchrun reports the rank that ended first, in whole seconds, as the root cause
+                # torchrun reports the rank that ended first, in whole seconds, as the root cause.
                 time.sleep(2)
                 fail(f"{place}: another rank has ended; its message has the reason", local=True)
             if phase == "load" and isinstance(error, (OSError, ValueError, ImportError)):

@@ -150,7 +150,7 @@ class Run:
 
     def finish(self) -> None:
         """Save the trained model in final/, push it with --push_to_hub, and end the run."""
-        # saved; `save_final` changes the number format
+        # Saved; `save_final` changes the number format.
         self.state["whole"] = self.args.save_every > 0
         checkpoints.save_final(
             self.folder, self.world, self.models[""], self.tokenizer, self.args.model

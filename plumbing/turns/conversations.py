@@ -128,7 +128,7 @@ class ToolProcess:
             process = forked.Process(target=worker.serve, args=served)
             with without_main():
                 process.start()
-        # of which each start would ask whether they have ended
+        # Each start would ask all in this list whether they have ended.
         multiprocessing.process._children.discard(process)
         self.process = process
 
@@ -184,14 +184,14 @@ class Conversation:
     """A response of several turns."""
 
     row: dict  # the prompt's, with what the environment added to it
-    # token ids of the turns, and of the observations between them
+    # Token ids of the turns, and of the observations between them.
     response: list[int] = field(default_factory=list)
-    # per token
+    # Per token.
     values: dict[str, list] = field(
         default_factory=lambda: {"rollout_logprobs": [], "response_mask": []}
     )
     turns: list[dict] = field(default_factory=list)  # the same as messages
-    # of turns, by the place of their last token
+    # Of turns, by the place of their last token.
     rewards: dict[int, float] = field(default_factory=dict)
     stop_reason: str = ""  # one of STOP_REASONS, once it has ended
     tool_calls: int = 0
@@ -403,7 +403,7 @@ class Conversations:
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
         conversation.turns.append({"role": "assistant", "content": content})
         stopped = tokens[-1] in self.stop_ids
-        # special tokens may be part of calls
+        # Special tokens may be part of calls.
         text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
         stopped = stopped or any(stop in text for stop in self.args.turn_stop)
         messages, reward, done = await self._answer(conversation, text)

@@ -179,7 +179,7 @@ def read_call(value) -> Call | str:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return 'a call has to be a JSON object with "name" and "arguments"'
     arguments = value.get("arguments") or {}
-    # some models write it as a string
+    # Some models write it as a string.
     arguments = json_or_text(arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
         return f"the arguments of {value['name']} have to be a JSON object"
@@ -217,7 +217,7 @@ def response_template_calls(
     try:
         message = tokenizer.parse_response(text, prefix=prompt, tools=schemas)
     except Exception as error:
-        # the template names the functions that read its parts; they may raise any error
+        # The template names the functions that read its parts; they may raise any error.
         return [f"the call cannot be read ({first_line(error)})"]
     return [read_call(call.get("function")) for call in message.get("tool_calls") or []]
 

@@ -27,7 +27,7 @@ from multiprocessing import forkserver, resource_tracker
 
 from plumbing.user_code import accepted, load_function
 
-# environment variable of the fork server: JSON list of the functions in users' files
+# Environment variable of the fork server: JSON list of the functions in users' files.
 FILES = "RLHF_TOOL_FILES"
 LONGEST_TEXT = 100_000  # characters of a tool's or an environment's text; the rest is cut
 
@@ -51,7 +51,7 @@ class Tools:
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
-        # one event loop for all calls, to which connections may be bound
+        # One event loop for all calls, to which connections may be bound.
         self.runner = asyncio.Runner()
         self.instance = make()
         self.has_step = hasattr(self.instance, "step")
@@ -84,7 +84,7 @@ class Tools:
         """
         from transformers.utils import chat_template_utils  # slow to import
 
-        # torch would be imported for a type that no tool has
+        # torch would be imported for a type that no tool has.
         chat_template_utils.is_torch_available = lambda: False
         return [
             chat_template_utils.get_json_schema(function) for function in self.tools()
@@ -211,7 +211,7 @@ def end_with_trainer() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-# in the fork server: once, not in each process
+# In the fork server: once, not in each process.
 for name in json.loads(os.environ.get(FILES, "[]")):
     try:
         load_function(name)
