@@ -159,13 +159,23 @@ def test_so_many_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("found", "at_once"), [({}, 1 << 15), ({"MemAvailable:": 1 << 20}, 16), ({"": 40}, 5)]
+    ("limit", "number", "at_once"),
+    [
+        ("", 0, 1 << 15),
+        ("MemAvailable:", 1 << 20, 16),
+        ("/sys/fs/cgroup/memory.max", 1 << 30, 16),
+        ("/sys/fs/cgroup/pids.max", 40, 5),
+        ("Max processes", 40, 5),
+        ("Max open files", 60, 10),
+    ],
 )
-def test_how_many_at_once_by_default(found, at_once, monkeypatch):
-    """Half of what the machine allows: for two ranks, memory of 1 GiB, or a cgroup of 40 tasks."""
+def test_how_many_at_once_by_default(limit, number, at_once, monkeypatch):
+    """Half of what the machine allows to two ranks: memory of 1 GiB, of the machine or a container,
+    40 tasks, or 60 open files for each.
+    """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    number = lambda path, before="": found.get(before, math.inf)
-    monkeypatch.setattr("plumbing.turns.conversations.number_in", number)
+    found = lambda path, before="": number if limit == (before or path) else math.inf
+    monkeypatch.setattr("plumbing.turns.conversations.number_in", found)
     assert most_at_once() == at_once
 
 

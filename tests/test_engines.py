@@ -175,3 +175,28 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
         assert capsys.readouterr().out == printed
     else:
         assert expected in helpers.refused(capsys, choose)
+
+
+def test_weights_wait_for_the_rollout_of_the_next_step():
+    """The rollout of a step begins while the step before it trains, and ends before new weights."""
+    happened = []
+    released = threading.Event()
+
+    def collect(step: int, state: dict):
+        if step > 1:
+            released.wait(30)
+        happened.append(step)
+        return types.SimpleNamespace(unscored="", state=state)
+
+    engine = types.SimpleNamespace(sync=lambda model: happened.append("sync"), sleep=lambda: None)
+    args = types.SimpleNamespace(async_steps=1)
+    world = types.SimpleNamespace(device=torch.device("cpu"))
+    interrupt = types.SimpleNamespace(requested=False)
+    run = types.SimpleNamespace(state={}, total_steps=2, world=world, interrupt=interrupt)
+    sampler = types.SimpleNamespace(engine=engine, model=None, args=args)
+    rollouts = engines.Rollouts(run, sampler, collect)
+    assert rollouts.take(1).staleness == 0
+    threading.Timer(0.2, released.set).start()
+    rollouts.sync()
+    assert rollouts.take(2).staleness == 1
+    assert happened == ["sync", 1, 2, "sync"]

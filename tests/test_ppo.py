@@ -174,13 +174,17 @@ def test_ptx_loss_adds_the_gradient_of_the_cross_entropy(load, monkeypatch, budg
     of_policy = SimpleNamespace(temperature=0.6, entropy_coef=0.0, gradient_checkpointing=False)
     policy = ppo.Policy(load("gpt_neox", F64), of_policy)
     pairs = pairs_of(random_batch())
-    losses = [-plain_logprobs(policy.model, q, r, 1.0)[range(len(r)), r].sum() for q, r in pairs]
-    expected = sum(losses) / sum(len(r) for _, r in pairs)
+    masks = [[int(i % 3 != 1) for i in range(len(r))] for _, r in pairs]  # turns of the user are 0
+    losses = [
+        -(torch.tensor(m) * plain_logprobs(policy.model, q, r, 1.0)[range(len(r)), r]).sum()
+        for (q, r), m in zip(pairs, masks)
+    ]
+    expected = sum(losses) / sum(map(sum, masks))
     (0.3 * expected).backward()
     gradient = gradient_of(policy)
     total = 0.0
     policy.model.get_output_embeddings().weight.grad = before = torch.ones(32, 16, dtype=F64)
-    rows = [{"query": q, "response": r, "mask": [1] * len(r)} for q, r in pairs]
+    rows = [{"query": q, "response": r, "mask": m} for (q, r), m in zip(pairs, masks)]
     optimizer = SimpleNamespace(backward=lambda loss: (loss * ranks).backward())
     for rank in range(ranks):
         world = utils.World(rank, ranks, CPU)

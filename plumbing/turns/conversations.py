@@ -156,6 +156,7 @@ def most_at_once() -> int:
     A process has two tasks and three open files; the ranks of a machine share memory and tasks.
     """
     memory = number_in("/proc/meminfo", "MemAvailable:") * 1024
+    memory = min(memory, number_in("/sys/fs/cgroup/memory.max"))
     tasks = number_in("/proc/self/limits", "Max processes")
     tasks = min(tasks, number_in("/sys/fs/cgroup/pids.max"))
     files = number_in("/proc/self/limits", "Max open files")
