@@ -355,7 +355,10 @@ def test_step_token_divides_by_the_tokens_of_the_step(base, tmp_path, monkeypatc
     )
     monkeypatch.setattr(module, "aggregate", record)
     values = variant(base, tmp_path, total_episodes=8, eval_every=0, save_every=0, kl_coef=0.0)
+    model = helpers.tiny_model(tmp_path / "stops", "gpt_neox", stop=4)
+    values |= {"model": model, "micro_batch_tokens": 1000}
     run_here({**values, "loss_aggregation": "step_token"}, script)  # two epochs of two updates
+    assert len({tokens for tokens, _ in calls}) > 1
     assert {divisor for _, divisor in calls} == {sum(tokens for tokens, _ in calls) / 4}
 
 
