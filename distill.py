@@ -344,12 +344,14 @@ def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Ex
         samples = sampled.samples
     for row in copied:
         length = len(row["response"])
-        values = {"rollout_logprobs": [math.nan] * length}  # nobody sampled them
+        outputs = {"rollout_logprobs": [math.nan] * length}  # nobody sampled them
         if not asked:  # a row may be a conversation
-            values["response_mask"] = row["mask"]
+            outputs["response_mask"] = row["mask"]
         text = sampler.tokenizer.decode(row["response"], skip_special_tokens=True)
         scores = dict.fromkeys(reward_sources.sources, 0.0)
-        samples.append(Sample(row, row["response"], values, stopped=True, text=text, scores=scores))
+        samples.append(
+            Sample(row, row["response"], outputs, stopped=True, text=text, scores=scores)
+        )
     batch = Batch.from_samples(samples, model_device(sampler.model))
     metrics = evaluation.batch_metrics(batch, reward_sources)
     # No source scores what is learned.

@@ -21,7 +21,7 @@ Deliberate choices:
 6. A response that could not be scored is left out of its group and counted. It is never a silent
    zero.
 7. Training rows are padded on the right and attended causally: no attention mask, no position ids.
-8. Per-token values live in `Batch.tokens`, (N, T) by name. A value that `generate` or the loop puts
+8. Per-token tensors live in `Batch.tokens`, (N, T) by name. One that `generate` or the loop puts
    there is gathered, padded and sliced with the rest; the loss finds it as `micro[name]`, without
    gradient.
 
@@ -458,7 +458,7 @@ def generate(
             stop token does.
     Yields:
         The place of a query whose response has ended; the response, token ids up to and including
-        the first stop token; its per-token values by name.
+        the first stop token; its per-token outputs by name.
     """
     device = model_device(model)
     width = max(map(len, queries))
@@ -470,7 +470,7 @@ def generate(
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
     mask = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
     mask = torch.tensor(mask, device=device)  # (n, tokens so far)
-    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
+    outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops = torch.tensor(stop_ids, device=device)
     uniforms = None if uniforms is None else uniforms.to(device)
@@ -481,7 +481,7 @@ def generate(
     input_ids = sequences[:, :width]
     positions = (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
-        outputs = model(
+        predicted = model(
             input_ids=input_ids,
             attention_mask=mask,
             position_ids=positions,
@@ -489,8 +489,8 @@ def generate(
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = outputs.past_key_values
-        scores = outputs.logits[:, -1].float()  # (n, V)
+        cache = predicted.past_key_values
+        scores = predicted.logits[:, -1].float()  # (n, V)
         for process in processors:
             scores = process(sequences[running, : width + t], scores)
         token_logprobs = scores.log_softmax(-1)
@@ -502,13 +502,13 @@ def generate(
             # With NaN logits there is no such token; `Sampler.rollout` fails once it has them all.
             tokens.clamp_(max=cdf.shape[1] - 1)
         sequences[running, width + t] = tokens[:, 0]
-        values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
+        outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
         new = running[ended & ~finished]  # places of the responses that end here
         responses = sequences[new, width : width + t + 1].tolist()
-        columns = {name: x[new, : t + 1].tolist() for name, x in values.items()}
+        columns = {name: x[new, : t + 1].tolist() for name, x in outputs.items()}
         for i, place in enumerate(new.tolist()):
             yield place, responses[i], {name: column[i] for name, column in columns.items()}
         finished |= ended

@@ -13,7 +13,7 @@ arXiv:2203.02155.
 Deliberate choices. As in all scripts here, the gradient is that of the global batch, whatever the
 ranks and micro-batches; the sampling temperature is in every log-probability; each (response,
 position) has one random number; masks come from lengths, never from token ids; what could not be
-scored is left out and counted; per-token values live in `Batch.tokens`, a dict that carries
+scored is left out and counted; per-token tensors live in `Batch.tokens`, a dict that carries
 whatever is put there (see grpo.py, choice 8). And:
 1. A value is read at the position that predicts its token, as the log-probabilities are. After the
    last token it is 0.
@@ -698,7 +698,7 @@ def generate(
             stop token does.
     Yields:
         The place of a query whose response has ended; the response, token ids up to and including
-        the first stop token; its per-token values by name.
+        the first stop token; its per-token outputs by name.
     """
     device = model_device(model)
     width = max(map(len, queries))
@@ -710,7 +710,7 @@ def generate(
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
     mask = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
     mask = torch.tensor(mask, device=device)  # (n, tokens so far)
-    values = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
+    outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops = torch.tensor(stop_ids, device=device)
     uniforms = None if uniforms is None else uniforms.to(device)
@@ -721,7 +721,7 @@ def generate(
     input_ids = sequences[:, :width]
     positions = (mask.cumsum(1) - 1).clamp(0)
     for t in range(length):
-        outputs = model(
+        predicted = model(
             input_ids=input_ids,
             attention_mask=mask,
             position_ids=positions,
@@ -729,8 +729,8 @@ def generate(
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = outputs.past_key_values
-        scores = outputs.logits[:, -1].float()  # (n, V)
+        cache = predicted.past_key_values
+        scores = predicted.logits[:, -1].float()  # (n, V)
         for process in processors:
             scores = process(sequences[running, : width + t], scores)
         token_logprobs = scores.log_softmax(-1)
@@ -742,13 +742,13 @@ def generate(
             # With NaN logits there is no such token; `Sampler.rollout` fails once it has them all.
             tokens.clamp_(max=cdf.shape[1] - 1)
         sequences[running, width + t] = tokens[:, 0]
-        values["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
+        outputs["rollout_logprobs"][running, t] = token_logprobs.gather(1, tokens)[:, 0]
         ended = torch.isin(tokens[:, 0], stops) | (t + 1 == ends[running])
         if stop_strings is not None:
             ended |= stop_strings(sequences[running, width : width + t + 1], None)
         new = running[ended & ~finished]  # places of the responses that end here
         responses = sequences[new, width : width + t + 1].tolist()
-        columns = {name: x[new, : t + 1].tolist() for name, x in values.items()}
+        columns = {name: x[new, : t + 1].tolist() for name, x in outputs.items()}
         for i, place in enumerate(new.tolist()):
             yield place, responses[i], {name: column[i] for name, column in columns.items()}
         finished |= ended

@@ -126,13 +126,13 @@ def test_how_it_goes(name):
         # The mask is set on turns of the model, and on nothing else.
         turns = [turn["content"] for turn in one.turns if turn["role"] == "assistant"]
         masked = [
-            token for token, sampled in zip(one.response, one.values["response_mask"]) if sampled
+            token for token, sampled in zip(one.response, one.outputs["response_mask"]) if sampled
         ]
         assert tokenizer.decode(masked, skip_special_tokens=True) == "".join(turns)
         assert one.metrics()["turns"] == len(turns)
-        assert {len(column) for column in one.values.values()} == {len(one.response)}
-        mask = one.values["response_mask"]
-        assert one.values.get("again", []) == [
+        assert {len(column) for column in one.outputs.values()} == {len(one.response)}
+        mask = one.outputs["response_mask"]
+        assert one.outputs.get("again", []) == [
             token * sampled for token, sampled in zip(one.response, mask)
         ]
         added = "[more]" if columns.get("mode") == "adds" else ""
@@ -204,7 +204,7 @@ def test_rewards_of_turns_stand_at_their_last_tokens():
     (one,) = talk(conversations, [row_of(tokenizer)], never, said)
     ends = [token == tokenizer.eos_token_id for token in one.response]
     earned = iter([0.4, 0.2, 0.6])
-    assert one.values["turn_rewards"] == pytest.approx(
+    assert one.outputs["turn_rewards"] == pytest.approx(
         [next(earned) if end else 0.0 for end in ends]
     )
 
@@ -296,7 +296,7 @@ def sampled_positions(conversation: Conversation) -> list[int]:
     """
     positions = []
     start = 0
-    mask = conversation.values["response_mask"]
+    mask = conversation.outputs["response_mask"]
     for turn in conversation.turns:
         if turn["role"] == "user":
             length = len(make_tokenizer().encode(turn["content"]))

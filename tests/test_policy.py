@@ -130,7 +130,7 @@ def test_collate_and_pad_rows():
     batch = batch_of([([5, 1], [1, 0]), ([7], [9, 8, 1]), ([1, 1, 1], [2])])
     assert batch.lengths == [4, 4, 4]
     # an observation stands in the response, and does not train
-    batch.samples[1].values["response_mask"] = [1, 0, 1]
+    batch.samples[1].outputs["response_mask"] = [1, 0, 1]
     batch.tokens["response_mask"][1, 1] = False
     ids, mask = batch.collate([2, 0, 1])
     assert ids.tolist() == [[1, 1, 1, 2], [5, 1, 1, 0], [7, 9, 8, 1]]

@@ -97,7 +97,7 @@ def sample(setting, queries, seeds, interrupted=lambda: False, **changes):
     sampled = sampled_by(
         engine, queries, seeds, STOPS, dataclasses.replace(args, **changes), interrupted
     )
-    return sampled and (sampled[0], [values["rollout_logprobs"] for values in sampled[1]])
+    return sampled and (sampled[0], [outputs["rollout_logprobs"] for outputs in sampled[1]])
 
 
 # ---- responses -----------------------------------------------------------------------------------

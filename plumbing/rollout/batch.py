@@ -1,7 +1,7 @@
 """The batch of a step: responses sampled and scored on all ranks, with per-token tensors that
 travel with them.
 
-A per-token value, such as the log-probabilities, is an entry of `Batch.tokens`: made by the sampler
+A per-token tensor, such as the log-probabilities, is an entry of `Batch.tokens`: made by the sampler
 or by the loop, and from then on padded and sliced with the rest, by name. To carry a further one,
 add an entry.
 """
@@ -38,7 +38,7 @@ class Sample:
     row: dict  # of the data: "prompt", the text, "query", its token ids, "answer", "columns"
     # (t,) int32, up to and including the stop token; observations of a conversation, too
     response: np.ndarray
-    values: dict[str, np.ndarray]  # (t,) float32, by name
+    outputs: dict[str, np.ndarray]  # (t,) float32, by name
     stopped: bool  # whether it ended before --max_response_length cut it off
     conversation: "Conversation | None" = None  # with --tools or --environment
     text: str = ""
@@ -49,7 +49,7 @@ class Sample:
         token.
         """
         self.response = np.asarray(self.response, np.int32)
-        self.values = {name: np.asarray(x, np.float32) for name, x in self.values.items()}
+        self.outputs = {name: np.asarray(x, np.float32) for name, x in self.outputs.items()}
 
 
 @dataclass(frozen=True)
@@ -149,17 +149,17 @@ class Sampler:
             end: called with the place of a row and its Sample, once the response has ended.
         """
 
-        def end_response(place: int, response: list[int], values: dict[str, list]) -> None:
+        def end_response(place: int, response: list[int], outputs: dict[str, list]) -> None:
             text = self.tokenizer.decode(response, skip_special_tokens=True)
             stopped = response[-1] in self.stop_ids
-            end(place, Sample(rows[place], response, values, stopped, text=text))
+            end(place, Sample(rows[place], response, outputs, stopped, text=text))
 
         def end_conversation(place: int, x) -> None:
             text = self.tokenizer.decode(x.response, skip_special_tokens=True)
             stopped = x.stop_reason != "length"
-            sample = Sample(x.row, x.response, x.values, stopped, x, text)
+            sample = Sample(x.row, x.response, x.outputs, stopped, x, text)
             x.response = sample.response
-            x.values = sample.values
+            x.outputs = sample.outputs
             end(place, sample)
 
         with contextlib.ExitStack() as stack:
@@ -243,11 +243,11 @@ class Batch:
     def from_samples(
         samples: list[Sample], device: torch.device, scores: Tensor | None = None
     ) -> "Batch":
-        """Return a batch of some responses; their per-token values are padded to the longest."""
+        """Return a batch of some responses; their per-token outputs are padded to the longest."""
         lengths = torch.tensor([len(x.response) for x in samples], device=device)
         tokens = {"response_mask": torch.arange(lengths.max(), device=device) < lengths[:, None]}
-        for name in {name: None for x in samples for name in x.values}:
-            rows = [torch.as_tensor(x.values.get(name, ())) for x in samples]
+        for name in {name: None for x in samples for name in x.outputs}:
+            rows = [torch.as_tensor(x.outputs.get(name, ())) for x in samples]
             tokens[name] = pad_sequence(rows, batch_first=True).to(device)
         tokens["response_mask"] = tokens["response_mask"].bool()
         components = {
@@ -285,7 +285,7 @@ class Batch:
         observations are not set.
         """
         samples = [self.samples[i] for i in chosen]
-        rows = [(x.row["query"], x.response, x.values.get("response_mask", True)) for x in samples]
+        rows = [(x.row["query"], x.response, x.outputs.get("response_mask", True)) for x in samples]
         return collate(rows, self.response_mask.device)
 
     def micro_batches(

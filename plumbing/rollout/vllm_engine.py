@@ -15,7 +15,7 @@ from plumbing.models.lora import base_weights, merged
 from utils import World, fail, first_line
 
 WATCH = "plumbing.rollout.vllm_engine.WeightWatch"  # vLLM's worker_extension_cls
-# Token ids up to and including a stop token; by name, a value of each.
+# Token ids up to and including a stop token; by name, an output of each.
 Response = tuple[list[int], dict[str, list]]
 CPU_SETTINGS = {  # of vLLM's CPU build, on which the tests run
     "enforce_eager": True,
@@ -124,7 +124,7 @@ class VllmSampling:
 
         Args:
             seeds: one a response; None for greedy responses.
-            end: called with the place of a query, its response and, by name, the values of its
+            end: called with the place of a query, its response and, by name, the outputs of its
                 tokens: once it has ended, so for all queries unless this is interrupted or fails.
         """
         free = asyncio.Semaphore(self.most_requests)

@@ -188,7 +188,7 @@ class Conversation:
     # Token ids of the turns, and of the observations between them.
     response: list[int] = field(default_factory=list)
     # Per token.
-    values: dict[str, list] = field(
+    outputs: dict[str, list] = field(
         default_factory=lambda: {"rollout_logprobs": [], "response_mask": []}
     )
     turns: list[dict] = field(default_factory=list)  # the same as messages
@@ -201,14 +201,14 @@ class Conversation:
     place: int = 0  # among those of the rollout
     process: ToolProcess | None = None  # of its tools and its environment, until it ends
 
-    def add(self, tokens: list[int], values: dict[str, list] | None = None) -> None:
+    def add(self, tokens: list[int], outputs: dict[str, list] | None = None) -> None:
         """Add the tokens of a turn and what was stored of them, by name; or of an observation, with
         zeros.
         """
         self.response += tokens
-        sampled = {} if values is None else {"response_mask": [1.0] * len(tokens), **values}
-        for name in self.values | sampled:
-            self.values.setdefault(name, []).extend(sampled.get(name, [0.0] * len(tokens)))
+        sampled = {} if outputs is None else {"response_mask": [1.0] * len(tokens), **outputs}
+        for name in self.outputs | sampled:
+            self.outputs.setdefault(name, []).extend(sampled.get(name, [0.0] * len(tokens)))
 
     @property
     def reward(self) -> float:
@@ -221,7 +221,7 @@ class Conversation:
             "turns": sum(message["role"] == "assistant" for message in self.turns),
             "tool_calls": self.tool_calls,
             "tool_errors": self.tool_errors,
-            "observation_tokens": len(self.response) - int(sum(self.values["response_mask"])),
+            "observation_tokens": len(self.response) - int(sum(self.outputs["response_mask"])),
         }
 
 
@@ -373,7 +373,7 @@ class Conversations:
         if getattr(self.args, "turn_rewards", False):  # parts of the score
             weight = dict(zip(self.args.reward, reward_weights(self.args)))["environment"]
             earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
-            conversation.values["turn_rewards"] = [weight * reward for reward in earned]
+            conversation.outputs["turn_rewards"] = [weight * reward for reward in earned]
         # What reward sources read of a conversation.
         read = {"turns": conversation.turns, "environment": conversation.reward}
         conversation.row = {**conversation.row, **read}
@@ -396,10 +396,10 @@ class Conversations:
             conversation.row = self._prompt_with(conversation.row, added)
 
     async def _add_turn(
-        self, conversation: Conversation, tokens: list[int], values: dict[str, list]
+        self, conversation: Conversation, tokens: list[int], outputs: dict[str, list]
     ) -> None:
         """Add a turn of the model, and the observation that follows it; or end the conversation."""
-        conversation.add(tokens, values)
+        conversation.add(tokens, outputs)
         last_token = len(conversation.response) - 1
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
         conversation.turns.append({"role": "assistant", "content": content})
