@@ -9,14 +9,13 @@ server's output says why, once a source) or reads a reference answer that is mis
 neither "columns": {name: [...]}, what else a source reads from a row, nor "messages": [...], the
 prompts as lists of messages. A reward model reads these through its chat template, if it has one. A
 prompt that is there as text only is what the policy saw, its chat template included: who writes it
-can write the template's tokens, too. Each response gets one stop token. docs/data_and_rewards.md
-has the key, the statuses and GET /health.
+can write the template's tokens, too. docs/data_and_rewards.md has the key, the statuses and GET
+/health.
 """
 
 import contextlib
 import math
 import socket
-import threading
 from types import SimpleNamespace
 from typing import Literal
 
@@ -35,8 +34,6 @@ from plumbing.data import prompts
 from plumbing.models import loading
 from plumbing.rewards import sources
 
-AT_ONCE = 16  # requests that are scored at the same time
-
 
 @dataclass
 class Args(RewardArgs):
@@ -49,8 +46,6 @@ class Args(RewardArgs):
     requires a key in the variable REWARD_API_KEY."""
     port: Port = 8731
     """Port to listen at; 0 for a free one, which the first line of output names."""
-    stop_token: str = "eos"
-    """Token that ends a response for a reward model: eos or the text of one token."""
     precision: Literal["auto", "float32", "float64", "bf16"] = "auto"
     """What a reward model computes in; auto is bf16 on GPUs and float32 elsewhere."""
     micro_batch_tokens: PositiveInt = 16_384
@@ -64,7 +59,7 @@ class Args(RewardArgs):
     }
 
 
-class Batch(BaseModel):
+class Request(BaseModel):
     """The body of a request."""
 
     src: list[str]
@@ -88,31 +83,23 @@ class Batch(BaseModel):
 
 
 class Scorer:
-    """The reward sources of the server. Several threads may use it, if none of them is a reward
-    model.
-    """
+    """The reward sources of the server. Several threads may use it."""
 
     def __init__(self, args: Args, world: utils.World):
         self.args = args
-        self.tokenizer = None
-        for name in args.reward:
-            sources.check_name(name)
-            if sources.kind_of(name) == "model" and self.tokenizer is None:
-                self.tokenizer = loading.read_tokenizer("--reward", name)
-                self.stop_ids = loading.stop_token_ids(self.tokenizer, name, args.stop_token)
-        self.reward_sources = sources.RewardSources(args, self.tokenizer)
+        self.reward_sources = sources.RewardSources(args)
         self.reward_sources.load_models(args, loading.precision(args.precision, world.device))
         self.weights = sources.reward_weights(args)
         # Whether 1 or more is a right response, as by a single verifier of weight 1.
         self.verifies = self.weights == (1,) and bool(self.reward_sources.verifiers)
 
-    def score(self, batch: Batch) -> list[float | None]:
+    def score(self, request: Request) -> list[float | None]:
         """Return a score for each response, None where a source has none or its reference is
         missing.
         """
         scoring = sources.Scoring(self.reward_sources)
-        for i in range(len(batch.src)):
-            scoring.add(i, self.sample(batch, i))
+        for i in range(len(request.src)):
+            scoring.add(i, self.sample(request, i))
         scores = []
         for sample in scoring.finish():
             numbers = sample.scores.values()  # in the order of --reward
@@ -122,43 +109,29 @@ class Scorer:
             scores.append(total if is_scored else None)
         return scores
 
-    def sample(self, batch: Batch, i: int) -> SimpleNamespace:
-        """Return an entry of a request as a row of a data set and a response to it; for a reward
-        model, both as token ids, too.
-        """
-        where = f"entry {i} of"
-        columns = {name: column[i] for name, column in batch.columns.items()}
+    def sample(self, request: Request, i: int) -> SimpleNamespace:
+        """Return an entry of a request as a row of a data set and a response to it."""
+        where = f"entry {i}"
+        messages = request.messages and request.messages[i]
+        columns = {name: column[i] for name, column in request.columns.items()}
         row = {
-            "prompt": batch.src[i],
-            "messages": batch.messages and batch.messages[i],
-            "answer": batch.tgt[i],
-            "sources": prompts.named_sources(f"{where} columns", columns, self.args),
+            "prompt": request.src[i],
+            "messages": messages and prompts.as_messages(where, messages, ""),
+            "answer": request.tgt[i],
+            "sources": prompts.named_sources(where, columns, self.args),
             "columns": columns,
         }
-        ids = []
-        if self.tokenizer is not None:
-            has_template = bool(self.tokenizer.chat_template)
-            if row["messages"] and has_template:
-                given = f"{where} messages", row["messages"], self.tokenizer, ""
-                _, query = prompts.render_prompt(*given)
-            else:  # a template has written the special tokens
-                query = prompts.Text(f"{where} src", batch.src[i], special=not has_template)
-            given = f"{where} response", batch.response[i], self.tokenizer, self.stop_ids
-            texts = [query, prompts.render_response(*given)]
-            row["query"], ids = prompts.encode_texts(texts, self.tokenizer, self.stop_ids)
-        return SimpleNamespace(row=row, text=batch.response[i], response=ids)
+        return SimpleNamespace(row=row, text=request.response[i], response=[])
 
 
 def make_app(scorer: Scorer) -> FastAPI:
     app = FastAPI()
-    places = threading.Semaphore(AT_ONCE if scorer.tokenizer is None else 1)
     app.add_middleware(CheckKey, variable="REWARD_API_KEY")
 
     @app.post("/")
-    def score(batch: Batch) -> dict:
+    def score(request: Request) -> dict:
         try:
-            with places:
-                scores = scorer.score(batch)
+            scores = scorer.score(request)
         except SystemExit as error:  # by utils.fail
             raise HTTPException(400, "the server's output says what is wrong with a row") from error
         return {"error_code": 0, "error_msg": "Success", "score": scores}

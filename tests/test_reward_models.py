@@ -112,6 +112,10 @@ def test_another_vocabulary_reads_text_by_its_own_template(tmp_path, capsys, our
         and abs(expected[0] - expected[1]) > 1e-3
         and not failure
     )
+    samples = [types.SimpleNamespace(row=row, text=text) for row, text in zip(rows, texts)]
+    on_a_server = ModelSource(name, None)
+    assert on_a_server.read(samples) == ModelSource(name, policy).read(samples)
+    assert not on_a_server.failure
     err = capsys.readouterr().err
     assert err.startswith(
         f"warning: --reward {name}: reads text, as its vocabulary has other ids for "

@@ -23,7 +23,10 @@ from plumbing.data import prompts
 from plumbing.models import loading
 from plumbing.rewards.sources import RewardSources
 
-TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}>"
+TEMPLATE = (
+    "{% for m in messages %}{{ '>' if m['role'] == 'assistant' else '[' + m['role'] + ']' }}{{ m['content'] }}"
+    "{% endfor %}{{ '>' if add_generation_prompt else '' }}"
+)
 
 # A response tells the function what to do.
 FUNCTION = """
@@ -87,15 +90,15 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("reward_server")
     (folder / "judge.py").write_text(FUNCTION)
     causal = helpers.tiny_model(folder / "causal", max_position_embeddings=64)
-    helpers.scalar_folder(
-        causal, folder / "model", tokenizer=make_tokenizer(chat_template=TEMPLATE)
-    )
+    tokenizer = make_tokenizer(chat_template=TEMPLATE)
+    ended = {"score_token": tokenizer.eos_token_id}  # as of reward_model.py
+    helpers.scalar_folder(causal, folder / "model", tokenizer=tokenizer, **ended)
     tokenizer = make_tokenizer(bos_token="<eos>")
     special = [("<eos>", tokenizer.eos_token_id)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<eos> $A", special_tokens=special
     )
-    helpers.scalar_folder(causal, folder / "bos", tokenizer=tokenizer)
+    helpers.scalar_folder(causal, folder / "bos", tokenizer=tokenizer, **ended)
     return folder
 
 

@@ -1,12 +1,14 @@
 """Reward models as sources of --reward."""
 
 import math
+import threading
+from itertools import chain
 
 import torch
 from torch.nn.functional import one_hot
 from torch.nn.utils.rnn import pad_sequence
 
-from plumbing.data.prompts import Text, encode_texts, guarded
+from plumbing.data.prompts import Text, encode_texts, guarded, render_response
 from plumbing.models import loading
 from utils import World, fail, first_line, micro_batches, warn
 
@@ -15,8 +17,9 @@ class ModelSource:
     """A reward model, from a folder or the hub, that scores responses in this process: a
     plumbing.rewards.sources.Source.
 
-    One of the policy's vocabulary reads the sampled token ids themselves. Another one reads prompt
-    and response as text, through its tokenizer and chat template, as verl's reward workers do.
+    One of the policy's vocabulary reads the sampled token ids themselves. Another one, and that of a
+    reward server, reads prompt and response as text, through its tokenizer and chat template, as
+    verl's reward workers do.
     """
 
     verifies = False
@@ -27,9 +30,10 @@ class ModelSource:
 
     def __init__(self, name: str, tokenizer):
         """Exit with code 2 if `name` is not a reward model, or cannot read what the policy of
-        `tokenizer` writes.
+        `tokenizer` writes; None is for a server, which does not know the policy.
         """
         self.name = name
+        self.lock = threading.Lock()  # of memory for a forward pass
         self.tokenizer = loading.read_tokenizer("--reward", name)
         config, trained = loading.scalar_config("--reward", name)
         if not trained:
@@ -38,22 +42,24 @@ class ModelSource:
             )
         limit = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.positions = limit or math.inf
-        self.difference = loading.vocabulary_difference(tokenizer, self.tokenizer)
-        self.unknown = set()
-        if not self.difference:
+        self.stop_ids = loading.stop_token_ids(self.tokenizer, name, "eos")
+        # A model of reward_model.py is read at its stop token, another one behind all that its
+        # template writes.
+        self.ends_with_stop = hasattr(config, "score_token")
+        self.policy = tokenizer
+        self.unknown: set[int] = set()
+        difference = tokenizer and loading.vocabulary_difference(tokenizer, self.tokenizer)
+        self.reads_text = difference != ""
+        if not self.reads_text:
             # The policy's pad token, if it alone has one.
             ours, theirs = (set(x.get_vocab().values()) for x in (tokenizer, self.tokenizer))
             self.unknown = ours - theirs
-            return
-        if tokenizer.chat_template and not self.tokenizer.chat_template:
-            fail(
-                f"--reward {name}: its vocabulary {self.difference}, and it has no chat template to read text by"
-            )
-        self.stop_id = loading.stop_token_ids(self.tokenizer, name, "eos")[0]
-        # A model of reward_model.py is read at its end token, another one behind all that its
-        # template writes.
-        self.ends_with_stop = hasattr(config, "score_token")
-        warn(f"--reward {name}: reads text, as its vocabulary {self.difference}")
+        elif difference:
+            if tokenizer.chat_template and not self.tokenizer.chat_template:
+                fail(
+                    f"--reward {name}: its vocabulary {difference}, and it has no chat template to read text by"
+                )
+            warn(f"--reward {name}: reads text, as its vocabulary {difference}")
 
     def load(self, args, precision, sharding=None) -> None:
         """Load the model, in one piece on this process's device without a
@@ -77,7 +83,6 @@ class ModelSource:
     @torch.no_grad()
     def score(self, samples: list, interrupted=None) -> list[float]:
         """Return the score of each response, NaN for one that the model cannot read."""
-        self.failure = ""
         sequences = self.read(samples)
         batches = micro_batches(
             list(map(len, sequences)), self.token_budget, World(0, 1, self.device)
@@ -90,7 +95,7 @@ class ModelSource:
             rows = [torch.tensor(sequences[i] or [0, 0]) for i in batch] or [torch.tensor([0, 0])]
             input_ids = pad_sequence(rows, batch_first=True).to(self.device)  # (n, L)
             last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
-            with self.autocast():
+            with self.lock, self.autocast():
                 outputs = self.model(input_ids, one_hot(last, input_ids.shape[1]).bool())
             for i, score in zip(batch, outputs.tolist()):
                 scores[i] = score if sequences[i] else math.nan
@@ -103,7 +108,7 @@ class ModelSource:
         sequences = []
         for sample in samples:
             try:
-                if self.difference:
+                if self.reads_text:
                     ids = self._read_text(sample.row, sample.text)
                 else:
                     ids = [*sample.row["query"], *sample.response]
@@ -120,23 +125,25 @@ class ModelSource:
 
     def _read_text(self, row: dict, text: str) -> list[int]:
         """Return prompt and response as token ids by the reward model's template, or as they are
-        without one.
+        without one, as without messages on a server.
         """
-        end = [self.stop_id]
         has_template = self.tokenizer.chat_template is not None
-        if not has_template:
-            text = row["prompt"] + guarded(text, self.tokenizer, own=True)
-        elif row["messages"] is None:
+        messages = row["messages"]
+        if has_template and messages:
+            response = {"role": "assistant", "content": text}
+            shown = self.tokenizer.apply_chat_template(
+                guarded([*messages, response], self.tokenizer), tokenize=False
+            )
+            if self.ends_with_stop:
+                shown = shown.removesuffix(loading.end_of_turn(self.tokenizer))
+            texts = [Text("the prompt", shown, is_learned=self.ends_with_stop)]
+        elif has_template and self.policy:
             raise ValueError(
                 "its text may hold a chat template already, as with --chat_template none"
             )
         else:
-            response = {"role": "assistant", "content": text}
-            messages = guarded([*row["messages"], response], self.tokenizer)
-            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-            if self.ends_with_stop:
-                text = text.removesuffix(loading.end_of_turn(self.tokenizer))
-            else:
-                end = []
-        (ids,) = encode_texts([Text("the prompt", text, special=not has_template)], self.tokenizer)
-        return ids + end
+            texts = [
+                Text("the prompt", row["prompt"], special=not has_template),
+                render_response("the response", text, self.tokenizer, self.stop_ids),
+            ]
+        return list(chain(*encode_texts(texts, self.tokenizer, self.stop_ids)))

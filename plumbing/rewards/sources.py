@@ -144,14 +144,14 @@ class RewardSources:
 
     waited = 0.0  # seconds for scores of a step, once all responses had ended
 
-    def __init__(self, args, tokenizer, rows: Sequence[dict] = (), environment: bool = False):
+    def __init__(self, args, tokenizer=None, rows: Sequence[dict] = (), environment: bool = False):
         """Check all sources and start the worker processes; reward models are loaded by
         `load_models`.
 
         Args:
-            args: --reward, and --timeout in seconds of a call. tokenizer: of the policy. rows:
-                prompts of the run, of which each source gets two in a call that has to succeed;
-                none for no such call.
+            args: --reward, and --timeout in seconds of a call. tokenizer: of the policy; None on a
+                server. rows: prompts of the run, of which each source gets two in a call that has
+                to succeed; none for no such call.
             environment: whether responses are conversations.
         """
         # Verifiers share the responses of a rank out among processes; functions share one process
