@@ -135,7 +135,7 @@ from plumbing.rewards import sandbox
 sandbox.libc.prctl(4, 0, 0, 0, 0)
 print(json.dumps(sandbox.open_limits()), flush=True)
 for line in sys.stdin:
-    print(json.dumps(sandbox.run(*json.loads(line))), flush=True)
+    print(json.dumps(sandbox.run(*json.loads(line))[0]), flush=True)
 """
 
 
@@ -248,7 +248,7 @@ def test_limits_are_in_force(caller):
 
 def test_the_time_limit_keeps_what_was_printed():
     code = "print(1, flush=True)\nimport time; time.sleep(60 * int(input()))"
-    assert sandbox.run(code, "010", 4.0) == [[0, "1\n"], [137, "1\n"]]
+    assert sandbox.run(code, "010", 4.0) == ([(0, "1\n"), (137, "1\n")], sandbox.open_limits())
 
 
 def test_environment(caller):
@@ -346,6 +346,21 @@ print(open("a/b/g").read())
     if caller.private:  # else files are limited one by one
         full = "for i in range(100): open(f'{i}', 'wb').write(bytes(10**6))"
         assert caller.run(full)[0] == 1 and caller.run(full.replace("100", "50"))[0] == 0
+
+
+def test_a_program_leaves_no_trap_for_its_next_input(caller, tmp_path):
+    """Such as a link to a file outside, where the input would be written to."""
+    (tmp_path / "old").write_text("the expected output")
+    code = f"""
+import os
+for name in ("stdin", "stdout", "../stdin", "../stdout", os.getcwd()):
+    for act in (os.remove, lambda x: os.rename(x, "moved"), lambda x: os.symlink({str(tmp_path / "old")!r}, x)):
+        try: act(name)
+        except OSError: pass
+print(input())
+"""
+    assert caller.run(code, "1", "2") == (0, "2\n")
+    assert (tmp_path / "old").read_text() == "the expected output"
 
 
 def test_the_end_of_the_caller_is_the_end_of_its_programs(caller, tmp_path):

@@ -173,7 +173,7 @@ def code(response: str, answer, seconds: float = 24.0) -> float:
     tests = read_tests(answer)
     program = code_of(response)
     if isinstance(tests, Outputs):
-        results = sandbox.run(program, tests.inputs, seconds)
+        results, _ = sandbox.run(program, tests.inputs, seconds)
         return float(
             len(results) == len(tests.outputs) and all(map(same_output, results, tests.outputs))
         )
@@ -186,7 +186,7 @@ def code(response: str, answer, seconds: float = 24.0) -> float:
         calls=json.dumps(tests.inputs),
         word=word,
     )
-    results = sandbox.run(harness, [""], seconds)
+    results, _ = sandbox.run(harness, [""], seconds)
     _, *report = results[0][1].split(word) if results else [""]
     if len(report) != 2:
         return 0.0
@@ -214,7 +214,7 @@ def code_of(response: str) -> str:
     return textwrap.dedent(programs[-1]) if programs else text
 
 
-def same_output(result: list, expected: str) -> bool:
+def same_output(result: tuple[int, str], expected: str) -> bool:
     """Return whether a program ended well and printed what is expected."""
     status, printed = result
     return not status and same_words(

@@ -88,8 +88,8 @@ sched_setattr     314 274
 setpriority       141 140
 ioprio_set        251  30
 """
-# What Landlock leaves alone: modes, owners, times and other attributes of files. Without a
-# read-only file system these calls do nothing and succeed, as shutil.copy requires.
+# What Landlock leaves alone: modes, owners, times and other attributes of files. These calls do
+# nothing and succeed, as shutil.copy requires.
 ATTRIBUTES = """
 chmod              90   -
 fchmod             91  52
@@ -124,22 +124,18 @@ libc = ctypes.CDLL(None, use_errno=True)
 LANDLOCK = libc.syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1)
 
 
-def run(code: str, inputs: list[str], seconds: float) -> list[list]:
+def run(code: str, inputs: list[str], seconds: float) -> tuple[list[tuple[int, str]], str]:
     """Run a program once for each input, which it reads from stdin, until it fails on one of them.
 
-    Return [status, stdout] of each: the exit code, or 128 + its number if a signal, as of the time
-    limit, ended it.
+    Return (status, stdout) of each, and what does not hold programs on this machine, "" for
+    nothing. The status is the exit code, or 128 + its number if a signal, as of the time limit,
+    ended it.
 
     Args:
         seconds: of wall clock, for all inputs together.
 
     Raise RuntimeError or OSError if programs cannot be run.
     """
-    return run_and_report(code, inputs, seconds)[1]
-
-
-def run_and_report(code: str, inputs: list[str], seconds: float) -> tuple[str, list[list]]:
-    """Return what does not hold programs on this machine ("" for nothing), and the results."""
     # Not in the process of a program, which imports this file as well and starts faster without.
     import subprocess
     import tempfile
@@ -151,24 +147,16 @@ def run_and_report(code: str, inputs: list[str], seconds: float) -> tuple[str, l
     ):
         json.dump([code, inputs, time.monotonic() + seconds], job)
         job.seek(0)
-        home = f"{folder}/home"
+        script = os.path.abspath(__file__)
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-I",
-                "-X",
-                "utf8",
-                os.path.abspath(__file__),
-                folder,
-                str(os.getpid()),
-            ],
+            [sys.executable, "-I", "-X", "utf8", script, folder, str(os.getpid())],
             stdin=job,
             stdout=output,
             stderr=subprocess.DEVNULL,
             env={
                 "PATH": os.defpath,
-                "HOME": home,
-                "TMPDIR": home,
+                "HOME": folder,
+                "TMPDIR": folder,
                 "OMP_NUM_THREADS": "1",  # one core a program
                 "MALLOC_ARENA_MAX": "1",  # else each thread gets a heap of 64 MiB of address space
             },
@@ -177,7 +165,7 @@ def run_and_report(code: str, inputs: list[str], seconds: float) -> tuple[str, l
         ended = os.pidfd_open(process.pid)  # process.wait(timeout) would look every 50 ms
         try:
             if not is_ready(ended, 1.2 * seconds):  # its clock ends it before
-                return "", []
+                return [], ""
         finally:
             os.close(ended)
             os.killpg(process.pid, signal.SIGKILL)  # also what a program without filter left
@@ -187,7 +175,8 @@ def run_and_report(code: str, inputs: list[str], seconds: float) -> tuple[str, l
                 f"the process of a program ended with exit code {process.returncode}"
             )
         output.seek(0)
-        return json.load(output)
+        results, missing = json.load(output)
+        return list(map(tuple, results)), missing
 
 
 @functools.cache
@@ -195,8 +184,8 @@ def open_limits() -> str:
     """Return what does not hold programs on this machine, "" for nothing. Raise RuntimeError if
     none runs.
     """
-    missing, results = run_and_report("print(input())", ["1"], 60.0)
-    if results != [[0, "1\n"]]:
+    results, missing = run("print(input())", ["1"], 60.0)
+    if results != [(0, "1\n")]:
         raise RuntimeError("a program that prints what it reads does not run within the limits")
     return missing
 
@@ -204,7 +193,7 @@ def open_limits() -> str:
 # ---- the process that runs a program, once for each input ----------------------------------------
 
 
-def check(result: int) -> int:
+def checked(result: int) -> int:
     """Return the result of a call of the C library. Raise the OSError with which it has failed."""
     if result == -1:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -218,38 +207,36 @@ def is_ready(process: int, seconds: float) -> bool:
     return bool(poll.poll(1000 * seconds))
 
 
-def end_with(parent: int) -> None:
-    """Let this process end with the parent of this descriptor, which may have ended already."""
-    check(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
-    if is_ready(parent, 0):
-        os._exit(1)
+def end_with_parent() -> None:
+    """Let this process end when its parent does. One that has ended before leaves it its time."""
+    checked(libc.prctl(1, signal.SIGKILL, 0, 0, 0))  # PR_SET_PDEATHSIG
 
 
 def main(folder: str, caller: int) -> None:
-    """Run the program on stdin, and print [what does not hold it, [(status, stdout) of each
-    input]].
+    """Run the program on stdin, and print [(status, stdout) of each input], and what does not hold
+    it.
     """
-    end_with(os.pidfd_open(caller))
+    end_with_parent()
+    if os.getppid() != caller:
+        sys.exit(1)
     code, inputs, deadline = json.load(sys.stdin)
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, the kernel ends programs first
-    missing = (
-        [] if LANDLOCK > 0 else ["no Landlock: they can read and write every file of this user"]
-    )
+    missing = []
+    if LANDLOCK <= 0:
+        missing.append("no Landlock: they can read and write every file of this user")
     if not COLUMN:
         missing.append("no filter of system calls: they can use sockets and start processes")
-    private = True
     try:
         enter_namespaces(folder)
     except OSError as error:
-        private = False
         missing.append(f"no namespaces ({error.strerror}): they can fill the disk")
     results = []
     for text in inputs:
-        results.append(run_once(code, text, deadline, folder, private))
+        results.append(run_once(code, text, deadline, folder))
         if results[-1][0]:
             break
-    print(json.dumps(["; ".join(missing), results]))
+    print(json.dumps([results, "; ".join(missing)]))
 
 
 def enter_namespaces(folder: str) -> None:
@@ -261,12 +248,11 @@ def enter_namespaces(folder: str) -> None:
     uid = os.getuid()
     gid = os.getgid()
     # NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET
-    check(libc.unshare(0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000))
-    parent = os.pidfd_open(os.getpid())
+    checked(libc.unshare(0x20000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000))
     # Process 1 of the new namespace, whose end is the end of all processes there.
     if child := os.fork():
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
-    end_with(parent)
+    end_with_parent()
     for file, line in (
         ("setgroups", "deny"),
         ("uid_map", f"{uid} {uid} 1"),
@@ -276,30 +262,29 @@ def enter_namespaces(folder: str) -> None:
             mapping.write(line)
     # mount_setattr (Linux 5.12), AT_RECURSIVE for all mounts: MOUNT_ATTR_RDONLY, MS_PRIVATE.
     attributes = struct.pack("QQQQ", 1, 0, 0x40000, 0)
-    check(libc.syscall(ctypes.c_long(442), -100, b"/", 0x8000, attributes, ctypes.c_size_t(32)))
+    checked(libc.syscall(ctypes.c_long(442), -100, b"/", 0x8000, attributes, ctypes.c_size_t(32)))
     options = b"mode=700,size=%d,nr_inodes=4096" % FOLDER_SIZE
-    check(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
+    checked(libc.mount(b"none", folder.encode(), b"tmpfs", 2 | 4, options))  # MS_NOSUID | MS_NODEV
 
 
-def run_once(code: str, text: str, deadline: float, folder: str, private: bool) -> tuple[int, str]:
+def run_once(code: str, text: str, deadline: float, folder: str) -> tuple[int, str]:
     """Return the exit code of a program (128 + signal, as in a shell) and what it printed before
     the deadline.
     """
-    os.makedirs(os.environ["HOME"], exist_ok=True)
-    with open(f"{folder}/stdin", "wb") as file:
-        file.write(text.encode(errors="replace"))
-    # Descriptors, not files: the program's process closes them, and ends as Python does.
-    stdin = os.open(f"{folder}/stdin", os.O_RDONLY)
-    stdout = os.open(f"{folder}/stdout", os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    parent = os.pidfd_open(os.getpid())
+    # In memory: the program could put a link in the place of a file in its folder. Descriptors, not
+    # files: the program's process closes them, and ends as Python does.
+    stdin = os.memfd_create("stdin")
+    stdout = os.memfd_create("stdout")
+    os.write(stdin, text.encode(errors="replace"))
+    os.lseek(stdin, 0, os.SEEK_SET)
     child = os.fork()
     if not child:
-        end_with(parent)
-        os.chdir(os.environ["HOME"])
+        end_with_parent()
+        os.chdir(folder)
         os.dup2(stdin, 0)
         os.dup2(stdout, 1)
         os.closerange(3, 1024)
-        restrict(folder, private)
+        restrict(folder)
         sys.argv[:] = ["code.py"]
         sys.modules["__main__"] = module = types.ModuleType("__main__")
         exec(compile(code, "code.py", "exec", dont_inherit=True), vars(module))
@@ -312,28 +297,26 @@ def run_once(code: str, text: str, deadline: float, folder: str, private: bool) 
             break
     os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for descriptor in (stdin, ended, parent):
-        os.close(descriptor)
+    os.close(stdin)
+    os.close(ended)
     with open(stdout, "rb") as file:
         file.seek(0)
         return status if status >= 0 else 128 - status, file.read(OUTPUT).decode(errors="replace")
 
 
-def restrict(folder: str, private: bool) -> None:
-    """Give up for good what this process may do, except to compute, read READABLE and use `folder`.
-
-    Args:
-        private: whether this process is in namespaces, where only `folder` can be written to.
+def restrict(folder: str) -> None:
+    """Give up for good what this process may do, except to compute, read READABLE and use
+    `folder`.
     """
     limits = dict(CPU=CPU_SECONDS, AS=MEMORY, FSIZE=FILE_SIZE, NOFILE=OPEN_FILES, CORE=0)
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
-    check(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
-    check(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
+    checked(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
+    checked(libc.prctl(38, 1, 0, 0, 0))  # PR_SET_NO_NEW_PRIVS
     if LANDLOCK > 0:
         confine(folder)
     if COLUMN:
-        filter_system_calls(private)
+        filter_system_calls()
 
 
 def confine(folder: str) -> None:
@@ -354,18 +337,20 @@ def confine(folder: str) -> None:
     # The rights of files, of TCP (bind, connect) and of what reaches processes outside (abstract
     # sockets, signals).
     ruleset = struct.pack("QQQ", everything, 3 if LANDLOCK >= 4 else 0, 3 if LANDLOCK >= 6 else 0)
-    rules = check(libc.syscall(ctypes.c_long(444), ruleset, ctypes.c_size_t(len(ruleset)), 0))
+    rules = checked(libc.syscall(ctypes.c_long(444), ruleset, ctypes.c_size_t(len(ruleset)), 0))
     for path, right in rights.items():
         if os.path.exists(path):
             opened = os.open(path, os.O_PATH)
-            check(libc.syscall(ctypes.c_long(445), rules, 1, struct.pack("=Qi", right, opened), 0))
+            checked(
+                libc.syscall(ctypes.c_long(445), rules, 1, struct.pack("=Qi", right, opened), 0)
+            )
             os.close(opened)
-    check(libc.syscall(ctypes.c_long(446), rules, 0))
+    checked(libc.syscall(ctypes.c_long(446), rules, 0))
     os.close(rules)
 
 
-def filter_system_calls(private: bool) -> None:
-    """Refuse SYSTEM_CALLS for good, and let ATTRIBUTES do nothing unless `private`.
+def filter_system_calls() -> None:
+    """Refuse SYSTEM_CALLS for good, and let ATTRIBUTES do nothing.
 
     https://docs.kernel.org/userspace-api/seccomp_filter.html
     """
@@ -382,7 +367,7 @@ def filter_system_calls(private: bool) -> None:
     # Calls of x32 or newer than this table, and clone3, whose flags no filter can read: for ENOSYS,
     # the C library takes older ones.
     steps += [(at_least, 0, 1, 470), (end, 0, 0, absent), (equal, 0, 1, 435), (end, 0, 0, absent)]
-    for table, answer in ((SYSTEM_CALLS, refused), ("" if private else ATTRIBUTES, done)):
+    for table, answer in ((SYSTEM_CALLS, refused), (ATTRIBUTES, done)):
         for line in table.format(pid=os.getpid()).strip().splitlines():
             words = line.partition("#")[0].split()
             if words[COLUMN] == "-":
@@ -397,7 +382,7 @@ def filter_system_calls(private: bool) -> None:
     steps.append((end, 0, 0, allowed))
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     # PR_SET_SECCOMP
-    check(libc.prctl(22, 2, struct.pack("HP", len(steps), ctypes.addressof(filters)), 0, 0))
+    checked(libc.prctl(22, 2, struct.pack("HP", len(steps), ctypes.addressof(filters)), 0, 0))
 
 
 if __name__ == "__main__":
