@@ -74,7 +74,7 @@ def parse(cls: type, line: list[str] | None = None):
             args = read(default=cls(**values))
         if hasattr(cls, "from_model"):
             args = read(default=cls(**(cls.from_model(args.model) | values)))
-        check(args)
+        check_rules(args)
         if getattr(args, "system_prompt", "") is None:
             args.system_prompt = (
                 "" if args.chat_template == "none" else SYSTEM_PROMPTS.get(args.reward[0], "")
@@ -123,11 +123,11 @@ def refuse_other_names(cls: type, words: Iterable[str], where: str = "") -> None
         fail(where + "; ".join(hints))
 
 
-def check(args) -> None:
+def check_rules(args) -> None:
     """Exit with code 2 for flags that break a rule of their classes, after a line with their
     values; print warnings.
     """
-    for table, say in (("RULES", fail), ("WARNINGS", warn)):
+    for table, report in (("RULES", fail), ("WARNINGS", warn)):
         for cls in reversed(type(args).__mro__):
             for message, holds in vars(cls).get(table, {}).items():
                 if not holds(args):
@@ -136,7 +136,7 @@ def check(args) -> None:
                         for name in re.findall(r"--(\w+)", message)
                         if hasattr(args, name)
                     ]
-                    say(f"{message} ({', '.join(values)})")
+                    report(f"{message} ({', '.join(values)})")
 
 
 @dataclass

@@ -25,13 +25,12 @@ def main(
     output: str = "curves.png",
     metrics: tuple[str, ...] = (),
 ):
-    """Draw the curves of several runs into one picture, a color per run.
+    """Draw the curves of several runs into one picture: a panel per metric, a color per run.
 
     Args:
         runs: Run folders, each with a metrics.jsonl.
         output: The picture to write: .png, .pdf or .svg.
-        metrics: Names from metrics.jsonl to draw, accuracies in one panel; default: the main ones
-            that the runs have.
+        metrics: Names from metrics.jsonl to draw; default: the main ones that the runs have.
     """
     with utils.exit_on_error("RUNS"):
         rows = {name: read_metrics(run) for name, run in zip(run_names(runs), runs)}

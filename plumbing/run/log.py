@@ -5,12 +5,11 @@ Who reads a run's folder afterwards finds the readers of its logs and of args.js
 """
 
 import importlib
-import itertools
 import json
 import math
 import os
 import re
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Iterator
@@ -311,7 +310,7 @@ def without_secrets(flags: dict) -> dict:
 
 
 def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...] = ()) -> None:
-    """Draw curves into a picture, a color per run. Accuracies share the first panel, from 0 to 1.
+    """Draw curves into a picture: a panel per metric, a color per run.
 
     Args:
         runs: rows of metrics.jsonl by the name of the run.
@@ -325,38 +324,19 @@ def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...]
 
     shown = metrics or CURVES
     tables = [DataFrame(rows, columns=["step", *shown]).set_index("step") for rows in runs.values()]
-    panels = defaultdict(list)  # {title: metrics}
-    for key in shown:
-        if any(table[key].notna().any() for table in tables):
-            panels["accuracy" if "accuracy" in key else CURVES.get(key, key)].append(key)
-    if not panels:
+    drawn = [key for key in shown if any(table[key].notna().any() for table in tables)]
+    if not drawn:
         raise ValueError("there is nothing to draw")
-    width = min(3, len(panels))
-    height = math.ceil(len(panels) / width)
+    width = min(3, len(drawn))
+    height = math.ceil(len(drawn) / width)
     figure = Figure((4.4 * width, 2.9 * height), layout="constrained")  # requires no display
-    for place, (title, keys) in enumerate(panels.items(), 1):
+    for place, key in enumerate(drawn, 1):
         axis = figure.add_subplot(height, width, place)
-        for key, style in zip(keys, itertools.cycle(["-", "--", ":", "-."])):
-            for number, table in enumerate(tables):
-                curve = table[key].dropna()
-                marker = "o" if len(curve) < 20 else None
-                axis.plot(curve, f"C{number % 10}{style}", marker=marker, markersize=3)
-        if title == "accuracy":
-            axis.set_ylim(-0.02, 1.02)  # shows a line at 1, too
-            names = [CURVES.get(key, key) for key in keys]
-            axis.legend(axis.lines[:: len(runs)], names, frameon=False, fontsize=8).set_in_layout(
-                False
-            )
-        axis.set_title(title, loc="left", fontsize=10)
+        for table in tables:
+            axis.plot(table[key].dropna(), marker=".")  # of a single value there is no line
+        axis.set_title(CURVES.get(key, key), loc="left", fontsize=10)
         axis.locator_params("x", integer=True)
-        axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#ecebe6")
     if len(runs) > 1:
-        figure.legend(
-            figure.axes[0].lines[: len(runs)],
-            runs,
-            loc="outside lower left",
-            ncols=4,
-            frameon=False,
-        )
+        figure.legend(axis.lines, runs, loc="outside lower left", ncols=4, frameon=False)
     figure.savefig(path, dpi=130)
