@@ -114,6 +114,8 @@ class Args(
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
+    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    """System turn put before each prompt that has none; "" for none."""
 
     loss: Literal["grpo", "dr_grpo", "dapo", "bnpo", "gspo", "cispo", "sapo", "reinforce"] = "grpo"
     """Variant: fixes the token loss, and sets what --loss_aggregation, --advantage_scale,

@@ -98,6 +98,8 @@ class Args(
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
+    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    """System turn put before each prompt that has none; "" for none."""
 
     value_model: str = ""
     """Where the critic starts: a reward model with its head, or a language model with a head of

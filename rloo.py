@@ -99,6 +99,8 @@ class Args(
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
+    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    """System turn put before each prompt that has none; "" for none."""
 
     advantage: Literal["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo"] = "rloo"
     """The algorithm, which is how scores become advantages."""

@@ -36,11 +36,6 @@ Text = Annotated[str, Field(min_length=1)]
 Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
 FileMember = Annotated[str, Field(pattern=r"^(.+:\w+)?$")]
 
-SYSTEM_PROMPTS = {  # by the first source of --reward: they read an answer in this form
-    "math": "Please reason step by step, and put your final answer within \\boxed{}.",
-    "gsm8k": 'Let us think step by step and output the final answer after "####".',
-}
-
 
 def parse(cls: type, line: list[str] | None = None):
     """Read a command line into the dataclass `cls`. It overrides the flags of --config FILE, and
@@ -75,13 +70,6 @@ def parse(cls: type, line: list[str] | None = None):
         if hasattr(cls, "from_model"):
             args = read(default=cls(**(cls.from_model(args.model) | values)))
         check_rules(args)
-        if getattr(args, "system_prompt", "") is None:
-            args.system_prompt = (
-                "" if args.chat_template == "none" else SYSTEM_PROMPTS.get(args.reward[0], "")
-            )
-            print(
-                f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}", flush=True
-            )
     if config:
         args.config = ""  # its flags are those of the run now, and args.json is a --config itself
     return args
@@ -250,11 +238,14 @@ class PromptArgs:
     """Column of the reference answer, likewise; default: the first of answer, ground_truth,
     reward_model.ground_truth, solution_text, solution, tgt, completion, output, or else the turn of
     the assistant that messages end with."""
-    system_prompt: str | None = None
-    """System turn put before each prompt that has none; "" for none. Default: what the first source
-    of --reward reads, with math an answer in \\boxed{}, with gsm8k one behind ####, else none."""
     max_prompt_length: PositiveInt = 512
     """Maximum number of tokens of a prompt; longer ones are left out, and counted."""
+
+    WARNINGS = {
+        "--system_prompt asks for \\boxed{}, which --reward math reads; another --reward may require another one": (
+            lambda a: "\\boxed{}" not in a.system_prompt or a.reward[0] == "math"
+        )
+    }
 
 
 @dataclass

@@ -85,6 +85,8 @@ class Args(
     """Sampling temperature; 0 for the greedy response, a single one (n = 1)."""
     max_response_length: PositiveInt = 1024
     """Maximum number of tokens of a response; of a conversation with its observations."""
+    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
+    """System turn put before each prompt that has none; "" for none."""
     eval_share: Decay = 0.0
     """Measure on the rows of --dataset alone that a run with this --eval_share holds out; 0 for all
     rows."""
