@@ -38,6 +38,7 @@ def test_two_runs_of_one_name(runs, tmp_path, monkeypatch, ending):
     ]
     values = [[list(line.get_ydata()) for line in axis.lines] for axis in drawn[0].axes]
     assert values == [[[0.0], [0.5]], [[1.0] * 4] * 2, [[0, 1, 2, 3], [1, 2, 3, 4]]]
+    assert drawn[0].axes[0].get_ylim() == (-0.02, 1.02)
     if ending == "png":
         assert imread(tmp_path / "a.png").std() > 0.01
 

@@ -327,13 +327,16 @@ def plot_curves(runs: dict[str, list[dict]], path: str, metrics: tuple[str, ...]
     drawn = [key for key in shown if any(table[key].notna().any() for table in tables)]
     if not drawn:
         raise ValueError("there is nothing to draw")
-    width = min(3, len(drawn))
+    width = min(4, len(drawn))
     height = math.ceil(len(drawn) / width)
-    figure = Figure((4.4 * width, 2.9 * height), layout="constrained")  # requires no display
+    figure = Figure((4 * width, 2.8 * height), layout="constrained")  # requires no display
     for place, key in enumerate(drawn, 1):
         axis = figure.add_subplot(height, width, place)
         for table in tables:
-            axis.plot(table[key].dropna(), marker=".")  # of a single value there is no line
+            # A single value has no line.
+            axis.plot(table[key].dropna(), marker=".", markersize=4)
+        if "accuracy" in key:
+            axis.set_ylim(-0.02, 1.02)  # shows a line at 1, too
         axis.set_title(CURVES.get(key, key), loc="left", fontsize=10)
         axis.locator_params("x", integer=True)
         axis.grid(color="#ecebe6")
