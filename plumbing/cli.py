@@ -381,9 +381,6 @@ class ConversationArgs:
     conversations_at_once: NonNegativeInt = 0
     """Conversations of a rank at the same time, each with a process; others begin as these end. 0:
     what memory and the limits on processes and open files allow."""
-    tool_call_pattern: str = ""
-    """Regular expression of a tool call, with groups name and arguments (without name: the only
-    tool), in place of the form of the chat template."""
     turn_stop: tuple[Text, ...] = ()
     """Texts that end a turn as a stop token does, such as </search> for a model that continues
     after a call."""
@@ -399,8 +396,8 @@ class ConversationArgs:
             and not getattr(a, "reward_normalization", False)
             and getattr(a, "advantage", "reinforce++") == "reinforce++"
         ),
-        "--tool_call_pattern and --turn_stop require --tools or an --environment": lambda a: (
-            a.tools or a.environment or not (a.tool_call_pattern or a.turn_stop)
+        "--turn_stop requires --tools or an --environment": lambda a: (
+            a.tools or a.environment or not a.turn_stop
         ),
         "--tools and --environment require --min_response_length 0 and --vllm_tensor_parallel 1": lambda a: (
             not (a.tools or a.environment)

@@ -34,8 +34,12 @@ WORLD = utils.World(0, 1, CPU)
 never = lambda: False
 
 FILE = helpers.GAME.rpartition(":")[0]
-PATTERN = r"<(?P<name>\w+) (?P<arguments>.*?)>"
-ALONE = {"tools": (f"{FILE}:add",), "tool_call_pattern": PATTERN, "environment": ""}
+ALONE = {"tools": (f"{FILE}:add",), "environment": ""}
+# Joins the contents, as if there were none.
+TEMPLATE = """{{- tools[0].function.name if tools }}
+{%- for m in messages %}{{- m.content }}
+{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + call.function | tojson + '</tool_call>' }}{% endfor %}
+{%- endfor %}"""
 # as --turn_stop, for a random model: turns of a few tokens
 SHORT = tuple("0123456789abcdefghijklm")
 
@@ -53,7 +57,7 @@ def args_of(script=grpo, **changes):
 
 @functools.cache
 def conversations_of(**changes) -> Conversations:
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(chat_template=TEMPLATE if changes.get("tools") else None)
     return Conversations(args_of(**changes), tokenizer, [tokenizer.eos_token_id])
 
 
@@ -91,14 +95,17 @@ def talk(
 
 # columns of the row, flags, turns of the model, expected text, stop reason, reward, tool calls and
 # errors
+ADD = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
 CASES = json.loads(
-    (helpers.ROOT / "tests" / "data" / "conversations.json").read_text().replace("GAME", FILE)
+    (helpers.ROOT / "tests" / "data" / "conversations.json")
+    .read_text()
+    .replace("GAME", FILE)
+    .replace("ADD", json.dumps(ADD)[1:-1])
 )
-ADD = '<add {"a": 1, "b": 2}>'
 LEFT_OUT = "Error: 8 further calls were not made: a turn may have 32"
 CASES["too many calls"] = [
     {},
-    ALONE | {"max_response_length": 2000},
+    ALONE | {"max_response_length": 5000},
     [ADD * 40, "x"],
     f"{ADD * 40}{'3' * 32}{LEFT_OUT}x",
     "done",
@@ -177,22 +184,6 @@ def test_how_many_at_once_by_default(limit, number, at_once, monkeypatch):
     found = lambda path, before="": number if limit == (before or path) else math.inf
     monkeypatch.setattr("plumbing.turns.conversations.number_in", found)
     assert most_at_once() == at_once
-
-
-def test_a_slow_pattern_holds_up_no_other():
-    """It runs beside the event loop, which asks for interruptions meanwhile, and has a limit."""
-    tokenizer = make_tokenizer()
-    asked = []
-    conversations = conversations_of(
-        **ALONE | {"tool_call_pattern": "<(?P<arguments>(x|xx)+)>", "timeout": 2.0}
-    )
-    said = says(tokenizer, f"<{'x' * 60}!>", "y")
-    (one,) = talk(conversations, [row_of(tokenizer)], lambda: asked.append(1), said)
-    assert [turn["content"] for turn in one.turns[1:]] == [
-        "Error: the calls cannot be read within 2 s",
-        "y",
-    ]
-    assert len(asked) > 10
 
 
 def test_rewards_of_turns_stand_at_their_last_tokens():

@@ -14,7 +14,6 @@ import pytest
 
 from plumbing import cli
 from plumbing.turns.conversations import ToolProcess, ToolProcesses
-from plumbing.turns.templates import pattern_reader
 
 PAGE = (helpers.ROOT / "docs" / "environments.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
@@ -36,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_the_environment(folder):
     assert PAGE.count("```") == 2 * (len(FILES) + PAGE.count("```bash"))
-    assert FILES.keys() == {"guess.py", "my_reward.py", "tools.py"}
+    assert FILES.keys() == {"guess.py", "my_reward.py", "search.py"}
     processes = ToolProcesses((f"{folder}/guess.py:middle",), f"{folder}/guess.py:Guess", 30.0)
 
     async def play() -> list:
@@ -51,16 +50,17 @@ def test_the_environment(folder):
     assert asyncio.run(play()) == [" Answer with a number alone.", *steps, "7"]
 
 
-def test_the_reward_and_the_pattern(folder):
+def test_the_reward_and_the_search(folder):
     space = {}
-    exec(FILES["my_reward.py"], space)
+    exec(FILES["my_reward.py"] + FILES["search.py"], space)
     turns = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
     assert space["few_calls"]([], [], [turns, turns[:1]], answer=[]) == [-0.1, 0]
-    (base,) = [command for command in COMMANDS if "--tool_call_pattern" in command]
+    search = space["Search"]()
+    found = "<result>Paris is the capital of France.</result>"
+    assert search.step("Well: <search>Paris</search>") == (found, 0.0, False)
+    assert search.step("Paris.") == (None, 0.0, True)
+    (base,) = [command for command in COMMANDS if "--turn_stop" in command]
     args = cli.parse(importlib.import_module("grpo").Args, base[2:])
-    schemas = ToolProcesses((f"{folder / args.tools[0]}",), "", 30.0).schemas
-    read = pattern_reader(args.tool_call_pattern, schemas, 1.0)
-    assert read("It is <search>rain</search>") == [("search", {"query": "rain"})]
     assert args.turn_stop == ("</search>",) and args.chat_template == "none"
 
 

@@ -28,13 +28,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
-from plumbing.data.prompts import encode_texts, guarded, render_prompt
+from plumbing.data.prompts import CUT, guarded
 from plumbing.rewards.sources import reward_weights
 from plumbing.turns import worker
 from plumbing.turns.templates import Call, Turns
 from plumbing.turns.worker import EnvironmentFailure, ToolError
 from plumbing.user_code import SECONDS_TO_LOAD, without_main
-from utils import ROOT, fail, warn
+from utils import ROOT, exit_on_error, fail, warn
 
 # A conversation's process has 3 MiB of its own, measured; the rest is for what its environment holds.
 PROCESS_BYTES = 16 << 20
@@ -47,8 +47,7 @@ forked = multiprocessing.get_context("forkserver")
 class ToolProcesses:
     """The tools and the environment of a run.
 
-    `schemas` describes all tools to the chat template; `has_step` says whether the environment has
-    a method `step`.
+    `schemas` describes all tools to the chat template.
     """
 
     def __init__(self, tools: tuple[str, ...], environment: str, timeout: float):
@@ -66,9 +65,8 @@ class ToolProcesses:
         os.environ |= {"PYTHONPATH": path, worker.FILES: files}
         self.timeout = SECONDS_TO_LOAD
         flag = "--tools" if tools else "--environment"
-        self.schemas, self.has_step = ask_once(
-            f"{flag} {' '.join(names)}", ToolProcess(self, seed=0), "describe"
-        )
+        where = f"{flag} {' '.join(names)}"
+        self.schemas = ask_once(where, ToolProcess(self, seed=0), "describe")
         self.timeout = timeout
         names = [schema["function"]["name"] for schema in self.schemas]
         if len(set(names)) < len(names):
@@ -289,9 +287,12 @@ class Conversations:
         self.processes = ToolProcesses(args.tools, args.environment, args.timeout)
         self.at_once = args.conversations_at_once or most_at_once()
         self.schemas = self.processes.schemas or None
-        self.turns = Turns(
-            tokenizer, stop_ids, self.processes.schemas, args, self.processes.has_step
-        )
+        followers = ["tool"] * bool(self.schemas) + ["user"] * bool(args.environment)
+        flag = "--tools" if args.tools else "--environment"
+        with exit_on_error(f"{flag}: the chat template of --model"):
+            self.turns = Turns(
+                tokenizer, stop_ids, self.schemas, followers, args.chat_template != "none"
+            )
         self.stop_strings = (
             StopStringCriteria(tokenizer, list(args.turn_stop)) if args.turn_stop else None
         )
@@ -327,9 +328,9 @@ class Conversations:
 
         async def sample_turn(conversation: Conversation) -> tuple | None:
             place = conversation.place
+            numbers = None if draws is None else draws[place]
             query = conversation.row["query"] + conversation.response
             length = self.args.max_response_length - len(conversation.response)
-            numbers = None if draws is None else draws[place]
             if engine is None:
                 return await decode_loop.sample(place, query, numbers, length)
             seed = None if numbers is None else int(numbers[conversation.metrics()["turns"]])
@@ -343,10 +344,14 @@ class Conversations:
                 conversation = Conversation(rows[place], place=place, process=process)
                 try:
                     await self._converse(conversation, sample_turn)
+                except EnvironmentFailure as error:
+                    conversation.stop_reason = "error"
+                    conversation.error = str(error)
                 finally:
                     process.kill()
             if conversation.stop_reason:
                 conversation.process = None
+                self._finish(conversation)
                 end(place, conversation)
                 decode_loop.end_one()
 
@@ -359,22 +364,12 @@ class Conversations:
 
         asyncio.run(converse_unless_interrupted())  # cancels the tasks that are left
 
-    async def _converse(self, conversation: Conversation, sample_turn: Callable) -> None:
-        """Have a conversation, until it ends or `sample_turn` returns None, as it was
-        interrupted.
-        """
-        try:
-            await self._reset(conversation)
-            while not conversation.stop_reason and (turn := await sample_turn(conversation)):
-                await self._add_turn(conversation, *turn)
-        except EnvironmentFailure as error:
-            conversation.stop_reason = "error"
-            conversation.error = str(error)
+    def _finish(self, conversation: Conversation) -> None:
+        """Add what the script and the reward sources read of a conversation that has ended."""
         if getattr(self.args, "turn_rewards", False):  # parts of the score
             weight = dict(zip(self.args.reward, reward_weights(self.args)))["environment"]
             earned = [conversation.rewards.get(t, 0.0) for t in range(len(conversation.response))]
             conversation.outputs["turn_rewards"] = [weight * reward for reward in earned]
-        # What reward sources read of a conversation.
         read = {"turns": conversation.turns, "environment": conversation.reward}
         conversation.row = {**conversation.row, **read}
 
@@ -389,16 +384,24 @@ class Conversations:
                 f"--environment: {len(failed)} of {len(samples)} responses are left out; the first: {first}"
             )
 
-    async def _reset(self, conversation: Conversation) -> None:
-        """Begin a conversation: add to its prompt what the environment adds."""
+    async def _converse(self, conversation: Conversation, sample_turn: Callable) -> None:
+        """Have a conversation, until it ends or `sample_turn` returns None, as it was
+        interrupted.
+        """
         columns = conversation.row["columns"]
         if self.args.environment and (added := await conversation.process.ask("reset", columns)):
             conversation.row = self._prompt_with(conversation.row, added)
+        while not conversation.stop_reason and (turn := await sample_turn(conversation)):
+            await self._add_turn(conversation, *turn)
 
     async def _add_turn(
         self, conversation: Conversation, tokens: list[int], outputs: dict[str, list]
     ) -> None:
-        """Add a turn of the model, and the observation that follows it; or end the conversation."""
+        """Add a turn of the model, and the observation that follows it; or end the conversation.
+
+        A turn with calls is for the tools, any other turn for the environment. Without either there
+        is no observation.
+        """
         conversation.add(tokens, outputs)
         last_token = len(conversation.response) - 1
         content = self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -407,52 +410,32 @@ class Conversations:
         # Special tokens may be part of calls.
         text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
         stopped = stopped or any(stop in text for stop in self.args.turn_stop)
-        messages, reward, done = await self._answer(conversation, text)
-        observation = (
-            self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
-        )
-        if done or (stopped and not messages):
-            conversation.stop_reason = "done"
-        elif messages and conversation.metrics()["turns"] == self.args.max_turns:
-            conversation.stop_reason = "max_turns" if stopped else "length"
-        elif (
-            not messages
-            or len(conversation.response) + len(observation) >= self.args.max_response_length
-        ):
-            conversation.stop_reason = "length"
-        else:
-            conversation.turns += messages
-            conversation.add(observation)
-        if conversation.stop_reason and self.args.environment and not self.processes.has_step:
-            reward = await conversation.process.ask("reward")
-        if reward is not None:
-            conversation.rewards[last_token] = reward
-
-    async def _answer(
-        self, conversation: Conversation, text: str
-    ) -> tuple[list[dict], float | None, bool]:
-        """Return the messages that follow a turn, the environment's reward or None, and whether it
-        is done.
-
-        A turn with calls is for the tools, any other turn for the environment. Without either there
-        is no message.
-        """
-        calls = await asyncio.to_thread(self.turns.calls, text)  # a pattern may take long
+        calls = self.turns.calls(text)
         if (left_out := len(calls) - MOST_CALLS) > 0:
             calls[MOST_CALLS:] = [
                 f"{left_out} further calls were not made: a turn may have {MOST_CALLS}"
             ]
         messages = [await self._call(conversation, call) for call in calls]
-        if not self.args.environment:
-            return messages, None, False
-        if not self.processes.has_step:
-            return messages, None, await conversation.process.ask("done")
-        if calls:
-            return messages, 0.0, False
-        observation, reward, done = await conversation.process.ask(
-            "step", conversation.turns[-1]["content"]
+        reward = 0.0
+        done = False
+        if self.args.environment:
+            if not calls:
+                observation, reward, done = await conversation.process.ask("step", content)
+                messages = [{"role": "user", "content": observation}]
+            conversation.rewards[last_token] = reward
+        observation = (
+            self.turns.observation_ids(messages, tokens[-1]) if messages and not done else []
         )
-        return [{"role": "user", "content": observation}], reward, done
+        length = len(conversation.response) + len(observation)
+        if done or (stopped and not messages):
+            conversation.stop_reason = "done"
+        elif messages and conversation.metrics()["turns"] == self.args.max_turns:
+            conversation.stop_reason = "max_turns" if stopped else "length"
+        elif not messages or length >= self.args.max_response_length:
+            conversation.stop_reason = "length"
+        else:
+            conversation.turns += messages
+            conversation.add(observation)
 
     async def _call(self, conversation: Conversation, call: Call | str) -> dict:
         """Return the message that answers a call of a tool."""
@@ -469,22 +452,15 @@ class Conversations:
 
     def _prompt_with(self, row: dict, added: str) -> dict:
         """Return a prompt with a text added to its last message."""
-        as_is = row["messages"] is None or self.tokenizer.chat_template is None
-        if as_is:
-            prompt = row["prompt"] + guarded(added, self.tokenizer)
-        else:
+        messages = None
+        text = row["prompt"] + guarded(added, self.tokenizer)
+        if self.turns.has_template:
             *before, last = row["messages"]
-            prompt = [*before, {**last, "content": last["content"] + added}]
-        where = f"--environment {self.args.environment}: reset"
-        _, text = render_prompt(where, prompt, self.tokenizer, "", as_is, self.schemas)
-        (query,) = encode_texts([text], self.tokenizer)
+            messages = [*before, {**last, "content": last["content"] + added}]
+            text = self.turns.prompt(messages)
+        query = self.turns.encode(text, special=messages is None)
         if len(query) > self.args.max_prompt_length:
             raise EnvironmentFailure(
                 f"reset makes a prompt of {len(query)} tokens, over --max_prompt_length"
             )
-        return {
-            **row,
-            "prompt": text.shown,
-            "query": query,
-            "messages": None if as_is else prompt,
-        }
+        return {**row, "prompt": text.replace(CUT, ""), "query": query, "messages": messages}

@@ -13,17 +13,16 @@ import json
 import os
 from typing import Callable
 
-import regex
-
 from plumbing.data.prompts import Text, encode_texts, guarded
 from plumbing.rewards.answers import after_thought
 from plumbing.turns.worker import EnvironmentFailure
-from utils import exit_on_error, first_line, warn
+from utils import first_line, warn
 
 Call = tuple[str, dict]  # name and arguments
 MARK = "SAMPLED-TURN"  # where a rendering has the end of a sampled turn
 QUESTION = {"role": "user", "content": "x"}
 TURN = {"role": "assistant", "content": f"<think>\nA-THOUGHT\n</think>\n\n{MARK}"}
+warn_once = functools.cache(warn)
 
 
 class Turns:
@@ -34,50 +33,42 @@ class Turns:
     """
 
     def __init__(
-        self, tokenizer, stop_ids: list[int], schemas: list[dict], args, has_step: bool = True
+        self,
+        tokenizer,
+        stop_ids: list[int],
+        schemas: list[dict],
+        followers: list[str],
+        has_template: bool = True,
     ):
-        """Exit with code 2 if the chat template cannot hold such conversations, or if its calls
-        cannot be read.
+        """Raise ValueError if the chat template cannot hold such conversations, or if its calls
+        cannot be read; a template may raise any exception.
 
-        `schemas` are those of all tools; `has_step`: whether the environment, if there is one,
-        answers with messages.
+        Args:
+            schemas: of all tools. followers: roles of the messages that may follow a turn.
+            has_template: whether to use the chat template, if there is one.
         """
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.schemas = schemas or None
-        self.has_template = tokenizer.chat_template is not None and args.chat_template != "none"
-        self.calls = lambda text: []
-        # The template of a base model may not know the role of results.
-        self.result_role = "tool" if "tool" in str(tokenizer.chat_template) else "user"
-        if args.tool_call_pattern:
-            with exit_on_error(f"--tool_call_pattern {args.tool_call_pattern!r}"):
-                self.calls = pattern_reader(args.tool_call_pattern, schemas, args.timeout)
-        flag = "--tools" if args.tools else "--environment"
-        with exit_on_error(f"{flag}: the chat template of --model"):
-            if schemas and not args.tool_call_pattern:
-                self.calls = self._template_reader()
-            if self.has_template:
-                self._check_followers(flag, schemas, args.environment and has_step)
+        self.has_template = has_template and tokenizer.chat_template is not None
+        self.calls = self._template_reader() if schemas else lambda text: []
+        if self.has_template:
+            self._check_followers(followers)
 
-    def _check_followers(self, flag: str, results: list, messages_of_user: bool) -> None:
-        """Read how the template ends turns; raise ValueError if it hides messages that follow one.
-
-        Args:
-            results, messages_of_user: whether results of tools and messages of the environment may
-                follow.
+    def _check_followers(self, followers: list[str]) -> None:
+        """Read how the template ends turns; raise ValueError if it hides messages that follow
+        one.
         """
         before = self._render([QUESTION, TURN])
         self.after_last_turn = before.rpartition(MARK)[2]
-        for role, may_follow in ((self.result_role, results), ("user", messages_of_user)):
-            if not may_follow:
-                continue
+        for role in followers:
             follower = {"role": role, "name": "x", "content": "A-RESULT"}
             if "A-RESULT" not in self._between([follower]):
                 raise ValueError(f"does not show messages of {role} after a turn")
             followed = self._render([QUESTION, TURN, follower], prompt=True)
             if not ("A-THOUGHT" in before and followed.startswith(before)):
-                warn(
-                    f"{flag}: the chat template of --model changes earlier turns, such as by dropping thoughts, "
+                warn_once(
+                    "the chat template of --model changes earlier turns, such as by dropping thoughts, "
                     f"once messages of {role} follow; here they stay as they were sampled"
                 )
         self.end = self._end_of_turn()  # the first token ids of an observation
@@ -86,7 +77,7 @@ class Turns:
         """Return the reader of the calls that the chat template writes; raise ValueError if there
         is none.
         """
-        other = "--tool_call_pattern reads calls of a form that the prompts themselves ask for"
+        other = "an --environment can read calls of any form, and answer them"
         name = self.schemas[0]["function"]["name"]
         prompt = self._render([QUESTION], prompt=True) if self.has_template else ""
         if name not in prompt:
@@ -113,7 +104,7 @@ class Turns:
         Raise ValueError if it ends turns by another token of the added vocabulary, which no turn
         would end with.
         """
-        ids = self._encode(self.after_last_turn)
+        ids = self.encode(self.after_last_turn)
         length = next((length for length, token in enumerate(ids, 1) if token in self.stop_ids), 0)
         if not length and any(token in self.tokenizer.added_tokens_decoder for token in ids):
             raise ValueError(
@@ -139,6 +130,10 @@ class Turns:
             raise ValueError("shows the end of a turn differently once messages follow")
         return between
 
+    def prompt(self, messages: list[dict]) -> str:
+        """Return the text of messages that a turn follows."""
+        return self._render(guarded(messages, self.tokenizer), prompt=True)
+
     def observation_ids(self, messages: list[dict], last_token: int) -> list[int]:
         """Return the token ids between the turn just sampled and the next one; without chat
         template, of the contents.
@@ -150,25 +145,23 @@ class Turns:
             last_token: of the turn. If it is a stop token, the one that the template writes there
                 is left out.
         """
-        contents = [message["content"] for message in messages]
+        messages = guarded(messages, self.tokenizer)
         if not self.has_template:
-            return self._encode(guarded("".join(contents), self.tokenizer))
-        if self.result_role == "user":
-            messages = [{"role": "user", "content": "\n".join(contents)}]
+            return self.encode("".join(message["content"] for message in messages))
         try:
-            ids = self._encode(self._between(guarded(messages, self.tokenizer)))
+            ids = self.encode(self._between(messages))
         except Exception as error:  # templates may raise any exception
             raise EnvironmentFailure(
                 f"the chat template of --model refuses messages: {first_line(error)}"
             ) from error
         return ids[len(self.end) :] if last_token in self.stop_ids else ids
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
         """Return the token ids of a text; half of a surrogate pair, which models can write in JSON,
         becomes "?".
         """
         text = text.encode(errors="replace").decode()
-        return encode_texts([Text("--tools", text)], self.tokenizer)[0]
+        return encode_texts([Text("--tools", text, special)], self.tokenizer)[0]
 
 
 # ---- calls in a turn -----------------------------------------------------------------------------
@@ -220,52 +213,3 @@ def response_template_calls(
         # The template names the functions that read its parts; they may raise any error.
         return [f"the call cannot be read ({first_line(error)})"]
     return [read_call(call.get("function")) for call in message.get("tool_calls") or []]
-
-
-def pattern_reader(
-    pattern: str, schemas: list[dict], timeout: float
-) -> Callable[[str], list[Call | str]]:
-    """Return a reader of the calls that match --tool_call_pattern; raise ValueError if the pattern
-    lacks a group.
-
-    The group "arguments" holds a JSON object with names of the tool's parameters, or else the value
-    of the only parameter. The group "name" names the tool; without it the only tool is meant. A dot
-    matches line ends, too.
-
-    A pattern can take exponential time. Unlike re, regex stops after `timeout` seconds, and lets
-    other threads run meanwhile.
-    """
-    tools = {
-        schema["function"]["name"]: schema["function"]["parameters"]["properties"]
-        for schema in schemas
-    }
-    compiled = regex.compile(pattern, regex.DOTALL)
-    if "arguments" not in compiled.groupindex:
-        raise ValueError("requires a group (?P<arguments>...), which holds the arguments of a call")
-    if "name" not in compiled.groupindex and len(tools) != 1:
-        raise ValueError(
-            "requires a group (?P<name>...), which names the tool, unless there is exactly one"
-        )
-
-    def read(match: regex.Match) -> Call | str:
-        groups = match.groupdict(default="")
-        name = groups.get("name", next(iter(tools), "")).strip()
-        text = groups["arguments"].strip()
-        value = json_or_text(text)
-        parameters = tools.get(name, {})
-        if len(parameters) == 1 and not (
-            isinstance(value, dict) and value.keys() == parameters.keys()
-        ):
-            [(parameter, schema)] = parameters.items()
-            return name, {parameter: text if schema.get("type") == "string" else value}
-        return read_call({"name": name, "arguments": value})
-
-    def read_all(text: str) -> list[Call | str]:
-        try:
-            return [
-                read(match) for match in compiled.finditer(text, timeout=timeout, concurrent=True)
-            ]
-        except TimeoutError:
-            return [f"the calls cannot be read within {timeout:g} s"]
-
-    return read_all

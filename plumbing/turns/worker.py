@@ -3,7 +3,7 @@ conversation.
 
 Requests and answers are lines of JSON on a socket, each request with the seconds after which the
 user's code is interrupted:
-    [seconds, method, arguments...], where the methods are `describe`, `reset`, `step`, `done`, `reward` and `call`
+    [seconds, method, arguments...], where the methods are `describe`, `reset`, `step` and `call`
     {"result": ...} or {"error": type and text of what was raised}
 
 The processes are forked from multiprocessing's fork server, which imports this module, and with it
@@ -54,41 +54,23 @@ class Tools:
         # One event loop for all calls, to which connections may be bound.
         self.runner = asyncio.Runner()
         self.instance = make()
-        self.has_step = hasattr(self.instance, "step")
-        is_complete = hasattr(self.instance, "reset") and (
-            self.has_step or len(self.tools()) > len(tools)
-        )
-        if environment and not is_complete:
-            raise TypeError("requires a method reset, and a method step or tools")
+        if environment and not (hasattr(self.instance, "reset") and hasattr(self.instance, "step")):
+            raise TypeError("requires methods reset and step")
 
     def tools(self) -> list[Callable]:
-        """Return the functions that the model may call: those of --tools, then those of the
-        environment.
-
-        These are what its method `tools` returns; else, as in TRL's environment_factory, the public
-        methods but `reset` and `get_reward`, if there is no `step`. Static methods are helpers.
+        """Return the functions that the model may call: those of --tools, then those that a method
+        `tools` of the environment returns.
         """
-        if hasattr(self.instance, "tools"):
-            return [*self.functions, *self.instance.tools()]
-        members = [] if self.has_step else inspect.getmembers(self.instance, inspect.ismethod)
-        public = [
-            x
-            for name, x in members
-            if not name.startswith("_") and name not in ("reset", "get_reward")
-        ]
-        return [*self.functions, *public]
+        of_environment = self.instance.tools() if hasattr(self.instance, "tools") else []
+        return [*self.functions, *of_environment]
 
-    def describe(self) -> tuple[list[dict], bool]:
-        """Return the schemas of the tools, and whether there is an environment with a method
-        `step`.
-        """
+    def describe(self) -> list[dict]:
+        """Return the schemas of the tools."""
         from transformers.utils import chat_template_utils  # slow to import
 
         # torch would be imported for a type that no tool has.
         chat_template_utils.is_torch_available = lambda: False
-        return [
-            chat_template_utils.get_json_schema(function) for function in self.tools()
-        ], self.has_step
+        return list(map(chat_template_utils.get_json_schema, self.tools()))
 
     def call(self, name: str, arguments: dict) -> str:
         """Return the text that a tool answers with."""
@@ -120,21 +102,6 @@ class Tools:
         if isinstance(done, float | str | dict | None):  # in another order
             raise TypeError(f"{str(result)[:80]!r} is not (text or None, number, bool)")
         return as_text(observation), float(reward), bool(done)
-
-    def done(self) -> bool:
-        """Return whether an environment without `step` ends the conversation, by its attribute of
-        this name.
-        """
-        return bool(getattr(self.instance, "done", False))
-
-    def reward(self) -> float | None:
-        """Return the reward of an environment without `step`, by its method `get_reward` or else by
-        its attribute.
-        """
-        if hasattr(self.instance, "get_reward"):
-            return float(self.finish(self.instance.get_reward()))
-        reward = getattr(self.instance, "reward", None)
-        return None if reward is None else float(reward)
 
 
 def as_text(value) -> str:

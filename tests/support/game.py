@@ -2,8 +2,6 @@
 
 import time
 
-import numpy as np
-
 
 class Game:
     """Answers with the number of characters said so far, three times."""
@@ -22,42 +20,6 @@ class Game:
         if self.mode == "talks":
             return "y" * 300, 0.0, False
         return f"{sum(map(len, self.said))}>", len(response) / 10, len(self.said) == 3
-
-
-class Counter:
-    """Counts, as TRL has it: its methods are tools."""
-
-    def reset(self, late=False, **row):
-        self.count = 0
-        self.done = False
-        self.reward = None if late else 0.0
-
-    def increment(self, by: int) -> int:
-        """Count.
-
-        Args:
-            by: how far.
-        """
-        self.count += by
-        self.done = np.bool_(self.count >= 3)
-        if self.done or self.reward is not None:
-            self.reward = np.float32(self.count)
-        return self.count
-
-    def _hidden(self):
-        pass
-
-
-class Judged(Counter):
-    """Is asked for its reward, once."""
-
-    def get_reward(self):
-        self.reward += 10
-        return self.reward
-
-    @staticmethod
-    def helper(x):
-        return x
 
 
 def add(a: int, b: int) -> int:
