@@ -3,6 +3,7 @@
 A test that is run as a script imports this file, too, so that it finds the same modules.
 """
 
+import faulthandler
 import gc
 import os
 import sys
@@ -28,8 +29,15 @@ def pytest_configure(config):
     """Import the fixtures, which takes seconds, where tests run: with --numprocesses that is not in
     this process.
     """
+    config.stderr = os.dup(2)  # which is not captured here
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("tiny_models")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item):
+    """Bound what follows a test, too: once it has failed, the limits of pytest.ini are off."""
+    faulthandler.dump_traceback_later(100, exit=True, file=item.config.stderr)
 
 
 def pytest_addoption(parser):

@@ -84,7 +84,8 @@ def test_the_peak_of_a_gpu(monkeypatch):
 
 
 COUNTED = """
-import gc, sys, torch
+import faulthandler, gc, sys, torch
+faulthandler.dump_traceback_later(540, exit=True)
 sys.path.insert(0, "tests")
 import conftest
 import grpo, memory

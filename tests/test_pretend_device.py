@@ -2,6 +2,7 @@
 numbers are the CPU's.
 """
 
+import faulthandler
 import json
 import math
 from pathlib import Path
@@ -57,7 +58,7 @@ def results(tmp_path_factory) -> dict:
     # torch has one such device a process
     process = helpers._server().Process(target=main, args=(folder,))
     process.start()
-    process.join()
+    process.join(550)
     assert process.exitcode == 0
     return json.loads((folder / "results.json").read_text())
 
@@ -89,6 +90,7 @@ def test_a_tensor_that_is_left_on_the_cpu_is_found(results):
 
 
 def main(folder: Path) -> None:
+    faulthandler.dump_traceback_later(540, exit=True)
     # before the first backward pass, which makes a queue for each device
     import pretend_device as device
 

@@ -126,11 +126,14 @@ def test_one_process_a_run(folder, capsys):
     ready, write = os.pipe()
     child = os.fork()
     if not child:
-        resume.lock(str(folder))
-        grandchild = os.fork()
-        os.write(write, str(grandchild).encode() if grandchild else b"")
-        time.sleep(60)
-        os._exit(0)
+        try:
+            resume.lock(str(folder))
+            grandchild = os.fork()
+            os.write(write, str(grandchild).encode() if grandchild else b"")
+            time.sleep(60)
+        finally:
+            os._exit(0)  # pytest goes on in the parent alone
+    os.close(write)  # so that a child which dies is read as an end
     grandchild = int(os.read(ready, 20))
     assert "is in use by another process" in refusal(capsys, folder)
     os.kill(child, signal.SIGKILL)

@@ -118,7 +118,7 @@ class Chain:
                 60.0 if first.code in (0, 75) else draw.choice([0.0, draw.uniform(0, 0.5), 60.0])
             )
             other.process.kill()
-            other.process.join()
+            other.process.join(60)
         codes = [each.code for each in running]
         saved = [
             int(step) for step in re.findall(r"interrupted: step (\d+) is saved", running[0].out)

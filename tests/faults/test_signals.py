@@ -62,9 +62,12 @@ def marker(tmp_path) -> Path:
 
 
 def wait_for(path: Path, alive) -> None:
-    while not path.exists():
+    for _ in range(6000):
+        if path.exists():
+            return
         assert alive(), "ended before it waited"
         time.sleep(0.02)
+    raise AssertionError(f"no {path.name} after two minutes")
 
 
 CONVERSATION = {"reward": "environment", "max_response_length": 20}

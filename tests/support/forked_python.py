@@ -64,7 +64,8 @@ class Call(socketserver.StreamRequestHandler):
         if not wait([process.sentinel], 0):
             os.killpg(process.pid, signal.SIGKILL)
         with self.lock:
-            process.join()
+            process.join(60)
+        assert process.exitcode is not None, f"{call['words']} has not ended though it was killed"
         with contextlib.suppress(BrokenPipeError):
             self.wfile.write(f"{process.exitcode}\n".encode())
 

@@ -364,7 +364,7 @@ class Running:
             os.kill(self.process.pid, signal.SIGUSR1)  # shows where it is
             time.sleep(0.5)
             self.process.kill()
-            raise TimeoutError(f"still running after {seconds} s\n{self.err}")
+            raise TimeoutError(f"still running after {seconds} s\n{self.out}\n{self.err}")
         return self
 
     @property
@@ -430,7 +430,7 @@ def scores_by(
 
     class Waiting(Scoring):
         def _score(self, name):
-            there.wait()
+            assert there.wait(60), "not all responses came"
             super()._score(name)
 
     scoring = Waiting(reward_sources, interrupted)
