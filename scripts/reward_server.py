@@ -97,7 +97,7 @@ class Scorer:
         """Return a score for each response, None where a source has none or its reference is
         missing.
         """
-        scoring = sources.Scoring(self.reward_sources)
+        scoring = sources.Scoring(self.reward_sources, lambda: False)
         for i in range(len(request.src)):
             scoring.add(i, self.sample(request, i))
         scores = []

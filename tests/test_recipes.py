@@ -220,7 +220,7 @@ def test_rewards(name):
         rows,
     )
     assert scores_by(reward_sources, rows, responses, [[1]] * 2) == {name: [1.0, 0.0]}
-    reward_sources.close()
+    helpers.end_workers(*reward_sources.workers.values())
 
 
 @pytest.mark.parametrize(

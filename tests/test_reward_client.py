@@ -14,7 +14,7 @@ import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from helpers import ROOT, scores_by
+from helpers import ROOT, end_workers, scores_by
 from tiny_models import make_tokenizer
 
 from plumbing.rewards import sources
@@ -330,5 +330,5 @@ def test_the_judge_of_the_docs(serve, tmp_path, monkeypatch):
     )
     rows = [{"prompt": "1+1=", "answer": None, "columns": {}, "messages": None}] * len(texts)
     scores = scores_by(reward_sources, rows, texts, [[1]] * len(texts))[source]
-    reward_sources.close()
+    end_workers(*reward_sources.workers.values())
     assert scores[:2] == [0.9, 0.0] and all(map(math.isnan, scores[2:]))

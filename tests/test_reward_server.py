@@ -116,7 +116,7 @@ def servers(folder):
     }
     yield servers
     for server in servers.values():
-        server.scorer.reward_sources.close()
+        helpers.end_workers(*server.scorer.reward_sources.workers.values())
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_programs_run_on_the_server():
     programs = ["def add(a, b): return a + b", "print(input())"]
     assert server.scores(["q"] * 2, tests, programs) == [1, 1]
     assert server.scores(["q"] * 2, tests, programs[::-1]) == [0, 0]
-    server.scorer.reward_sources.close()
+    helpers.end_workers(*server.scorer.reward_sources.workers.values())
 
 
 # ---- a reward model ------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_rows_that_hang_do_not_hold_up_other_requests():
     time.sleep(0.5)
     assert server.post(body("42", "41"))[1]["score"] == [1, 0] and hanging.is_alive()
     hanging.join()
-    server.scorer.reward_sources.close()
+    helpers.end_workers(*server.scorer.reward_sources.workers.values())
 
 
 # ---- a server as a user starts it ----------------------------------------------------------------

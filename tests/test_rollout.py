@@ -5,6 +5,7 @@ batch, and text to token ids.
 import contextlib
 import math
 import pickle
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -246,12 +247,13 @@ class Scores(RewardSources):
     most = math.inf
     threads = None
     warned = True
+    lock = threading.Lock()
 
     def __init__(self):
         self.seen = []
         self.sources = {"length": self}
 
-    def score(self, samples, interrupted):
+    def score(self, samples):
         self.seen += [(x.row["answer"], x.text, x.response.tolist()) for x in samples]
         return [100.0 * x.row["answer"] + len(x.text) for x in samples]
 

@@ -81,7 +81,7 @@ class ModelSource:
             sharding.shard(self.model, reward_model=True)
 
     @torch.no_grad()
-    def score(self, samples: list, interrupted=None) -> list[float]:
+    def score(self, samples: list) -> list[float]:
         """Return the score of each response, NaN for one that the model cannot read."""
         sequences = self.read(samples)
         batches = micro_batches(

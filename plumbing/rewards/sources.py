@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,10 +21,12 @@ from concurrent.futures import Future, wait
 from multiprocessing.util import Finalize
 from types import SimpleNamespace
 
+from pebble.pool.process import interpreter_shutdown
+
 from plumbing.data.prompts import is_filled
 from plumbing.rewards.reward_models import ModelSource
 from plumbing.rewards.verifiers import VERIFIERS
-from plumbing.rewards.workers import Workers, call_function, never
+from plumbing.rewards.workers import Workers, call_function
 from plumbing.user_code import SECONDS_TO_LOAD
 from utils import exit_on_error, fail, first_line, warn
 
@@ -164,8 +167,9 @@ class RewardSources:
             "function": Workers(1),
             "server": Workers(ServerSource.CONNECTIONS),
         }
-        # At the end of this process, a child of multiprocessing, too.
-        Finalize(None, self.close, exitpriority=1)
+        # The end of the worker processes is the end of this one, a child of multiprocessing, too.
+        Finalize(None, interpreter_shutdown, exitpriority=1)
+        self.lock = threading.Lock()  # of what rollouts share that end at the same time
         self.sources: dict[str, Source | ModelSource] = {}
         self.models: dict[str, ModelSource] = {}
         for name in args.reward:
@@ -222,11 +226,6 @@ class RewardSources:
         """Return a source and why scores of it are missing."""
         return f"{name}: {self.sources[name].failure or f'it returned None, NaN, infinity or over {LARGEST:g}'}"
 
-    def close(self) -> None:
-        """Kill the worker processes."""
-        for workers in self.workers.values():
-            workers.close()
-
 
 class Scoring:
     """Scores of a rank's responses: each response goes to its sources when it has ended, while
@@ -237,7 +236,7 @@ class Scoring:
     model, takes all of them at the end.
     """
 
-    def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool] = never):
+    def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
         self.reward_sources = reward_sources
         self.interrupted = interrupted
         self.samples = {}  # by their places
@@ -249,12 +248,13 @@ class Scoring:
         and `response`.
         """
         self.samples[place] = sample
-        sample.scores = {}
-        for name, source in self.reward_sources.sources.items():
-            if is_scored_by(sample.row, name):
-                self.waiting[name].append(place)
-                if source.threads:
-                    self.jobs.append(source.threads.schedule(self._score, [name]))
+        sources = self.reward_sources.sources
+        scored_by = [name for name in sources if is_scored_by(sample.row, name)]
+        sample.scores = dict.fromkeys(sources, 0.0) | dict.fromkeys(scored_by, math.nan)
+        for name in scored_by:
+            self.waiting[name].append(place)
+            if threads := sources[name].threads:
+                self.jobs.append(threads.schedule(self._score, [name]))
 
     def _score(self, name: str) -> None:
         """Have a source score what waits for it."""
@@ -266,9 +266,10 @@ class Scoring:
         if not places and source.threads:
             return
         samples = [self.samples[place] for place in sorted(places)]
-        for sample, result in zip(samples, source.score(samples, self.interrupted)):
-            numbers = result if isinstance(result, dict) else {name: result}
-            sample.scores |= {key: finite_or_nan(number) for key, number in numbers.items()}
+        for sample, result in zip(samples, source.score(samples)):
+            numbers = result if isinstance(result, dict) else {"score": result}
+            for key, number in numbers.items():
+                sample.scores[f"{name}/{key}".removesuffix("/score")] = finite_or_nan(number)
 
     def finish(self) -> list:
         """Wait for all scores, and return the samples in order; if interrupted, scores may be
@@ -287,17 +288,15 @@ class Scoring:
             pass
         for job in jobs.done:
             job.result()  # raises what it has raised
-        self.reward_sources.waited += time.monotonic() - begin
         samples = [self.samples[place] for place in sorted(self.samples)]
-        for sample in samples:
-            none = {name: math.nan if is_scored_by(sample.row, name) else 0.0 for name in sources}
-            sample.scores = none | sample.scores
-        for name, source in sources.items():
-            missing = any(math.isnan(sample.scores[name]) for sample in samples)
-            if missing and not source.warned and not self.interrupted():
-                source.warned = True
-                reason = self.reward_sources.why_missing(name)
-                warn(f"--reward {reason}; such responses have no score (this is said once)")
+        with self.reward_sources.lock:
+            self.reward_sources.waited += time.monotonic() - begin
+            for name, source in sources.items():
+                missing = any(math.isnan(sample.scores[name]) for sample in samples)
+                if missing and not source.warned and not self.interrupted():
+                    source.warned = True
+                    reason = self.reward_sources.why_missing(name)
+                    warn(f"--reward {reason}; such responses have no score (this is said once)")
         return samples
 
 
@@ -321,14 +320,13 @@ class Source:
         self.workers = workers
         self.threads = workers and workers.threads
 
-    def score(self, samples: list, interrupted=never) -> list:
-        """Return a number for each response, None or NaN for no score. Several threads may call
-        this.
+    def score(self, samples: list) -> list:
+        """Return a number for each response, None or NaN for no score, or an object that has it as
+        "score", and further numbers. Several threads may call this.
 
         Args:
             samples: see `Scoring.add`; their rows are as `plumbing.data.mixture.load_prompts` makes
                 them.
-            interrupted: returns whether the run ends, which uses no scores.
         """
         raise NotImplementedError
 
@@ -353,14 +351,14 @@ class VerifierSource(Source):
             # has no score.
             self.check = functools.partial(self.check, seconds=0.8 * timeout)
 
-    def score(self, samples, interrupted=never):
+    def score(self, samples):
         calls = []
         for sample in samples:
             # The answer of a conversation is the model's last turn, not that of a tool.
             turns = sample.row.get("turns")
             text = turns[-1]["content"] if turns else sample.text
             calls.append((text, values_of(sample.row).get(self.verifier.column)))
-        run = lambda calls: self.workers.run(self.check, calls, self.limit, interrupted)
+        run = lambda calls: self.workers.run(self.check, calls, self.limit)
         scores = []
         for (score, failure), (_, reference) in zip(run(calls), calls):
             if failure.startswith("TimeoutError") and self.verifier.limit < math.inf:
@@ -386,10 +384,8 @@ class FunctionSource(Source):
         """Import the file in the worker process, unless it is there."""
         return self.workers.run(call_function, [(self.name,)], SECONDS_TO_LOAD)
 
-    def score(self, samples, interrupted=never):
-        """Return {NAME OF THE SOURCE: score, "NAME OF THE SOURCE/KEY": a further number} for each
-        response.
-        """
+    def score(self, samples):
+        """Return {"score": a number, NAME: a further number} for each response."""
         call = (
             self.name,
             [sample.row["prompt"] for sample in samples],
@@ -398,18 +394,15 @@ class FunctionSource(Source):
             columns_of([sample.row for sample in samples]),
         )
         self.load()  # the process may be a new one, and the time of a call is not for imports
-        ((results, failure),) = self.workers.run(call_function, [call], self.timeout, interrupted)
+        ((results, failure),) = self.workers.run(call_function, [call], self.timeout)
         self.note(failure)
-        return [
-            {f"{self.name}/{key}".removesuffix("/score"): number for key, number in result.items()}
-            for result in results or [{"score": None}] * len(samples)
-        ]
+        return results or [None] * len(samples)
 
 
 class EnvironmentSource(Source):
     """The sum of --environment's rewards, which the conversations bring along."""
 
-    def score(self, samples, interrupted=never):
+    def score(self, samples):
         return [sample.row["environment"] for sample in samples]
 
 
@@ -441,7 +434,7 @@ class ServerSource(Source):
             )
             return True
 
-    def score(self, samples, interrupted=never):
+    def score(self, samples):
         count = len(samples)
         rows = [sample.row for sample in samples]
         columns = columns_of(rows)

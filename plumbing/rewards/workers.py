@@ -14,16 +14,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 
-from pebble import ProcessExpired, ProcessPool, ThreadPool
+from pebble import ProcessPool, ThreadPool
 
 from plumbing.rewards.functions import load_reward_function, score_by
 from plumbing.user_code import without_main
-
-
-def never() -> bool:
-    """Return that the run is not interrupted."""
-    return False
-
 
 # ---- in a worker process -------------------------------------------------------------------------
 
@@ -99,9 +93,7 @@ class Workers:
         self.threads = ThreadPool(count)
         self.pools: list[ProcessPool] = []  # without a job
 
-    def run(
-        self, call: Callable, arguments: list[tuple], limit: float, interrupted: Callable = never
-    ) -> list[tuple]:
+    def run(self, call: Callable, arguments: list[tuple], limit: float) -> list[tuple]:
         """Call a function with each of the arguments in one process, `limit` seconds at most for
         all of them.
 
@@ -117,7 +109,7 @@ class Workers:
                     pool = self.pools.pop()
             try:
                 future = pool.schedule(attempt, (limit, call, arguments), timeout=limit)
-                while wait([future], timeout=0.1).not_done and pool.active and not interrupted():
+                while wait([future], timeout=0.1).not_done and pool.active:
                     pass
                 future.cancel()  # does nothing if it is done
                 results = future.result()
@@ -125,16 +117,10 @@ class Workers:
                 return results
             except Exception as error:  # of pebble, which has several for a process that has died
                 failure = f"{type(error).__name__}: {error}"
-                has_died = not pool.active or isinstance(error, ProcessExpired)
                 end(pool)
-                if interrupted() or not has_died:
+                if isinstance(error, TimeoutError):
                     break
         return [(None, failure)] * len(arguments)
-
-    def close(self) -> None:
-        """Kill the processes that have no job."""
-        while self.pools:
-            end(self.pools.pop())
 
 
 def end(pool: ProcessPool) -> None:

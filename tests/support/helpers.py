@@ -44,6 +44,7 @@ import plumbing.turns.conversations  # noqa: F401
 from plumbing import cli
 from plumbing.data import prompts
 from plumbing.rewards.sources import Scoring
+from plumbing.rewards.workers import end
 from plumbing.run import log as run_log
 
 GAME = f"{ROOT / 'tests/support/game.py'}:Game"  # an environment
@@ -440,6 +441,13 @@ def scores_by(
     scores = [sample.scores for sample in scoring.finish()]
     names = {name: None for each in (reward_sources.sources, *scores) for name in each}
     return {name: [each[name] for each in scores] for name in names}
+
+
+def end_workers(*workers) -> None:
+    """Kill the processes of reward sources, which have no job; a run's end with it."""
+    for each in workers:
+        while each.pools:
+            end(each.pools.pop())
 
 
 def listed(sampled) -> tuple[list[list[int]], list[dict[str, list[float]]]]:
