@@ -419,7 +419,7 @@ def main(args: Args) -> None:
         engine=sampler.engine,
     )
     run.check_rows(prompts, eval_prompts)
-    rollouts = engines.Rollouts(run, sampler, functools.partial(collect, sampler, prompts))
+    rollouts = engines.Rollouts(run, sampler, prompts, collect)
 
     for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
@@ -484,7 +484,7 @@ def main(args: Args) -> None:
             metrics["teacher/entropy_avg"] = total["teacher_entropies"] / total["tokens"]
             metrics["teacher/same_top_token"] = total["same_top"] / total["tokens"]
         if total["compared"] > 0:  # not where the first mini-batch is the data set's
-            metrics |= evaluation.mismatch_metrics(total, step, experience.staleness)
+            metrics |= evaluation.mismatch_metrics(total, step, batch)
         samples = evaluation.sample_rows(batch, args.log_samples)
         run.finish_step(metrics, samples, experience.sampled_tokens, **experience.state)
     run.finish()

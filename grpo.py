@@ -720,7 +720,7 @@ def main(args: Args) -> None:
         engine=sampler.engine,
     )
     run.check_rows(prompts, eval_prompts)
-    rollouts = engines.Rollouts(run, sampler, functools.partial(collect, sampler, prompts))
+    rollouts = engines.Rollouts(run, sampler, prompts, collect)
 
     for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
@@ -822,7 +822,7 @@ def main(args: Args) -> None:
             "objective/kl_coef": kl_coef,
             **policy_metrics(total, experience.sampled.scores, kl_coef),
             **evaluation.batch_metrics(experience.sampled, reward_sources),
-            **evaluation.mismatch_metrics(total, step, experience.staleness),
+            **evaluation.mismatch_metrics(total, step, batch),
             **experience.metrics,
             **optimizer.metrics(),
             **sampler.metrics(),

@@ -956,7 +956,7 @@ def main(args: Args) -> None:
         engine=sampler.engine,
     )
     run.check_rows(prompts, eval_prompts, ptx_rows)
-    rollouts = engines.Rollouts(run, sampler, functools.partial(collect, sampler, prompts))
+    rollouts = engines.Rollouts(run, sampler, prompts, collect)
 
     for step in run.steps(evaluate if eval_prompts else None):
         # ---- 1. rollout ----
@@ -1084,7 +1084,7 @@ def main(args: Args) -> None:
             "objective/kl_coef": kl_coef,
             **policy_metrics(total, experience.sampled.scores, kl_coef),
             **evaluation.batch_metrics(experience.sampled, reward_sources),
-            **evaluation.mismatch_metrics(total, step, experience.staleness),
+            **evaluation.mismatch_metrics(total, step, batch),
             "loss/value_avg": total["value_loss"],
             "val/clipfrac_avg": total["raised"] / total["value_tokens"],
             "val/explained_variance": explained_variance(old_values, returns, scored),

@@ -341,9 +341,9 @@ class RolloutArgs(SamplingArgs):
     rollout_servers: tuple[Address, ...] = ()
     """Addresses of the vLLM servers, such as http://10.0.0.2:8000; scripts/vllm_server.py starts
     one."""
-    async_steps: Literal[0, 1] = 0
-    """1: while a step trains, vLLM samples for the next one, with the weights from before the
-    step."""
+    async_steps: Annotated[int, Field(ge=0, le=8)] = 0
+    """While a step trains, vLLM samples for so many steps after it: 1 with the weights from before
+    the step; from 2 on responses under way go on with the new ones."""
     vllm_tensor_parallel: PositiveInt = 1
     """Neighbouring ranks that share one vLLM engine."""
 
@@ -357,8 +357,12 @@ class RolloutArgs(SamplingArgs):
         "--vllm_tensor_parallel requires --rollout_backend vllm": lambda a: (
             a.vllm_tensor_parallel == 1 or a.rollout_backend == "vllm"
         ),
-        "--async_steps 1 requires --vllm_tensor_parallel 1: ranks that share an engine would meet in it and in "
+        "--async_steps requires --vllm_tensor_parallel 1: ranks that share an engine would meet in it and in "
         "training at once": lambda a: a.vllm_tensor_parallel == 1 or not a.async_steps,
+        "--filter_groups refill requires --async_steps 0 or 1: how many prompts it takes says where those of later "
+        "steps begin": lambda a: (
+            getattr(a, "filter_groups", "none") != "refill" or a.async_steps < 2
+        ),
     }
     WARNINGS = {
         "--top_p, --repetition_penalty and --min_response_length bias the ratio: they change the distribution that is "

@@ -126,7 +126,7 @@ class Engine(vllm_engine.VllmSampling):
         for place in range(len(queries)):
             end(place, [5] * (length - 1) + stop_ids[:1], {"rollout_logprobs": [-1.0] * length})
 
-    def sync(self, model):
+    def sync(self, model, _):
         memory.set_bytes("vLLM", sum(self.bytes[: 1 + self.stays]))  # the cache wakes behind it
         for _, tensor, layer in lora.base_weights(model):
             lora.merged(tensor, layer)

@@ -2,9 +2,14 @@
 one line says why.
 """
 
+import asyncio
+import dataclasses
 import importlib.util
 import threading
+import time
 import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import pytest
@@ -14,7 +19,9 @@ from helpers import metrics_of, run_here, steps_of
 import grpo
 import utils
 from plumbing.models import loading
+from plumbing.rewards.sources import Scoring
 from plumbing.rollout import engines, vllm_engine
+from plumbing.rollout.batch import Sampler
 
 
 class StandIn:
@@ -34,7 +41,7 @@ class StandIn:
         for place, seed in enumerate([] if self.failure else seeds or [0] * len(queries)):
             end(place, [3 + seed % 90, stop_ids[0]], {"rollout_logprobs": [-4.5, -4.5]})
 
-    def sync(self, model):
+    def sync(self, model, step):
         pass
 
     sleep = lambda self: None
@@ -177,26 +184,94 @@ def test_which_engine_samples(installed, gpu, changes, expected, monkeypatch, ca
         assert expected in helpers.refused(capsys, choose)
 
 
-def test_weights_wait_for_the_rollout_of_the_next_step():
-    """The rollout of a step begins while the step before it trains, and ends before new weights."""
+@pytest.mark.parametrize("async_steps", [1, 3])
+def test_when_rollouts_begin_and_weights_arrive(async_steps):
+    """A rollout begins at its prompts when the step so many steps before trains; one step ahead, new
+    weights wait for it, else not.
+    """
     happened = []
+    begun = threading.Semaphore(0)
     released = threading.Event()
 
-    def collect(step: int, state: dict):
+    def collect(sampler, prompts, step: int, state: dict):
+        happened.append((step, state["position"]))
+        begun.release()
         if step > 1:
             released.wait(30)
-        happened.append(step)
-        return types.SimpleNamespace(unscored="", state=state)
+        return types.SimpleNamespace(unscored="", state={"position": state["position"] + 5})
 
-    engine = types.SimpleNamespace(sync=lambda model: happened.append("sync"), sleep=lambda: None)
-    args = types.SimpleNamespace(async_steps=1)
-    world = types.SimpleNamespace(device=torch.device("cpu"))
+    engine = types.SimpleNamespace(
+        sync=lambda model, step: happened.append(f"sync {step}"), sleep=lambda: None
+    )
+    args = types.SimpleNamespace(async_steps=async_steps, rollout_batch_size=5)
+    sampler = Sampler(*[None] * 9, world=None, autocast=None)
+    sampler = dataclasses.replace(sampler, args=args, engine=engine)
+    world = types.SimpleNamespace(device=torch.device("cpu"), rollout_world=lambda _: None)
     interrupt = types.SimpleNamespace(requested=False)
-    run = types.SimpleNamespace(state={}, total_steps=2, world=world, interrupt=interrupt)
-    sampler = types.SimpleNamespace(engine=engine, model=None, args=args)
-    rollouts = engines.Rollouts(run, sampler, collect)
-    assert rollouts.take(1).staleness == 0
+    state = {"step": 0, "position": 10}
+    run = types.SimpleNamespace(state=state, total_steps=5, world=world, interrupt=interrupt)
+    rollouts = engines.Rollouts(run, sampler, [], collect)
+    rollouts.take(1)
+    assert all(begun.acquire(timeout=30) for _ in range(1 + async_steps))
+    ahead = [(step, 10 + 5 * (step - 1)) for step in range(2, 2 + async_steps)]
+    assert happened[:2] == ["sync 0", (1, 10)] and sorted(happened[2:]) == ahead
     threading.Timer(0.2, released.set).start()
     rollouts.sync()
-    assert rollouts.take(2).staleness == 1
-    assert happened == ["sync", 1, 2, "sync"]
+    assert happened[-1] == "sync 1" and released.is_set() == (async_steps == 1)
+    for step in range(2, 6):
+        rollouts.take(step)
+    assert sorted(entry for entry in happened if isinstance(entry, tuple)) == [
+        (step, 10 + 5 * (step - 1)) for step in range(1, 6)
+    ]
+
+
+def test_what_ends_coroutines_that_run_in_the_engine():
+    """An error of one, an exit and an interrupt: the others are cancelled, and the engine goes on."""
+    engine = vllm_engine.VllmSampling()
+    cancelled = []
+
+    async def wait(seconds: float) -> None:
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            cancelled.append(1)
+            raise
+
+    async def end(how: Callable) -> None:
+        await asyncio.sleep(0.01)
+        how()
+
+    def leave() -> None:
+        utils.fail("--environment: it exits")
+
+    for how, error in ((leave, SystemExit), (lambda: {}["a"], KeyError)):
+        with pytest.raises(error):
+            engine.run_all([wait(60), end(how), wait(60)], lambda: False)
+    assert len(cancelled) == 4
+    asked = iter([False, True])
+    engine.run_all([wait(0), wait(60)], lambda: next(asked))
+    assert len(cancelled) == 5
+    engine.run_all([wait(0), wait(0)], lambda: False)
+
+
+def test_a_source_without_threads_scores_one_rollout_at_a_time():
+    """A reward model, though the rollouts of several steps end at once."""
+    at_once = []
+
+    def score(samples, interrupted):
+        at_once.append(1)
+        time.sleep(0.05)
+        assert at_once == [1]
+        at_once.clear()
+        return [1.0]
+
+    source = types.SimpleNamespace(threads=None, most=9, score=score)
+    sources = types.SimpleNamespace(sources={"model": source}, waited=0.0)
+
+    def finish(_) -> float:
+        scoring = Scoring(sources, lambda: False)
+        scoring.add(0, types.SimpleNamespace(row={}))
+        return scoring.finish()[0].scores["model"]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(finish, range(4))) == [1.0] * 4

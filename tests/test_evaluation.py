@@ -115,11 +115,16 @@ def test_disagreement_of_rollout_and_trainer(difference, staleness, warned, caps
     for rows in (slice(1), slice(1, 2)):
         micro = {"rollout_logprobs": engine[rows].log(), "response_mask": mask[rows]}
         evaluation.add_rollout(sums, micro, trainer[rows].log())
-    metrics = evaluation.mismatch_metrics(sums.totals(), 3, staleness)
+    tokens = {"response_mask": mask, "rollout_logprobs": engine.log()}
+    tokens["policy_steps"] = torch.full((2, 2), 2.0 - staleness)
+    batch = SimpleNamespace(tokens=tokens, response_mask=mask)
+    metrics = evaluation.mismatch_metrics(sums.totals(), 3, batch)
     logs = (trainer.log() - engine.log())[mask]
     assert metrics == pytest.approx(
         {
             "rollout/staleness": staleness,
+            "rollout/staleness_max": staleness,
+            "rollout/mixed_policies": 0,
             "rollout/logprob_diff_mean": logs.mean().item(),
             "rollout/logprob_diff_max": logs.max().item(),
             "rollout/prob_diff_mean": difference,
@@ -127,3 +132,18 @@ def test_disagreement_of_rollout_and_trainer(difference, staleness, warned, caps
     )
     err = capsys.readouterr().err
     assert err.startswith("warning: step 3: ") == warned and err.count("\n") == warned
+
+
+def test_staleness_counts_sampled_tokens():
+    """Not padding, observations or rows that nobody sampled."""
+    steps = torch.tensor([[4.0, 4.0, 5.0], [5.0, 5.0, 0.0], [5.0, 0.0, 5.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 0]]).bool()
+    logprobs = torch.zeros(4, 3)
+    logprobs[3] = NAN
+    tokens = {"policy_steps": steps, "rollout_logprobs": logprobs}
+    batch = SimpleNamespace(tokens=tokens, response_mask=mask)
+    total = {"mismatch_probability": 0.0, "compared": 1.0, "mismatch": 0.0, "max_mismatch": 0.0}
+    measured = lambda: list(evaluation.mismatch_metrics(total, 7, batch).values())[:-3]
+    assert measured() == pytest.approx([(2 * 2 + 5) / 7, 2, 1 / 4])
+    del tokens["policy_steps"]  # the model itself sampled
+    assert measured() == [0]

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from dataclasses import replace
 
 import forked_python
@@ -18,7 +19,15 @@ import torch
 import transformers
 import urllib3
 import vllm_server
-from engine_checks import alike, converse, failure_of, greedy, largest_difference, spoken
+from engine_checks import (
+    alike,
+    converse,
+    failure_of,
+    greedy,
+    largest_difference,
+    spoken,
+    sync_in_flight,
+)
 from helpers import ROOT, free_port, refused, sampled_by, tiny_model
 from test_reward_client import Server
 
@@ -101,7 +110,7 @@ def engine(running):
     for seed in range(2):
         servers = connect(*started)
         perturb(model, seed)
-        servers.sync(model)
+        servers.sync(model, 0)
     return servers, model
 
 
@@ -146,18 +155,25 @@ def test_sync_brings_the_new_weights_to_all_servers(engine):
         responses, logprobs = sample(servers, queries, list(range(16)))
         # stale, and in the prefix cache
         assert largest_difference(model, queries, responses, logprobs, 0.7) > 0.05
-        servers.sync(model)
+        servers.sync(model, 0)
         responses, logprobs = sample(servers, queries, list(range(16)))
         assert largest_difference(model, queries, responses, logprobs, 0.7) < 1e-4
     numbers = sum(weight.numel() for weight in model.state_dict().values())
     assert servers.metrics()["rollout/sync_gb"] * 1e9 == 4 * numbers
 
 
+def test_weights_arrive_while_requests_run(engine):
+    servers, model = engine
+    args = replace(ARGS, max_response_length=200)
+    difference, of_others, mixed = sync_in_flight(servers, model, prompts(40), args)
+    assert difference < 1e-4 and of_others > 0.1 and mixed > 0
+
+
 def test_an_interrupt_ends_a_rollout(engine):
     servers, _ = engine
     asked = itertools.count()
     assert (
-        sample(servers, prompts(1000), list(range(1000)), lambda: next(asked) > 1500, **LONG)
+        sample(servers, prompts(1000), list(range(1000)), lambda: next(asked) > 1010, **LONG)
         is None
     )
     # and the servers go on
@@ -219,7 +235,7 @@ def test_every_path_but_health_requires_the_key(running, engine, capsys, monkeyp
         )
 
 
-@pytest.mark.parametrize("async_steps, ranks", [(0, 1), (1, 2)])
+@pytest.mark.parametrize("async_steps, ranks", [(0, 1), (2, 2)])
 def test_a_run(running, tmp_path, async_steps, ranks):
     """The servers sample with the weights that the run trains, also while it trains and for several
     ranks.
@@ -244,7 +260,8 @@ def test_a_run(running, tmp_path, async_steps, ranks):
         }
     helpers.run_ranks(values, ranks, (0,) * ranks)
     rows = helpers.metrics_of(values)[1:]
-    assert [row["rollout/staleness"] for row in rows] == [0] + [async_steps] * 3
+    assert all(row["rollout/staleness_max"] <= async_steps for row in rows)
+    assert any(row["rollout/staleness"] for row in rows) == (async_steps > 0)
     for row in rows:
         assert row["rollout/staleness"] or row["rollout/logprob_diff_max"] < 1e-4
         assert row["rollout/sync_gb"] > 0
@@ -267,10 +284,28 @@ def test_what_a_server_answers():
     servers = Servers.__new__(Servers)
     servers.urls = [server.url]
     servers.headers = {}
+    servers.heard = {}
     for why, left in (("another client aborts", [404]), ("status 404", [])):
         with pytest.raises(RuntimeError, match=why):
             asyncio.run(servers._sample(server.url, {}))
         assert statuses == left
+    server.shutdown()
+
+
+def test_a_server_is_silent_if_it_answers_none_of_its_requests(monkeypatch):
+    monkeypatch.setattr(vllm_servers, "SERVER_ANSWER", 1.5)
+    choice = {"finish_reason": "stop", "logprobs": {"content": []}, "weight_versions": []}
+    server = Server(lambda body: time.sleep(body["seconds"]) or (200, {"choices": [choice]}, {}))
+    servers = Servers.__new__(Servers)
+    servers.headers = {}
+    servers.heard = {}
+
+    async def ask(*seconds: float) -> None:
+        await asyncio.gather(*(servers._sample(server.url, {"seconds": x}) for x in seconds))
+
+    asyncio.run(ask(1.0, 2.0))
+    with pytest.raises(RuntimeError, match="gave no answer for 2 s"):
+        asyncio.run(ask(9.0))
     server.shutdown()
 
 
@@ -285,7 +320,7 @@ def test_weights_that_a_server_is_not_sent_are_an_error(engine, running, monkeyp
     servers = connect(*list(running[0])[:1])
     sent = [entry for entry in lora.base_weights(engine[1]) if "layers.1.mlp" not in entry[0]]
     monkeypatch.setattr(vllm_servers, "base_weights", lambda model: sent)
-    servers.sync(engine[1])
+    servers.sync(engine[1], 0)
     assert "2 of its weights are none of the trained model's: model.layers.1.mlp." in failure_of(
         servers
     )
@@ -302,5 +337,5 @@ def test_a_server_that_is_killed_is_a_failure(engine, running, monkeypatch):
     assert sample(servers, prompts(2000), list(range(2000)), **LONG) is None
     failure = failure_of(servers)
     assert url in failure and "failed for" in failure
-    servers.sync(model)  # which ends as well
-    assert f"{url}: /start_weight_update failed" in servers.failure
+    servers.sync(model, 0)  # which ends as well
+    assert f"{url}: /pause?mode=keep failed" in servers.failure

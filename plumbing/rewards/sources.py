@@ -233,8 +233,10 @@ class Scoring:
 
     A source takes as many as are waiting, up to its `most`: what is scored together depends on when
     responses end, so a score must not depend on it. A source without threads, such as a reward
-    model, takes all of them at the end.
+    model, takes all of them at the end: of one rollout at a time.
     """
+
+    turn = threading.Lock()  # of the rollouts of several steps, to ask a source without threads
 
     def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
         self.reward_sources = reward_sources
@@ -283,7 +285,8 @@ class Scoring:
         sources = self.reward_sources.sources
         for name, source in sources.items():
             if source.threads is None:
-                self._score(name)
+                with self.turn:
+                    self._score(name)
         while (jobs := wait(self.jobs, timeout=0.1)).not_done and not self.interrupted():
             pass
         for job in jobs.done:

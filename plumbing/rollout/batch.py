@@ -317,7 +317,6 @@ class Experience:
     # What the next rollout depends on: the "position" of its first prompt, see `take_prompts`.
     state: dict
     unscored: str  # see the function of this name
-    staleness: int = 0  # steps that the policy has trained since it sampled
     # (N,), scores of the greedy responses to the same prompts (rloo.py)
     baselines: Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Which rollout engine samples (--rollout_backend), and the rollout of the next step while this one
+"""Which rollout engine samples (--rollout_backend), and the rollouts of later steps while one
 trains.
 
 `vllm_engine.VllmSampling` is the interface of an engine. vLLM's modules are imported if the flag
@@ -7,6 +7,7 @@ asks for them.
 
 import atexit
 import concurrent.futures
+import dataclasses
 import importlib.util
 from typing import Callable
 
@@ -109,25 +110,38 @@ def load_conversations(args, tokenizer, stop_ids: list[int]):
 
 
 class Rollouts:
-    """The scored rollouts of a run's steps. With --async_steps each is made in another thread while
-    the step before it trains.
+    """The scored rollouts of a run's steps. With --async_steps K the rollout of step s + K begins
+    when step s trains, in a thread of its own.
 
-    So steps 1 and 2 train on data of policy 1 and step k on data of policy k - 1, as with the two
-    queues of size one of open-instruct, after Cleanba (arXiv:2310.00036).
+    The prompts of a step are fixed before its rollout: all ranks agree on them, nothing is dropped,
+    no response is preferred for being short, and no token is sampled by a policy that has trained
+    more than K steps less than the one that learns from it. With K = 1 weights wait for the
+    rollout: steps 1 and 2 train on data of policy 1 and step k on data of policy k - 1, as with the
+    two queues of size one of open-instruct, after Cleanba (arXiv:2310.00036). From 2 on a rollout
+    goes on with the new weights, as in PipelineRL (arXiv:2509.19128).
     """
 
-    def __init__(self, run, sampler: Sampler, collect: Callable[[int, dict], Experience | None]):
+    def __init__(self, run, sampler: Sampler, prompts: list[dict], collect: Callable):
         """Give the engine the weights of the model.
 
         Args:
             run: a plumbing.run.run.Run, which has started.
-            collect: makes the rollout of a step from what the rollout before has left
-                (`Experience.state`), and returns early once `run.interrupt.requested` is set.
+            collect: makes the rollout of a step, an Experience, from a sampler, the prompts, the
+                number of the step and what the rollout before has left (`Experience.state`); returns
+                early, None, once `run.interrupt.requested` is set.
         """
         self.run = run
         self.sampler = sampler
+        self.prompts = prompts
         self.collect = collect
-        self.ahead: concurrent.futures.Future | None = None
+        self.async_steps = sampler.args.async_steps
+        self.step = run.state["step"]  # the last one that has begun to train
+        self.ahead = {}  # futures of rollouts, by step
+        # Those under way at once meet the other ranks in groups of their own.
+        self.samplers = [
+            dataclasses.replace(sampler, world=run.world.rollout_world(1))
+            for _ in range(self.async_steps)
+        ]
         atexit.register(self._leave)
         self.sync()
 
@@ -135,18 +149,23 @@ class Rollouts:
         """Return the rollout of a step. If it was interrupted, or a reward source gave no score,
         save and exit.
         """
-        ahead = self.ahead
-        experience = ahead.result() if ahead else self.collect(step, self.run.state)
-        self.ahead = None
+        if step in self.ahead:
+            experience = self.ahead[step].result()
+            del self.ahead[step]
+        else:
+            experience = self.collect(self.sampler, self.prompts, step, self.run.state)
         if experience is None:
             self.run.save_and_exit()
         if experience.unscored:
             self.run.fail(
                 f"--reward: no response of step {step} got a score from {experience.unscored}"
             )
-        experience.staleness = int(ahead is not None)
-        if self.sampler.args.async_steps and step < self.run.total_steps:
-            self.ahead = self._collect_ahead(step + 1, experience.state)
+        self.step = step
+        for later in range(step + 1, min(step + self.async_steps, self.run.total_steps) + 1):
+            if later not in self.ahead:
+                skipped = (later - step - 1) * self.sampler.args.rollout_batch_size
+                state = {**experience.state, "position": experience.state["position"] + skipped}
+                self.ahead[later] = self._collect_ahead(later, state)
         if self.sampler.engine is not None:
             self.sampler.engine.sleep()
         return experience
@@ -156,21 +175,26 @@ class Rollouts:
     def _collect_ahead(self, step: int, state: dict) -> Experience | None:
         if self.run.world.device.type == "cuda":
             torch.cuda.set_device(self.run.world.device)  # the current device is set per thread
-        return self.collect(step, state)
+        return self.collect(self.samplers[step % self.async_steps], self.prompts, step, state)
 
     def sync(self) -> None:
-        """Give the engine the weights of the model, once nothing samples any more; all ranks call
-        it.
+        """Give the engine the weights of the model, with --async_steps 1 once nothing samples any
+        more; all ranks call it.
         """
-        if self.ahead is not None:
-            self.ahead.exception()  # waits
+        if self.async_steps == 1:
+            concurrent.futures.wait(self.ahead.values())
         if self.sampler.engine is not None:
-            self.sampler.engine.sync(self.sampler.model)
+            on_gpu = self.run.world.device.type == "cuda"
+            if on_gpu:  # the engine reads the weights in another stream than the optimizer's
+                torch.cuda.synchronize()
+            self.sampler.engine.sync(self.sampler.model, self.step)
+            if on_gpu:  # before the optimizer writes the next ones
+                torch.cuda.synchronize()
 
     def _leave(self) -> None:
         """Let the engine return before the interpreter ends around it, which may crash; wait for 10
         seconds at most.
         """
-        if self.ahead is not None:
+        if self.ahead:
             self.run.interrupt.requested = True
-            concurrent.futures.wait([self.ahead], timeout=10)
+            concurrent.futures.wait(self.ahead.values(), timeout=10)

@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import os
-from typing import Callable
+import threading
+from typing import Any, Callable, Coroutine, Iterable
 
 import torch
 
 from plumbing.models import loading
 from plumbing.models.lora import base_weights, merged
+from plumbing.tasks import run_all
 from utils import World, fail, first_line
 
 WATCH = "plumbing.rollout.vllm_engine.WeightWatch"  # vLLM's worker_extension_cls
@@ -48,6 +50,13 @@ def sampling_settings(seed: int | None, length: int, stop_ids: list[int], args) 
     }
 
 
+def policy_steps(spans: Iterable[dict]) -> list[int]:
+    """Return how many steps the policy had trained that sampled each token, from vLLM's spans of
+    weight versions.
+    """
+    return [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+
+
 class WeightWatch:
     """Mixed into vLLM's workers, which only log it if they have weights that no sync has sent."""
 
@@ -82,24 +91,47 @@ def check_sent(of_workers: list[list[str]]) -> None:
 class VllmSampling:
     """A rollout engine, which samples from a copy of the trained policy.
 
-    Log-probabilities are those of the distribution that is sampled: after the temperature, top_p
-    and the other limits. Seeds are below 2**63, and a response depends on its query, its seed and
-    the weights only. `interrupted` is called again and again; once it is true, or after a failure,
-    the result is None. Subclasses define `_complete(place, query, settings, interrupted)`, which
-    samples one response, and `sync(model)`, which gives the engine the weights of the trained model: all
-    ranks call it, and none of them samples meanwhile.
+    The requests of all threads run in one event loop, in a thread of its own. Log-probabilities are
+    those of the distribution that is sampled: after the temperature, top_p and the other limits.
+    Seeds are below 2**63, and a response depends on its query, its seed and the weights only.
+    Subclasses define `_complete(place, query, settings)`, which samples one response, and
+    `sync(model, step)`, which gives the engine the weights that the model has after a step: all
+    ranks call it. Requests under way go on with them, as if their tokens so far were the query.
 
     Attributes:
         failure: why the engine no longer works, in one line; "" while it works. Run.save_and_exit saves and prints it.
         about: what the run prints at its start.
         synced: bytes of weights in the last sync.
-        most_requests: of a rollout under way at once; those of conversations are bounded by --conversations_at_once.
+        is_shared: whether several ranks share it. They do not ask whether they are interrupted:
+            all of them have to make every step.
     """
 
     failure = ""
     about = ""
     synced = 0
-    most_requests = 1 << 20
+    is_shared = False
+
+    def __init__(self):
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            with contextlib.suppress(SystemExit):  # of a task, where `run` raises it
+                self.loop.run_forever()
+
+    def run(self, work: Coroutine) -> Any:
+        """Return what a coroutine returns, which runs in the engine's thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def run_all(self, calls: Iterable[Coroutine], interrupted: Callable) -> None:
+        """Run coroutines that sample in the engine's thread, see `plumbing.tasks.run_all`; once
+        interrupted, or after a failure, they are cancelled.
+        """
+        self.run(run_all(calls, lambda: self._has_ended(interrupted)))
+
+    def _has_ended(self, interrupted: Callable) -> bool:
+        return bool(self.failure) or not self.is_shared and interrupted()
 
     @contextlib.contextmanager
     def _errors_as_failure(self):
@@ -127,23 +159,15 @@ class VllmSampling:
             end: called with the place of a query, its response and, by name, the outputs of its
                 tokens: once it has ended, so for all queries unless this is interrupted or fails.
         """
-        free = asyncio.Semaphore(self.most_requests)
 
         async def respond(place: int, query: list[int], seed: int | None) -> None:
             length = args.max_response_length
-            async with free:
-                response = await self.sample(
-                    place, query, seed, length, stop_ids, args, interrupted
-                )
+            response = await self.sample(place, query, seed, length, stop_ids, args, interrupted)
             if response is not None:
                 end(place, *response)
 
-        async def all_responses() -> None:
-            await asyncio.gather(
-                *map(respond, range(len(queries)), queries, seeds or [None] * len(queries))
-            )
-
-        asyncio.run(all_responses())
+        calls = map(respond, range(len(queries)), queries, seeds or [None] * len(queries))
+        self.run_all(calls, interrupted)
 
     async def sample(
         self,
@@ -155,14 +179,17 @@ class VllmSampling:
         args,
         interrupted: Callable,
     ) -> Response | None:
-        """Return what is sampled after `query`: a response, or one turn of a conversation.
+        """Return what is sampled after `query`: a response, or one turn of a conversation; None once
+        interrupted, or after a failure.
 
         It ends with a stop token, with the token that completes one of args.turn_stop, or after
         `length` tokens. All turns of a conversation have one `place`: where the engine has those
         before in its cache.
         """
+        if self._has_ended(interrupted):
+            return None
         settings = sampling_settings(seed, length, stop_ids, args)
-        return await self._complete(place, query, settings, interrupted)
+        return await self._complete(place, query, settings)
 
     def sleep(self) -> None:
         """Free the engine's memory until the next `sync`, if it can."""
@@ -189,6 +216,7 @@ class Engine(VllmSampling):
             load_format: "dummy" for random weights until the first `sync`, "auto" for those of
                 --model.
         """
+        super().__init__()
         # An engine in another process could not receive the trainer's tensors without copies.
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -200,7 +228,7 @@ class Engine(VllmSampling):
         from vllm.platforms import current_platform
 
         on_gpu = torch.cuda.is_available()
-        # A prefetched rollout samples while the step trains, when a synchronous engine would sleep.
+        # Rollouts ahead sample while a step trains, when a synchronous engine would sleep.
         self.can_sleep = current_platform.is_sleep_mode_available() and not args.async_steps
         self.is_shared = args.vllm_tensor_parallel > 1
         self.numbers = itertools.count()  # of the requests
@@ -214,10 +242,12 @@ class Engine(VllmSampling):
             settings["distributed_executor_backend"] = "external_launcher"
         # Rollout and training overlap on a GPU only if their kernels are not queued in the same
         # stream.
-        self.stream = torch.cuda.Stream() if args.async_steps and on_gpu else None
+        stream = torch.cuda.Stream() if on_gpu else None
+        # vLLM's CPU build would compile for 20 s and gain nothing; the trainer may, with --compile.
+        self.stance = "default" if on_gpu else "force_eager"
         threads = torch.get_num_threads()
         try:
-            with self._on_stream():  # vLLM goes on with the stream that is current here
+            with torch.cuda.stream(stream), torch.compiler.set_stance(self.stance):
                 self.llm = vllm.LLM(
                     args.model,
                     dtype=compute_dtype or torch.float32,
@@ -240,7 +270,10 @@ class Engine(VllmSampling):
             fail(
                 f"--model {args.model}: vLLM does not start with it: {' '.join(str(error).split())[:300]}"
             )
+        # Of a thread, as its device is, which this sets, too.
+        self.loop.call_soon_threadsafe(torch.cuda.set_stream, stream)
         self.llm.collective_rpc("watch_weights")
+        self.llm.llm_engine.set_weight_version("0")
         # LLM() leaves one, too few for an optimizer on the CPU (--shard fsdp_offload)
         torch.set_num_threads(threads)
         self.about = (
@@ -248,91 +281,63 @@ class Engine(VllmSampling):
             f"{', freed while training' if self.can_sleep else ''}"
         )
 
-    @contextlib.contextmanager
-    def _on_stream(self):
-        """Make the engine's stream current, after the work that is queued now; wait for the
-        engine's work at the end.
-
-        So a sync reads weights that the optimizer has written, and the next optimizer step follows
-        the sync.
-        """
-        if self.stream is None:
-            # vLLM's CPU build would compile for 20 s and gain nothing; the trainer may, with
-            # --compile.
-            with torch.compiler.set_stance(
-                "default" if torch.cuda.is_available() else "force_eager"
-            ):
-                yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        self.stream.synchronize()
-
-    async def _complete(
-        self, place: int, query: list[int], settings: dict, interrupted: Callable
-    ) -> Response | None:
-        """Return what vLLM samples after `query`; None if interrupted or failed.
-
-        Ranks that share an engine do not ask `interrupted`: all of them have to make every step.
-        """
+    async def _complete(self, place: int, query: list[int], settings: dict) -> Response | None:
+        """Return what vLLM samples after `query`; None after a failure."""
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+        engine = self.llm.llm_engine
         number = str(next(self.numbers))
         with self._errors_as_failure():
-            if not self.failure:
-                # By default, vLLM would make an object of each token's response so far.
-                sampling = SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
-                self.llm.llm_engine.add_request(number, {"prompt_token_ids": query}, sampling)
+            # By default, vLLM would make an object of each token's response so far.
+            sampling = SamplingParams(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(number, {"prompt_token_ids": query}, sampling)
         if self.failure:
             return None
-        self.waiting[number] = asyncio.get_running_loop().create_future()
+        self.waiting[number] = self.loop.create_future()
         if self.stepping is None or self.stepping.done():
-            self.stepping = asyncio.create_task(self._step(interrupted))
-        output = await self.waiting[number]
-        if output is None:
-            return None
-        logprobs = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids)]
-        return list(output.token_ids), {"rollout_logprobs": logprobs}
-
-    async def _step(self, interrupted: Callable) -> None:
-        """Make vLLM's steps while a request waits; after each step, resume the tasks whose
-        responses are complete.
-        """
-        engine = self.llm.llm_engine
+            self.stepping = asyncio.create_task(self._step())
         try:
-            with self._errors_as_failure(), self._on_stream():
-                while self.waiting and not self.failure and (self.is_shared or not interrupted()):
-                    for output in engine.step():
-                        if output.finished:
-                            self._answer(output.request_id, output.outputs[0])
-                    await asyncio.sleep(0)
+            output = await self.waiting[number]
         finally:
-            with self._errors_as_failure():
-                engine.abort_request(list(self.waiting))  # or they would run in the next rollout
-            for number in list(self.waiting):
-                self._answer(number, None)
+            if self.waiting.pop(number).cancelled():
+                with self._errors_as_failure():
+                    engine.abort_request([number])
+        logprobs = [each[token].logprob for each, token in zip(output.logprobs, output.token_ids)]
+        return list(output.token_ids), {
+            "rollout_logprobs": logprobs,
+            "policy_steps": policy_steps(map(vars, output.weight_versions)),
+        }
 
-    def _answer(self, number: str, output) -> None:
-        future = self.waiting.pop(number)
-        if not future.done():  # its task may have been cancelled
-            future.set_result(output)
+    async def _step(self) -> None:
+        """Make vLLM's steps while a request waits; after each step, resume the tasks whose
+        responses are complete, and let `sync` load new weights.
+        """
+        with self._errors_as_failure(), torch.compiler.set_stance(self.stance):
+            while self.waiting:
+                for output in self.llm.llm_engine.step():
+                    future = self.waiting[output.request_id]
+                    if not future.done():  # its task may have been cancelled
+                        future.set_result(output.outputs[0])
+                await asyncio.sleep(0)
 
-    def sync(self, model: torch.nn.Module) -> None:
-        """Give the engine the weights of `model`, and wake it."""
+    def sync(self, model: torch.nn.Module, step: int) -> None:
+        """Give the engine the weights of `model` after a step, and wake it."""
+        self.run(self._load(model, step))
+
+    async def _load(self, model: torch.nn.Module, step: int) -> None:
         weights = base_weights(model)
         # A generator, so that of a sharded model one tensor at a time is gathered.
         full_tensors = ((name, merged(tensor, layer)) for name, tensor, layer in weights)
-        with self._errors_as_failure():
+        with self._errors_as_failure(), torch.compiler.set_stance(self.stance):
             if self.can_sleep:  # if it is awake, vLLM does nothing
                 self.llm.wake_up(["weights"])
-            with self._on_stream():
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": full_tensors})
             check_sent(self.llm.collective_rpc("missing_weights"))
             if self.can_sleep:
                 self.llm.wake_up(["kv_cache"])
-            if not self.llm.reset_prefix_cache():
+            if not self.llm.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("it did not drop its prefix cache, which is of the old weights")
+            self.llm.llm_engine.set_weight_version(str(step))
         for _ in full_tensors:  # after an error: the other ranks gather the rest
             pass
         self.synced = sum(tensor.numel() * tensor.element_size() for _, tensor, _ in weights)

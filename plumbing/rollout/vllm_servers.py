@@ -10,20 +10,21 @@ import json
 import math
 import os
 import time
-from typing import Callable, Iterator
+from typing import Iterator
 
 import aiohttp
 import torch
 
 from plumbing.models.lora import base_weights, merged
-from plumbing.rollout.vllm_engine import Response, VllmSampling, check_sent
+from plumbing.rollout.vllm_engine import Response, VllmSampling, check_sent, policy_steps
 from utils import World, fail, first_line
 
 SERVER_START = 600.0  # seconds in which a server has to answer when a run starts
 SERVER_PATIENCE = 120.0  # seconds for which a server may be away later
-# Seconds until a response must be there: less than the half hour that other ranks wait.
+# Seconds in which a server must answer one of its requests: less than the half hour that other
+# ranks wait.
 SERVER_ANSWER = 1500.0
-SERVER_REQUESTS = 256  # requests under way, for each rank and server, but for conversations
+SERVER_REQUESTS = 256  # requests under way, for each rank and server
 TRANSFER = 600.0  # seconds until a step of the weight transfer must be done
 
 
@@ -64,11 +65,13 @@ class Servers(VllmSampling):
         Args:
             compute_dtype: number format in which the weights are sent; None: float32.
         """
+        super().__init__()
         self.urls = [url.rstrip("/") for url in args.rollout_servers]
         self.about = f"vLLM at {', '.join(self.urls)}"
         self.world = world
         self.weights = Weights(compute_dtype or torch.float32)
-        self.most_requests = SERVER_REQUESTS * len(self.urls)
+        self.free = asyncio.Semaphore(SERVER_REQUESTS * len(self.urls))
+        self.heard = dict.fromkeys(self.urls, 0.0)  # when a server was asked or has answered last
         self.headers = {"Authorization": f"Bearer {os.environ.get('VLLM_API_KEY', '')}"}
         try:
             self._connect(args)
@@ -121,7 +124,7 @@ class Servers(VllmSampling):
                 *[self._request(url, path, body, **limits) for url, body in zip(self.urls, each)]
             )
 
-        return asyncio.run(gather())
+        return self.run(gather())
 
     # ---- weights ----
 
@@ -153,13 +156,14 @@ class Servers(VllmSampling):
         self._ask_all("/init_weight_transfer_engine", *bodies)
 
     def start_weight_update(self) -> None:
+        self._ask_all("/pause?mode=keep", {})  # requests stay, and go on after /resume
         self._ask_all("/start_weight_update", {})
 
     def update_weights(self, update_info: dict) -> None:
         self._ask_all("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._ask_all("/finish_weight_update", {})
+        self._ask_all("/finish_weight_update", {"weight_version": str(self.step)})
         for answer in self._ask_all("/collective_rpc", {"method": "missing_weights"}):
             check_sent(answer["results"])
         answers = self._ask_all("/reset_prefix_cache?reset_running_requests=true", {})
@@ -167,16 +171,13 @@ class Servers(VllmSampling):
             raise RuntimeError(
                 f"{' '.join(self.urls)}: could not drop what they cached with the old weights"
             )
+        self._ask_all("/resume", {})
 
-    def sync(self, model: torch.nn.Module) -> None:
-        """Give all servers the weights of `model`; all ranks call it, and none of them samples
-        meanwhile.
-        """
-        if torch.cuda.is_available():
-            # vLLM sends from another stream, which does not wait for this one.
-            torch.cuda.synchronize()
+    def sync(self, model: torch.nn.Module, step: int) -> None:
+        """Give all servers the weights of `model` after a step; all ranks call it."""
         self.world.barrier()
         self.weights.entries = base_weights(model)
+        self.step = step
         self.synced = sum(
             meta.dtype.itemsize * math.prod(meta.shape) for meta in self.weights.metadata()
         )
@@ -188,31 +189,37 @@ class Servers(VllmSampling):
 
     # ---- sampling ----
 
-    async def _complete(
-        self, place: int, query: list[int], settings: dict, interrupted: Callable
-    ) -> Response | None:
-        """Return what a server samples after `query`; None if interrupted or failed."""
+    async def _complete(self, place: int, query: list[int], settings: dict) -> Response | None:
+        """Return what a server samples after `query`; None after a failure."""
         # A rank with few conversations would fill the first server only.
         url = self.urls[(self.world.rank + place) % len(self.urls)]
-        body = {"token_ids": query, "sampling_params": settings}
-        request = asyncio.create_task(self._sample(url, body))
-        try:
-            while not (request.done() or self.failure or interrupted()):
-                await asyncio.wait([request], timeout=1.0)
+        async with self.free:
             with self._errors_as_failure():
-                return await request if request.done() else None
-        finally:
-            request.cancel()  # vLLM aborts a request whose connection is closed
+                return await self._sample(url, {"token_ids": query, "sampling_params": settings})
 
     async def _sample(self, url: str, body: dict) -> Response:
-        """Return a response's token ids and their log-probabilities."""
-        answer = await self._request(
-            url, "/inference/v1/generate", body, SERVER_ANSWER, SERVER_PATIENCE
+        """Return a response's token ids and, by name, the values of each.
+
+        It may wait behind others at the server, for as long as that answers any of them.
+        """
+        path = "/inference/v1/generate"
+        request = asyncio.create_task(
+            self._request(url, path, body, timeout=None, patience=SERVER_PATIENCE)
         )
-        choice = answer["choices"][0]
+        self.heard[url] = time.monotonic()
+        try:
+            while not request.done():
+                if time.monotonic() - self.heard[url] > SERVER_ANSWER:
+                    raise RuntimeError(f"{url}: {path} gave no answer for {SERVER_ANSWER:.0f} s")
+                await asyncio.wait([request], timeout=1.0)
+        finally:
+            request.cancel()  # vLLM aborts a request whose connection is closed
+        self.heard[url] = time.monotonic()
+        choice = request.result()["choices"][0]
         if choice["finish_reason"] == "abort":
             raise RuntimeError(f"{url}: another client aborts this run's requests")
         tokens = choice["logprobs"]["content"]
         return [token["token_id"] for token in tokens], {
-            "rollout_logprobs": [token["logprob"] for token in tokens]
+            "rollout_logprobs": [token["logprob"] for token in tokens],
+            "policy_steps": policy_steps(choice["weight_versions"]),
         }

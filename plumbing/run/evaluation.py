@@ -173,23 +173,33 @@ def add_rollout(
         sums.add(kl=kl.sum(), mean_kl=(kl / m.sum(1).clamp(min=1)).sum())
 
 
-def mismatch_metrics(total: dict[str, float], step: int, staleness: int) -> dict[str, float]:
-    """Return how far engine and trainer differ; warn if they disagree although they have the same
-    weights.
+def mismatch_metrics(total: dict[str, float], step: int, batch: Batch) -> dict[str, float]:
+    """Return how far engine and trainer differ, how many steps the policy has trained since it
+    sampled a token, and the share of responses that several policies have sampled; warn if engine
+    and trainer disagree although they have the same weights.
 
     Args:
-        total: of the sums of `add_rollout`. staleness: steps that the policy was trained on since
-            it sampled.
+        total: of the sums of `add_rollout`.
     """
+    metrics = {"rollout/staleness": 0}
+    if "policy_steps" in batch.tokens:  # of an engine
+        # What distill.py learns of the data set is sampled by no policy.
+        sampled = batch.response_mask & batch.tokens["rollout_logprobs"].isfinite()
+        ages = (step - 1 - batch.tokens["policy_steps"]).where(sampled, math.nan)  # (N, T)
+        newest = ages.nan_to_num(math.inf).amin(1, keepdim=True)
+        metrics = {
+            "rollout/staleness": ages.nanmean().item(),
+            "rollout/staleness_max": ages[sampled].max().item(),
+            "rollout/mixed_policies": (ages > newest).any(1).double().mean().item(),
+        }
     difference = total["mismatch_probability"] / total["compared"]
-    if difference > MOST_MISMATCH and staleness == 0:
+    if difference > MOST_MISMATCH and metrics["rollout/staleness"] == 0:
         warn(
             f"step {step}: rollout and trainer differ by {difference:.3f} in a token's mean probability. --top_p, "
             "--repetition_penalty and --min_response_length do that; else try --precision float32, or "
             "--rollout_backend hf to see which is wrong"
         )
-    return {
-        "rollout/staleness": staleness,
+    return metrics | {
         "rollout/logprob_diff_mean": total["mismatch"] / total["compared"],
         "rollout/logprob_diff_max": total["max_mismatch"],
         "rollout/prob_diff_mean": difference,

@@ -30,6 +30,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import CUT, guarded
 from plumbing.rewards.sources import reward_weights
+from plumbing.tasks import run_all
 from plumbing.turns import worker
 from plumbing.turns.templates import Call, Turns
 from plumbing.turns.worker import EnvironmentFailure, ToolError
@@ -286,6 +287,7 @@ class Conversations:
         self.stop_ids = stop_ids
         self.processes = ToolProcesses(args.tools, args.environment, args.timeout)
         self.at_once = args.conversations_at_once or most_at_once()
+        self.free = asyncio.Semaphore(self.at_once)  # of all rollouts that an engine makes at once
         self.schemas = self.processes.schemas or None
         followers = ["tool"] * bool(self.schemas) + ["user"] * bool(args.environment)
         flag = "--tools" if args.tools else "--environment"
@@ -323,7 +325,7 @@ class Conversations:
             engine: see plumbing/rollout/engines.py; without one, `generate`, the scripts' decode
                 loop, samples turns.
         """
-        free = asyncio.Semaphore(self.at_once)
+        free = asyncio.Semaphore(self.at_once) if engine is None else self.free
         decode_loop = DecodeLoop(generate, self.stop_strings, self.at_once, len(rows))
 
         async def sample_turn(conversation: Conversation) -> tuple | None:
@@ -355,14 +357,11 @@ class Conversations:
                 end(place, conversation)
                 decode_loop.end_one()
 
-        async def converse_unless_interrupted() -> None:
-            task = asyncio.gather(*map(converse, range(len(rows))))
-            while not task.done() and not interrupted():
-                await asyncio.wait([task], timeout=0.1)
-            if task.done():
-                task.result()  # raises what ended it
-
-        asyncio.run(converse_unless_interrupted())  # cancels the tasks that are left
+        calls = map(converse, range(len(rows)))
+        if engine is None:
+            asyncio.run(run_all(calls, interrupted))
+        else:
+            engine.run_all(calls, interrupted)
 
     def _finish(self, conversation: Conversation) -> None:
         """Add what the script and the reward sources read of a conversation that has ended."""

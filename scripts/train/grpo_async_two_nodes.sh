@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO of Qwen2.5-7B on two nodes of eight 80 GB GPUs: the first trains while four vLLM servers on the second sample the
-# next step. Numbers: the sizes are from no source that reports any; this has not been run here.
+# next two steps. Numbers: the sizes are from no source that reports any; this has not been run here.
 # VLLM_API_KEY is a key of your choice, exported on both nodes: who has it can run code on the second one.
 #   bash scripts/train/grpo_async_two_nodes.sh serve HOST      on the second node, HOST its address in the cluster
 #   bash scripts/train/grpo_async_two_nodes.sh train HOST      on the first node
@@ -27,7 +27,7 @@ train)
     done
     torchrun --nproc_per_node 8 grpo.py --model "$model" --shard fsdp \
         --dataset agentica-org/DeepScaleR-Preview-Dataset --eval_dataset HuggingFaceH4/MATH-500 \
-        --reward math --rollout_backend server --rollout_servers "${servers[@]}" --async_steps 1 \
+        --reward math --rollout_backend server --rollout_servers "${servers[@]}" --async_steps 2 \
         --rollout_correction truncate --rollout_batch_size 128 --group_size 8 --mini_batch_size 1024 \
         --total_episodes 409600 --max_prompt_length 1024 --max_response_length 3072 "$@"
     ;;

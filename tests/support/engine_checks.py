@@ -1,6 +1,8 @@
 """What is checked of both of vLLM's engines: tests/test_vllm.py and tests/test_vllm_server.py."""
 
 import asyncio
+import threading
+import time
 
 import torch
 
@@ -63,25 +65,22 @@ def converse(
     `waits` are the seconds before each turn of a conversation.
     """
 
-    async def conversation(
-        place: int, query: list[int], seed: int, wait: float
-    ) -> list[tuple | None]:
-        made = []
+    made = [[] for _ in queries]
+
+    async def conversation(place: int, query: list[int], seed: int, wait: float) -> None:
         for number in range(turns):
             await asyncio.sleep(wait)
             turn = await engine.sample(
                 place, query, 1000 * seed + number, length, stop_ids, args, interrupted
             )
-            made.append(None if turn is None else (query, turn[0], *turn[1].values()))
+            made[place].append(
+                None if turn is None else (query, turn[0], turn[1]["rollout_logprobs"])
+            )
             query = query if turn is None else query + turn[0] + OBSERVATION
-        return made
 
-    async def conversations() -> list:
-        return await asyncio.gather(
-            *map(conversation, range(len(queries)), queries, seeds, waits or [0.0] * len(queries))
-        )
-
-    return asyncio.run(conversations())
+    calls = map(conversation, range(len(queries)), queries, seeds, waits or [0.0] * len(queries))
+    engine.run_all(calls, interrupted)
+    return made
 
 
 def failure_of(engine) -> str:
@@ -94,3 +93,48 @@ def spoken(conversations: list) -> tuple:
     """Conversations as (responses, log-probabilities) for `alike`."""
     turns = [[turn[part] for turn in turns] for turns in conversations for part in (1, 2)]
     return [sum(ids, []) for ids in turns[::2]], [sum(logprobs, []) for logprobs in turns[1::2]]
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in model.state_dict().items()}
+
+
+def sync_in_flight(engine, model, queries, args) -> tuple[float, float, int]:
+    """Sync other weights again and again while responses are sampled.
+
+    Returns:
+        the largest difference between a token's log-probability and that by the weights that it
+        names; the same for the weights after those; and how many responses are of several weights.
+    """
+    weights = [weights_of(model)]
+    ended = []
+    given = queries, list(range(len(queries))), [], args, lambda: False  # no token stops
+    sampling = threading.Thread(
+        target=engine.generate, args=(*given, lambda *response: ended.append(response))
+    )
+    engine.sync(model, 0)
+    sampling.start()
+    while sampling.is_alive():
+        time.sleep(0.05)
+        numbers = torch.Generator().manual_seed(len(weights))
+        with torch.no_grad():
+            for name, weight in model.state_dict().items():
+                change = torch.randn(weight.shape, generator=numbers)
+                weight.copy_(weights[0][name] + 0.05 * change)
+        engine.sync(model, len(weights))
+        weights.append(weights_of(model))
+    worst = [0.0, 0.0]
+    assert len(ended) == len(queries)
+    for place, response, outputs in ended:
+        given = torch.tensor(outputs["rollout_logprobs"])
+        steps = torch.tensor(outputs["policy_steps"])
+        assert len(steps) == len(given) == len(response) and (steps.diff() >= 0).all()
+        for step in steps.unique():
+            for later in (0, 1):
+                model.load_state_dict(weights[min(step + later, len(weights) - 1)])
+                expected = logprobs_of(model, queries[place], response, args.temperature)
+                difference = (expected - given)[steps == step].abs().max().item()
+                worst[later] = max(worst[later], difference)
+    model.load_state_dict(weights[0])
+    engine.sync(model, 0)
+    return *worst, sum(len(set(outputs["policy_steps"])) > 1 for _, _, outputs in ended)
