@@ -32,7 +32,6 @@ import transformers
 import tyro
 import yaml
 from matplotlib.figure import Figure
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import distill
@@ -56,48 +55,6 @@ FLAGS = TABLE["flags"] | {"min_response_length": LENGTH, "max_response_length": 
 METRICS = TABLE["metrics"]
 WARM_UP = 2  # first steps of a run, which do not count
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def bare_logprobs(model, ids: torch.Tensor) -> torch.Tensor:
-    """Return the log-probability of each token (N, L) but the first, by transformers' whole
-    logits.
-    """
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=GPU):
-        logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-    return -cross_entropy(logits.mT, ids[:, 1:], reduction="none")
-
-
-def run_transformers(flags: dict) -> list[dict]:
-    """Do the work of steps by transformers and AdamW alone: `generate`, a pass for log-probs,
-    updates in one batch.
-    """
-    device = torch.device("cuda" if GPU else "cpu")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        flags["model"], dtype=torch.float32
-    ).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=0.0)
-    length = flags["max_response_length"]
-    ids = torch.randint(
-        2, model.config.vocab_size, (flags["mini_batch_size"], 8 + length), device=device
-    )
-    clock = utils.Clock(utils.World(0, 1, device), 0.0, model.num_parameters())
-    steps = []
-    for _ in range(flags["total_episodes"] // len(ids)):
-        clock.start()
-        clock.begin("rollout")
-        model.generate(
-            ids[:, :8], do_sample=True, top_k=0, max_new_tokens=length, min_new_tokens=length
-        )
-        clock.begin("logprobs")
-        with torch.no_grad():
-            bare_logprobs(model, ids)
-        clock.begin("training")
-        for _ in range(flags["num_epochs"]):
-            bare_logprobs(model, ids).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        steps.append(clock.metrics(ids.numel()))
-    return steps
 
 
 def run_trl(flags: dict) -> list[dict]:
@@ -145,10 +102,10 @@ def run_trl(flags: dict) -> list[dict]:
 
 
 def measure(kind: str, flags: dict) -> pandas.DataFrame:
-    """Return the steps of "transformers", "TRL" or "grpo.py" with further flags."""
-    name, *further = kind.split()
-    if name != "grpo.py":
-        return pandas.DataFrame(run_trl(flags) if name == "TRL" else run_transformers(flags))
+    """Return the steps of "TRL", or of "grpo.py" with further flags."""
+    if kind == "TRL":
+        return pandas.DataFrame(run_trl(flags))
+    _, *further = kind.split()
     grpo.main(tyro.cli(grpo.Args, args=further, default=grpo.Args(**flags)))
     return pandas.DataFrame(read_log(os.path.join(flags["output_dir"], flags["run_name"])))
 
@@ -271,17 +228,13 @@ def conversation(count: int, folder: str) -> Callable:
     return lambda: asyncio.run(start())
 
 
-def cost(unit: str, count: int, folder: str) -> dict[str, float]:
-    """Return the seconds that some of a unit take, and what they add to this process's memory."""
+def cost(unit: str, count: int, folder: str) -> float:
+    """Return the seconds that so many of a unit take."""
     datasets.config.HF_DATASETS_CACHE = folder
     work = globals()[unit](count, folder)
-    memory = utils.memory_gb(torch.device("cpu"))
     begin = time.perf_counter()
     work()
-    seconds = time.perf_counter() - begin
-    size = 1e9 * (utils.memory_gb(torch.device("cpu")) - memory)
-    row = {"unit": unit, "count": count, "seconds": seconds, "ms per unit": 1e3 * seconds / count}
-    return row | {"bytes per unit": size / count}
+    return time.perf_counter() - begin
 
 
 def scale(output: str = "") -> None:
@@ -299,8 +252,9 @@ def scale(output: str = "") -> None:
             tempfile.TemporaryDirectory() as folder,
             ProcessPoolExecutor(1, get_context("spawn")) as process,
         ):
-            rows.append(process.submit(cost, unit, count, folder).result())
-    frame = pandas.DataFrame(rows)
+            rows.append((unit, count, process.submit(cost, unit, count, folder).result()))
+    frame = pandas.DataFrame(rows, columns=["unit", "count", "seconds"])
+    frame["ms per unit"] = 1e3 * frame["seconds"] / frame["count"]
     logs = np.log(frame[["count", "seconds"]]).groupby(frame["unit"]).diff()
     frame["exponent"] = logs["seconds"] / logs["count"]
     report("Scale", frame.to_string(index=False, float_format="{:.4g}".format), output)
@@ -322,17 +276,16 @@ def step(
     variants: tuple[str, ...] = (),
     output: str = "",
 ) -> None:
-    """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights, beside
-    transformers alone.
+    """Time rollouts, log-probs and updates (forward, backward, AdamW) of random weights.
 
     Args:
         shape: of the model: 10m, 39m, 0.5b or 1.5b.
         rounds: processes of each kind, in turns.
-        variants: flags of grpo.py to time, too, without the first two dashes, such as "attention
-            sdpa".
+        variants: flags of grpo.py to time beside its defaults, without the first two dashes, such as
+            "attention sdpa".
         output: Markdown file to write.
     """
-    kinds = ["transformers", "grpo.py", *(f"grpo.py --{flags}" for flags in variants)]
+    kinds = ["grpo.py", *(f"grpo.py --{flags}" for flags in variants)]
     with tempfile.TemporaryDirectory() as folder:
         flags = {**FLAGS, "model": random_model(shape, f"{folder}/model"), "output_dir": folder}
         runs = compare(flags, kinds, rounds)

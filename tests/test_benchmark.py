@@ -4,10 +4,6 @@ import benchmark
 import helpers
 import pandas
 import pytest
-import torch
-import transformers
-
-import grpo
 
 FLAGS = benchmark.FLAGS | {
     "model": benchmark.TINY,
@@ -20,14 +16,14 @@ FLAGS = benchmark.FLAGS | {
 
 
 def test_processes(monkeypatch, tmp_path):
-    """What kinds measure, each in a process of its own."""
+    """Runs of grpo.py without and with a further flag, each in a process of its own."""
     # one that has its imports
     monkeypatch.setattr(benchmark, "get_context", lambda method: helpers._server())
-    kinds = ["transformers", "grpo.py --lora_rank 2"]
+    kinds = ["grpo.py", "grpo.py --lora_rank 2"]
     runs = benchmark.compare(FLAGS | {"output_dir": str(tmp_path)}, kinds, 1)
     assert [kind for kind, _ in runs] == kinds
     for steps in runs.values():
-        assert (benchmark.medians(steps) > 0).all() and len(steps["time/step"].dropna()) == 3
+        assert (benchmark.medians(steps).drop("MFU") > 0).all() and steps["time/step"].count() == 3
 
 
 def test_a_table_pairs_the_rounds():
@@ -42,15 +38,4 @@ def test_a_table_pairs_the_rounds():
 @pytest.mark.parametrize("unit", benchmark.TABLE["counts"])
 def test_each_unit_costs_something(unit, tmp_path):
     """In this process; 1,000 tokens are one response."""
-    row = benchmark.cost(unit, 1000 if unit == "token" else 3, str(tmp_path))
-    assert row["seconds"] > 0 and row["unit"] == unit
-
-
-def test_transformers_alone_does_the_same_work():
-    """The same log-probs as grpo.py's."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(benchmark.TINY)
-    ids = torch.randint(2, 20, (3, 9))
-    ours = grpo.Policy(model, grpo.Args())(ids, torch.arange(9).expand_as(ids) > 0)["logprobs"]
-    torch.testing.assert_close(
-        benchmark.bare_logprobs(model, ids).flatten(), ours, rtol=1e-4, atol=1e-5
-    )
+    assert benchmark.cost(unit, 1000 if unit == "token" else 3, str(tmp_path)) > 0
