@@ -21,6 +21,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 cache = tempfile.TemporaryDirectory(prefix="run_tests_", ignore_cleanup_errors=True)
 os.environ.setdefault("HF_DATASETS_CACHE", cache.name)  # the same for all processes of the tests
+# read as pyarrow is: its allocator's thread may hold a lock while a test forks this process
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 # read as torch is imported; vLLM on a CPU requires it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
