@@ -7,6 +7,7 @@ as JSON, since its values may be of any type; NUMBERS stand beside it.
 """
 
 import functools
+import gc
 import json
 import os
 import sys
@@ -69,6 +70,7 @@ def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: 
     if dist.is_initialized() and not is_first:
         dist.barrier()
     try:
+        gc.freeze()  # forked processes would copy what the collector visits
         rows = raw.with_format("arrow").map(
             encode,
             batched=True,
