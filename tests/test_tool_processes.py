@@ -4,7 +4,6 @@ left of them.
 
 import asyncio
 import math
-import multiprocessing
 import os
 import re
 import subprocess
@@ -348,9 +347,7 @@ def test_many_at_once_and_nothing_is_left(processes):
         process = ToolProcess(processes, number)
         try:
             await process.ask("reset", {"secret": 10 * number})
-            found.append(process.process.pid)
-            # of which each start would ask
-            assert process.process not in multiprocessing.process._children
+            found.append(process.pid)
             return await process.ask("step", "50"), await process.ask("call", "add", {"a": number})
         finally:
             process.kill()
@@ -463,7 +460,7 @@ def test_python_tool():
         process = ToolProcess(processes, 1)
         for code, printed in programs.items():
             assert await process.ask("call", "python", {"code": code}) == printed
-        number = process.process.pid
+        number = process.pid
         process.timeout = 1.0
         with pytest.raises(ToolError, match="TimeoutError: no answer within --timeout"):
             await process.ask("call", "python", {"code": "while True: pass"})

@@ -5,8 +5,8 @@ The tokens of a turn stay as they were drawn. The tokens between two turns, an o
 the context, but not in the response mask: nothing is trained on them. docs/environments.md shows
 how to write tools and environments.
 
-A conversation has a process, forked from multiprocessing's fork server, in which its tools and its
-environment run. A call that lasts longer than --timeout is interrupted; a process that gives no
+A conversation has a process in which its tools and its environment run, forked from a process of the
+run. A call that lasts longer than --timeout is interrupted; a process that gives no
 answer then is killed.
 """
 
@@ -14,12 +14,13 @@ import asyncio
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Callable
 
@@ -34,7 +35,7 @@ from plumbing.tasks import run_all
 from plumbing.turns import worker
 from plumbing.turns.templates import Call, Turns
 from plumbing.turns.worker import EnvironmentFailure, ToolError
-from plumbing.user_code import SECONDS_TO_LOAD, without_main
+from plumbing.user_code import SECONDS_TO_LOAD
 from utils import ROOT, exit_on_error, fail, warn
 
 # A conversation's process has 3 MiB of its own, measured; the rest is for what its environment holds.
@@ -42,7 +43,6 @@ PROCESS_BYTES = 16 << 20
 SECONDS_TO_GIVE_UP = 1.0  # after --timeout, for what interrupts a call
 MOST_CALLS = 32  # of a turn
 STOP_REASONS = ("done", "max_turns", "length", "error")
-forked = multiprocessing.get_context("forkserver")
 
 
 class ToolProcesses:
@@ -53,25 +53,37 @@ class ToolProcesses:
 
     def __init__(self, tools: tuple[str, ...], environment: str, timeout: float):
         """Load and describe tools and environment in a process; exit with code 2 if that fails."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has three descriptors
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a process has a descriptor
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
         self.tools = list(map(os.path.abspath, tools))
         self.environment = environment and os.path.abspath(environment)
-        # The fork server, if it starts here, imports the worker, and with it the users' files; and
-        # what each process would import as it begins.
-        forked.set_forkserver_preload([worker.__name__, "multiprocessing.popen_forkserver"])
-        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
-        names = list(filter(None, [*tools, environment]))
-        files = json.dumps(list(map(os.path.abspath, names)))
-        os.environ |= {"PYTHONPATH": path, worker.FILES: files}
+        self.parent = None
         self.timeout = SECONDS_TO_LOAD
         flag = "--tools" if tools else "--environment"
-        where = f"{flag} {' '.join(names)}"
+        where = f"{flag} {' '.join(filter(None, [*tools, environment]))}"
         self.schemas = ask_once(where, ToolProcess(self, seed=0), "describe")
         self.timeout = timeout
         names = [schema["function"]["name"] for schema in self.schemas]
         if len(set(names)) < len(names):
             fail(f"--tools, --environment: two of the tools {', '.join(names)} have the same name")
+
+    def fork(self, connection: socket.socket, seed: int) -> None:
+        """Fork a process that serves a connection from their parent, which starts if it does not
+        run.
+        """
+        if self.parent is None or self.parent.poll() is not None:
+            self.control, of_parent = socket.socketpair()
+            given = of_parent.fileno(), self.tools, self.environment
+            code = f"from plumbing.turns import worker; worker.fork_processes{given}"
+            with of_parent:
+                self.parent = subprocess.Popen(
+                    [sys.executable, "-c", f"import sys; sys.path.append({ROOT!r}); {code}"],
+                    pass_fds=[of_parent.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # output of tools goes to stderr
+                    start_new_session=True,  # Ctrl-C is for the trainer
+                )
+        socket.send_fds(self.control, [str(seed).encode()], [connection.fileno()])
 
 
 class ToolProcess:
@@ -83,7 +95,8 @@ class ToolProcess:
         self.processes = processes
         self.seed = seed
         self.timeout = processes.timeout
-        self.process = None
+        self.writer = None
+        self.pid = None
 
     async def ask(self, method: str, *arguments):
         """Return the result of a method of `worker.Tools`; if there is no answer, kill the process.
@@ -96,9 +109,8 @@ class ToolProcess:
         name = arguments[0] if method == "call" else method
         request = json.dumps([self.timeout, method, *arguments], default=str)
         try:
-            if self.process is None:
+            if self.writer is None:
                 await self._start()
-                await asyncio.sleep(0)  # until others, which start at once, have started, too
             async with asyncio.timeout(self.timeout + SECONDS_TO_GIVE_UP):
                 self.writer.write(f"{request}\n".encode())
                 await self.writer.drain()
@@ -108,7 +120,7 @@ class ToolProcess:
         except TimeoutError:
             self.kill()
             raise gone(f"{name} gave no answer within --timeout {self.timeout:g} s") from None
-        except (OSError, EOFError, ValueError):
+        except (OSError, ValueError):
             self.kill()
             raise gone(f"{name} ended its process, or wrote into its connection") from None
         if "result" in answer:
@@ -123,22 +135,18 @@ class ToolProcess:
             self.reader, self.writer = await asyncio.open_connection(
                 sock=connection, limit=10 * worker.LONGEST_TEXT
             )
-            served = (of_process, self.processes.tools, self.processes.environment, self.seed)
-            process = forked.Process(target=worker.serve, args=served)
-            with without_main():
-                process.start()
-        # Each start would ask all in this list whether they have ended.
-        multiprocessing.process._children.discard(process)
-        self.process = process
+            self.processes.fork(of_process, self.seed)
+        async with asyncio.timeout(SECONDS_TO_LOAD):
+            self.pid = int(await self.reader.readline())
 
     def kill(self) -> None:
         """Kill the process, if there is one, and all that it has started."""
-        if self.process is not None:
+        if self.writer is not None:
+            self.writer.close()  # ends it, too, which may have begun only now
+        if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.kill()  # it may not lead its group yet
-            self.writer.close()
-            self.process = None
+                os.killpg(self.pid, signal.SIGKILL)
+        self.writer = self.pid = None
 
 
 def number_in(path: str, before: str = "") -> float:
@@ -152,7 +160,7 @@ def number_in(path: str, before: str = "") -> float:
 def most_at_once() -> int:
     """Return how many conversations this rank may have at once: half of what the machine allows.
 
-    A process has two tasks and three open files; the ranks of a machine share memory and tasks.
+    A process has two tasks and an open file; the ranks of a machine share memory and tasks.
     """
     memory = number_in("/proc/meminfo", "MemAvailable:") * 1024
     memory = min(memory, number_in("/sys/fs/cgroup/memory.max"))
@@ -161,7 +169,7 @@ def most_at_once() -> int:
     files = number_in("/proc/self/limits", "Max open files")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     of_machine = min(memory / PROCESS_BYTES, tasks / 2) / ranks
-    return max(1, int(min(of_machine, files / 3, 1 << 16) / 2))
+    return max(1, int(min(of_machine, files, 1 << 16) / 2))
 
 
 def ask_once(flag: str, process: ToolProcess, method: str, *arguments):

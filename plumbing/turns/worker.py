@@ -6,29 +6,25 @@ user's code is interrupted:
     [seconds, method, arguments...], where the methods are `describe`, `reset`, `step` and `call`
     {"result": ...} or {"error": type and text of what was raised}
 
-The processes are forked from multiprocessing's fork server, which imports this module, and with it
-the users' files. It imports no torch.
+The processes are forked from one that has imported the users' files, and no torch.
 """
 
 import asyncio
 import contextlib
 import inspect
 import json
-import multiprocessing
 import os
 import random
+import select
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker
 
 from plumbing.user_code import accepted, load_function
 
-# Environment variable of the fork server: JSON list of the functions in users' files.
-FILES = "RLHF_TOOL_FILES"
 LONGEST_TEXT = 100_000  # characters of a tool's or an environment's text; the rest is cut
 
 
@@ -122,23 +118,40 @@ def as_text(value) -> str:
 # ---- the process ---------------------------------------------------------------------------------
 
 
+def fork_processes(control: int, tools: list[str], environment: str) -> None:
+    """Import the users' files; then fork a process for each seed and connection that arrive at a
+    socket, until the trainer is gone.
+    """
+    sys.stdout = sys.stderr
+    for name in filter(None, [*tools, environment]):
+        try:
+            load_function(name)
+        except BaseException:  # the process that needs the file imports it again, and reports this
+            sys.modules.pop(name.rpartition(":")[0], None)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing is left of those that have ended
+    with socket.socket(fileno=control) as trainer:
+        while True:
+            seed, descriptors, *_ = socket.recv_fds(trainer, 100, 1)
+            if not seed:
+                return
+            with socket.socket(fileno=descriptors[0]) as connection:
+                if os.fork() == 0:
+                    trainer.close()
+                    serve(connection, tools, environment, int(seed))
+
+
 def serve(connection: socket.socket, tools: list[str], environment: str, seed: int) -> None:
-    """Answer the requests of one conversation; once the trainer is gone, end all that the tools
-    have started.
+    """Send the number of this process, and answer the requests of one conversation; once the
+    trainer is gone, end all that the tools have started.
     """
     os.setpgid(0, 0)  # a group of processes, to be killed with all that a tool starts
-    # What a tool writes to descriptors that are not its own would end the fork server or its
-    # tracker.
-    os.close(forkserver._forkserver._forkserver_alive_fd)
-    os.close(resource_tracker._resource_tracker._fd)
-    resource_tracker._resource_tracker._fd = None  # a tool that needs one starts its own
-    threading.Thread(target=end_with_trainer, daemon=True).start()
-    os.dup2(2, 1)  # output of tools goes to stderr
-    sys.stdout = sys.stderr
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    threading.Thread(target=end_with_trainer, args=[connection], daemon=True).start()
     signal.signal(signal.SIGALRM, give_up)
     served = None
     process = os.getpid()
     with contextlib.suppress(OSError):  # the trainer is gone, or a tool has closed the connection
+        connection.sendall(b"%d\n" % process)
         for request in connection.makefile("rb"):
             try:
                 limit, method, *arguments = json.loads(request)
@@ -172,15 +185,9 @@ def give_up(*_) -> None:
     raise TimeoutError("no answer within --timeout")
 
 
-def end_with_trainer() -> None:
+def end_with_trainer(connection: socket.socket) -> None:
     """Wait for the end of the trainer; then kill this process and all that it has started."""
-    multiprocessing.parent_process().join()
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    poll.poll()
     os.killpg(0, signal.SIGKILL)
-
-
-# In the fork server: once, not in each process.
-for name in json.loads(os.environ.get(FILES, "[]")):
-    try:
-        load_function(name)
-    except BaseException:  # the process that needs the file imports it again, and reports the error
-        sys.modules.pop(name.rpartition(":")[0], None)

@@ -31,7 +31,7 @@ def python(code: str) -> str:
     )
 
 
-# Once, in the fork server, rather than in each process of a conversation.
+# Once, in the process from which they are forked, rather than in each process of a conversation.
 if multiprocessing.parent_process() is None:
     if sandbox.open_limits() and os.environ.get("RANK", "0") == "0":
         print(f"warning: scripts/train/python_tool.py: {sandbox.open_limits()}", file=sys.stderr)
