@@ -173,7 +173,7 @@ def test_so_many_at_once(monkeypatch):
         ("/sys/fs/cgroup/memory.max", 1 << 30, 16),
         ("/sys/fs/cgroup/pids.max", 40, 5),
         ("Max processes", 40, 5),
-        ("Max open files", 60, 10),
+        ("Max open files", 60, 30),
     ],
 )
 def test_how_many_at_once_by_default(limit, number, at_once, monkeypatch):

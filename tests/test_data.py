@@ -9,13 +9,17 @@ import functools
 import io
 import itertools
 import math
+import multiprocessing
 import os
 import resource
+import time
 import types
 
 import helpers
 import pyarrow.parquet
 import pytest
+import torch
+import torch.distributed as dist
 from helpers import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -428,6 +432,41 @@ def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatc
         (line,) = capfd.readouterr().err.splitlines()
         what = "row 2001: has nothing in column 'prompt'" if end else "File too large"
         assert line.startswith(f"error: --dataset {file}") and what in line
+
+
+@pytest.mark.parametrize("ranks", [True, False], ids=["ranks of a run", "runs"])
+def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
+    """The second rank waits for the first, for longer than a collective may last; two runs map
+    both.
+    """
+    rows = [{"prompt": f"{i}+1=", "answer": i} for i in range(5)]
+    file = helpers.write_rows(tmp_path / "rows.jsonl", rows)
+    read_rows("--dataset", file, "train")  # is in the cache
+    mapped = tmp_path / "mapped"
+
+    def check_slowly(at, row, args) -> str:
+        with mapped.open("a") as names:
+            names.write(at[-1])
+        time.sleep(1)
+        return ""
+
+    def read(rank: int) -> None:
+        torch.set_num_threads(1)
+        if ranks:
+            os.environ["LOCAL_RANK"] = str(rank)
+            store, wait = f"file://{tmp_path}/store", datetime.timedelta(seconds=2)
+            dist.init_process_group("gloo", store, wait, world_size=2, rank=rank)
+        args = "train", tokenizers[False, None], args_of(), check_slowly
+        (read, _) = data.load_prompts("--dataset", file, *args)[0]
+        assert [row["columns"] for row in read] == rows
+
+    both = [multiprocessing.get_context("fork").Process(target=read, args=[i]) for i in (0, 1)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+    assert [process.exitcode for process in both] == [0, 0]
+    assert sorted(mapped.read_text()) == sorted("12345" if ranks else 2 * "12345")
 
 
 def test_what_was_read_is_shown(tokenizers, tmp_path, capsys):

@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Callable, Sequence
@@ -67,8 +68,11 @@ def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: 
     file = os.path.join(datasets.config.HF_DATASETS_CACHE, file)
     processes = min(os.cpu_count() or 1, len(raw) // ROWS_PER_PROCESS)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if dist.is_initialized() and not is_first:
-        dist.barrier()
+    others = None
+    if dist.is_initialized():  # whose own collectives wait for half an hour
+        others = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    if others and not is_first:
+        dist.barrier(others)
     try:
         gc.freeze()  # forked processes would copy what the collector visits
         rows = raw.with_format("arrow").map(
@@ -84,8 +88,8 @@ def encode_rows(flag: str, name: str, raw, make: Callable, tokenizer, stop_ids: 
         sys.exit(2)
     except Exception as error:  # of a disk or a cache, whatever it lacks
         fail(f"{where}: {first_line(error)} ({file})")
-    if dist.is_initialized() and is_first:
-        dist.barrier()
+    if others and is_first:
+        dist.barrier(others)
     rows = rows.with_transform(as_row)
     kept = column(rows, "has_problem") == 0
     if kept.all():
