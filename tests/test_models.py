@@ -189,27 +189,3 @@ def test_flash_attention_from_the_hub(load, monkeypatch):
     model = load("qwen2")
     sharding.set_attention(model, "flash_attention_2")
     assert model.config._attn_implementation == "kernels-community/flash-attn2"
-
-
-# ---- drivers -------------------------------------------------------------------------------------
-
-
-def test_a_driver_that_torch_cannot_use(capsys, monkeypatch):
-    """It ends the run, which would go on on the CPU; by torch's messages, and unless the CPU is
-    asked for.
-    """
-
-    old = "The NVIDIA driver on your system is too old (found version 12020)."
-    messages = iter(["Found no NVIDIA driver on your system.", "No CUDA GPUs are available", old])
-
-    def init():
-        raise RuntimeError(next(messages))
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    loading.precision("auto", CPU)
-    loading.precision("auto", CPU)
-    assert old in refused(capsys, loading.precision, "auto", CPU)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    loading.precision("auto", CPU)

@@ -33,15 +33,13 @@ def small_chunks(monkeypatch):
 def policy_of(
     model, temperature: float = 1.0, trains_entropy: bool = True, recomputes: bool = False
 ) -> Policy:
-    """In training: GPT-NeoX's and GPT-2's configurations have a dropout of 0.2, which must not be
-    applied.
-    """
+    """GPT-NeoX's configuration has a dropout of 0.2, which must not be applied."""
     args = dict(
         temperature=temperature,
         entropy_coef=float(trains_entropy),
         gradient_checkpointing=recomputes,
     )
-    return Policy(model.train(), SimpleNamespace(**args))
+    return Policy(model, SimpleNamespace(**args))
 
 
 def batch_of(pairs: list[tuple[list[int], list[int]]]) -> Batch:

@@ -79,6 +79,4 @@ def merged(tensor: torch.Tensor, layer) -> torch.Tensor:
     tensor = full_tensor(tensor)
     if layer is None:
         return tensor
-    a, b = (full_tensor(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
-    change = layer.scaling["default"] * (b @ a)
-    return tensor + (change.T if layer.fan_in_fan_out else change)
+    return tensor + full_tensor(layer.get_delta_weight("default"))

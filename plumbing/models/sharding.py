@@ -14,7 +14,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from transformers.modeling_flash_attention_utils import FLASH_ATTN_KERNEL_FALLBACK
 
 from plumbing.models.loading import Precision, blocks_of, caps_scores, checkpoint_blocks
 from utils import World, exit_on_error, fail, say
@@ -170,14 +169,11 @@ def set_attention(model: transformers.PreTrainedModel, name: str) -> None:
     """Make a model compute its attention by --attention `name`, or exit with code 2 if it
     cannot.
     """
+    # transformers would only log that it cannot set it, and its sdpa leaves the cap of scores out.
+    if not model._can_set_attn_implementation() or name == "sdpa" and caps_scores(model.config):
+        fail(f"--attention {name}: {type(model).__name__} does not support it")
     with exit_on_error(f"--attention {name}"):
         model.set_attn_implementation(name)
-    from_hub = FLASH_ATTN_KERNEL_FALLBACK.get(name)  # where the package is not installed
-    # transformers only logs that a model lacks one, and its sdpa leaves the cap of the scores out.
-    if model.config._attn_implementation not in (name, from_hub) or (
-        name == "sdpa" and caps_scores(model.config)
-    ):
-        fail(f"--attention {name}: {type(model).__name__} does not support it")
 
 
 def reset_after_inference(root: FSDPModule, *_) -> None:

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from plumbing.models.loading import load_config, read_tokenizer, vocabulary_difference
+from plumbing.models.loading import check_can_read, load_config
 from plumbing.models.lora import base_weights, merged
-from utils import Optimizer, World, exit_on_error, fail, first_line
+from utils import Optimizer, World, exit_on_error, first_line
 
 # dcp's, where `no_dist` asks for just that.
 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -152,10 +152,7 @@ def load_checkpoint(
     may differ from those of the run that saved it. Exits with code 2 for a checkpoint of another
     model, tokenizer or script.
     """
-    if difference := vocabulary_difference(tokenizer, read_tokenizer("--resume", folder)):
-        fail(
-            f"--resume: --model has another tokenizer than {folder}, whose vocabulary {difference}"
-        )
+    check_can_read("--resume", folder, tokenizer)
     with exit_on_error(f"--resume {folder}"):
         state = torch.load(f"{folder}/trainer_state.pt", map_location="cpu", weights_only=True)
         for name, optimizer in optimizers.items():

@@ -22,8 +22,6 @@ from plumbing.run.checkpoints import checkpoint_folders
 from plumbing.run.log import read_args, read_log, replace_file
 from utils import ROOT, exit_on_error, fail, warn
 
-locks = []  # open files; closing one would give up its lock
-
 
 class Origin(NamedTuple):
     """Where a run begins: a new folder, or the newest checkpoint of an old one."""
@@ -81,9 +79,9 @@ def lock(folder: str) -> None:
 
     Exits with code 2 if another process has the lock. A file system without locks is not an error.
     """
-    locks.append(open(f"{folder}/.lock", "w"))
+    file = os.open(f"{folder}/.lock", os.O_WRONLY | os.O_CREAT)  # closing it would give up the lock
     try:
-        fcntl.lockf(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         fail(f"--run_name {os.path.basename(folder)}: {folder} is in use by another process")
     except OSError:
