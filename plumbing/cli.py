@@ -12,7 +12,7 @@ import json
 import os
 import re
 import sys
-from typing import Annotated, Iterable, Literal
+from typing import Annotated, Literal
 
 import tyro
 import yaml
@@ -20,7 +20,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, TypeAdapte
 from pydantic.dataclasses import dataclass
 
 from plumbing.data import rows
-from utils import ROOT, exit_on_error, fail, warn
+from utils import exit_on_error, fail, warn
 
 # Of a server, such as http://10.0.0.2:8000.
 ADDRESS = r"https?://(\[[\da-fA-F:]+\]|[^\s/:]+)(:\d+)?(/\S*)?"
@@ -51,7 +51,6 @@ def parse(cls: type, line: list[str] | None = None):
             node).
     """
     line = sys.argv[1:] if line is None else line
-    refuse_other_names(cls, line)
     description = sys.modules[cls.__module__].__doc__
     read = functools.partial(
         tyro.cli, cls, args=line, description=description, use_underscores=True
@@ -84,31 +83,9 @@ def from_file(cls: type, path: str) -> dict:
         if isinstance(values, dict) and "args" in values:
             values = getattr(cls, "from_run", dict)(values["args"])
     rows.check(f"--config {path}", values, TypeAdapter(cls))
-    refuse_other_names(cls, values, f"--config {path}: ")
     for name in values.keys() - cls.__dataclass_fields__:
         fail(f"--config {path}: there is no flag {name!r}")
     return values
-
-
-def refuse_other_names(cls: type, words: Iterable[str], where: str = "") -> None:
-    """Exit with code 2 if words are other names of flags, after a line that says what all of them
-    are here.
-
-    Args:
-        words: of a command line, or the names in the file that `where` names.
-    """
-    hints = []
-    flags = cls.__dataclass_fields__
-    with open(f"{ROOT}/plumbing/other_names.yaml") as file:
-        other_names = yaml.safe_load(file)
-    for word in words:
-        name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        here = [x for x in other_names.get(name, []) if x.removeprefix("--") in flags or " " in x]
-        is_name = where or word.startswith("--") or "." in name  # verl's have no dashes
-        if here and is_name and name not in flags:
-            hints.append(f"{name}: is {' and '.join(here)} here")
-    if hints:
-        fail(where + "; ".join(hints))
 
 
 def check_rules(args) -> None:
@@ -132,18 +109,12 @@ class OutputArgs:
     config: str = ""
     """File with flags, .json or .yaml: {"learning_rate": 1e-6, ...}, or the args.json of a run.
     Flags of the command line override it."""
-    run_name: Annotated[str, Field(max_length=200)] = ""
+    run_name: Annotated[str, Field(max_length=200, pattern=r"^([^/]*[^/.])?$")] = ""
     """Name of the run's folder; default: script, model, data set and seed."""
     output_dir: str = "runs"
     """Folder that holds the runs; several nodes need one that they share."""
     seed: NonNegativeInt = 1
     """Seed of everything random: the order of the data, the sampling, the mini-batches."""
-
-    RULES = {
-        "--run_name must name a folder in --output_dir": lambda a: (
-            not re.search(r"(^|/)\.{0,2}(/|$)", a.run_name or "default")
-        )
-    }
 
 
 @dataclass
@@ -449,7 +420,7 @@ class PolicyArgs(OptimizerArgs):
     truncate rho of a token to --rollout_correction_cap, drop tokens outside of [1 / cap, cap], or
     use the response's and drop it above cap. Default: truncate where vLLM samples without
     --async_steps, else none."""
-    rollout_correction_cap: PositiveFloat = 2.0
+    rollout_correction_cap: Annotated[FiniteFloat, Field(ge=1)] = 2.0
     """Largest rho of --rollout_correction; 2 for tokens, 3 for sequences are usual."""
     kl_target: NonNegativeFloat = 0.0
     """Mean KL per token to which beta is steered (Ziegler et al. 2019, adaptive), from --kl_coef
@@ -473,9 +444,6 @@ class PolicyArgs(OptimizerArgs):
             a.filter_groups == "none" or a.group_size > 1
         ),
         "--dual_clip must be above 1, or 0 for none": lambda a: a.dual_clip == 0 or a.dual_clip > 1,
-        "--rollout_correction mask requires a --rollout_correction_cap of 1 or more": lambda a: (
-            a.rollout_correction != "mask" or a.rollout_correction_cap >= 1
-        ),
         "--ref_refresh_every requires a reference with weights: --lora_rank 0 and a --kl_coef above 0": lambda a: (
             not a.ref_refresh_every or a.kl_coef and not a.lora_rank
         ),
