@@ -157,15 +157,6 @@ TROUBLES = {  # what a step's metrics are, and what the warning begins and ends 
 }
 
 
-def test_that_no_reward_counts_is_said_at_the_first_step(tmp_path, capsys):
-    """As no response stops, and all score 0."""
-    run = log_of(tmp_path, steps=2, step=0)
-    for step in (1, 2):
-        run.log({**ROW, **NO_STOP, "step": step})
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: no response of step 1 stopped")
-
-
 @pytest.mark.parametrize("name", TROUBLES)
 def test_ten_steps_in_trouble_are_warned_of_once(tmp_path, capsys, name):
     """Not of nine, and not with a good one among them; the row before the first step does not

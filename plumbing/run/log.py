@@ -18,7 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from plumbing.run.ranks import begin_phase
-from utils import World, exit_on_error, first_line, one_line, say, warn
+from utils import World, exit_on_error, first_line, say, warn
 
 PROGRESS = {  # the values in the progress bar, or in the line of a step, if a run has them
     "objective/scores": "score",
@@ -120,10 +120,6 @@ class RunLog:
         if self.progress.disable:
             line = ", ".join(map("=".join, values.items()))
             print(f"step {row['step']} of {self.progress.total}: {line}", flush=True)
-        if row["step"] == 1 and row.get("val/num_stop_token_ids") == row.get("reward/cut_off") == 0:
-            warn(
-                "no response of step 1 stopped, so all score 0: see --non_stop_penalty, --max_response_length"
-            )
         if row["step"]:
             self.latest.append(row)
             self._warn_of_troubles()
@@ -156,26 +152,20 @@ class RunLog:
             append(f"{self.folder}/{name}", [{"step": step, **as_logged(row)} for row in rows])
 
     def table(self, step: int, rows: list[dict]) -> None:
-        """Print the first held-out samples, which have the same columns, as a table; track all of
-        them.
+        """Print the first held-out samples; track all of them, which have the same columns, as a
+        table.
         """
         if not self.world.main:
             return
-        import rich.console
-        import rich.table
-        import rich.text
-
         self.lengths(step, "held-out samples", [row["length"] for row in rows if "length" in row])
         rows = [
             as_logged({name: x for name, x in row.items() if name not in ("length", "turns")})
             for row in rows
         ]
-        title = f"held-out samples after step {step}"
-        table = rich.table.Table(*rows[0], title=title, title_justify="left", show_lines=True)
         for row in rows[:4]:
-            table.add_row(*(rich.text.Text(cell(x)) for x in row.values()))
-        with tqdm.external_write_mode():
-            rich.console.Console().print(table)
+            say(f"held-out sample after step {step}")
+            for name, x in row.items():
+                say(f"    {name}: {shortened(x)}")
         if self.library:
             samples = self.library.Table(
                 columns=list(rows[0]), data=[list(row.values()) for row in rows]
@@ -215,11 +205,11 @@ class RunLog:
             self.library.finish()
 
 
-def cell(x) -> str:
-    """Return a value for a table, of a long text both ends: the question ends a prompt, the answer
-    a response.
+def shortened(x) -> str:
+    """Return a value for the console, of a long text both ends: the question ends a prompt, the
+    answer a response.
     """
-    text = f"{x:g}" if isinstance(x, float) else one_line(str(x))
+    text = f"{x:g}" if isinstance(x, float) else str(x)
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
 
 

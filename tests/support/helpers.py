@@ -29,8 +29,6 @@ from pathlib import Path
 import datasets  # noqa: F401
 import matplotlib.backends.backend_agg  # noqa: F401
 import pytest
-import rich.console  # noqa: F401
-import rich.table  # noqa: F401
 import torch
 import transformers
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401
