@@ -911,7 +911,7 @@ def main(args: Args) -> None:
     # ---- setting up: models, optimizer, rollout ----
     precision = loading.precision(args.precision, world.device)
     sharding = Sharding(args, world, precision)
-    policy, wrapped, reference = loading.load_policy_and_reference(
+    policy, wrapped, reference, saved_models = loading.load_policy_and_reference(
         args, functools.partial(Policy, args=args), run.checkpoint, precision, sharding
     )
     kl_in = "none" if reference is None else args.kl_in
@@ -945,13 +945,10 @@ def main(args: Args) -> None:
         needs_start_logprobs = True
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
-    saved_models = loading.models_to_save(args, policy, reference, run.checkpoint) | {
-        "critic": critic.scalar.model
-    }
     run.start(
         total_steps,
         tokenizer=tokenizer,
-        models=saved_models,
+        models=saved_models | {"critic": critic.scalar.model},
         optimizers={"": optimizer, "critic": critic_optimizer},
         engine=sampler.engine,
     )

@@ -8,6 +8,7 @@ function of the flags that is true unless it applies}.
 
 import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -56,11 +57,7 @@ def parse(cls: type, line: list[str] | None = None):
         tyro.cli, cls, args=line, description=description, use_underscores=True
     )
     silent = os.environ.get("LOCAL_RANK", "0") != "0"  # only the first rank of a node prints
-    with (
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere if silent else sys.stdout),
-        contextlib.redirect_stderr(nowhere if silent else sys.stderr),
-    ):
+    with contextlib.redirect_stderr(io.StringIO() if silent else sys.stderr):
         args = read()
         config = getattr(args, "config", "")
         values = from_file(cls, config) if config else {}

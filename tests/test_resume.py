@@ -82,10 +82,10 @@ def test_the_newest_checkpoint_and_what_has_changed(folder, capsys):
 
 def test_what_a_resume_refuses(folder, capsys):
     assert "exists; continue it with --resume" in refusal(capsys, folder, resume=False)
-    for name, where in (("metrics.jsonl", " line 1"), ("args.json", "")):
+    for name in ("metrics.jsonl", "args.json"):
         before = (folder / name).read_text()
         (folder / name).write_text('{"step": 1\n{"step": 2}\n')
-        assert f"{folder / name}{where}: is not a JSON object" in refusal(capsys, folder)
+        assert refusal(capsys, folder).startswith(f"error: --resume {folder}: ")
         (folder / name).write_text(before)
     shutil.rmtree(folder / "checkpoints")
     assert "has 10 steps and no checkpoint" in refusal(capsys, folder, save_every=10)

@@ -191,28 +191,21 @@ def check_fits(name: str, highest: int, length: int, flag: str) -> None:
     Args:
         flag: the option that the sequences are from, with its value.
     """
-    config = load_config("--model", name).get_text_config()
-    size, positions = (
-        getattr(config, key, None) for key in ("vocab_size", "max_position_embeddings")
-    )
-    if size and highest >= size:
+    size = load_config("--model", name).get_text_config().vocab_size
+    if highest >= size:
         fail(
             f"--model {name}: has {size} tokens, and its tokenizer writes token {highest}: they do not fit together"
         )
-    if positions and length > positions:
+    if length > positions_of(name):
         fail(
-            f"{flag}: makes sequences of {length} tokens, and --model {name} has {positions} positions"
+            f"{flag}: makes sequences of {length} tokens, and --model {name} has {positions_of(name)} positions"
         )
 
 
-def longest_sequence(args) -> int:
-    """Return the most tokens that an engine is asked for: those of the flags, or --model's
-    positions if it has less.
-    """
-    positions = getattr(
-        load_config("--model", args.model).get_text_config(), "max_position_embeddings", None
-    )
-    return min(args.max_prompt_length + args.max_response_length, positions or math.inf)
+def positions_of(name: str) -> float:
+    """Return the most tokens that --model `name` can read; infinity if it names no limit."""
+    config = load_config("--model", name).get_text_config()
+    return getattr(config, "max_position_embeddings", None) or math.inf
 
 
 def load_model(
@@ -545,37 +538,28 @@ def load_policy_and_reference(
     """Load the policy, see `load_policy`, and the reference of the KL penalty.
 
     Returns:
-        The policy; what trains it; and the reference, frozen: None without --kl_coef, with LoRA the
-        policy without its adapter.
+        The policy; what trains it; the reference, frozen: None without --kl_coef, with LoRA the
+        policy without its adapter; and the models that a checkpoint holds, by folder: the policy
+        as "", and a reference that is, or was, refreshed.
     """
     policy, wrapped = load_policy(args, make_policy, checkpoint, precision, sharding)
+    saved_models = {"": policy.model}
     if not args.kl_coef:
-        return policy, wrapped, None
+        return policy, wrapped, None, saved_models
     if args.lora_rank and not args.ref_model:
-        return policy, wrapped, functools.partial(forward_without_lora, policy)
+        return policy, wrapped, functools.partial(forward_without_lora, policy), saved_models
     flag = "--ref_model" if args.ref_model else "--model"
     name = args.ref_model or args.model
     if args.ref_model:
         check_same_tokens(flag, name, args.model)
-    name = refreshed_reference(checkpoint) or name
+    refreshed = os.path.join(checkpoint or "", "reference")
+    was_refreshed = bool(checkpoint) and os.path.isdir(refreshed)
+    if was_refreshed:
+        name = refreshed
     reference = load_frozen(flag, name, make_policy, precision.param_dtype, sharding)
     ours, theirs = ([weight.shape for weight in x.parameters()] for x in (policy, reference))
     if args.ref_refresh_every and ours != theirs:
         fail(f"--ref_refresh_every: {flag} {name} has other layers or shapes than the policy")
-    return policy, wrapped, reference
-
-
-def refreshed_reference(checkpoint: str | None) -> str | None:
-    """Return the folder of a refreshed reference in a checkpoint; None if there is none."""
-    folder = os.path.join(checkpoint or "", "reference")
-    return folder if checkpoint and os.path.isdir(folder) else None
-
-
-def models_to_save(args, policy, reference, checkpoint: str | None) -> dict[str, torch.nn.Module]:
-    """Return the language models that a checkpoint holds, by folder: the policy, and a refreshed
-    reference.
-    """
-    refreshed = args.ref_refresh_every or refreshed_reference(checkpoint)
-    return {"": policy.model} | (
-        {"reference": reference.model} if reference is not None and refreshed else {}
-    )
+    if args.ref_refresh_every or was_refreshed:
+        saved_models["reference"] = reference.model
+    return policy, wrapped, reference, saved_models

@@ -253,7 +253,10 @@ class Engine(VllmSampling):
                     dtype=compute_dtype or torch.float32,
                     load_format=load_format,
                     generation_config="vllm",
-                    max_model_len=loading.longest_sequence(args),
+                    max_model_len=min(
+                        args.max_prompt_length + args.max_response_length,
+                        loading.positions_of(args.model),
+                    ),
                     seed=args.seed,
                     max_num_seqs=args.generation_batch_size,
                     kv_cache_memory_bytes=int(cache_gb * 1e9),

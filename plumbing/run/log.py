@@ -252,20 +252,17 @@ def append(path: str, rows: list[dict]) -> None:
 def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
     """Yield the rows of a log of a run, none if there is no log, without a last line that a kill
     cut short.
-
-    Raises:
-        ValueError: if another line cannot be read.
     """
     path = Path(folder, name)
     if path.exists():
         with open(path, encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
+            for line in lines:
                 if line.endswith("\n"):
-                    yield parse(line, f"{path} line {number}")
+                    yield json.loads(line)
 
 
 def read_metrics(folder: str) -> list[dict]:
-    """Return the rows of metrics.jsonl; raise ValueError if there is none, or one cannot be read."""
+    """Return the rows of metrics.jsonl; raise ValueError if there is none."""
     rows = list(read_log(folder))
     if not rows:
         raise ValueError(f"{folder} has no metrics.jsonl with a whole line")
@@ -275,20 +272,9 @@ def read_metrics(folder: str) -> list[dict]:
 def read_args(folder: str) -> dict:
     """Return a run's args.json, {"args": {flag: value}, "defaults": ..., "script": ..., ...}; {} if
     there is none.
-
-    Raises:
-        ValueError: if it cannot be read.
     """
     path = Path(folder, "args.json")
-    return parse(path.read_text("utf-8"), str(path)) if path.exists() else {}
-
-
-def parse(text: str, where: str) -> dict:
-    """Return a JSON object; raise ValueError, which says where it stands, if the text is none."""
-    try:
-        return dict(json.loads(text))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: is not a JSON object") from error
+    return json.loads(path.read_text("utf-8")) if path.exists() else {}
 
 
 def without_secrets(flags: dict) -> dict:

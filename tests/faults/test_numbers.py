@@ -68,9 +68,9 @@ def test_a_reference_that_becomes_nan(
     load = loading.load_policy_and_reference
 
     def poisoned(*args, **options):
-        *policy, reference = load(*args, **options)
+        *policy, reference, saved_models = load(*args, **options)
         reference.model.model.norm.weight.data[3] = math.nan
-        return *policy, reference
+        return *policy, reference, saved_models
 
     monkeypatch.setattr(loading, "load_policy_and_reference", poisoned)
     values = variant(base, tmp_path, kl_in=place, kl_estimator=estimator, total_episodes=48)
