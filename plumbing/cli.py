@@ -33,7 +33,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Weight = Annotated[float, Field(ge=-1e6, le=1e6)]
 Port = Annotated[int, Field(ge=0, lt=2**16)]
-Text = Annotated[str, Field(min_length=1)]
+NonEmpty = Annotated[str, Field(min_length=1)]
 Address = Annotated[str, Field(pattern=rf"^{ADDRESS}$")]
 FileMember = Annotated[str, Field(pattern=r"^(.+:\w+)?$")]
 
@@ -353,7 +353,7 @@ class ConversationArgs:
     conversations_at_once: NonNegativeInt = 0
     """Conversations of a rank at the same time, each with a process; others begin as these end. 0:
     what memory and the limits on processes and open files allow."""
-    turn_stop: tuple[Text, ...] = ()
+    turn_stop: tuple[NonEmpty, ...] = ()
     """Texts that end a turn as a stop token does, such as </search> for a model that continues
     after a call."""
 

@@ -60,7 +60,7 @@ class Sharding:
         """Where to load a model to, before `shard`.
 
         Only rank 0 reads the files of a model that is to be sharded, to the CPU: a GPU may not have
-        the memory for all of it, nor a machine that for a copy a rank.
+        the memory for all of it, nor a machine that for a copy per rank.
         """
         return torch.device("cpu" if self.world.main else "meta") if self.on else self.world.device
 

@@ -36,7 +36,7 @@ def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | No
         rows: held-out prompts.
     Returns:
         Metrics (eval/accuracy is the mean over all samples, which is pass@1; NaN where there is no
-        score), and samples as `sample_rows` gives them, one a prompt; None if interrupted.
+        score), and samples as `sample_rows` gives them, one per prompt; None if interrupted.
     """
     reward_sources = sampler.reward_sources
     args = sampler.args
