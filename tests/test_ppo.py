@@ -141,7 +141,7 @@ def test_values_are_read_where_each_token_is_predicted(model_folder, tmp_path, f
     assert not new and torch.equal(
         scalar.model.score.weight.float(), weights_of(folder)["score.weight"]
     )
-    critic = Critic(scalar).train()
+    critic = Critic(scalar)
     batch = random_batch()
     near = EXACT.get(family, 1e-6)
     ids, mask = batch.collate(ALL)

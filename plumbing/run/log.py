@@ -238,8 +238,7 @@ def as_logged(row: dict) -> dict:
 
 def replace_file(path: str, text: str) -> None:
     """Write a file that has its old or its new content at any instant."""
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        file.write(text)
+    Path(f"{path}.tmp").write_text(text, "utf-8")
     os.replace(f"{path}.tmp", path)
 
 
