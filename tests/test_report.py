@@ -70,7 +70,7 @@ def test_a_folder_of_metrics_alone_and_folders_without(tmp_path, capsys):
     for runs, says in (
         ((), ""),
         ((str(tmp_path / "empty"),), ""),
-        ((str(tmp_path),), "metrics.jsonl line 1: "),
+        ((str(tmp_path),), "metrics.jsonl: "),
     ):
         assert says in refused(capsys, report.main, runs, str(tmp_path / "b.html"))
     assert not (tmp_path / "b.html").exists()

@@ -85,7 +85,7 @@ def test_what_a_resume_refuses(folder, capsys):
     for name in ("metrics.jsonl", "args.json"):
         before = (folder / name).read_text()
         (folder / name).write_text('{"step": 1\n{"step": 2}\n')
-        assert refusal(capsys, folder).startswith(f"error: --resume {folder}: ")
+        assert f"{folder}" in refusal(capsys, folder)
         (folder / name).write_text(before)
     shutil.rmtree(folder / "checkpoints")
     assert "has 10 steps and no checkpoint" in refusal(capsys, folder, save_every=10)

@@ -250,11 +250,11 @@ def append(path: str, rows: list[dict]) -> None:
 
 def read_log(folder: str, name: str = "metrics.jsonl") -> Iterator[dict]:
     """Yield the rows of a log of a run, none if there is no log, without a last line that a kill
-    cut short.
+    cut short; exit with code 2 if another line cannot be read.
     """
     path = Path(folder, name)
     if path.exists():
-        with open(path, encoding="utf-8") as lines:
+        with exit_on_error(str(path)), open(path, encoding="utf-8") as lines:
             for line in lines:
                 if line.endswith("\n"):
                     yield json.loads(line)
