@@ -258,7 +258,7 @@ def test_a_source_without_threads_scores_one_rollout_at_a_time():
     """A reward model, though the rollouts of several steps end at once."""
     at_once = []
 
-    def score(samples, interrupted):
+    def score(samples):
         at_once.append(1)
         time.sleep(0.05)
         assert at_once == [1]
