@@ -266,7 +266,7 @@ def test_a_source_without_threads_scores_one_rollout_at_a_time():
         return [1.0]
 
     source = types.SimpleNamespace(threads=None, most=9, score=score)
-    sources = types.SimpleNamespace(sources={"model": source}, waited=0.0)
+    sources = types.SimpleNamespace(sources={"model": source}, waited=0.0, lock=threading.Lock())
 
     def finish(_) -> float:
         scoring = Scoring(sources, lambda: False)

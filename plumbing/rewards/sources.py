@@ -236,8 +236,6 @@ class Scoring:
     model, takes all of them at the end: of one rollout at a time.
     """
 
-    turn = threading.Lock()  # of the rollouts of several steps, to ask a source without threads
-
     def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
         self.reward_sources = reward_sources
         self.interrupted = interrupted
@@ -285,7 +283,7 @@ class Scoring:
         sources = self.reward_sources.sources
         for name, source in sources.items():
             if source.threads is None:
-                with self.turn:
+                with self.reward_sources.lock:
                     self._score(name)
         while (jobs := wait(self.jobs, timeout=0.1)).not_done and not self.interrupted():
             pass
