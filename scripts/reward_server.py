@@ -94,9 +94,7 @@ class Scorer:
         self.verifies = self.weights == (1,) and bool(self.reward_sources.verifiers)
 
     def score(self, request: Request) -> list[float | None]:
-        """Return a score for each response, None where a source has none or its reference is
-        missing.
-        """
+        """Return a score for each response, None where a source has none."""
         scoring = sources.Scoring(self.reward_sources, lambda: False)
         for i in range(len(request.src)):
             scoring.add(i, self.sample(request, i))
@@ -104,9 +102,7 @@ class Scorer:
         for sample in scoring.finish():
             numbers = sample.scores.values()  # in the order of --reward
             total = sum(weight * number for weight, number in zip(self.weights, numbers))
-            # A response could equal a reference that is missing: "" or None.
-            is_scored = math.isfinite(total) and not sources.lacks_answer(sample.row, self.args)
-            scores.append(total if is_scored else None)
+            scores.append(total if math.isfinite(total) else None)
         return scores
 
     def sample(self, request: Request, i: int) -> SimpleNamespace:

@@ -168,7 +168,7 @@ class Caller:
         """
         self.send(code, *texts, seconds=seconds)
         results = json.loads(self.process.stdout.readline())
-        return tuple(results[-1]) if results else (137, "")
+        return tuple(results[-1])
 
     def end(self) -> None:
         self.process.kill()

@@ -73,7 +73,9 @@ def listen():
         config = uvicorn.Config(app, port=0, log_level="error")
         servers.append(uvicorn.Server(config))
         threading.Thread(target=servers[-1].run, daemon=True).start()
+        end = time.monotonic() + 60
         while not servers[-1].started:
+            assert time.monotonic() < end, "the server does not start"
             time.sleep(0.01)
         return "http://127.0.0.1:{}".format(servers[-1].servers[0].sockets[0].getsockname()[1])
 
@@ -298,7 +300,8 @@ def test_rows_that_hang_do_not_hold_up_other_requests():
     hanging.start()
     time.sleep(0.5)
     assert server.post(body("42", "41"))[1]["score"] == [1, 0] and hanging.is_alive()
-    hanging.join()
+    hanging.join(120)
+    assert not hanging.is_alive(), "the rows that hang do not end"
     helpers.end_workers(*server.scorer.reward_sources.workers.values())
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,9 +25,9 @@ from plumbing.data.prompts import named_sources
 from plumbing.rewards.sources import (
     RewardSources,
     Scoring,
+    check_reference,
     finite_or_nan,
     is_scored_by,
-    lacks_answer,
 )
 from plumbing.rewards.workers import Workers
 from plumbing.rollout.batch import Batch, Sample, unscored
@@ -131,6 +132,21 @@ def test_responses_are_scored_while_others_are_sampled(file, make):
     assert reward_sources.waited > 0
 
 
+def test_several_threads_may_score(file, make):
+    """As rollouts of several steps do: each gets its own scores, and a call of the function."""
+    reward_sources = make("gsm8k", f"{file}:good")
+
+    def score(i: int) -> dict:
+        texts = [f"#### {i}"] * 10 + ["#### x"] * 10
+        return scores_by(reward_sources, [row(str(i))] * 20, texts, [[]] * 20)
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(score, range(6), timeout=120))
+    assert all(scores["gsm8k"] == [1] * 10 + [0] * 10 for scores in results)
+    calls = [set(scores[f"{file}:good"]) for scores in results]
+    assert all(len(each) == 1 for each in calls) and set.union(*calls) == {1, 2, 3, 4, 5, 6}
+
+
 def test_a_source_without_some_scores_says_so_once(file, make, capfd):
     """With the reason, in one line a source and without a traceback for each response."""
     reward_sources = make("gsm8k", f"{file}:none")
@@ -204,13 +220,16 @@ def test_no_right_answer_is_wrong_because_its_process_was_killed(make):
 
     killer = threading.Thread(target=kill)
     killer.start()
+    end = time.monotonic() + 300
     try:
         while len(kills) < 10:
+            assert killer.is_alive() and time.monotonic() < end, f"only {kills} were killed"
             scores = score()
             assert 0.0 not in scores and (1.0 in scores or reward_sources.sources["math"].failure)
     finally:
         ended.set()
-        killer.join()
+        killer.join(60)
+    assert not killer.is_alive(), "the thread that kills does not end"
     assert score() == [1.0] * 100
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
@@ -248,7 +267,7 @@ time.sleep(600)
     )
     worker = int(process.stderr.readline())
     process.kill()
-    process.wait()
+    process.wait(60)
     wait_until(lambda: not is_running(worker))
 
 
@@ -303,12 +322,14 @@ def test_named_sources(columns, expected, reward):
         )
 
 
-def test_an_answer_is_needed_where_a_source_reads_it():
-    args = types.SimpleNamespace(reward=("format", "exact", "gsm8k"))
-    assert (
-        lacks_answer(row(None), args) == lacks_answer(row(" ", ["exact"]), args) == "--reward exact"
-    )
-    assert lacks_answer(row(None, ["format"]), args) == lacks_answer(row("1"), args) == ""
+def test_an_answer_is_needed_where_a_source_reads_it(capsys):
+    """Also where its weight is 0."""
+    args = types.SimpleNamespace(reward=("format", "exact", "gsm8k"), reward_weights=(1, 0, 1))
+    for without in (row(None), row(" ", ["exact"])):
+        said = refused(capsys, check_reference, "row 1", without, args)
+        assert said.startswith("error: row 1: has no answer, which --reward exact needs")
+    assert check_reference("", row(None, ["format"]), args) == ""
+    assert check_reference("", row("1"), args) == ""
 
 
 def test_only_the_named_sources_count(make):

@@ -15,14 +15,14 @@ def gold_answer(answer) -> str:
     the text itself.
 
     A list of one answer, or its JSON text, is that answer. Raise ValueError for other lists,
-    objects and None.
+    objects, blank texts, which a response without an answer would equal, and None.
     """
     if isinstance(answer, str) and answer.lstrip().startswith('["'):
         with contextlib.suppress(ValueError):
             answer = json.loads(answer)
     if isinstance(answer, list) and len(answer) == 1:
         (answer,) = answer
-    if answer is None or isinstance(answer, (list, dict)):
+    if answer is None or isinstance(answer, (list, dict)) or not str(answer).strip():
         raise ValueError(f"{answer!r:.60} is not one answer")
     # A column of integers with gaps in it is read as floats.
     answer = int(answer) if isinstance(answer, float) and answer.is_integer() else answer

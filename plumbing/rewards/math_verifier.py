@@ -70,11 +70,6 @@ def announced(text: str) -> str:
 # ---- the text of an answer -----------------------------------------------------------------------
 
 
-def pairs(table: str) -> list[tuple[str, str]]:
-    """Return [(left, right)] of a table of left=right."""
-    return [pair.partition("=")[::2] for pair in table.split()]
-
-
 MONEY = r"(?:\\\$|[€£¥₹]|Rs\.?)"
 # Patterns and what replaces them, nothing if there is nothing, in this order; ␣ is a space. First
 # what is not shown, then symbols, signs of formulas and fonts, spaces, text, units, number words,
@@ -179,8 +174,8 @@ per=/ pt=point unit=
 PREFIXES = "kilo=k mega=M giga=G tera=T centi=c milli=m micro=μ nano=n ="
 NAMES = {
     prefix + name: symbol + unit
-    for prefix, symbol in pairs(PREFIXES)
-    for name, unit in pairs(UNITS)
+    for prefix, symbol in (pair.split("=") for pair in PREFIXES.split())
+    for name, unit in (pair.split("=") for pair in UNITS.split())
 }
 KNOWN = {symbol for unit in NAMES.values() for symbol in unit.split("/")}
 POWER = r"(?: ?\^ ?\{? ?-?(\d) ?\}?)?"

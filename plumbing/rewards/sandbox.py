@@ -165,7 +165,7 @@ def run(code: str, inputs: list[str], seconds: float) -> tuple[list[tuple[int, s
         ended = os.pidfd_open(process.pid)  # process.wait(timeout) would look every 50 ms
         try:
             if not is_ready(ended, 1.2 * seconds):  # its clock ends it before
-                return [], ""
+                return [(128 + signal.SIGKILL, "")], ""
         finally:
             os.close(ended)
             os.killpg(process.pid, signal.SIGKILL)  # also what a program without filter left

@@ -105,32 +105,22 @@ def is_scored_by(row: dict, name: str) -> bool:
     return named is None or name in named or name.rpartition("/")[0] in named
 
 
-def lacks_answer(row: dict, args) -> str:
-    """Return "--reward NAME" of the first source that needs the answer which a row has not, or
-    "".
-    """
-    for name in args.reward:
-        needs_it = getattr(VERIFIERS.get(name), "column", "") == "answer" and is_scored_by(
-            row, name
-        )
-        if needs_it and not is_filled(row["answer"]):
-            return f"--reward {name}"
-    return ""
-
-
 def check_reference(where: str, row: dict, args) -> str:
     """Return why a source of --reward that trains cannot score a row, whatever the response; "" if
     all of them can.
 
     Exit with code 2 if the row has no answer, and a source needs one.
     """
-    if source := lacks_answer(row, args):
-        fail(
-            f"{where}: has no answer, which {source} needs; --answer_column names one of {', '.join(row['columns'])}"
-        )
     for name, weight in zip(args.reward, reward_weights(args)):
         verifier = VERIFIERS.get(name)
-        if weight and verifier and is_scored_by(row, name):
+        if verifier is None or not is_scored_by(row, name):
+            continue
+        if verifier.column == "answer" and not is_filled(row["answer"]):
+            fail(
+                f"{where}: has no answer, which --reward {name} needs; --answer_column names one of "
+                f"{', '.join(row['columns'])}"
+            )
+        if weight:
             check_name(name)
             try:
                 verifier.read(values_of(row).get(verifier.column))
