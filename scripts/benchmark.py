@@ -10,7 +10,6 @@ over the processes of the median step, the first two left out.
 """
 
 import asyncio
-import copy
 import itertools
 import json
 import math
@@ -21,6 +20,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Callable
 
 import datasets
@@ -202,13 +202,12 @@ def code_response(count: int, folder: str) -> Callable:
     """Run the programs of so many responses."""
     sources = RewardSources(grpo.Args(reward=("code",)), load_tokenizer(TINY))
     scoring = Scoring(sources, lambda: False)
-    answer = json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})
-    sample = Sample({"prompt": "", "query": [1], "answer": answer}, [1], {}, True)
-    sample.text = "```python\nprint(input())\n```"
+    row = {"answer": json.dumps({"inputs": ["1\n"], "outputs": ["1\n"]})}
+    text = "```python\nprint(input())\n```"
 
     def score() -> None:
         for place in range(count):
-            scoring.add(place, copy.copy(sample))
+            scoring.add(place, SimpleNamespace(row=row, text=text, response=[1]))
         scoring.finish()
 
     return score
