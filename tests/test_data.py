@@ -434,6 +434,13 @@ def test_what_stops_encoding_is_one_line(tokenizers, tmp_path, capfd, monkeypatc
         assert line.startswith(f"error: --dataset {file}") and what in line
 
 
+def test_a_file_that_is_no_text(tokenizers, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
+    name = str(tmp_path / "rows.jsonl")
+    line = refused(capsys, prompts_of, name, tokenizers[False, None], noisy=True)
+    assert line.startswith(f"error: --dataset {name}: 'utf-8' codec can't decode byte 0xff")
+
+
 @pytest.mark.parametrize("ranks", [True, False], ids=["ranks of a run", "runs"])
 def test_two_that_read_at_once(tokenizers, tmp_path, ranks):
     """The second rank waits for the first, for longer than a collective may last; two runs map

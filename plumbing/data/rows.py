@@ -48,21 +48,24 @@ def read_rows(flag: str, name: str, split: str):
     datasets.disable_progress_bars()
     where = f"{flag} {name}"
     with exit_on_error(where):
-        if sizes and split not in sizes:
-            raise ValueError(f"has the splits {' and '.join(sizes)}, not {split!r}")
-        if sizes:
-            return as_lines(where, getattr(tasks, built_in)(task, split, sizes[split]))
-        if os.path.isfile(name):
-            with open(name, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            rows = read_file(where, name, digest)
-            rows._fingerprint = digest  # that of the library goes by path and time
-            return rows
-        if os.path.isdir(name) or on_hub:
-            return read_data_set(name, split)
-        raise ValueError(
-            "not a built-in task (arithmetic), a file, a folder, or an owner/name on the hub"
-        )
+        try:
+            if sizes and split not in sizes:
+                raise ValueError(f"has the splits {' and '.join(sizes)}, not {split!r}")
+            if sizes:
+                return as_lines(where, getattr(tasks, built_in)(task, split, sizes[split]))
+            if os.path.isfile(name):
+                with open(name, "rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                rows = read_file(where, name, digest)
+                rows._fingerprint = digest  # that of the library goes by path and time
+                return rows
+            if os.path.isdir(name) or on_hub:
+                return read_data_set(name, split)
+            raise ValueError(
+                "not a built-in task (arithmetic), a file, a folder, or an owner/name on the hub"
+            )
+        except datasets.exceptions.DatasetGenerationError as error:  # does not say what it was
+            raise error.__cause__ or error from None
 
 
 def as_lines(where: str, rows):
