@@ -448,6 +448,21 @@ def test_old_log_probabilities_are_of_the_policy_that_sampled(base, tmp_path):
     assert abs(first) < 1e-7 < 1e-5 < second
 
 
+def test_the_demo_learns_two_steps_ahead(tmp_path):
+    """As the synchronous one does: 0.43 at its start, 0.7 after 15 steps."""
+    flags = dict(total_episodes=15 * 256, rollout_batch_size=32, group_size=8, mini_batch_size=256)
+    flags |= dict(max_prompt_length=16, max_response_length=48, micro_batch_tokens=4096)
+    flags |= dict(learning_rate=3e-4, adam_betas=(0.9, 0.95), warmup_ratio=0.04, eval_every=0)
+    flags |= dict(dataset="arithmetic", reward="gsm8k", system_prompt="", save_every=0)
+    flags |= dict(model=helpers.ROOT / "assets" / "tiny", rollout_backend="vllm", kv_cache_gb=0.1)
+    values = {**flags, "output_dir": tmp_path, "run_name": "run", "async_steps": 2}
+    run({**values, "gradient_checkpointing": False})
+    rows = metrics_of(values)
+    scores = [row["objective/scores"] for row in rows]
+    assert sum(scores[:3]) / 3 < 0.5 and sum(scores[-3:]) / 3 > 0.6
+    assert max(row["rollout/staleness_max"] for row in rows) == 2
+
+
 def test_evaluate(base, tmp_path):
     """scripts/evaluate.py: greedy responses of vLLM are those of transformers."""
     values = {

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+import types
 from dataclasses import replace
 
 import forked_python
@@ -293,19 +294,37 @@ def test_what_a_server_answers():
 
 
 def test_a_server_is_silent_if_it_answers_none_of_its_requests(monkeypatch):
-    monkeypatch.setattr(vllm_servers, "SERVER_ANSWER", 1.5)
+    now = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(vllm_servers, "time", clock)
     choice = {"finish_reason": "stop", "logprobs": {"content": []}, "weight_versions": []}
-    server = Server(lambda body: time.sleep(body["seconds"]) or (200, {"choices": [choice]}, {}))
+    answers = [threading.Event() for _ in range(3)]
+    server = Server(
+        lambda body, _: answers[body["number"]].wait(60) and (200, {"choices": [choice]}, {})
+    )
     servers = Servers.__new__(Servers)
     servers.headers = {}
     servers.heard = {}
 
-    async def ask(*seconds: float) -> None:
-        await asyncio.gather(*(servers._sample(server.url, {"seconds": x}) for x in seconds))
+    async def ask() -> None:
+        requests = [servers._sample(server.url, {"number": number}) for number in range(3)]
+        first, second = map(asyncio.create_task, requests[:2])
+        await asyncio.sleep(0.1)
+        now[0] = 1000.0
+        answers[0].set()
+        await first
+        now[0] = 2000.0
+        await asyncio.sleep(1.2)  # longer than a look at the clock
+        assert not second.done()
+        answers[1].set()
+        await second
+        third = asyncio.create_task(requests[2])
+        await asyncio.sleep(0.1)
+        now[0] = 4000.0
+        with pytest.raises(RuntimeError, match="gave no answer for 1500 s"):
+            await third
 
-    asyncio.run(ask(1.0, 2.0))
-    with pytest.raises(RuntimeError, match="gave no answer for 2 s"):
-        asyncio.run(ask(9.0))
+    asyncio.run(ask())
     server.shutdown()
 
 
@@ -339,3 +358,33 @@ def test_a_server_that_is_killed_is_a_failure(engine, running, monkeypatch):
     assert url in failure and "failed for" in failure
     servers.sync(model, 0)  # which ends as well
     assert f"{url}: /pause?mode=keep failed" in servers.failure
+
+
+def test_a_server_that_is_killed_ends_an_asynchronous_run(running, tmp_path, capsys, monkeypatch):
+    """With rollouts of two steps under way: one line, and the steps so far are saved. It ends the
+    first server.
+    """
+    monkeypatch.setattr(vllm_servers, "SERVER_PATIENCE", 2.0)
+    url, process = list(running[0].items())[0]
+    values = helpers.workspace(tmp_path) | {
+        "model": running[1],
+        "rollout_backend": "server",
+        "rollout_servers": url,
+        "async_steps": 2,
+        "total_episodes": 80_000,
+        "max_response_length": 100,
+        "eval_every": 0,
+        "save_every": 0,
+        "run_name": "run",
+    }
+    metrics = helpers.folder_of(values) / "metrics.jsonl"
+
+    def kill() -> None:
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            time.sleep(0.05)
+        os.killpg(forked_python.FORKED[process.pid], signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    line = refused(capsys, helpers.run_here, values, noisy=True)
+    assert line.startswith(f"error: --rollout_backend server: vLLM failed (RuntimeError: {url}: ")
+    assert len(helpers.steps_of(values)) == 1 and len(helpers.metrics_of(values)) >= 3
