@@ -16,12 +16,13 @@ import inspect
 import math
 from collections.abc import Callable
 from numbers import Real
+from typing import Any
 
 from plumbing.user_code import accepted, load_function
 
 
 @functools.cache
-def load_reward_function(name: str) -> Callable:
+def load_reward_function(name: str) -> Any:
     """Return a function as `load_function` does; of a class an instance, the same for all calls."""
     function = load_function(name)
     return function() if inspect.isclass(function) else function

@@ -198,7 +198,8 @@ def read_answer(stated: str, in_sentence: bool = False) -> Answer:
     if len(stated) > LONGEST:
         return Answer()
     text = REASON.split(tidy(stated), maxsplit=1)[0]
-    introduction = INTRODUCTION.match(text)[0] if in_sentence else ""
+    match = INTRODUCTION.match(text)
+    introduction = match[0] if match and in_sentence else ""
     rest = text[len(introduction) :]
     unit = UNIT.search(rest)
     formula = rest[: unit.start()] if unit else rest

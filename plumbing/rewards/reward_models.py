@@ -1,7 +1,6 @@
 """Reward models as sources of --reward."""
 
 import math
-import threading
 from itertools import chain
 
 import torch
@@ -33,7 +32,6 @@ class ModelSource:
         `tokenizer` writes; None is for a server, which does not know the policy.
         """
         self.name = name
-        self.lock = threading.Lock()  # of memory for a forward pass
         self.tokenizer = loading.read_tokenizer("--reward", name)
         config, trained = loading.scalar_config("--reward", name)
         if not trained:
@@ -82,7 +80,9 @@ class ModelSource:
 
     @torch.no_grad()
     def score(self, samples: list) -> list[float]:
-        """Return the score of each response, NaN for one that the model cannot read."""
+        """Return the score of each response, NaN for one that the model cannot read. One thread
+        may call this: see `Scoring.finish`.
+        """
         sequences = self.read(samples)
         batches = micro_batches(
             list(map(len, sequences)), self.token_budget, World(0, 1, self.device)
@@ -90,12 +90,14 @@ class ModelSource:
         # Each rank has cut its sequences; a rank with fewer batches joins the passes of the others.
         most = self.world.max(torch.tensor(len(batches), device=self.device)).item()
         scores = [math.nan] * len(samples)
-        for batch in batches + [[]] * (most - len(batches)):
+        while len(batches) < most:
+            batches.append([])
+        for batch in batches:
             # In place of a sequence that is not there, two tokens that nobody reads.
             rows = [torch.tensor(sequences[i] or [0, 0]) for i in batch] or [torch.tensor([0, 0])]
             input_ids = pad_sequence(rows, batch_first=True).to(self.device)  # (n, L)
             last = torch.tensor([len(row) - 1 for row in rows], device=self.device)
-            with self.lock, self.autocast():
+            with self.autocast():
                 outputs = self.model(input_ids, one_hot(last, input_ids.shape[1]).bool())
             for i, score in zip(batch, outputs.tolist()):
                 scores[i] = score if sequences[i] else math.nan

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from multiprocessing.util import Finalize
 from types import SimpleNamespace
+from typing import Any
 
 from pebble.pool.process import interpreter_shutdown
 
@@ -188,7 +189,7 @@ class RewardSources:
                 ids = tokenizer.encode(text, add_special_tokens=False)
                 samples.append(SimpleNamespace(row=row, text=text, response=ids))
             if name in self.models:
-                source.read(samples)  # its weights are not loaded yet
+                self.models[name].read(samples)  # its weights are not loaded yet
             elif samples and kind_of(name) in ("function", "server"):
                 source.score(samples)
             if source.failure:
@@ -229,8 +230,10 @@ class Scoring:
     def __init__(self, reward_sources: RewardSources, interrupted: Callable[[], bool]):
         self.reward_sources = reward_sources
         self.interrupted = interrupted
-        self.samples = {}  # by their places
-        self.waiting = {name: deque() for name in reward_sources.sources}  # places
+        self.samples: dict[int, Any] = {}  # by their places
+        self.waiting: dict[str, deque[int]] = {
+            name: deque() for name in reward_sources.sources
+        }  # places
         self.jobs: list[Future] = []
 
     def add(self, place: int, sample) -> None:
@@ -249,7 +252,7 @@ class Scoring:
     def _score(self, name: str) -> None:
         """Have a source score what waits for it."""
         source = self.reward_sources.sources[name]
-        places = []
+        places: list[int] = []
         with contextlib.suppress(IndexError):  # another thread may have taken it
             while len(places) < source.most:
                 places.append(self.waiting[name].popleft())
@@ -302,7 +305,7 @@ class Source:
     failure = ""  # the last reason for a score that is missing
     warned = False  # whether a missing score was reported
 
-    def __init__(self, name: str, timeout: float, workers: Workers | None):
+    def __init__(self, name: str, timeout: float, workers):
         """`workers`: of sources of this kind. Their threads call `score` while responses are
         sampled; without any, it is called once all are there.
         """
@@ -411,8 +414,8 @@ class ServerSource(Source):
     CONNECTIONS = 8  # requests at the same time
     PAUSES = (0, 2, 4, 8, 16, 0)  # seconds after each try that fails
 
-    @property
-    def verifies(self) -> bool:
+    @functools.cached_property
+    def verifies(self) -> bool:  # type: ignore[override]
         """Whether its scores tell right from wrong, by GET /health; True for a server without that
         page.
         """
@@ -480,7 +483,7 @@ def answer_text(answer) -> str:
     return "" if answer is None else str(answer)
 
 
-SOURCES = {
+SOURCES: dict[str, type[Source]] = {
     "environment": EnvironmentSource,
     "verifier": VerifierSource,
     "server": ServerSource,

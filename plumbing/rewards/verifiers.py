@@ -134,11 +134,11 @@ def constraints_of(answer) -> list[tuple[str, dict]]:
         if answer.get("quantifier") == "at most":
             answer = {**answer, "quantifier": "less than", "N": answer["N"] + 1}
         return [(name, {x.partition("=")[0]: answer[x.rpartition("=")[2]] for x in arguments})]
-    arguments = [
+    named = [
         {name: value for name, value in (given or {}).items() if value is not None}
         for given in answer["kwargs"]
     ]
-    return list(zip(answer["instruction_id"], arguments, strict=True))
+    return list(zip(answer["instruction_id"], named, strict=True))
 
 
 def checkers(answer) -> list:
