@@ -98,8 +98,9 @@ class Args(
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
-    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
-    """System turn put before each prompt that has none; "" for none."""
+    system_prompt: str | None = None
+    """System turn put before each prompt that has none; "" for none; default: that of
+    SYSTEM_PROMPTS for the first source of --reward, else none."""
 
     value_model: str = ""
     """Where the critic starts: a reward model with its head, or a language model with a head of
@@ -190,6 +191,10 @@ class Args(
     """Drop the groups whose scores are all equal; refill samples other prompts in their place
     (DAPO)."""
 
+    SYSTEM_PROMPTS = {  # a source reads answers in this form
+        "math": "Please reason step by step, and put your final answer within \\boxed{}.",
+        "gsm8k": 'Let us think step by step and output the final answer after "####".',
+    }
     RULES = {
         "--critic_warmup_steps must be less than the steps of --total_episodes": lambda a: (
             a.critic_warmup_steps < a.total_episodes // (a.rollout_batch_size * a.group_size)

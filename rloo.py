@@ -99,8 +99,9 @@ class Args(
     """Sampling temperature; it divides the logits in every log-probability."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
-    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
-    """System turn put before each prompt that has none; "" for none."""
+    system_prompt: str | None = None
+    """System turn put before each prompt that has none; "" for none; default: that of
+    SYSTEM_PROMPTS for the first source of --reward, else none."""
 
     advantage: Literal["rloo", "reinforce++", "reinforce++-baseline", "remax", "opo"] = "rloo"
     """The algorithm, which is how scores become advantages."""
@@ -148,6 +149,10 @@ class Args(
     """Drop the groups whose scores are all equal; refill samples other prompts in their place
     (DAPO)."""
 
+    SYSTEM_PROMPTS = {  # a source reads answers in this form
+        "math": "Please reason step by step, and put your final answer within \\boxed{}.",
+        "gsm8k": 'Let us think step by step and output the final answer after "####".',
+    }
     RULES = {
         "--group_size must be 2 or more with this --advantage, which compares the responses to a prompt": lambda a: (
             a.group_size >= 2 or a.advantage in ("reinforce++", "remax")

@@ -66,6 +66,12 @@ def parse(cls: type, line: list[str] | None = None):
         if hasattr(cls, "from_model"):
             args = read(default=cls(**(cls.from_model(args.model) | values)))
         check_rules(args)
+        if getattr(args, "system_prompt", "") is None:
+            known = {} if args.chat_template == "none" else cls.SYSTEM_PROMPTS
+            args.system_prompt = known.get(args.reward[0], "")
+            print(
+                f"--system_prompt {args.system_prompt!r}, by --reward {args.reward[0]}", flush=True
+            )
     if config:
         args.config = ""  # its flags are those of the run now, and args.json is a --config itself
     return args
@@ -208,12 +214,6 @@ class PromptArgs:
     the assistant that messages end with."""
     max_prompt_length: PositiveInt = 512
     """Maximum number of tokens of a prompt; longer ones are left out, and counted."""
-
-    WARNINGS = {
-        "--system_prompt asks for \\boxed{}, which --reward math reads; another --reward may require another one": (
-            lambda a: "\\boxed{}" not in a.system_prompt or a.reward[0] == "math"
-        )
-    }
 
 
 @dataclass

@@ -85,8 +85,9 @@ class Args(
     """Sampling temperature; 0 for the greedy response, a single one (n = 1)."""
     max_response_length: PositiveInt = 1024
     """Maximum number of tokens of a response; of a conversation with its observations."""
-    system_prompt: str = "Please reason step by step, and put your final answer within \\boxed{}."
-    """System turn put before each prompt that has none; "" for none."""
+    system_prompt: str | None = None
+    """System turn put before each prompt that has none; "" for none; default: that of
+    SYSTEM_PROMPTS for the first source of --reward, else none."""
     eval_share: Decay = 0.0
     """Measure on the rows of --dataset alone that a run with this --eval_share holds out; 0 for all
     rows."""
@@ -96,6 +97,7 @@ class Args(
     micro_batch_tokens: PositiveInt = 16_384
     """Tokens, padding included, of a reward model's forward pass. Memory and speed only."""
 
+    SYSTEM_PROMPTS = grpo.Args.SYSTEM_PROMPTS
     FROM_RUN = (
         "system_prompt chat_template chat_template_kwargs stop_token "
         "max_prompt_length min_response_length max_response_length"

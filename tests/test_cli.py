@@ -32,7 +32,8 @@ SCRIPTS = {
 SCRIPTS |= {"distill": distill, "reward_server": reward_server, "vllm_server": vllm_server}
 
 # {line: what is printed}: words that are refused, rules, warnings ("" for none); {content of a
-# .yaml file: its error}; {flag: values outside of its range}, those of NaN and infinity aside.
+# .yaml file: its error}; {flag: values outside of its range}, those of NaN and infinity aside;
+# {reward: a part of its system prompt}
 CASES = table("command_lines.json")
 
 
@@ -111,6 +112,19 @@ def test_warnings(line, capsys):
     assert err.startswith(WARNINGS[line]) and err.count("\n") == bool(WARNINGS[line])
 
 
+@pytest.mark.parametrize("reward", CASES["system prompts"])
+def test_the_system_prompt_goes_by_the_first_reward(reward, capsys):
+    """It is printed, and stands in args.json; one that is given stays."""
+    text = parse(f"grpo --reward {reward}").system_prompt
+    part = CASES["system prompts"][reward]
+    assert part in text and bool(text) == bool(part)
+    assert capsys.readouterr().out == f"--system_prompt {text!r}, by --reward {reward.split()[0]}\n"
+    assert (
+        parse(f"evaluate --reward {reward} --system_prompt=").system_prompt == ""
+        and not capsys.readouterr().out
+    )
+
+
 def test_one_rank_of_a_node_speaks(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     for line in ("grpo --kl_coef -1", "grpo --kl_ceof 1", "grpo --total_episodes 3"):
@@ -135,7 +149,7 @@ def test_flags_of_the_command_line_override_the_file(tmp_path):
         tmp_path, content, "--group_size 32 --reward exact --resume --no-resume --resume --seed=3"
     )
     changed = dict(learning_rate=1e-5, reward=("exact",), group_size=32, resume=True, seed=3)
-    changed |= dict(non_stop_penalty=False)
+    changed |= dict(non_stop_penalty=False, system_prompt="")
     assert args == dataclasses.replace(grpo.Args(), **changed)
     assert with_file(tmp_path, content).reward == ("math", "format")
     texts = {

@@ -7,6 +7,5 @@ cd "$(dirname "$0")/../.."
 [ "${VIRTUAL_ENV:-}" ] || PATH="$PWD/.venv/bin:$PATH" # the active environment, else that of scripts/setup.sh
 python ppo.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset openai/gsm8k --reward gsm8k \
     --rollout_batch_size 256 --mini_batch_size 64 --total_episodes 112095 \
-    --system_prompt 'Let us think step by step and output the final answer after "####".' \
     --max_prompt_length 512 --max_response_length 256 \
     --learning_rate 1e-6 --critic_learning_rate 1e-5 --kl_coef 0.001 "$@"
