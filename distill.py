@@ -42,6 +42,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.special import entr
+from transformers import PreTrainedModel
 
 import utils
 from grpo import ROLLOUT_OUTPUTS, generate
@@ -49,7 +50,7 @@ from plumbing import cli
 from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share
 from plumbing.data.mixture import count_steps, load_train_and_eval, take_prompts
 from plumbing.models import loading
-from plumbing.models.sharding import Sharding, gradient_sync, model_device
+from plumbing.models.sharding import Sharding, model_device, set_gradient_sync
 from plumbing.rewards.sources import RewardSources, check_reference
 from plumbing.rollout import engines
 from plumbing.rollout.batch import Batch, Experience, Sample, Sampler, forward_tokens, only_logged
@@ -195,7 +196,7 @@ class Policy(nn.Module):
     use of the weights.
     """
 
-    def __init__(self, model: nn.Module, args: Args, temperature: float):
+    def __init__(self, model: PreTrainedModel, args: Args, temperature: float):
         super().__init__()
         self.model = model
         self.args = args
@@ -396,12 +397,11 @@ def main(args: Args) -> None:
             "--teacher", args.teacher, make_teacher, precision.frozen_dtype, sharding
         )
     reward_sources.load_models(args, precision, sharding)
-    optimizer = utils.Optimizer(policy, args, total_steps * updates_per_step)
+    optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
     sampler = engines.load_sampler(
-        args,
         run,
         precision,
-        ROLLOUT_OUTPUTS,
+        outputs=ROLLOUT_OUTPUTS,
         needed=bool(args.on_policy_share or eval_prompts),
         generate=generate,
         model=policy.model,
@@ -436,27 +436,24 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.skip(updates_per_step - len(updates))
+        optimizer.begin_step(len(updates))
         for number, (_, mini) in enumerate(updates):
             token_count = mask[mini].sum().item()
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
-                m, teacher_logprobs = (
-                    micro["response_mask"],
-                    None,
-                )  # (n, T), as all of micro and out
-                with gradient_sync(wrapped, last):
-                    with precision.autocast():
-                        if teacher is not None:
-                            with torch.no_grad():
-                                teacher_logprobs = teacher(*inputs)
-                            # The student's forward uses its head, chunk by chunk.
-                            if isinstance(teacher, FSDPModule):
-                                teacher.unshard()
-                        out = forward_tokens(
-                            wrapped, (*inputs, micro["rollout_logprobs"][m], teacher_logprobs), m
-                        )
-                    loss = masked_sum(out["losses"], m) / token_count
-                    optimizer.backward(loss)
+                m = micro["response_mask"]  # (n, T), as all of micro and out
+                teacher_logprobs = None
+                set_gradient_sync(wrapped, last)
+                if teacher is not None:
+                    with torch.no_grad():
+                        teacher_logprobs = teacher(*inputs)
+                    # The student's forward uses its head, chunk by chunk.
+                    if isinstance(teacher, FSDPModule):
+                        teacher.unshard()
+                out = forward_tokens(
+                    wrapped, (*inputs, micro["rollout_logprobs"][m], teacher_logprobs), m
+                )
+                loss = masked_sum(out["losses"], m) / token_count
+                optimizer.backward(loss)
                 sums.add(loss=loss)
                 sums.add(m, tokens=m, **out)
                 if number == 0:  # with the weights that sampled

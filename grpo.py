@@ -38,13 +38,14 @@ import torch
 from pydantic import FiniteFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import load_train_and_eval
 from plumbing.models import loading
-from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
+from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
@@ -378,7 +379,7 @@ class Policy(nn.Module):
     use of the weights.
     """
 
-    def __init__(self, model: nn.Module, args):
+    def __init__(self, model: PreTrainedModel, args):
         super().__init__()
         self.model = model
         self.temperature = args.temperature
@@ -475,8 +476,8 @@ def generate(
     # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
-    mask = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
-    mask = torch.tensor(mask, device=device)  # (n, tokens so far)
+    prompts = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
+    mask = torch.tensor(prompts, device=device)  # (n, tokens so far)
     outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops = torch.tensor(stop_ids, device=device)
@@ -694,12 +695,11 @@ def main(args: Args) -> None:
     )
     kl_in = "none" if reference is None else args.kl_in
     reward_sources.load_models(args, precision, sharding)
-    optimizer = utils.Optimizer(policy, args, total_steps * updates_per_step)
+    optimizer = utils.Optimizer(policy, args, total_steps, updates_per_step)
     sampler = engines.load_sampler(
-        args,
         run,
         precision,
-        ROLLOUT_OUTPUTS,
+        outputs=ROLLOUT_OUTPUTS,
         generate=generate,
         model=policy.model,
         tokenizer=tokenizer,
@@ -707,13 +707,11 @@ def main(args: Args) -> None:
         reward_sources=reward_sources,
         conversations=conversations,
     )
-    # The old log-probs are those of the trainer at the start of the step, or those of the engine if
-    # older weights have sampled and --rollout_correction does not weigh the two.
+    # The ratio is to the policy at the start of the step, or to that of the engine if it has older
+    # weights and --rollout_correction does not weigh the two.
     old_from_engine = args.async_steps > 0 and sampler.correction == "none"
-    # With one update the trainer's are the current ones, without a forward pass.
-    needs_start_logprobs = kl_in == "reward"
-    if updates_per_step > 1 and not (old_from_engine and reference is None):
-        needs_start_logprobs = True
+    # In the only update of a step the policy at its start is the current one: no forward pass.
+    needs_start_logprobs = kl_in == "reward" or updates_per_step > 1 and not old_from_engine
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
     run.start(
@@ -742,11 +740,11 @@ def main(args: Args) -> None:
         run.phase("logprobs")
         if reference is not None:
             batch.tokens["ref_logprobs"] = forward_batch(
-                reference, batch, "logprobs", args, world, precision.autocast, entropy=False
+                reference, batch, "logprobs", args, world, entropy=False
             )
         if needs_start_logprobs:
             batch.tokens["start_logprobs"] = forward_batch(
-                policy, batch, "logprobs", args, world, precision.autocast, entropy=False
+                policy, batch, "logprobs", args, world, entropy=False
             )
 
         # ---- 3. advantages ----
@@ -766,46 +764,45 @@ def main(args: Args) -> None:
         updates = utils.mini_batches(
             trained, args.mini_batch_size, args.num_epochs, (args.seed, step)
         )
-        optimizer.skip(updates_per_step - len(updates))
+        optimizer.begin_step(len(updates))
         for epoch, mini in updates:
             reduce_loss = loss_reduction(
                 loss_aggregation, mask, mini, updates, args.max_response_length
             )
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
-                with gradient_sync(wrapped, last):
-                    with precision.autocast():
-                        out = forward_tokens(wrapped, inputs, m)
-                    logprobs = out["logprobs"]
-                    start_logprobs = micro.get("start_logprobs", logprobs.detach())
-                    old_logprobs = micro["rollout_logprobs"] if old_from_engine else start_logprobs
-                    weights = correction_weights(
-                        old_logprobs,
-                        micro["rollout_logprobs"],
-                        m,
-                        sampler.correction,
-                        args.rollout_correction_cap,
-                    )
-                    token_losses, clipped = policy_loss(
-                        logprobs,
-                        old_logprobs,
-                        micro["advantages"],
-                        m,
-                        variant.token_loss,
-                        clip_low,
-                        clip_high,
-                        args.dual_clip,
-                    )
-                    loss = policy_term = reduce_loss(token_losses * weights, m)
-                    if args.entropy_coef:
-                        loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
-                    if kl_in == "loss":
-                        kl_losses = estimate_kl(logprobs, micro["ref_logprobs"])
-                        if args.kl_weighting == "ratio":
-                            ratio = kl_ratio(logprobs, old_logprobs, args.kl_estimator)
-                            kl_losses = weights * ratio * kl_losses
-                        loss = loss + kl_coef * reduce_loss(kl_losses, m)
-                    optimizer.backward(loss)
+                set_gradient_sync(wrapped, last)
+                out = forward_tokens(wrapped, inputs, m)
+                logprobs = out["logprobs"]
+                start_logprobs = micro.get("start_logprobs", logprobs.detach())
+                old_logprobs = micro["rollout_logprobs"] if old_from_engine else start_logprobs
+                weights = correction_weights(
+                    old_logprobs,
+                    micro["rollout_logprobs"],
+                    m,
+                    sampler.correction,
+                    args.rollout_correction_cap,
+                )
+                token_losses, clipped = policy_loss(
+                    logprobs,
+                    old_logprobs,
+                    micro["advantages"],
+                    m,
+                    variant.token_loss,
+                    clip_low,
+                    clip_high,
+                    args.dual_clip,
+                )
+                loss = policy_term = reduce_loss(token_losses * weights, m)
+                if args.entropy_coef:
+                    loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
+                if kl_in == "loss":
+                    kl_losses = estimate_kl(logprobs, micro["ref_logprobs"])
+                    if args.kl_weighting == "ratio":
+                        ratio = kl_ratio(logprobs, old_logprobs, args.kl_estimator)
+                        kl_losses = weights * ratio * kl_losses
+                    loss = loss + kl_coef * reduce_loss(kl_losses, m)
+                optimizer.backward(loss)
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)

@@ -42,13 +42,14 @@ import torch
 from pydantic import FiniteFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import load_prompts, load_train_and_eval, mix, take_prompts
 from plumbing.models import loading, lora
-from plumbing.models.sharding import Sharding, gradient_sync, model_device, sync_reference
+from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
 from plumbing.rollout import engines
 from plumbing.rollout.batch import (
@@ -486,7 +487,7 @@ class Policy(nn.Module):
     use of the weights.
     """
 
-    def __init__(self, model: nn.Module, args):
+    def __init__(self, model: PreTrainedModel, args):
         super().__init__()
         self.model = model
         self.temperature = args.temperature
@@ -582,17 +583,11 @@ def load_critic(args: Args, checkpoint: str | None, dtype: torch.dtype, device) 
     return Critic(scalar)
 
 
-def critic_schedule(args: Args) -> tuple[int, int, int]:
-    """Return the critic's passes over a rollout, the responses of an update, and the updates of a
-    whole step.
-    """
-    epochs = args.critic_num_epochs or args.num_epochs
+def critic_schedule(args: Args) -> tuple[int, int]:
+    """Return the most responses of an update of the critic, and its passes over a rollout."""
     size = args.critic_mini_batch_size or args.mini_batch_size
-    return (
-        epochs,
-        size,
-        utils.count_updates(args.rollout_batch_size * args.group_size, size, epochs),
-    )
+    epochs = args.critic_num_epochs or args.num_epochs
+    return size, epochs
 
 
 def update_critic(
@@ -603,29 +598,26 @@ def update_critic(
     args: Args,
     step: int,
     world: utils.World,
-    autocast: Callable,
 ) -> utils.Sums:
     """Train the critic on the responses drawn; return the sums of the value loss and the tokens
     that were clipped.
     """
-    epochs, size, updates_per_step = critic_schedule(args)
     sums = utils.Sums(world)
-    updates = utils.mini_batches(drawn, size, epochs, (args.seed, step))
-    optimizer.skip(updates_per_step - len(updates))
+    updates = utils.mini_batches(drawn, *critic_schedule(args), (args.seed, step))
+    optimizer.begin_step(len(updates))
     for _, mini in updates:
         reduce_loss = loss_reduction(
             args.loss_aggregation, batch.response_mask, mini, updates, args.max_response_length
         )
         for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
             m = micro["response_mask"]  # (n, T), as all of micro
-            with gradient_sync(wrapped, last):
-                with autocast():
-                    values = forward_tokens(wrapped, inputs, m)["values"]
-                losses, raised = value_loss(
-                    values, micro["old_values"], micro["returns"], args.value_clip
-                )
-                loss = reduce_loss(losses, m)
-                optimizer.backward(loss)
+            set_gradient_sync(wrapped, last)
+            values = forward_tokens(wrapped, inputs, m)["values"]
+            losses, raised = value_loss(
+                values, micro["old_values"], micro["returns"], args.value_clip
+            )
+            loss = reduce_loss(losses, m)
+            optimizer.backward(loss)
             sums.add(value_loss=loss / len(updates))
             sums.add(m, raised=raised, value_tokens=m)
         optimizer.step()
@@ -649,7 +641,7 @@ def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
 
 
 def ptx_loss(
-    wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimizer, world, autocast
+    wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimizer, world
 ) -> Tensor:
     """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX:
     arXiv:2203.02155, eq. 2).
@@ -661,14 +653,14 @@ def ptx_loss(
     lengths = [len(row["query"]) + len(row["response"]) for row in rows]
     total = torch.zeros((), device=world.device)
     for cut in utils.micro_batches(lengths, args.micro_batch_tokens, world):
-        with gradient_sync(wrapped, False):
-            with autocast():  # at temperature 1, whatever that of the rollout
-                inputs = collate(
-                    [(rows[i]["query"], rows[i]["response"], rows[i]["mask"]) for i in cut],
-                    world.device,
-                )
-                loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
-            optimizer.backward(args.ptx_coef * loss)
+        set_gradient_sync(wrapped, False)
+        # At temperature 1, whatever that of the rollout
+        inputs = collate(
+            [(rows[i]["query"], rows[i]["response"], rows[i]["mask"]) for i in cut],
+            world.device,
+        )
+        loss = -wrapped(*inputs, temperature=1.0, entropy=False)["logprobs"].sum() / tokens
+        optimizer.backward(args.ptx_coef * loss)
         total = total + loss.detach()  # float64 in a float64 run
     return total
 
@@ -715,8 +707,8 @@ def generate(
     # Padded with the row's first token: it is masked, and a repetition penalty counts it anyway.
     rows = [[query[0]] * (width - len(query)) + query + [0] * length for query in queries]
     sequences = torch.tensor(rows, device=device)  # (N, width + T)
-    mask = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
-    mask = torch.tensor(mask, device=device)  # (n, tokens so far)
+    prompts = [[0] * (width - len(query)) + [1] * len(query) for query in queries]
+    mask = torch.tensor(prompts, device=device)  # (n, tokens so far)
     outputs = {name: torch.zeros(len(queries), length, device=device) for name in ROLLOUT_OUTPUTS}
     processors = logits_processors(args, width, stop_ids, uniforms is not None, device)
     stops = torch.tensor(stop_ids, device=device)
@@ -924,16 +916,16 @@ def main(args: Args) -> None:
     critic = load_critic(args, run.checkpoint, precision.base_dtype(args), sharding.load_device)
     wrapped_critic = sharding.wrap(critic)
     optimizer = utils.Optimizer(
-        policy, args, (total_steps - args.critic_warmup_steps) * updates_per_step
+        policy, args, total_steps - args.critic_warmup_steps, updates_per_step
     )
+    critic_updates_per_step = utils.count_updates(N, *critic_schedule(args))
     critic_optimizer = utils.Optimizer(
-        critic, args, total_steps * critic_schedule(args)[2], prefix="critic_"
+        critic, args, total_steps, critic_updates_per_step, prefix="critic_"
     )
     sampler = engines.load_sampler(
-        args,
         run,
         precision,
-        ROLLOUT_OUTPUTS,
+        outputs=ROLLOUT_OUTPUTS,
         generate=generate,
         model=policy.model,
         tokenizer=tokenizer,
@@ -941,12 +933,12 @@ def main(args: Args) -> None:
         reward_sources=reward_sources,
         conversations=conversations,
     )
-    # The old log-probs are those of the trainer at the start of the step, or those of the engine if
-    # older weights have sampled and --rollout_correction does not weigh the two.
+    # The ratio is to the policy at the start of the step, or to that of the engine if it has older
+    # weights and --rollout_correction does not weigh the two.
     old_from_engine = args.async_steps > 0 and sampler.correction == "none"
-    # With one update the trainer's are the current ones, without a forward pass.
-    needs_start_logprobs = kl_in == "reward" or args.pf_ppo != "none"
-    if updates_per_step > 1 and not (old_from_engine and reference is None):
+    # In the only update of a step the policy at its start is the current one: no forward pass.
+    needs_start_logprobs = updates_per_step > 1 and not old_from_engine
+    if kl_in == "reward" or args.pf_ppo != "none":
         needs_start_logprobs = True
     estimate_kl = functools.partial(kl_estimate, estimator=args.kl_estimator)
     evaluate = functools.partial(evaluation.evaluate, sampler, eval_prompts)
@@ -976,11 +968,11 @@ def main(args: Args) -> None:
         run.phase("logprobs")
         if reference is not None:
             batch.tokens["ref_logprobs"] = forward_batch(
-                reference, batch, "logprobs", args, world, precision.autocast, entropy=False
+                reference, batch, "logprobs", args, world, entropy=False
             )
         if needs_start_logprobs:
             batch.tokens["start_logprobs"] = forward_batch(
-                policy, batch, "logprobs", args, world, precision.autocast, entropy=False
+                policy, batch, "logprobs", args, world, entropy=False
             )
 
         # ---- 3. values, advantages, and the responses that train ----
@@ -992,7 +984,7 @@ def main(args: Args) -> None:
         turn_rewards = batch.tokens.get("turn_rewards")
         # Rewards, values, advantages and returns are (N, T).
         rewards = token_rewards(scores.to(precision.loss_dtype), kl, mask, kl_coef, turn_rewards)
-        old_values = forward_batch(critic, batch, "values", args, world, precision.autocast)
+        old_values = forward_batch(critic, batch, "values", args, world)
         advantages, returns = gae(rewards, old_values, scored, args.gamma, args.gae_lambda)
         if args.critic_gae_lambda is not None:
             _, returns = gae(rewards, old_values, scored, args.gamma, args.critic_gae_lambda)
@@ -1011,9 +1003,7 @@ def main(args: Args) -> None:
 
         # ---- 4. updates of critic and policy: epochs, mini-batches (an optimizer step each) ----
         run.phase("training")
-        sums = update_critic(
-            wrapped_critic, critic_optimizer, batch, drawn, args, step, world, precision.autocast
-        )
+        sums = update_critic(wrapped_critic, critic_optimizer, batch, drawn, args, step, world)
         if args.pf_ppo != "none":  # what is logged of the rollout is not of the responses drawn
             rows = world.shard(trained)
             mine = {name: x[rows] for name, x in batch.tokens.items()}
@@ -1023,7 +1013,7 @@ def main(args: Args) -> None:
             updates = utils.mini_batches(
                 drawn, args.mini_batch_size, args.num_epochs, (args.seed, step)
             )
-            optimizer.skip(updates_per_step - len(updates))
+            optimizer.begin_step(len(updates))
         for epoch, mini in updates:
             reduce_loss = loss_reduction(
                 args.loss_aggregation, mask, mini, updates, args.max_response_length
@@ -1035,37 +1025,36 @@ def main(args: Args) -> None:
                     args.ptx_batch_size,
                     args.seed,
                 )
-                ptx = ptx_loss(wrapped, rows, args, optimizer, world, precision.autocast)
+                ptx = ptx_loss(wrapped, rows, args, optimizer, world)
                 sums.add(ptx=ptx / len(updates), loss=args.ptx_coef * ptx / len(updates))
             for inputs, micro, last in batch.micro_batches(mini, args.micro_batch_tokens, world):
                 m = micro["response_mask"]  # (n, T), as all of micro and out
-                with gradient_sync(wrapped, last):
-                    with precision.autocast():
-                        out = forward_tokens(wrapped, inputs, m)
-                    logprobs = out["logprobs"]
-                    start_logprobs = micro.get("start_logprobs", logprobs.detach())
-                    old_logprobs = micro["rollout_logprobs"] if old_from_engine else start_logprobs
-                    weights = correction_weights(
-                        old_logprobs,
-                        micro["rollout_logprobs"],
-                        m,
-                        sampler.correction,
-                        args.rollout_correction_cap,
-                    )
-                    token_losses, clipped = clipped_loss(
-                        logprobs - old_logprobs,
-                        micro["advantages"],
-                        args.clip_low,
-                        args.clip_high,
-                        args.dual_clip,
-                    )
-                    loss = policy_term = reduce_loss(token_losses * weights, m)
-                    if args.entropy_coef:
-                        loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
-                    if kl_in == "loss":
-                        token_kl = estimate_kl(logprobs, micro["ref_logprobs"])
-                        loss = loss + kl_coef * reduce_loss(token_kl, m)
-                    optimizer.backward(loss)
+                set_gradient_sync(wrapped, last)
+                out = forward_tokens(wrapped, inputs, m)
+                logprobs = out["logprobs"]
+                start_logprobs = micro.get("start_logprobs", logprobs.detach())
+                old_logprobs = micro["rollout_logprobs"] if old_from_engine else start_logprobs
+                weights = correction_weights(
+                    old_logprobs,
+                    micro["rollout_logprobs"],
+                    m,
+                    sampler.correction,
+                    args.rollout_correction_cap,
+                )
+                token_losses, clipped = clipped_loss(
+                    logprobs - old_logprobs,
+                    micro["advantages"],
+                    args.clip_low,
+                    args.clip_high,
+                    args.dual_clip,
+                )
+                loss = policy_term = reduce_loss(token_losses * weights, m)
+                if args.entropy_coef:
+                    loss = loss - args.entropy_coef * reduce_loss(out["entropies"], m)
+                if kl_in == "loss":
+                    token_kl = estimate_kl(logprobs, micro["ref_logprobs"])
+                    loss = loss + kl_coef * reduce_loss(token_kl, m)
+                optimizer.backward(loss)
                 sums.add(policy_loss=policy_term / len(updates), loss=loss / len(updates))
                 sums.add(m, tokens=m, entropy=out["entropies"], clipped=clipped, weights=weights)
                 sums.add(m, approxkl=(logprobs - old_logprobs).square() / 2)

@@ -49,7 +49,7 @@ from plumbing.data.cache import check_rows_fit, column, encode_rows, leave_out
 from plumbing.data.mixture import SHORT, count_steps, stream, take_prompts, without
 from plumbing.data.rows import first_rows, read_rows, split_of
 from plumbing.models import loading, lora
-from plumbing.models.sharding import Sharding, gradient_sync
+from plumbing.models.sharding import Sharding, set_gradient_sync
 from plumbing.run.ranks import record
 from plumbing.run.run import Run
 
@@ -295,7 +295,7 @@ def cut_pairs(pairs: list[dict], budget: int, world) -> list[list[int]]:
 
 
 def score_pairs(
-    model: nn.Module, pairs: list[dict], budget: int, interrupt, world, autocast
+    model: nn.Module, pairs: list[dict], budget: int, interrupt, world
 ) -> Tensor | None:
     """Return scores of chosen and rejected sides (P, 2) float64, computed on all ranks; None if
     interrupted.
@@ -304,7 +304,7 @@ def score_pairs(
     for cut in cut_pairs(pairs, budget, world):
         if interrupt.agreed():
             return None
-        with torch.no_grad(), autocast():
+        with torch.no_grad():
             scores = model(*collate([pairs[i] for i in cut], world.device))
         local += zip(cut, scores.view(2, -1).T.tolist())
     return torch.tensor(
@@ -373,9 +373,7 @@ def main(args: Args) -> None:
         samples.
         """
         # (P, 2)
-        scores = score_pairs(
-            scorer, pairs, args.micro_batch_tokens, run.interrupt, world, precision.autocast
-        )
+        scores = score_pairs(scorer, pairs, args.micro_batch_tokens, run.interrupt, world)
         if scores is None:
             return None
         config.score_mean = scores.mean().item()
@@ -394,16 +392,15 @@ def main(args: Args) -> None:
         cuts = cut_pairs(batch, args.micro_batch_tokens, world)
         for number, cut in enumerate(cuts, 1):
             micro = [batch[i] for i in cut]
-            with gradient_sync(wrapped, number == len(cuts)):
-                with precision.autocast():
-                    scores = wrapped(*collate(micro, world.device)).view(2, -1)  # (2, n)
-                margins = torch.tensor(
-                    [pair["margin"] for pair in micro],
-                    device=world.device,
-                    dtype=precision.loss_dtype,
-                )
-                loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
-                optimizer.backward(loss)
+            set_gradient_sync(wrapped, number == len(cuts))
+            scores = wrapped(*collate(micro, world.device)).view(2, -1)  # (2, n)
+            margins = torch.tensor(
+                [pair["margin"] for pair in micro],
+                device=world.device,
+                dtype=precision.loss_dtype,
+            )
+            loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
+            optimizer.backward(loss)
             total += loss.detach()
             local += zip(cut, scores.detach().T.tolist())
         optimizer.step()

@@ -241,13 +241,15 @@ class Optimizer:
     Args:
         model: the parameters; all ranks hold the same gradient of them, or their shards of it, when
             `step` is called.
-        total_updates: how many updates the schedule spans.
+        steps: how many the schedule spans. updates_per_step: of a step whose responses all train.
         prefix: of the flags to go by, "critic_" for --critic_learning_rate and so on.
     """
 
     MAX_SKIPPED = 5  # updates in a row without a finite gradient, before the run fails
 
-    def __init__(self, model: nn.Module, args, total_updates: int, prefix: str = ""):
+    def __init__(
+        self, model: nn.Module, args, steps: int, updates_per_step: int = 1, prefix: str = ""
+    ):
         setting = lambda name: getattr(args, prefix + name)
         self.peak = setting("learning_rate")
         self.floor = 0.0 if prefix else args.min_learning_rate
@@ -264,7 +266,8 @@ class Optimizer:
             {"params": others, "weight_decay": 0.0},
         ]
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=args.adam_betas, fused=True)
-        self.total_updates = total_updates
+        self.total_updates = steps * updates_per_step
+        self.updates_per_step = updates_per_step
         self.lr = 0.0  # of the last update
         self.updates = self.skipped_in_a_row = self.since_rescaled = 0
         self.rescales = args.precision == "fp16"
@@ -314,11 +317,11 @@ class Optimizer:
                 "updates in a row; resume from the last checkpoint with a lower one"
             )
 
-    def skip(self, updates: int) -> None:
-        """Count updates that were not made, since responses were left out: the schedule goes by
-        steps.
+    def begin_step(self, updates: int) -> None:
+        """Begin a step of so many updates: where responses were left out, the schedule, which goes
+        by steps, skips the first.
         """
-        self.updates += updates
+        self.updates += self.updates_per_step - updates
 
     def rescale(self, finite: bool) -> bool:
         """Adapt the scale of the loss to an update; return whether it was lowered."""
@@ -493,7 +496,8 @@ class Clock:
         self.parameters = parameters
         self.start_time = time.perf_counter() - seconds_before
         self.phase = ""
-        self.seconds = defaultdict(float)
+        self.last = 0.0  # when it began
+        self.seconds: dict[str, float] = defaultdict(float)
         self.start()
 
     def start(self) -> None:
@@ -550,8 +554,8 @@ class Sums:
 
     def __init__(self, world: World):
         self.world = world
-        self.sums = defaultdict(float)
-        self.largest = {}
+        self.sums: dict[str, Tensor | float] = defaultdict(float)
+        self.largest: dict[str, Tensor] = {}
 
     def add(self, mask: Tensor | None = None, **tensors: Tensor) -> None:
         """Add numbers, or with a mask the entries of tensors, all of its shape, where it is set."""
@@ -570,7 +574,7 @@ class Sums:
         """Return {name: sum over all ranks, "max_" + name: largest over all ranks}; NaN for what
         was never added.
         """
-        totals = defaultdict(lambda: math.nan)
+        totals: dict[str, float] = defaultdict(lambda: math.nan)
         for prefix, tensors, reduce in (
             ("", self.sums, self.world.sum),
             ("max_", self.largest, self.world.max),

@@ -304,7 +304,7 @@ def test_logprobs_and_loss_by_hand(batch):
     it; the loss is the mean over these tokens alone.
     """
     batch, policy, args = batch
-    logprobs = forward_batch(policy, batch, "logprobs", args, WORLD, contextlib.nullcontext)
+    logprobs = forward_batch(policy, batch, "logprobs", args, WORLD)
     assert all(sample.conversation.metrics()["observation_tokens"] for sample in batch.samples)
     count = 0
     loss = 0.0

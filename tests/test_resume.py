@@ -198,7 +198,7 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
         model = loading.load_model(
             "--model", str(tmp_path / "checkpoints/step_1"), torch.float32, CPU
         )
-        optimizer = utils.Optimizer(model, args, 9, prefix)
+        optimizer = utils.Optimizer(model, args, 9, prefix=prefix)
         checkpoints.load_checkpoint(
             model.name_or_path, world, tokenizer, {"": model}, {"": optimizer}
         )
@@ -209,7 +209,7 @@ def test_changed_flags_of_an_optimizer(load, tokenizer, world, tmp_path, prefix)
         args = ppo.Args(learning_rate=1e-3, critic_learning_rate=1e-3, precision=precision)
         args.lr_schedule = args.critic_lr_schedule = "linear"
         model = load("qwen2")
-        optimizer = utils.Optimizer(model, args, 9, prefix)
+        optimizer = utils.Optimizer(model, args, 9, prefix=prefix)
         for _ in range(2):
             update(model, optimizer)
         shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)

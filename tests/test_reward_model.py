@@ -3,7 +3,6 @@
 (Resumed: test_scripts.py; over ranks: test_shard.py and test_invariance.py.)
 """
 
-import contextlib
 import json
 import math
 import shutil
@@ -134,7 +133,7 @@ def test_scores_by_a_plain_forward_of_each_side_alone(model_folder, family):
     for budget in (1, 60, 10_000):
         for cut in reward_model.cut_pairs(pairs, budget, world):
             assert len(cut) == 1 or collate([pairs[i] for i in cut], CPU)[0].numel() <= budget
-        got = score_pairs(scalar, pairs, budget, interrupt, world, contextlib.nullcontext)
+        got = score_pairs(scalar, pairs, budget, interrupt, world)
         torch.testing.assert_close(got, double(*expected), rtol=0, atol=EXACT.get(family, 1e-5))
     assert got.dtype == F64 and not got.requires_grad
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from plumbing.models.loading import Precision, blocks_of, caps_scores, checkpoint_blocks
 from utils import World, exit_on_error, fail, say
@@ -71,13 +72,15 @@ class Sharding:
         self.shard(module)
         if self.on or self.world.size == 1:
             return module
-        return torch.nn.parallel.DistributedDataParallel(
+        return DistributedDataParallel(
             module, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
 
     def shard(self, module: torch.nn.Module, reward_model: bool = False) -> torch.nn.Module:
         """Set a module's attention, shard it with --shard fsdp, checkpoint its blocks, and compile
         it: all in place.
+
+        From then on its forward computes in the format of --precision.
 
         Reward models keep no activations, and with --async_steps score in another thread, which
         must not compile.
@@ -92,6 +95,7 @@ class Sharding:
         )
         if self.args.attention != "auto":
             set_attention(model, self.args.attention)
+        module.forward = self.precision.autocast()(module.forward)
         if self.shards_reward_models if reward_model else self.on:
             self._fully_shard(module, model)
         if self.args.gradient_checkpointing and not reward_model:
@@ -122,7 +126,7 @@ class Sharding:
         model.fsdp_modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
         model.compute_device = self.world.device
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.world.device)
-        with torch.no_grad(), self.precision.autocast():
+        with torch.no_grad():
             # The first forward pass makes this module FSDP's root; generation calls `model`.
             module(ids, ids > 0)
 
@@ -184,13 +188,14 @@ def reset_after_inference(root: FSDPModule, *_) -> None:
         root.reset_iter_state()
 
 
-def gradient_sync(module: torch.nn.Module, last: bool):
-    """Return a context in which DDP averages gradients over the ranks only if it is the `last`
-    backward of an update.
+def set_gradient_sync(module: torch.nn.Module, last: bool) -> None:
+    """Have DDP average gradients over the ranks only in the `last` backward pass of an update: set
+    before the forward pass.
 
     FSDP reduces them in every backward pass.
     """
-    return module.no_sync() if hasattr(module, "no_sync") and not last else contextlib.nullcontext()
+    if isinstance(module, DistributedDataParallel):
+        module.require_backward_grad_sync = last
 
 
 def model_device(model: torch.nn.Module) -> torch.device:

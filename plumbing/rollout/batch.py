@@ -440,9 +440,7 @@ def forward_tokens(
 
 
 @torch.no_grad()
-def forward_batch(
-    module, batch: Batch, name: str, args, world: utils.World, autocast: Callable, **options
-) -> Tensor:
+def forward_batch(module, batch: Batch, name: str, args, world: utils.World, **options) -> Tensor:
     """Return what a module gives for every response token, without gradient, the work spread over
     the ranks.
 
@@ -455,8 +453,7 @@ def forward_batch(
     mask = batch.response_mask
     result = None
     for rows in utils.micro_batches(batch.lengths, args.micro_batch_tokens, world):
-        with autocast():
-            x = forward_tokens(module, batch.collate(rows), mask[rows], **options)[name]
+        x = forward_tokens(module, batch.collate(rows), mask[rows], **options)[name]
         if result is None:
             result = x.new_zeros(mask.shape)
         result[rows] = x

@@ -54,7 +54,7 @@ def rollout_engine(
 
 
 def load_sampler(
-    args, run, precision: Precision, outputs: tuple[str, ...], needed: bool = True, **parts
+    run, precision: Precision, outputs: tuple[str, ...], needed: bool = True, **parts
 ) -> Sampler:
     """Return a Sampler with the engine of --rollout_backend and a process group of its own.
 
@@ -62,6 +62,7 @@ def load_sampler(
         run: a plumbing.run.run.Run. outputs: see `rollout_engine`.
         needed: whether anything is sampled. parts: the other fields of `Sampler`.
     """
+    args = run.args
     world = run.world.rollout_world(args.vllm_tensor_parallel)
     engine = None
     if needed:
