@@ -35,7 +35,7 @@ Deliberate choices:
 import functools
 import math
 import os
-from typing import Callable, Literal
+from typing import Callable, Literal, Sequence
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -49,6 +49,7 @@ from grpo import ROLLOUT_OUTPUTS, generate
 from plumbing import cli
 from plumbing.cli import NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare, Share
 from plumbing.data.mixture import count_steps, load_train_and_eval, take_prompts
+from plumbing.data.rows import Row
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, model_device, set_gradient_sync
 from plumbing.rewards.sources import RewardSources, check_reference
@@ -188,19 +189,40 @@ def sampled_reverse_kl(
 # --------------------------------------------------------------------------------------------------
 
 
-class Policy(nn.Module):
-    """A causal language model whose forward gives losses and statistics of response tokens instead
-    of logits.
-
-    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every
-    use of the weights.
-    """
+class LanguageModel(nn.Module):
+    """What student and teacher have in common."""
 
     def __init__(self, model: PreTrainedModel, args: Args, temperature: float):
         super().__init__()
         self.model = model
         self.args = args
         self.temperature = temperature
+
+    def hidden_states(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
+        """Return the hidden states (tokens, H) that predict the response tokens: those of the
+        positions before.
+        """
+        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
+        return loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
+
+    def logprobs(self, hidden: Tensor) -> Tensor:
+        """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
+        return (self.logits(hidden) / self.temperature).log_softmax(-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Apply the model's head: (..., H) -> (..., V), float32 or better."""
+        logits = self.model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return loading.adjusted_logits(logits, self.model.config.get_text_config())
+
+
+class Policy(LanguageModel):
+    """A causal language model whose forward gives losses and statistics of response tokens instead
+    of logits.
+
+    All of it happens inside this module's forward, so that DDP or FSDP, which wrap it, see every
+    use of the weights.
+    """
 
     def forward(
         self,
@@ -287,25 +309,8 @@ class Policy(nn.Module):
         outputs["same_top"] = (ours.argmax(-1) == theirs.argmax(-1)).to(ours.dtype)
         return outputs | {"teacher_entropies": entr(theirs.exp()).sum(-1)}
 
-    def hidden_states(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
-        """Return the hidden states (tokens, H) that predict the response tokens: those of the
-        positions before.
-        """
-        rows, positions = response_mask.nonzero(as_tuple=True)  # (tokens,)
-        return loading.last_hidden_states(self.model, input_ids, (rows, positions - 1))
 
-    def logprobs(self, hidden: Tensor) -> Tensor:
-        """Return the log-probabilities of all next tokens: (..., H) -> (..., V)."""
-        return (self.logits(hidden) / self.temperature).log_softmax(-1)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Apply the model's head: (..., H) -> (..., V), float32 or better."""
-        logits = self.model.get_output_embeddings()(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return loading.adjusted_logits(logits, self.model.config.get_text_config())
-
-
-class Teacher(Policy):
+class Teacher(LanguageModel):
     """A frozen model whose forward gives a function from a slice of the response tokens to
     log-probabilities (n, V).
     """
@@ -320,7 +325,7 @@ class Teacher(Policy):
 # --------------------------------------------------------------------------------------------------
 
 
-def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Experience | None:
+def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
     """Gather a response to each prompt of a step: the student's with probability --on_policy_share,
     else the row's.
 

@@ -32,7 +32,7 @@ Deliberate choices:
 
 import functools
 import math
-from typing import Callable, Iterator, Literal, NamedTuple
+from typing import Callable, Iterator, Literal, NamedTuple, Sequence
 
 import torch
 from pydantic import FiniteFloat
@@ -44,6 +44,7 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import load_train_and_eval
+from plumbing.data.rows import Row
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
@@ -547,11 +548,12 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
     """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with
     a weight is NaN.
     """
-    return sum(
+    weighted = [
         weight * scores
         for scores, weight in zip(components.values(), reward_weights(args))
         if weight
-    )
+    ]
+    return sum(weighted, torch.zeros(()))
 
 
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -> Tensor:
@@ -588,7 +590,7 @@ def decoupled_scores(batch: Batch, args: Args) -> Tensor:
     return weighted_sum(normalized, args).masked_fill(left_out, math.nan)
 
 
-def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Experience | None:
+def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
     """Sample and score the prompts of a step, see `sample_groups`.
 
     Args:

@@ -36,7 +36,7 @@ import functools
 import math
 import os
 from types import SimpleNamespace
-from typing import Callable, Iterator, Literal
+from typing import Callable, Iterator, Literal, Sequence
 
 import torch
 from pydantic import FiniteFloat
@@ -48,6 +48,7 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import load_prompts, load_train_and_eval, mix, take_prompts
+from plumbing.data.rows import Row
 from plumbing.models import loading, lora
 from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
@@ -627,13 +628,13 @@ def update_critic(
 def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
     """Return the rows of --ptx_dataset with responses, see `load_prompts`."""
     # They are of --dataset.
-    args = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})
+    given = SimpleNamespace(**vars(args) | {"prompt_column": "", "answer_column": ""})
     parts = load_prompts(
         "--ptx_dataset",
         args.ptx_dataset,
         "train",
         tokenizer,
-        args,
+        given,
         lambda *_: "",
         stop_ids=stop_ids,
     )
@@ -641,7 +642,7 @@ def load_supervised(args: Args, tokenizer, stop_ids: list[int]):
 
 
 def ptx_loss(
-    wrapped: nn.Module, rows: list[dict], args, optimizer: utils.Optimizer, world
+    wrapped: nn.Module, rows: list[Row], args, optimizer: utils.Optimizer, world
 ) -> Tensor:
     """Add the gradient of --ptx_coef * cross-entropy per token on supervised rows (PTX:
     arXiv:2203.02155, eq. 2).
@@ -778,11 +779,12 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
     """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with
     a weight is NaN.
     """
-    return sum(
+    weighted = [
         weight * scores
         for scores, weight in zip(components.values(), reward_weights(args))
         if weight
-    )
+    ]
+    return sum(weighted, torch.zeros(()))
 
 
 def update_statistics(statistics: list[float], scores: Tensor) -> list[float]:
@@ -827,7 +829,7 @@ def final_scores(
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
-def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Experience | None:
+def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
     """Sample and score the prompts of a step, see `sample_groups`.
 
     Args:

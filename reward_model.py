@@ -34,7 +34,7 @@ import functools
 import math
 import os
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -216,7 +216,7 @@ def make_pair(
     if not is_number(margin):
         utils.fail(f"{at}: margin must be a number, not {str(margin)[:60]!r}")
     subset = None if row.get("subset") is None else str(row["subset"])
-    pair = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
+    pair: dict[str, Any] = {"prompt": "", "margin": margin, "subset": subset, "problem": ""}
     for side, (prompt, text) in zip(SIDES, read_pair(at, row)):
         pair[side] = []
         if prompt is not None:
@@ -300,7 +300,7 @@ def score_pairs(
     """Return scores of chosen and rejected sides (P, 2) float64, computed on all ranks; None if
     interrupted.
     """
-    local = []
+    local: list[tuple] = []
     for cut in cut_pairs(pairs, budget, world):
         if interrupt.agreed():
             return None
@@ -388,7 +388,7 @@ def main(args: Args) -> None:
         position = run.state.get("position", 0)
         batch = take_prompts(pairs, position, args.batch_size, args.seed)
         total = torch.zeros((), dtype=torch.float64, device=world.device)
-        local = []
+        local: list[tuple] = []
         cuts = cut_pairs(batch, args.micro_batch_tokens, world)
         for number, cut in enumerate(cuts, 1):
             micro = [batch[i] for i in cut]
@@ -399,7 +399,10 @@ def main(args: Args) -> None:
                 device=world.device,
                 dtype=precision.loss_dtype,
             )
-            loss = preference_loss(*scores, margins, args.centre_coef).sum() / args.batch_size
+            loss = (
+                preference_loss(scores[0], scores[1], margins, args.centre_coef).sum()
+                / args.batch_size
+            )
             optimizer.backward(loss)
             total += loss.detach()
             local += zip(cut, scores.detach().T.tolist())

@@ -37,7 +37,7 @@ whatever is put there (see grpo.py, choice 8). And:
 import dataclasses
 import functools
 import math
-from typing import Callable, Iterator, Literal
+from typing import Callable, Iterator, Literal, Sequence
 
 import torch
 from pydantic import FiniteFloat
@@ -49,6 +49,7 @@ import utils
 from plumbing import cli
 from plumbing.cli import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from plumbing.data.mixture import load_train_and_eval, take_prompts
+from plumbing.data.rows import Row
 from plumbing.models import loading
 from plumbing.models.sharding import Sharding, model_device, set_gradient_sync, sync_reference
 from plumbing.rewards.sources import RewardSources, check_reference, reward_weights
@@ -551,11 +552,12 @@ def weighted_sum(components: dict[str, Tensor], args: Args) -> Tensor:
     """Return the weighted sum of the reward components: {source: (N,)} -> (N,); NaN where one with
     a weight is NaN.
     """
-    return sum(
+    weighted = [
         weight * scores
         for scores, weight in zip(components.values(), reward_weights(args))
         if weight
-    )
+    ]
+    return sum(weighted, torch.zeros(()))
 
 
 def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -> Tensor:
@@ -576,7 +578,7 @@ def final_scores(scores: Tensor, lengths: Tensor, stopped: Tensor, args: Args) -
     return torch.where(stopped, scores, math.nan) if args.mask_truncated else scores
 
 
-def collect(sampler: Sampler, prompts: list[dict], step: int, state: dict) -> Experience | None:
+def collect(sampler: Sampler, prompts: Sequence[Row], step: int, state: dict) -> Experience | None:
     """Sample and score the prompts of a step, see `sample_groups`.
 
     With --advantage remax, also the greedy response to each prompt: its score is the baseline of
@@ -645,6 +647,7 @@ def token_advantages(
     totals = torch.where(scores.isfinite(), rewards.sum(1), math.nan)  # R, (N,)
     grouped, lengths = totals.view(-1, group_size), mask.sum(1).view(-1, group_size)  # (N / G, G)
     if kind == "remax":
+        assert baselines is not None  # `collect` has made them
         advantages = totals - baselines
     else:
         if kind == "rloo":

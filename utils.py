@@ -463,7 +463,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     # An offloaded tensor is gathered by the GPUs.
-    return tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
 
 
 def memory_gb(device: torch.device) -> float:
@@ -554,7 +554,7 @@ class Sums:
 
     def __init__(self, world: World):
         self.world = world
-        self.sums: dict[str, Tensor | float] = defaultdict(float)
+        self.sums: dict[str, Tensor] = {}
         self.largest: dict[str, Tensor] = {}
 
     def add(self, mask: Tensor | None = None, **tensors: Tensor) -> None:
@@ -562,7 +562,7 @@ class Sums:
         for name, x in tensors.items():
             if mask is not None:
                 x = torch.where(mask, x, 0.0).sum()
-            self.sums[name] += x.detach().double()
+            self.sums[name] = self.sums.get(name, 0.0) + x.detach().double()
 
     def max(self, **tensors: Tensor) -> None:
         # 0 is below every value that is asked for, and stands for an empty tensor

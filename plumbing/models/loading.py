@@ -284,7 +284,7 @@ class ScalarModel(torch.nn.Module):
     scores.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: transformers.PreTrainedModel):
         super().__init__()
         self.model = model
 

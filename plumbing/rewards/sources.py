@@ -25,6 +25,7 @@ from typing import Any
 from pebble.pool.process import interpreter_shutdown
 
 from plumbing.data.prompts import is_filled
+from plumbing.data.rows import Row
 from plumbing.rewards.reward_models import ModelSource
 from plumbing.rewards.verifiers import VERIFIERS
 from plumbing.rewards.workers import Workers, call_function
@@ -41,7 +42,7 @@ def finite_or_nan(score) -> float:
     return score if abs(score) <= LARGEST else math.nan
 
 
-def values_of(row: dict) -> dict:
+def values_of(row: Row) -> dict:
     """Return the columns that a prompt had in its file and "answer"; the "turns" of a conversation,
     too.
     """
@@ -49,7 +50,7 @@ def values_of(row: dict) -> dict:
     return {**row.get("columns", {}), **own}
 
 
-def columns_of(rows: list[dict]) -> dict[str, list]:
+def columns_of(rows: list[Row]) -> dict[str, list]:
     """Return the `values_of` some rows by column, None where a row lacks one."""
     tables = list(map(values_of, rows))
     names = sorted({name for table in tables for name in table})
@@ -96,7 +97,7 @@ def check_name(name: str) -> None:
             warn(f"--reward code: {missing}")
 
 
-def is_scored_by(row: dict, name: str) -> bool:
+def is_scored_by(row: Row, name: str) -> bool:
     """Return whether a source scores a row: all of them do, unless the row names its sources, as
     open-instruct's.
 
@@ -106,7 +107,7 @@ def is_scored_by(row: dict, name: str) -> bool:
     return named is None or name in named or name.rpartition("/")[0] in named
 
 
-def check_reference(where: str, row: dict, args) -> str:
+def check_reference(where: str, row: Row, args) -> str:
     """Return why a source of --reward that trains cannot score a row, whatever the response; "" if
     all of them can.
 

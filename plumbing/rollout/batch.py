@@ -8,8 +8,8 @@ add an entry.
 
 import contextlib
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from transformers.generation import logits_process
 
 import utils
 from plumbing.data.mixture import take_prompts
+from plumbing.data.rows import Row
 from plumbing.models.sharding import model_device, unsharded
 from plumbing.rewards.sources import RewardSources, Scoring, is_scored_by, reward_weights
 
@@ -35,14 +36,15 @@ MAX_REFILLS = 9
 class Sample:
     """One response to a prompt, and its scores."""
 
-    row: dict  # of the data: "prompt", the text, "query", its token ids, "answer", "columns"
+    row: Row
     # (t,) int32, up to and including the stop token; observations of a conversation, too
-    response: np.ndarray
-    outputs: dict[str, np.ndarray]  # (t,) float32, by name
+    response: np.ndarray | list[int]
+    outputs: Mapping[str, np.ndarray | list]  # (t,) float32, by name
     stopped: bool  # whether it ended before --max_response_length cut it off
     conversation: "Conversation | None" = None  # with --tools or --environment
     text: str = ""
-    scores: dict[str, float] | None = None  # by reward source; NaN where it gave none
+    # By reward source; NaN where it gave none.
+    scores: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self):
         """Turn lists into arrays: those of all ranks travel between them, and a list has 30 bytes a
@@ -84,7 +86,7 @@ class Sampler:
         self.reward_sources.waited = 0.0
         return {"time/reward": waited, **(self.engine.metrics() if self.engine else {})}
 
-    def rollout(self, rows: list[dict], samples: int, key: tuple) -> "Batch | None":
+    def rollout(self, rows: list[Row], samples: int, key: tuple) -> "Batch | None":
         """Sample and score responses to some prompts, spread over the ranks.
 
         Args:
@@ -98,15 +100,19 @@ class Sampler:
         local = self.world.shard(list(range(len(rows))))  # the responses of this rank
         draws, tool_seeds = self.random_numbers(len(rows), key)
         scoring = Scoring(self.reward_sources, self.interrupted)
-        draws = draws[local] if samples else None
-        self.sample([rows[i] for i in local], draws, tool_seeds[local].tolist(), scoring.add)
+        self.sample(
+            [rows[i] for i in local],
+            draws[local] if samples else None,
+            tool_seeds[local].tolist(),
+            scoring.add,
+        )
         if self.world.any(self.interrupted() or len(scoring.samples) < len(local)):
             return None
         responses = scoring.finish()
         if self.world.any(self.interrupted()):  # then some scores may be missing
             return None
         for sample in responses:
-            sample.row = None  # all ranks have it
+            sample.row = {}  # all ranks have it
         responses = self.world.unshard(responses, len(rows))
         for row, sample in zip(rows, responses):
             sample.row = sample.conversation.row if sample.conversation else row
@@ -137,7 +143,7 @@ class Sampler:
         return rng.integers(2**62, size=(responses, turns)), tool_seeds
 
     def sample(
-        self, rows: list[dict], draws: np.ndarray | None, tool_seeds: list[int], end: Callable
+        self, rows: list[Row], draws: np.ndarray | None, tool_seeds: list[int], end: Callable
     ) -> None:
         """Sample a response to each row, by the engine or by the script's decode loop; if
         interrupted, not to all.
@@ -236,16 +242,21 @@ class Batch:
     reward_components: dict[str, Tensor]
     # (N, T) each, 0 after a response's end; "response_mask" (bool): what was sampled
     tokens: dict[str, Tensor]
-    # (N,), what a response is trained with; NaN for one that is left out
-    scores: Tensor | None = None
+    scores: Tensor  # (N,), what a response is trained with; NaN for one that is left out
 
     @staticmethod
     def from_samples(
         samples: list[Sample], device: torch.device, scores: Tensor | None = None
     ) -> "Batch":
-        """Return a batch of some responses; their per-token outputs are padded to the longest."""
+        """Return a batch of some responses; their per-token outputs are padded to the longest.
+
+        Args:
+            scores: (N,), as in `Batch`; None: NaN, until the script has made them.
+        """
         lengths = torch.tensor([len(x.response) for x in samples], device=device)
-        tokens = {"response_mask": torch.arange(lengths.max(), device=device) < lengths[:, None]}
+        tokens = {
+            "response_mask": torch.arange(int(lengths.max()), device=device) < lengths[:, None]
+        }
         for name in {name: None for x in samples for name in x.outputs}:
             rows = [torch.as_tensor(x.outputs.get(name, ())) for x in samples]
             tokens[name] = pad_sequence(rows, batch_first=True).to(device)
@@ -257,6 +268,8 @@ class Batch:
             for name in {name: None for x in samples for name in x.scores}
         }
         stopped = torch.tensor([x.stopped for x in samples], device=device)
+        if scores is None:
+            scores = torch.full(stopped.shape, math.nan, dtype=torch.float64, device=device)
         return Batch(samples, stopped, components, tokens, scores)
 
     @property
@@ -322,7 +335,11 @@ class Experience:
 
 
 def sample_groups(
-    sampler: Sampler, prompts: list[dict], step: int, state: dict, score: Callable[[Batch], Tensor]
+    sampler: Sampler,
+    prompts: Sequence[Row],
+    step: int,
+    state: dict,
+    score: Callable[[Batch], Tensor],
 ) -> Experience | None:
     """Sample and score the prompts of a step, and drop or replace groups as --filter_groups says.
 
@@ -336,7 +353,7 @@ def sample_groups(
     position = state.get("position", 0)
     wanted = args.rollout_batch_size
     size = args.group_size
-    samples = []
+    samples: list[Sample] = []
     count = wanted
     for refill in range(1 + MAX_REFILLS):
         rows = take_prompts(prompts, position, count, args.seed)
@@ -430,9 +447,7 @@ def only_logged(name: str, x: Tensor) -> Tensor:
     return x
 
 
-def forward_tokens(
-    module, inputs: tuple[Tensor, Tensor], mask: Tensor, **options
-) -> dict[str, Tensor]:
+def forward_tokens(module, inputs: tuple, mask: Tensor, **options) -> dict[str, Tensor]:
     """Return `module(*inputs, **options)`, outputs (tokens,) by name, as (n, T) along the response
     mask (n, T).
     """
@@ -451,11 +466,12 @@ def forward_batch(module, batch: Batch, name: str, args, world: utils.World, **o
         (N, T), 0 after a response's end.
     """
     mask = batch.response_mask
-    result = None
-    for rows in utils.micro_batches(batch.lengths, args.micro_batch_tokens, world):
-        x = forward_tokens(module, batch.collate(rows), mask[rows], **options)[name]
-        if result is None:
-            result = x.new_zeros(mask.shape)
+    cuts = utils.micro_batches(batch.lengths, args.micro_batch_tokens, world)
+    outputs = [
+        forward_tokens(module, batch.collate(rows), mask[rows], **options)[name] for rows in cuts
+    ]
+    result = outputs[0].new_zeros(mask.shape)
+    for rows, x in zip(cuts, outputs):
         result[rows] = x
     return world.sum(result)  # a row is 0 on all ranks but one
 
@@ -466,7 +482,7 @@ def logits_processors(
     """Return transformers' functions (sequences, scores) -> scores that change the next token's
     logits, in order.
     """
-    processors = []
+    processors: list[Callable] = []
     if args.repetition_penalty != 1:
         processors.append(logits_process.RepetitionPenaltyLogitsProcessor(args.repetition_penalty))
     if args.min_response_length > 0:

@@ -9,15 +9,20 @@ import atexit
 import concurrent.futures
 import dataclasses
 import importlib.util
-from typing import Callable
+from typing import TYPE_CHECKING, Callable, Sequence
 
 import pebble
 import torch
 
+from plumbing.data.rows import Row
 from plumbing.models.loading import Precision, check_decodes
 from plumbing.models.sharding import unsharded
 from plumbing.rollout.batch import Experience, Sampler
 from utils import World, fail
+
+if TYPE_CHECKING:  # imported where a flag asks for them, or by the script
+    from plumbing.rollout.vllm_engine import VllmSampling
+    from plumbing.run.run import Run
 
 
 def rollout_engine(
@@ -30,7 +35,7 @@ def rollout_engine(
         outputs: names of what the script's `generate` stores of a token, log-probabilities first.
     """
     backend = backend_of("rollout_backend", args)
-    engine = None
+    engine: "VllmSampling | None" = None
     if backend == "hf":
         if args.async_steps:
             fail(f"--async_steps {args.async_steps}: requires --rollout_backend vllm or server")
@@ -54,12 +59,12 @@ def rollout_engine(
 
 
 def load_sampler(
-    run, precision: Precision, outputs: tuple[str, ...], needed: bool = True, **parts
+    run: "Run", precision: Precision, outputs: tuple[str, ...], needed: bool = True, **parts
 ) -> Sampler:
     """Return a Sampler with the engine of --rollout_backend and a process group of its own.
 
     Args:
-        run: a plumbing.run.run.Run. outputs: see `rollout_engine`.
+        outputs: see `rollout_engine`.
         needed: whether anything is sampled. parts: the other fields of `Sampler`.
     """
     args = run.args
@@ -122,11 +127,11 @@ class Rollouts:
     goes on with the new weights, as in PipelineRL (arXiv:2509.19128).
     """
 
-    def __init__(self, run, sampler: Sampler, prompts: list[dict], collect: Callable):
+    def __init__(self, run: "Run", sampler: Sampler, prompts: Sequence[Row], collect: Callable):
         """Give the engine the weights of the model.
 
         Args:
-            run: a plumbing.run.run.Run, which has started.
+            run: which has started.
             collect: makes the rollout of a step, an Experience, from a sampler, the prompts, the
                 number of the step and what the rollout before has left (`Experience.state`); returns
                 early, None, once `run.interrupt.requested` is set.
@@ -137,7 +142,7 @@ class Rollouts:
         self.collect = collect
         self.async_steps = sampler.args.async_steps
         self.step = run.state["step"]  # the last one that has begun to train
-        self.ahead = {}  # futures of rollouts, by step
+        self.ahead: dict[int, concurrent.futures.Future] = {}  # rollouts, by step
         # Those under way at once meet the other ranks in groups of their own.
         self.samplers = [
             dataclasses.replace(sampler, world=run.world.rollout_world(1))

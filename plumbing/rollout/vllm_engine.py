@@ -60,11 +60,13 @@ def policy_steps(spans: Iterable[dict]) -> list[int]:
 class WeightWatch:
     """Mixed into vLLM's workers, which only log it if they have weights that no sync has sent."""
 
+    get_model: Callable  # of the worker
+
     def watch_weights(self) -> None:
         """Begin to record the names of the weights that are loaded."""
         model = self.get_model()
         load = model.load_weights
-        self.loaded = set()
+        self.loaded: set[str] = set()
 
         def load_and_record(weights):
             names = load(weights)
@@ -106,6 +108,8 @@ class VllmSampling:
             all of them have to make every step.
     """
 
+    _complete: Callable
+    sync: Callable
     failure = ""
     about = ""
     synced = 0
@@ -166,7 +170,7 @@ class VllmSampling:
             if response is not None:
                 end(place, *response)
 
-        calls = map(respond, range(len(queries)), queries, seeds or [None] * len(queries))
+        calls = map(respond, range(len(queries)), queries, seeds or itertools.repeat(None))
         self.run_all(calls, interrupted)
 
     async def sample(
@@ -237,7 +241,7 @@ class Engine(VllmSampling):
         cache_gb = args.kv_cache_gb or (torch.cuda.mem_get_info()[1] / 4e9 if on_gpu else 1.0)
         # Where kv_cache_memory_bytes is given, gpu_memory_utilization is only what has to be free
         # at the start.
-        settings = {"gpu_memory_utilization": 0.1} if on_gpu else dict(CPU_SETTINGS)
+        settings: dict[str, Any] = {"gpu_memory_utilization": 0.1} if on_gpu else dict(CPU_SETTINGS)
         if "RANK" in os.environ:
             settings["distributed_executor_backend"] = "external_launcher"
         # Rollout and training overlap on a GPU only if their kernels are not queued in the same
@@ -273,8 +277,9 @@ class Engine(VllmSampling):
             fail(
                 f"--model {args.model}: vLLM does not start with it: {' '.join(str(error).split())[:300]}"
             )
-        # Of a thread, as its device is, which this sets, too.
-        self.loop.call_soon_threadsafe(torch.cuda.set_stream, stream)
+        if stream is not None:
+            # Of a thread, as its device is, which this sets, too.
+            self.loop.call_soon_threadsafe(torch.cuda.set_stream, stream)
         self.llm.collective_rpc("watch_weights")
         self.llm.llm_engine.set_weight_version("0")
         # LLM() leaves one, too few for an optimizer on the CPU (--shard fsdp_offload)

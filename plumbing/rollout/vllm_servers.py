@@ -34,7 +34,8 @@ class Weights:
     """
 
     def __init__(self, dtype: torch.dtype):
-        self.dtype, self.entries = dtype, []  # of `base_weights`
+        self.dtype = dtype
+        self.entries: list[tuple] = []  # of `base_weights`
 
     def metadata(self) -> list:
         from vllm.distributed.weight_transfer import ParamMeta

@@ -6,6 +6,7 @@ from typing import Callable
 
 import torch
 
+from plumbing.data.rows import Row
 from plumbing.rewards.sources import RewardSources, is_scored_by
 from plumbing.rollout.batch import Batch, Sampler
 from utils import Sums, warn
@@ -29,7 +30,7 @@ def correct_responses(batch: Batch, reward_sources: RewardSources) -> torch.Tens
     return correct
 
 
-def evaluate(sampler: Sampler, rows: list[dict]) -> tuple[dict, list[dict]] | None:
+def evaluate(sampler: Sampler, rows: list[Row]) -> tuple[dict, list[dict]] | None:
     """Measure greedy and sampled accuracy, with the same random numbers at every call.
 
     Args:
@@ -101,7 +102,7 @@ def batch_metrics(batch: Batch, reward_sources: RewardSources) -> dict[str, floa
         if name in reward_sources.verifiers:
             metrics[f"reward_correct/{name}"] = (scored >= 1).double().mean().item()
     for end, chosen in (("stopped", batch.stopped), ("cut_off", ~batch.stopped)):
-        if batch.scores is not None and chosen.any():
+        if chosen.any() and not batch.scores.isnan().all():
             metrics[f"reward/{end}"] = batch.scores[chosen].nanmean().item()
     return metrics | conversation_metrics(batch)
 

@@ -4,7 +4,7 @@ training loop.
 
 import math
 import sys
-from typing import Callable, Iterator, NoReturn, Sequence
+from typing import Any, Callable, Iterator, NoReturn, Sequence
 
 from torch.distributed.tensor import DTensor
 
@@ -68,7 +68,7 @@ class Run:
         self.engine = engine
         # metrics: of the step. results: of its evaluation; held_out: samples of it; evaluated: it
         # is done or not due.
-        self.state = {
+        self.state: dict[str, Any] = {
             "step": 0,
             "seconds": 0.0,
             "metrics": {},

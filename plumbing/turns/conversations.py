@@ -30,6 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from plumbing.data.prompts import CUT, guarded
+from plumbing.data.rows import Row
 from plumbing.rewards.sources import reward_weights
 from plumbing.tasks import run_all
 from plumbing.turns import worker
@@ -191,7 +192,7 @@ def ask_once(flag: str, process: ToolProcess, method: str, *arguments):
 class Conversation:
     """A response of several turns."""
 
-    row: dict  # the prompt's, with what the environment added to it
+    row: Row  # the prompt's, with what the environment added to it
     # Token ids of the turns, and of the observations between them.
     response: list[int] = field(default_factory=list)
     # Per token.
@@ -315,7 +316,7 @@ class Conversations:
 
     def sample(
         self,
-        rows: list[dict],
+        rows: list[Row],
         seeds: list[int],
         draws: np.ndarray | None,
         interrupted: Callable,
@@ -457,7 +458,7 @@ class Conversations:
             content = f"Error: {error}"
         return {"role": "tool", "name": name, "content": content}
 
-    def _prompt_with(self, row: dict, added: str) -> dict:
+    def _prompt_with(self, row: Row, added: str) -> Row:
         """Return a prompt with a text added to its last message."""
         messages = None
         text = row["prompt"] + guarded(added, self.tokenizer)
