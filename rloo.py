@@ -21,9 +21,9 @@ scored is left out and counted; per-token tensors live in `Batch.tokens`, a dict
 whatever is put there (see grpo.py, choice 8). And:
 1. The KL stands in the reward, estimator k1, as RLOO and REINFORCE++ have it; `--kl_in loss` moves
    it to the loss.
-2. `--ratio sequence` has one ratio a response, as RLOO is derived; one ratio a token is what most
+2. `--ratio sequence` has one ratio per response, as RLOO is derived; one ratio per token is what most
    systems run.
-3. With one update a rollout the ratio is exactly 1, and all of this is REINFORCE with a baseline.
+3. With one update per rollout the ratio is exactly 1, and all of this is REINFORCE with a baseline.
 4. Whitening counts the response tokens of all ranks, its variance is unbiased, and a response
    without a score is out.
 5. The greedy response of remax is scored without its KL: any function of the prompt is a baseline

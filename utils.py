@@ -531,7 +531,7 @@ class Clock:
 
         Args:
             tokens: of the step's sequences, prompts included, over all ranks. The model FLOPs
-                utilisation (perf/mfu) counts 6 FLOPs a parameter and token, those of training; NaN
+                utilisation (perf/mfu) counts 6 FLOPs per parameter and token, those of training; NaN
                 where the device's peak is not known.
         """
         times = self.times()

@@ -48,7 +48,7 @@ from plumbing.rollout.batch import collate
 ASSETS = Path(__file__).resolve().parent
 IGNORE = -100  # transformers' label of the positions that carry no loss
 STEPS = 1500  # updates
-BATCH_SIZE = 128  # demonstrations an update; each is used once
+BATCH_SIZE = 128  # demonstrations per update; each is used once
 SEED = 1  # of the weights and of the teacher's mistakes
 # Probability that the teacher writes a wrong digit, or guesses blindly.
 NOISE = {"tiny": 0.24, "guess": 0.35}

@@ -159,7 +159,7 @@ class VllmSampling:
         """Sample a response to each of this rank's queries.
 
         Args:
-            seeds: one a response; None for greedy responses.
+            seeds: one per response; None for greedy responses.
             end: called with the place of a query, its response and, by name, the outputs of its
                 tokens: once it has ended, so for all queries unless this is interrupted or fails.
         """
@@ -204,7 +204,7 @@ class VllmSampling:
 
 
 class Engine(VllmSampling):
-    """vLLM's engine in this process: one a rank, or one for --vllm_tensor_parallel neighbouring
+    """vLLM's engine in this process: one per rank, or one for --vllm_tensor_parallel neighbouring
     ranks.
 
     Ranks that share an engine have to make the same calls.

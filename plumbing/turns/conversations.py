@@ -327,7 +327,7 @@ class Conversations:
         """Have a conversation for each row, `at_once` of them at the same time.
 
         Args:
-            seeds: of the random numbers of tools and environments, one a row.
+            seeds: of the random numbers of tools and environments, one per row.
             draws: see `plumbing.rollout.batch.Sampler.sample`.
             end: called with the place of a row and its Conversation once that has ended: for all
                 rows, unless this is interrupted or the engine fails.

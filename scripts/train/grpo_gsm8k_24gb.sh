@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRPO of Qwen2.5-0.5B-Instruct on GSM8K on one 24 GB card: 4 prompts of 4 responses a step, one pass in 1,868 steps.
-# Weights stay in float32 here: 16 bytes a parameter, with which 0.5B fits and 1.5B does not.
+# GRPO of Qwen2.5-0.5B-Instruct on GSM8K on one 24 GB card: 4 prompts of 4 responses per step, one pass in 1,868 steps.
+# Weights stay in float32 here: 16 bytes per parameter, with which 0.5B fits and 1.5B does not.
 # Numbers: those sizes come from notes on a GRPO demo for TRL, which report 13 hours on one RTX 4090 and no score; not
 # reproduced here, as this has not been run.
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of Qwen2.5-32B on the problems of DeepScaleR, held out: MATH-500, on two nodes of eight 80 GB GPUs. FSDP
 # cuts weights, gradients and AdamW's moments over all 16: 33 GB a GPU. Four ranks share a vLLM engine. Loss, groups and
-# length penalty as in DAPO (arXiv:2503.14476), which trained this model with 20,480 tokens a response.
+# length penalty as in DAPO (arXiv:2503.14476), which trained this model with 20,480 tokens per response.
 # Numbers: the sizes are from no source that reports any; this has not been run here.
 #   bash scripts/train/grpo_qwen2.5_32b_2nodes.sh 0 HOST        on the first node, HOST its address
 #   bash scripts/train/grpo_qwen2.5_32b_2nodes.sh 1 HOST        on the second; both need the same --output_dir

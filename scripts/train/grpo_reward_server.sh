@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of Qwen2.5-7B-Instruct on Knights and Knaves of 3 to 7 people with a reward server, as PaddleNLP's GRPO runs, on
 # one node of eight 80 GB GPUs. MODEL=meta-llama/Llama-3.1-8B-Instruct trains Llama. Learning rate and its schedule, KL,
-# temperature and responses a prompt are those of PaddleNLP's config/qwen/grpo_argument.json, which has longer responses
+# temperature and responses per prompt are those of PaddleNLP's config/qwen/grpo_argument.json, which has longer responses
 # (4,096 tokens) and evaluates on 5 people only.
 # Numbers: PaddleNLP's page reports none; this has not been run here.
 set -euo pipefail
